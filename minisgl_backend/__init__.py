@@ -1,0 +1,1 @@
+"""MiniSGL: an LLM engine that runs inside Triton Inference Server."""

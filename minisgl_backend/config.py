@@ -1,0 +1,195 @@
+"""What the operator asked for (``EngineOptions``) and what one request may ask for (``Limits``).
+
+Knows names, types, defaults and ranges. Must not know devices, model files or Triton: what depends on
+those (the page count, the attention backend, ...) is resolved in ``build`` into an ``EngineConfig``.
+
+Options come as strings (config.pbtxt, the command line) or as values of their type. An unknown name is
+an error that names the nearest known one; an empty string or ``auto`` stands for the default where the
+type allows it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, get_type_hints
+
+from minisgl_backend.errors import ConfigError
+
+DEMO_MODEL: Final = str(Path(__file__).parent / "demo_model")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """A dataclass field with its description, its allowed words and its range."""
+    meta = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """All options of the engine; ``None`` stands for ``auto``."""
+
+    model: str = option(DEMO_MODEL, "folder of a checkpoint, or its id on the hub")
+    model_source: str = option("hf", "where ids are looked up", choices=("hf", "modelscope"))
+    tokenizer: str | None = option(None, "folder or id of the tokenizer; auto: the model's")
+    load_format: str = option(
+        "auto", "auto reads safetensors; dummy fills random weights", choices=("auto", "dummy")
+    )
+    dtype: str | None = option(
+        None, "of weights and activations", choices=("float32", "bfloat16", "float16", "float64")
+    )
+    kv_cache_dtype: str | None = option(None, "of the KV cache", choices=("fp8_e4m3",))
+    device: str | None = option(None, "where the model runs", choices=("cpu", "cuda"))
+    page_size: int | None = option(None, "token positions a page", minimum=1, maximum=1024)
+    num_pages: int | None = option(None, "pages of KV; auto: from the free memory", minimum=1)
+    memory_ratio: float = option(
+        0.9, "share of the free memory that KV pages may take", minimum=0.01, maximum=1.0
+    )
+    max_running_requests: int = option(256, "requests in one step", minimum=1, maximum=4096)
+    max_queued_requests: int = option(1024, "requests that may wait", minimum=0)
+    max_queued_tokens: int = option(4_000_000, "prompt tokens that may wait", minimum=0)
+    max_sequence_length: int | None = option(
+        None, "prompt and output tokens of a request; auto: the model's context", minimum=2
+    )
+    max_prefill_tokens: int = option(8192, "prompt tokens computed in one step", minimum=1)
+    schedule_policy: str = option(
+        "fcfs", "who goes first: the oldest, or the longest cached prefix", choices=("fcfs", "lpm")
+    )
+    cache: str = option("radix", "whether prefixes are shared", choices=("radix", "naive"))
+    overlap: bool = option(True, "plan the next step while one runs")
+    attention_backend: str | None = option(
+        None, "sdpa, fa, fi, trtllm, triton, or two as prefill,decode"
+    )
+    moe_backend: str | None = option(None, "how experts are computed", choices=("torch", "fused"))
+    cuda_graph_max_batch_size: int | None = option(
+        None, "largest batch that is captured; 0 turns CUDA graphs off", minimum=0, maximum=4096
+    )
+    cuda_graph_batch_sizes: str | None = option(None, "batch sizes to capture, as 1,2,4")
+    tensor_parallel_size: int = option(1, "GPUs (or CPU ranks) of one engine", minimum=1)
+    comm: str | None = option(None, "how ranks talk", choices=("nccl", "pynccl", "gloo"))
+    distributed_address: str | None = option(None, "rendezvous of the ranks, HOST:PORT")
+    distributed_timeout_s: float = option(60.0, "patience with a silent rank", minimum=1)
+    cancel_grace_ms: int = option(
+        300, "how long a chunk may stay unacknowledged while later ones are", minimum=1
+    )
+    min_chunk_interval_ms: int = option(0, "at most one response each so many ms", minimum=0)
+    drain_timeout_s: float = option(
+        30.0, "how long running requests may go on at a stop", minimum=0
+    )
+    num_tokenizers: int = option(2, "threads that tokenize", minimum=1, maximum=64)
+    seed: int | None = option(None, "of the seeds drawn for requests that bring none", minimum=0)
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            _check_range(spec, getattr(self, spec.name))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> EngineOptions:
+        """Options from names and values (strings, or values of the option's type).
+
+        Raises ``ConfigError`` for an unknown name, a malformed value or one out of range.
+        """
+        known = {spec.name: spec for spec in fields(cls)}
+        parsed = {}
+        for name, value in values.items():
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}{did_you_mean(name, known)}")
+            if value is None or value == "":
+                continue
+            parsed[name] = _parse(name, value)
+        return cls(**parsed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The most that one request may ask for: one table, used by every way in."""
+
+    prompt_bytes: int = 8 * 2**20
+    messages: int = 1024
+    message_depth: int = 32
+    stop_strings: int = 16
+    stop_string_bytes: int = 1024
+    stop_token_ids: int = 256
+    logit_bias_entries: int = 1024
+    logprobs: int = 20
+    cache_salt_bytes: int = 256
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the nearest of the ``known`` names, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def option_type(name: str) -> type:
+    """The type of an option's value: str, int, float or bool."""
+    return _TYPES[name]
+
+
+def _plain_types() -> Mapping[str, type]:
+    hints = get_type_hints(EngineOptions)
+    plain = {}
+    for name, hint in hints.items():
+        members = [t for t in getattr(hint, "__args__", (hint,)) if t is not type(None)]
+        plain[name] = members[0]
+    return MappingProxyType(plain)
+
+
+_TYPES: Final = _plain_types()
+_WORDS: Final = MappingProxyType(
+    {"true": True, "1": True, "yes": True, "on": True}
+    | {"false": False, "0": False, "no": False, "off": False}
+)
+
+
+def _parse(name: str, value: Any) -> Any:
+    kind = _TYPES[name]
+    if isinstance(value, str):
+        if value == "auto" and name != "load_format":
+            return next(f.default for f in fields(EngineOptions) if f.name == name)
+        if kind is bool and value.lower() in _WORDS:
+            return _WORDS[value.lower()]
+        if kind in (int, float):
+            try:
+                return kind(value.replace("_", "").replace(",", ""))
+            except ValueError:
+                pass
+        if kind is str:
+            return value
+    elif kind is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is kind:
+        return value
+    raise ConfigError(f"option {name} must be {_KIND_WORDS[kind]}, got {value!r}")
+
+
+_KIND_WORDS: Final = MappingProxyType(
+    {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+)
+
+
+def _check_range(spec: Field[Any], value: Any) -> None:
+    if value is None:
+        return
+    meta = spec.metadata
+    if meta["choices"] and value not in meta["choices"]:
+        words = ", ".join(meta["choices"])
+        raise ConfigError(f"option {spec.name} must be one of {words}, got {value!r}")
+    low, high = meta["minimum"], meta["maximum"]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"option {spec.name} must be finite, got {value}")
+    if low is not None and value < low:
+        raise ConfigError(f"option {spec.name} must be at least {low:g}, got {value:g}")
+    if high is not None and value > high:
+        raise ConfigError(f"option {spec.name} must be at most {high:g}, got {value:g}")

@@ -1,0 +1,136 @@
+"""What a request is, and what can happen to it: the vocabulary shared by every layer.
+
+Knows token ids and sampling parameters, all validated and normalized already. Must not know text,
+Triton, pages or tensors. Everything here is immutable once made.
+
+A request's events arrive in this order: at most one ``Admitted``, any number of ``Generated``, then
+exactly one terminal event, ``Finished`` or ``Failed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.errors import MiniSGLError
+
+RequestId = NewType("RequestId", int)
+"""The engine's own number of a request, never reused; the client's id is only a label."""
+
+TokenId: TypeAlias = int
+IntArray: TypeAlias = npt.NDArray[np.int32]
+
+
+class FinishReason(str, Enum):
+    """Why a request ended without an error; the values are those of the wire."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token of a request is chosen, and when it is the last.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` keys the
+    random numbers together with the token's position, so that they do not depend on the batch.
+    ``stop_token_ids`` end the request (and cannot be sampled before ``min_tokens`` tokens).
+    ``num_logprobs`` is None for no logprobs, 0 for the chosen token's alone, else the number of
+    alternatives beside it.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[TokenId, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[TokenId, float], ...] = ()
+    num_logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether sampling depends on the tokens seen so far."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One prompt to be continued.
+
+    ``prompt`` is int32[num_prompt_tokens], at least one token. A higher ``priority`` goes first.
+    ``deadline_s`` is a reading of ``time.monotonic`` after which the request ends; the planner does
+    not look at it. ``cache_salt`` keeps prefixes apart: only requests with an equal salt share them.
+    """
+
+    id: RequestId
+    prompt: IntArray
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one sampled token under the model's raw logits.
+
+    ``rank`` is 1 for the most likely token. ``alternatives`` holds (token id, logprob) pairs, most
+    likely first.
+    """
+
+    logprob: float
+    rank: int
+    alternatives: tuple[tuple[TokenId, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request got its row; ``num_cached_tokens`` of its prompt were found in the cache."""
+
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One more token."""
+
+    token_id: TokenId
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request ended; ``stop_token_id`` is the one that ended it, where one did."""
+
+    reason: FinishReason
+    stop_token_id: TokenId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended with an error."""
+
+    error: MiniSGLError
+
+
+Event: TypeAlias = Admitted | Generated | Finished | Failed
+Sink: TypeAlias = Callable[[Event], None]
+"""Called on the engine's thread, so it must only enqueue."""

@@ -1,11 +1,10 @@
 """What the operator asked for (``EngineOptions``) and what one request may ask for (``Limits``).
 
-Knows names, types, defaults and ranges. Must not know devices, model files or Triton: what depends on
-those (the page count, the attention backend, ...) is resolved in ``build`` into an ``EngineConfig``.
+Knows names, types, defaults and ranges. Must not know devices, model files or Triton: what depends
+on those (the page count, the attention backend, ...) is resolved in ``build``.
 
-Options come as strings (config.pbtxt, the command line) or as values of their type. An unknown name is
-an error that names the nearest known one; an empty string or ``auto`` stands for the default where the
-type allows it.
+Options come as strings (config.pbtxt, the command line) or as values of their type. An unknown name
+is an error that names the nearest known one; an empty string or ``auto`` stands for the default.
 """
 
 from __future__ import annotations
@@ -84,9 +83,7 @@ class EngineOptions:
         300, "how long a chunk may stay unacknowledged while later ones are", minimum=1
     )
     min_chunk_interval_ms: int = option(0, "at most one response each so many ms", minimum=0)
-    drain_timeout_s: float = option(
-        30.0, "how long running requests may go on at a stop", minimum=0
-    )
+    drain_timeout_s: float = option(30.0, "time for running requests at a stop", minimum=0)
     num_tokenizers: int = option(2, "threads that tokenize", minimum=1, maximum=64)
     seed: int | None = option(None, "of the seeds drawn for requests that bring none", minimum=0)
 

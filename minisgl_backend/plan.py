@@ -1,15 +1,15 @@
 """The one value that crosses from the planner to the executor, and what comes back.
 
-A ``StepPlan`` says what one forward pass does: which rows come to life, which pages they are granted,
-which prompt tokens are prefilled and which rows decode. It is written by length alone: a plan never
-holds a sampled token, since with overlap the last ones are not known yet. The executor keeps the last
-sampled token of each row itself.
+A ``StepPlan`` says what one forward pass does: which rows come to life, which pages they are
+granted, which prompt tokens are prefilled and which rows decode. It is written by length alone: a
+plan never holds a sampled token, since with overlap the last ones are not known yet. The executor
+keeps the last sampled token of each row itself.
 
-Must not know tensors, devices, caches or queues. It can be encoded as one flat buffer of ints, which
-is how it reaches the other tensor-parallel ranks.
+Must not know tensors, devices, caches or queues. It can be encoded as one flat buffer of ints,
+which is how it reaches the other tensor-parallel ranks.
 
-Invariants: row and page numbers are those of the planner's tables; grants are written to the page table
-before anything else of the step runs; a row decodes or prefills in a step, never both.
+Invariants: row and page numbers are those of the planner's tables; grants are written to the page
+table before anything else of the step runs; a row decodes or prefills in a step, never both.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class StepPlan:
     """One forward pass. All arrays are int32; P prefill chunks, D decoding rows, G grants.
 
     ``grant_rows``, ``grant_indices``, ``grant_pages`` [G]: page_table[row, index] = page.
-    ``prefill_rows``, ``prefill_starts``, ``prefill_lengths`` [P]: positions start .. start + length of
-    the row are computed, from ``prefill_tokens`` [sum of lengths], chunk after chunk.
+    ``prefill_rows``, ``prefill_starts``, ``prefill_lengths`` [P]: positions start .. start + length
+    of the row are computed, from ``prefill_tokens`` [sum of lengths], chunk after chunk.
     ``prefill_samples`` [P], 0 or 1: the chunk is the prompt's last, so a token is sampled from it.
     ``decode_rows``, ``decode_positions`` [D]: the row's last sampled token stands at that position,
     is computed there, and the next one is sampled.
@@ -92,7 +92,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
-    """What a step sampled: ``token_ids`` int32[num_samples], in the order of ``StepPlan.sample_rows``.
+    """What a step sampled: ``token_ids`` int32[num_samples], ordered as ``StepPlan.sample_rows``.
 
     ``logprobs`` has an entry, by index in that order, for each row that asked for them.
     """
@@ -103,7 +103,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request that a commit ended; ``reason`` is None where the row's logits were not finite."""
+    """A request that a commit ended; ``reason`` is None where its logits were not finite."""
 
     request_id: RequestId
     reason: FinishReason | None
@@ -114,8 +114,8 @@ class Completion:
 class StepResult:
     """What a commit made known: new tokens of live requests, and the requests that ended with it.
 
-    ``request_ids`` and ``token_ids`` run in parallel; ``logprobs`` is keyed by index in them. Tokens of
-    requests that were aborted meanwhile do not appear.
+    ``request_ids`` and ``token_ids`` run in parallel; ``logprobs`` is keyed by index in them.
+    Tokens of requests that were aborted meanwhile do not appear.
     """
 
     request_ids: list[RequestId]

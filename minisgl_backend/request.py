@@ -77,7 +77,7 @@ class Request:
 
     ``prompt`` is int32[num_prompt_tokens], at least one token. A higher ``priority`` goes first.
     ``deadline_s`` is a reading of ``time.monotonic`` after which the request ends; the planner does
-    not look at it. ``cache_salt`` keeps prefixes apart: only requests with an equal salt share them.
+    not look at it. ``cache_salt`` keeps prefixes apart: only requests of equal salt share them.
     """
 
     id: RequestId

@@ -25,13 +25,13 @@ class Scheduler(Protocol):
         """End a request without a result; False where it is not (or no longer) live. Idempotent."""
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None where nothing can run now. May run again before the last commit."""
+        """The next step, or None where nothing can run; may be called before the last commit."""
 
     def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
         """Take the tokens of the oldest plan that is not committed yet."""
 
     def has_work(self) -> bool:
-        """Whether a request is live. With no plan in flight this implies that plan() is not None."""
+        """Whether a request is live: then, with no plan in flight, plan() is not None."""
 
     def stats(self) -> SchedulerStats:
         """Counts, in constant time."""

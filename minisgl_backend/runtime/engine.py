@@ -1,0 +1,246 @@
+"""The engine as adapters see it: submit, abort, look, close, from any thread.
+
+Knows the limits at the door (context, vocabulary, queue) and the thread that runs the loop. Must
+not know Triton or text.
+
+A request that cannot be served is refused at once by an exception of ``submit``; one that was
+accepted gets exactly one terminal event through its sink.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
+from minisgl_backend.request import FinishReason, Request, RequestId, SamplingParams, Sink
+from minisgl_backend.runtime.loop import Abort, Add, Loop, Stop
+from minisgl_backend.runtime.ports import Executor, Scheduler
+from minisgl_backend.runtime.stats import EngineStats, Recorder, Samples
+from minisgl_backend.scheduling.capacity import check_fits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What is fixed once the model is loaded."""
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    attention_backend: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_sequence_length: int
+    page_size: int
+    num_pages: int
+    max_running_requests: int
+    max_queued_requests: int
+    max_queued_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether requests are served; ``tick_age_s`` is the age of the loop's last sign of life."""
+
+    ready: bool
+    reason: str
+    tick_age_s: float
+
+
+class _State(Enum):
+    SERVING = "serving"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+class Engine:
+    """Runs the loop on a thread of its own and guards its door."""
+
+    def __init__(
+        self, info: EngineInfo, scheduler: Scheduler, executor: Executor, *, overlap: bool
+    ) -> None:
+        self.info = info
+        self._executor = executor
+        self._recorder = Recorder()
+        self._ids = itertools.count(1)
+        self._changed = threading.Condition()
+        self._state = _State.SERVING
+        self._num_open = 0
+        self._num_waiting_tokens = 0
+        self._loop = Loop(
+            scheduler,
+            executor,
+            overlap=overlap,
+            recorder=self._recorder,
+            on_admitted=self._forget_waiting,
+            on_ended=self._forget,
+        )
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def new_id(self) -> RequestId:
+        """A number that no other request of this engine has."""
+        return RequestId(next(self._ids))
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Accept a request; ``sink`` gets its events on the engine's thread.
+
+        Raises ``InvalidRequest`` where it can never be served, ``Unsupported`` where it needs what
+        is not offered, ``Overloaded`` where the queue is full or the engine is not serving.
+        """
+        try:
+            self._check(request)
+        except Unsupported:
+            self._recorder.request_rejected("unsupported")
+            raise
+        except InvalidRequest:
+            self._recorder.request_rejected("invalid")
+            raise
+        num_tokens = len(request.prompt)
+        with self._changed:
+            self._check_open()
+            self._check_queue(num_tokens)
+            self._num_open += 1
+            self._num_waiting_tokens += num_tokens
+            sampling = self._with_eos(request.sampling)
+            # inside the lock, so that no request enters the inbox behind the last look at it
+            self._loop.inbox.put(
+                Add(dataclasses.replace(request, sampling=sampling), sink, time.monotonic())
+            )
+
+    def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request; its sink gets ``Finished(reason)``. Idempotent; ignores unknown ids."""
+        self._loop.inbox.put(Abort(request_id, reason))
+
+    def stats(self) -> EngineStats:
+        """Counts at this moment, in constant time."""
+        return self._recorder.snapshot(self._loop.scheduler_stats, self._num_open)
+
+    def take_samples(self) -> Samples:
+        """Observations for histograms since the last call."""
+        return self._recorder.take_samples()
+
+    def health(self) -> Health:
+        """Whether the engine serves, in constant time and without touching the loop."""
+        pulse = self._loop.pulse
+        calm = pulse.idle or pulse.forward_since_s is not None
+        age_s = 0.0 if calm else max(0.0, time.monotonic() - pulse.tick_s)
+        state = self._state
+        return Health(state is _State.SERVING, state.value, age_s)
+
+    def is_queue_full(self) -> bool:
+        """A hint for whoever could refuse a request before doing work for it."""
+        info = self.info
+        return (
+            self._num_open >= info.max_running_requests + info.max_queued_requests
+            or self._num_waiting_tokens >= max(1, info.max_queued_tokens)
+        )
+
+    def close(self, *, drain_s: float) -> None:
+        """Refuse new requests, give the open ones ``drain_s`` to end, fail the rest, free all.
+
+        Idempotent. Every open request has had its terminal event when this returns.
+        """
+        with self._changed:
+            if self._state is _State.SERVING:
+                self._state = _State.DRAINING
+            self._changed.wait_for(
+                lambda: self._num_open == 0 or self._state is _State.DOWN, timeout=drain_s
+            )
+        self._loop.inbox.put(Stop(Overloaded("the server is shutting down")))
+        self._thread.join()
+
+    # --- the door ----------------------------------------------------------------------------
+
+    def _check(self, request: Request) -> None:
+        info, sampling = self.info, request.sampling
+        prompt = request.prompt
+        if not len(prompt):
+            raise InvalidRequest("the prompt is empty")
+        _check_ids("input_ids", prompt, info.vocab_size)
+        _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+        _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
+        check_fits(
+            num_prompt_tokens=len(prompt),
+            max_tokens=sampling.max_tokens,
+            max_sequence_length=info.max_sequence_length,
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+        )
+
+    def _check_open(self) -> None:
+        if self._state is _State.SERVING:
+            return
+        if self._state is _State.DRAINING:
+            self._recorder.request_rejected("draining")
+            raise Overloaded("the server is shutting down")
+        self._recorder.request_rejected("down")
+        raise Overloaded("the engine is down")
+
+    def _check_queue(self, num_tokens: int) -> None:
+        info = self.info
+        most = info.max_running_requests + info.max_queued_requests
+        if self._num_open >= most:
+            self._recorder.request_rejected("queue_full")
+            raise Overloaded(
+                f"queue full: {self._num_open} requests open of at most {most} "
+                f"({info.max_running_requests} running, {info.max_queued_requests} queued)"
+            )
+        waiting = self._num_waiting_tokens
+        if waiting and waiting + num_tokens > info.max_queued_tokens:
+            self._recorder.request_rejected("queue_full")
+            raise Overloaded(
+                f"queue full: {waiting} prompt tokens wait, and {num_tokens} more "
+                f"exceed {info.max_queued_tokens}"
+            )
+
+    def _with_eos(self, sampling: SamplingParams) -> SamplingParams:
+        if sampling.ignore_eos:
+            return sampling
+        ids = dict.fromkeys((*sampling.stop_token_ids, *self.info.eos_token_ids))
+        return dataclasses.replace(sampling, stop_token_ids=tuple(ids))
+
+    # --- the engine's thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException:
+            logger.exception("the engine's loop broke")
+        finally:
+            with self._changed:
+                self._state = _State.DOWN
+                self._loop.refuse_rest(EngineFailure("the engine is down"))
+                self._changed.notify_all()
+            self._executor.close()
+
+    def _forget_waiting(self, request: Request) -> None:
+        with self._changed:
+            self._num_waiting_tokens -= len(request.prompt)
+
+    def _forget(self, request: Request, admitted: bool) -> None:
+        with self._changed:
+            self._num_open -= 1
+            if not admitted:
+                self._num_waiting_tokens -= len(request.prompt)
+            if not self._num_open:
+                self._changed.notify_all()
+
+
+def _check_ids(name: str, ids: object, vocab_size: int) -> None:
+    array = np.asarray(ids, dtype=np.int64)
+    wrong = array[(array < 0) | (array >= vocab_size)]
+    if len(wrong):
+        raise InvalidRequest(
+            f"{name} must be token ids in 0..{vocab_size - 1}, got {int(wrong[0])}"
+        )

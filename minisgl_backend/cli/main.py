@@ -1,0 +1,57 @@
+"""The command groups; each command lives in a module that is imported only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+import click
+
+from minisgl_backend.errors import ConfigError
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by ``module:attribute``, so that help stays fast."""
+
+    def __init__(self, name: str, places: Mapping[str, str], help: str) -> None:
+        super().__init__(name=name, help=help, no_args_is_help=True)
+        self._places = places
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._places)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._places:
+            return None
+        module, attribute = self._places[cmd_name].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; what the operator can mend is one line, not a traceback."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise click.ClickException(str(error)) from error
+
+
+bench = LazyGroup(
+    "bench",
+    {
+        "planner": "minisgl_backend.bench.planner:planner",
+        "response-path": "minisgl_backend.bench.response_path:response_path",
+        "offline": "minisgl_backend.bench.offline:offline",
+    },
+    help="Measure; every command prints a table and takes --json FILE.",
+)
+
+main = LazyGroup(
+    "minisgl",
+    {
+        "serve": "minisgl_backend.cli.serve:serve",
+        "bench": "minisgl_backend.cli.main:bench",
+    },
+    help="MiniSGL: LLM serving inside Triton Inference Server.",
+)
+main = click.version_option(package_name="minisgl-triton")(main)

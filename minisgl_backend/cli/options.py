@@ -1,0 +1,49 @@
+"""The engine's options as command line options, generated from ``EngineOptions``.
+
+Every option of the configuration is an option of the commands that start an engine, under the same
+name with dashes; nothing has to be listed twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import click
+
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a click callback, which then gets an ``EngineOptions`` as its first argument.
+
+    Values are checked by ``EngineOptions.from_mapping``, which raises ``ConfigError``.
+    """
+    names = [spec.name for spec in fields(EngineOptions)]
+
+    @functools.wraps(command)
+    def with_options(*args: Any, **kwargs: Any) -> Any:
+        given = {name: kwargs.pop(name) for name in names}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return command(EngineOptions.from_mapping(chosen), *args, **kwargs)
+
+    for spec in reversed(fields(EngineOptions)):
+        choices = ", ".join(spec.metadata["choices"])
+        text = spec.metadata["help"] + (f" ({choices})" if choices else "")
+        with_options = click.option(
+            "--" + spec.name.replace("_", "-"),
+            spec.name,
+            metavar="VALUE",
+            help=f"{text}  [default: {_shown(spec.default)}]",
+        )(with_options)
+    return with_options
+
+
+def _shown(default: Any) -> str:
+    if default is None:
+        return "auto"
+    if default == DEMO_MODEL:
+        return "the demo model"
+    return str(default).lower() if isinstance(default, bool) else str(default)

@@ -1,7 +1,7 @@
 """`minisgl bench offline`: throughput of the engine in this process, without a server.
 
-All requests are submitted at once. With `--compare transformers` the same prompts then go, one by one,
-through `transformers.generate` on the same device, in the same dtype and the same run.
+All requests are submitted at once. With `--compare transformers` the same prompts then go, one by
+one, through `transformers.generate` on the same device, in the same dtype and the same run.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def transformers_runner(
     import torch
     import transformers
 
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), trust_remote_code=False
     )

@@ -41,7 +41,7 @@ class Report:
         self.rows.append(figures)
 
     def emit(self, json_path: Path | None = None) -> None:
-        """Print the table and write the file: the row's own keys, or ``rows`` where there are more."""
+        """Print the table; in the file the keys of a single row also stand at the top."""
         table = Table(title=self.title, caption=", ".join(f"{k} {v}" for k, v in self.info.items()))
         for name in self.rows[0]:
             table.add_column(name, justify="right")

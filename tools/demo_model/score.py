@@ -1,0 +1,142 @@
+"""Scores the demo model on phrasings it has never seen, with transformers' own Qwen3.
+
+The phrasings stand in ``heldout_templates.json``. Every question is asked as plain text, as a chat
+message or inside a longer text or conversation; the greedy answer must equal the right one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools.demo_model.corpus import CorpusMaker
+from tools.demo_model.questions import KINDS, Question
+from tools.demo_model.templates import fill
+
+HELDOUT: Final = Path(__file__).with_name("heldout_templates.json")
+BAR_TOTAL: Final = 0.95
+BAR_FAMILY: Final = 0.85
+SETTINGS: Final = ("plain", "chat", "after other questions", "after a long text")
+PER_FAMILY: Final = 60
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as the model gets it."""
+
+    question: Question
+    setting: str
+    prompt: str
+
+
+def heldout_templates() -> dict[str, list[str]]:
+    """The phrasings of the committed file, by kind of question."""
+    templates: dict[str, list[str]] = json.loads(HELDOUT.read_text(encoding="utf-8"))
+    return templates
+
+
+def heldout_questions(seed: int = 7) -> Iterator[tuple[Question, str]]:
+    """The questions of the score with their wording, PER_FAMILY of each family."""
+    rng = random.Random(seed)
+    templates = heldout_templates()
+    families: dict[str, list[str]] = {}
+    for kind in KINDS.values():
+        families.setdefault(kind.family, []).append(kind.name)
+    for kinds in families.values():
+        seen: set[str] = set()
+        for i in range(PER_FAMILY * 4):
+            kind_name = kinds[i % len(kinds)]
+            question = KINDS[kind_name].make(rng)
+            text = fill(rng.choice(templates[kind_name]), question.fields)
+            whole = question.context + text
+            if whole in seen or len(seen) == PER_FAMILY:
+                continue
+            seen.add(whole)
+            yield question, text
+
+
+def asked(tokenizer: AutoTokenizer, seed: int = 7) -> list[Asked]:
+    """The questions of the score in their settings, which take turns."""
+    filler = CorpusMaker(seed)
+    result = []
+    for i, (question, text) in enumerate(heldout_questions(seed)):
+        setting = SETTINGS[i % len(SETTINGS)]
+        if question.context:
+            text = f"{question.context}\n{text}"
+        messages = [{"role": "user", "content": text}]
+        if setting == "after other questions":
+            messages = [
+                {"role": "user", "content": "What is 2 + 2?"},
+                {"role": "assistant", "content": "4"},
+                {"role": "user", "content": "The opposite of hot is"},
+                {"role": "assistant", "content": "cold"},
+                *messages,
+            ]
+        elif setting == "after a long text":
+            system = {"role": "system", "content": filler.filler(60)}
+            messages = [system, *messages]
+        prompt = text
+        if setting != "plain":
+            prompt = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        result.append(Asked(question, setting, prompt))
+    return result
+
+
+def answers(folder: Path, prompts: list[str], device: str = "cpu", batch: int = 64) -> list[str]:
+    """The model's greedy answers, white space at their ends removed."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    result = [""] * len(prompts)
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        inputs = tokenizer([prompts[i] for i in chosen], return_tensors="pt", padding=True)
+        with torch.inference_mode():
+            output = model.generate(**inputs.to(device), max_new_tokens=320, do_sample=False)
+        new = output[:, inputs["input_ids"].shape[1] :]
+        for i, text in zip(chosen, tokenizer.batch_decode(new, skip_special_tokens=True)):
+            result[i] = text.strip()
+    return result
+
+
+def score(folder: Path, device: str = "cpu", show_wrong: int = 40) -> bool:
+    """Prints the table and some wrong answers; whether the model meets the bar."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    questions = asked(tokenizer)
+    given = answers(folder, [a.prompt for a in questions], device)
+    right = [text == a.question.answer for a, text in zip(questions, given, strict=True)]
+    console = Console(width=100)
+    is_good = True
+    groups = {
+        "Family": [KINDS[a.question.kind].family for a in questions],
+        "Setting": [a.setting for a in questions],
+    }
+    for title, names in groups.items():
+        table = Table(title, "Questions", "Right", "Share")
+        for name in [*dict.fromkeys(names), "total"]:
+            marks = [mark for mark, n in zip(right, names, strict=True) if name in (n, "total")]
+            share = sum(marks) / len(marks)
+            table.add_row(name, str(len(marks)), str(sum(marks)), f"{share:.1%}")
+            if title == "Family":
+                is_good &= share >= (BAR_TOTAL if name == "total" else BAR_FAMILY)
+        console.print(table)
+    wrong = [(a, t) for a, t, mark in zip(questions, given, right, strict=True) if not mark]
+    for case, text in wrong[:show_wrong]:
+        console.print(
+            f"{case.setting}: {case.prompt[-120:]!r}\n  gave  {text[:80]!r}"
+            f"\n  right {case.question.answer[:80]!r}",
+            markup=False,
+        )
+    console.print("The bar is met." if is_good else "The bar is NOT met.")
+    return is_good

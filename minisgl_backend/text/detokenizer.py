@@ -1,0 +1,181 @@
+"""Token ids -> text, chunk by chunk: never half a character, no text that a stop string takes.
+
+Pure and single-threaded: one ``TextStream`` a stream. Whatever the chunking, the deltas of a stream
+add up to the text of one decode of all its tokens, cut before its stop match. The cost of a chunk
+is proportional to its new tokens.
+
+A stop match counts only if the token that completes it has an index of at least ``min_tokens``. The
+match that is completed first wins, by character; of several that end together, the longest.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from minisgl_backend.request import TokenId
+from minisgl_backend.text.stop import StopMatcher
+from minisgl_backend.text.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What a chunk adds.
+
+    ``num_tokens`` of its tokens count: all, or those up to the one that completed ``stop``, the
+    stop string that matched.
+    """
+
+    text: str
+    num_tokens: int
+    stop: str | None = None
+
+
+class TextStream:
+    """The text of one stream of tokens.
+
+    ``silent_ids`` are tokens that have no text here (those that end the request). ``continues``
+    says that the text is shown right after its prompt's, so that a space at its start stays.
+    """
+
+    __slots__ = ("_decoder", "_held", "_matcher", "_min_tokens", "_num_tokens", "_state", "stop")
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        stop_strings: Sequence[str] = (),
+        min_tokens: int = 0,
+        silent_ids: Collection[TokenId] = (),
+        continues: bool = False,
+    ) -> None:
+        self.stop: str | None = None
+        """The stop string that matched; no more tokens may be pushed then."""
+        self._decoder = _Decoder(vocabulary, frozenset(silent_ids), continues)
+        self._matcher = StopMatcher(stop_strings) if stop_strings else None
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._state = 0
+        self._held = ""  # decoded, but it may be the beginning of a stop string
+
+    def push(self, token_ids: Sequence[TokenId], *, final: bool = False) -> TextDelta:
+        """The next tokens; with ``final`` they are the last, and what was held back comes out."""
+        assert self.stop is None, "the stream has stopped"
+        count = len(token_ids)
+        matcher = self._matcher
+        if matcher is None:
+            text = self._decoder.decode(token_ids)
+            return TextDelta(text + self._decoder.flush() if final else text, count)
+        # Tokens of an index under min_tokens may begin a match, but not complete one.
+        num_exempt = min(max(0, self._min_tokens - self._num_tokens), count)
+        self._num_tokens += count
+        if num_exempt:
+            text = self._decoder.decode(token_ids[:num_exempt])
+            self._state = matcher.advance(self._state, text)
+            self._held += text
+            token_ids = token_ids[num_exempt:]
+        if token_ids:
+            before = self._decoder.position
+            text = self._decoder.decode(token_ids)
+            if (end := self._search(matcher, text)) is not None:
+                index = self._completing_token(token_ids, before, end)
+                return TextDelta(self._cut(), num_exempt + index + 1, self.stop)
+        if not final:
+            return TextDelta(self._release(matcher.held[self._state]), count)
+        # What is left of a broken character belongs to the last token.
+        text = self._decoder.flush()
+        if self._num_tokens <= self._min_tokens:
+            self._held += text
+        elif self._search(matcher, text) is not None:
+            return TextDelta(self._cut(), count, self.stop)
+        return TextDelta(self._release(0), count)
+
+    def _search(self, matcher: StopMatcher, text: str) -> int | None:
+        """Take text in; on a match note it, and tell how many of its characters were read."""
+        self._state, read = matcher.search(self._state, text)
+        self._held += text[:read]
+        self.stop = matcher.matched[self._state] if read else None
+        return read if self.stop is not None else None
+
+    def _cut(self) -> str:
+        """The text before the stop match, which ends what is held."""
+        assert self.stop is not None
+        return self._release(len(self.stop))
+
+    def _release(self, keep: int) -> str:
+        """What is held, but for the last ``keep`` characters."""
+        split = len(self._held) - keep
+        released, self._held = self._held[:split], self._held[split:]
+        return released
+
+    def _completing_token(self, token_ids: Sequence[TokenId], before: _Position, end: int) -> int:
+        """The index of the token with which the decoded text reaches ``end`` characters."""
+        self._decoder.position = before
+        for index, token_id in enumerate(token_ids):
+            end -= len(self._decoder.decode((token_id,)))
+            if end <= 0:
+                return index
+        raise AssertionError("the same tokens have the same text")
+
+
+_Position: TypeAlias = tuple[bytes, int, bool]
+"""Bytes of an incomplete character, spaces still to be dropped, whether the first token is due."""
+
+
+class _Decoder:
+    """Token ids -> text, without stop strings; ``position`` is all of its state."""
+
+    __slots__ = ("_silent_ids", "_vocabulary", "position")
+
+    def __init__(
+        self, vocabulary: Vocabulary, silent_ids: frozenset[TokenId], continues: bool
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._silent_ids = silent_ids
+        self.position: _Position = (
+            (b"", 0, False)
+            if continues
+            else (b"", vocabulary.leading_spaces, vocabulary.first_pieces is not None)
+        )
+
+    def decode(self, token_ids: Sequence[TokenId]) -> str:
+        """The characters that these tokens complete."""
+        pending, spaces, first_due = self.position
+        pieces = self._vocabulary.pieces
+        try:
+            if self._silent_ids:
+                silent = self._silent_ids
+                added = [b"" if i in silent else pieces[i] for i in token_ids]
+            else:
+                added = [pieces[i] for i in token_ids]
+        except IndexError:  # ids of no token, which have no text
+            added = [pieces[i] if 0 <= i < len(pieces) else b"" for i in token_ids]
+        if first_due:
+            first_due = self._replace_first(token_ids, added)
+        data = pending + b"".join(added)
+        text, read = utf_8_decode(data, "replace", False)
+        if spaces and text:
+            kept = text.lstrip(" ")
+            dropped = min(spaces, len(text) - len(kept))
+            text = text[dropped:]
+            spaces = spaces - dropped if not text else 0
+        self.position = (data[read:], spaces, first_due)
+        return text
+
+    def _replace_first(self, token_ids: Sequence[TokenId], added: list[bytes]) -> bool:
+        """Give the first token that has text its own piece; whether it is still to come."""
+        vocabulary = self._vocabulary
+        assert vocabulary.first_pieces is not None
+        for index, token_id in enumerate(token_ids):
+            if vocabulary.has_text(token_id) and token_id not in self._silent_ids:
+                added[index] = vocabulary.first_pieces[token_id]
+                return False
+        return True
+
+    def flush(self) -> str:
+        """An incomplete character at the end, as U+FFFD."""
+        pending, _, _ = self.position
+        self.position = (b"", 0, False)
+        return pending.decode("utf-8", "replace")

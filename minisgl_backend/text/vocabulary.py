@@ -1,0 +1,150 @@
+"""What each token id adds to the text, as bytes: the decoder half of a tokenizer as one table.
+
+Works for the decoders of language models: byte-level BPE (``ByteLevel``), SentencePiece as it is
+converted for the tokenizers library (``Replace``, ``ByteFallback``, ``Fuse``, ``Strip``, or
+``Metaspace``), and none at all (words). With them the text of a sequence is the concatenation of
+what its tokens add, but for the very first characters; so it can be decoded piece by piece.
+
+For byte-level BPE the text equals that of the tokenizers library for any ids. With byte fallback it
+does wherever the bytes are UTF-8; in a run with broken bytes the library gives up all characters
+of the run, while here only the broken ones become U+FFFD, since that can be known without waiting
+for the end of the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.request import TokenId
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class Vocabulary:
+    """Bytes by token id.
+
+    ``pieces`` holds b"" for special tokens. ``first_pieces`` has the pieces of a first token, which
+    differ where a decoder drops the space in front of the text; None where they do not.
+    ``leading_spaces`` is the number of spaces that are dropped at the very start of the text.
+    """
+
+    __slots__ = ("first_pieces", "leading_spaces", "names", "pieces", "special")
+
+    def __init__(
+        self,
+        tokens: Sequence[str | None],
+        special: frozenset[TokenId],
+        decoder: dict[str, Any] | None,
+    ) -> None:
+        stages = _Stages(decoder)
+        self.names = tokens
+        """The tokens as the tokenizer spells them; None for an id with no token."""
+        self.special = special
+        self.leading_spaces = stages.leading_spaces
+        self.pieces = [
+            b"" if token is None or token_id in special else stages.piece(token)
+            for token_id, token in enumerate(tokens)
+        ]
+        self.first_pieces: list[bytes] | None = None
+        if stages.drops_first_marks:
+            self.first_pieces = [
+                b"" if token is None or token_id in special else stages.piece(token, first=True)
+                for token_id, token in enumerate(tokens)
+            ]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+        """The table of a tokenizer; raises ``ConfigError`` for a decoder that is not known."""
+        by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+        tokens = [by_id.get(token_id) for token_id in range(max(by_id, default=-1) + 1)]
+        added = tokenizer.get_added_tokens_decoder()
+        special = frozenset(token_id for token_id, token in added.items() if token.special)
+        return cls(tokens, special, json.loads(tokenizer.to_str())["decoder"])
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def has_text(self, token_id: TokenId) -> bool:
+        """Whether an id is that of a token, and not of a special one."""
+        return (
+            0 <= token_id < len(self.names)
+            and self.names[token_id] is not None
+            and token_id not in self.special
+        )
+
+    def token_text(self, token_id: TokenId) -> str:
+        """One token by itself: its text (U+FFFD for half a character), a special token's name."""
+        if not 0 <= token_id < len(self.pieces):
+            return ""
+        if token_id in self.special:
+            return self.names[token_id] or ""
+        return self.pieces[token_id].decode("utf-8", "replace")
+
+
+class _Stages:
+    """A tokenizer's decoder, reduced to what it does to a single token."""
+
+    def __init__(self, decoder: dict[str, Any] | None) -> None:
+        self.leading_spaces = 0
+        self.drops_first_marks = False
+        self._byte_level = False
+        self._byte_fallback = False
+        self._separator = ""
+        self._replacements: list[tuple[str, str]] = []
+        self._bytes = _byte_level_alphabet()
+        fused = False
+        if decoder is None:  # words, joined by a space
+            self._separator, self.leading_spaces = " ", 1
+        stages = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
+        for stage in filter(None, stages):
+            if fused and stage["type"] not in ("Fuse", "Strip"):
+                raise ConfigError(
+                    f"the tokenizer's decoder {stage['type']} after Fuse is not known"
+                )
+            fused = fused or stage["type"] == "Fuse"
+            self._add(stage, fused)
+
+    def _add(self, stage: dict[str, Any], fused: bool) -> None:
+        kind = stage["type"]
+        if kind == "ByteLevel":
+            self._byte_level = True
+        elif kind == "ByteFallback":
+            self._byte_fallback = True
+        elif kind == "Replace" and "String" in stage["pattern"]:
+            self._replacements.append((stage["pattern"]["String"], stage["content"]))
+        elif kind == "Metaspace":
+            self._replacements.append((stage["replacement"], " "))
+            self.drops_first_marks = stage.get("prepend_scheme", "always") != "never"
+        elif kind == "Strip" and fused and stage["content"] == " " and not stage["stop"]:
+            self.leading_spaces = stage["start"]
+        elif kind != "Fuse":
+            raise ConfigError(f"the tokenizer's decoder {kind} is not known")
+
+    def piece(self, token: str, *, first: bool = False) -> bytes:
+        """What a token adds to the text."""
+        if self._byte_level:
+            try:
+                return bytes([self._bytes[char] for char in token])
+            except KeyError:  # an added token, which stands for itself
+                return token.encode()
+        for pattern, content in self._replacements:
+            token = token.replace(pattern, "" if first and self.drops_first_marks else content)
+        if self._byte_fallback and len(token) == 6 and token[:3] == "<0x" and token[5] == ">":
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        return (self._separator + token).encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte, as GPT-2 spells bytes: printable ones stand for themselves, the others
+    for the characters from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -1,0 +1,120 @@
+"""What a client gets: ``Answer`` -> numpy arrays by output name.
+
+``text_output`` (or ``output_ids``, from ``llm_engine`` alone) is always there, the others only
+where the request asked for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.errors import MiniSGLError
+from minisgl_backend.request import FinishReason, IntArray, TokenId, TokenLogprobs
+from minisgl_backend.tritonserver.wire.chunk import Times
+from minisgl_backend.tritonserver.wire.generation import NOTHING, StopRequest, Wanted
+
+LEAST_LOGPROB: Final = -9999.0
+"""Stands for minus infinity, which JSON cannot hold."""
+
+_encode: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One response. ``num_output_tokens``, ``logprobs`` and ``token_ids`` are those since the last.
+
+    ``text`` is None for a client of ``llm_engine`` alone, which gets ``token_ids``. ``finish`` is
+    None while the request runs. ``stop_reason`` is the stop string or token id that matched.
+    ``cumulative_logprob`` covers all tokens so far.
+    """
+
+    text: str | None = None
+    token_ids: Sequence[TokenId] = ()
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: Sequence[TokenLogprobs] = ()
+    cumulative_logprob: float = 0.0
+    times: Times | None = None
+
+
+def answer_arrays(
+    answer: Answer,
+    wanted: Wanted = NOTHING,
+    token_text: Callable[[TokenId], str] | None = None,
+) -> dict[str, npt.NDArray[Any]]:
+    """The output tensors of an answer, by name; ``token_text`` decodes a token of ``logprobs``."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    if answer.text is not None:
+        arrays["text_output"] = _string(answer.text)
+    else:
+        arrays["output_ids"] = np.asarray(answer.token_ids, dtype=np.int32)
+    if wanted is NOTHING:
+        return arrays
+    if wanted.finish_reason:
+        arrays["finish_reason"] = _string(answer.finish.value if answer.finish else "")
+    if wanted.stop_reason:
+        arrays["stop_reason"] = _string(_encode(answer.stop_reason))
+    if wanted.num_input_tokens:
+        arrays["num_input_tokens"] = np.array([answer.num_input_tokens], dtype=np.uint32)
+    if wanted.num_output_tokens:
+        arrays["num_output_tokens"] = np.array([answer.num_output_tokens], dtype=np.uint32)
+    if wanted.num_cached_tokens:
+        arrays["num_cached_tokens"] = np.array([answer.num_cached_tokens], dtype=np.uint32)
+    if wanted.cumulative_logprob or wanted.logprobs:
+        total = np.array([answer.cumulative_logprob], dtype=np.float32)
+        arrays["cumulative_logprob"] = arrays["cum_log_probs"] = total
+    if wanted.logprobs:
+        chosen = [max(one.logprob, LEAST_LOGPROB) for one in answer.logprobs]
+        arrays["output_log_probs"] = np.array(chosen, dtype=np.float32)
+        arrays["logprobs"] = _string(logprobs_json(answer.token_ids, answer.logprobs, token_text))
+    if wanted.perf_metrics and (times := answer.times) is not None:
+        for name in Times.__slots__:
+            arrays[name] = np.array([getattr(times, name)], dtype=np.int64)
+    return arrays
+
+
+def stop_request_arrays(request: StopRequest) -> dict[str, npt.NDArray[Any]]:
+    """The one response to a ``stop_request``; it always tells its finish reason."""
+    return {"text_output": _string(""), "finish_reason": _string(FinishReason.CANCELLED.value)}
+
+
+def logprobs_json(
+    token_ids: Sequence[TokenId],
+    logprobs: Sequence[TokenLogprobs],
+    token_text: Callable[[TokenId], str] | None = None,
+) -> str:
+    """A JSON list, one object a token: {token id: {logprob, rank, decoded_token}}."""
+
+    def entry(token_id: TokenId, logprob: float, rank: int) -> dict[str, Any]:
+        # Written so that a NaN, too, becomes the least.
+        value = logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+        shown: dict[str, Any] = {"logprob": value, "rank": rank}
+        if token_text is not None:
+            shown["decoded_token"] = token_text(token_id)
+        return shown
+
+    tokens = []
+    for token_id, one in zip(token_ids, logprobs, strict=True):
+        table = {str(token_id): entry(token_id, one.logprob, one.rank)}
+        for rank, (other, logprob) in enumerate(one.alternatives, 1):
+            table.setdefault(str(other), entry(other, logprob, rank))
+        tokens.append(table)
+    return _encode(tokens)
+
+
+def error_message(error: MiniSGLError) -> str:
+    """The sentence that Triton's error carries: the code, a colon, the message."""
+    return f"{error.code}: {error}"
+
+
+def _string(text: str) -> npt.NDArray[Any]:
+    return np.array([text.encode()], dtype=np.object_)

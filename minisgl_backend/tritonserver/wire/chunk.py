@@ -1,0 +1,189 @@
+"""llm_engine -> detokenizer: what belongs to a chunk of token ids, as JSON.
+
+    {"r": reply_to, "s": stream, "i": index}                 a common chunk, or a probe
+    "d": {...}          with index 0: what the detokenizer has to know of the stream
+    "c": int            once known: prompt tokens found in the cache
+    "l": [[logprob, rank, [[token id, logprob], ...]], ...]  one a token
+    "f": [reason] or [reason, stop token id]                 the last chunk
+    "e": [code, message]                                     the last chunk, of a failed request
+    "t": [arrival, first scheduled, first token, last token] in ns since 1970, where asked for
+
+The keys are short because this is on the path of every response. A client may call the detokenizer
+by itself, so decoding trusts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.request import Finished, FinishReason, TokenId, TokenLogprobs
+from minisgl_backend.tritonserver.wire.generation import NOTHING, Wanted
+
+_WANTED: Final = tuple(spec.name for spec in fields(Wanted))
+_encode: Final = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStart:
+    """What the detokenizer has to know of a stream.
+
+    ``stop_token_ids`` are the request's own: they end it, and have no text. ``prompt_text`` is set
+    where the answer starts with the prompt.
+    """
+
+    num_input_tokens: int
+    stream: bool = False
+    wanted: Wanted = NOTHING
+    stop_strings: tuple[str, ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[TokenId, ...] = ()
+    prompt_text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Moments of a request, in ns since 1970; 0 for one that has not come."""
+
+    arrival_time_ns: int
+    first_scheduled_time_ns: int = 0
+    first_token_time_ns: int = 0
+    last_token_time_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """All of a chunk but its token ids.
+
+    ``reply_to`` is the path of the socket that wants the acknowledgement, ``stream`` the name of
+    the stream (the engine's epoch and a counter), ``index`` counts its chunks from 0. ``start`` is
+    there when index is 0. ``logprobs`` has one entry a token, where they were asked for.
+    """
+
+    reply_to: str
+    stream: str
+    index: int
+    start: StreamStart | None = None
+    num_cached_tokens: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: Finished | None = None
+    error: tuple[str, str] | None = None
+    times: Times | None = None
+
+
+def stream_name(epoch: int, counter: int) -> str:
+    """The name of a stream: the engine's random 64-bit epoch and a counter, in hex."""
+    return f"{epoch:016x}.{counter:x}"
+
+
+def encode_chunk(chunk: Chunk) -> str:
+    """The JSON text of a chunk."""
+    body: dict[str, Any] = {"r": chunk.reply_to, "s": chunk.stream, "i": chunk.index}
+    if chunk.start is not None:
+        body["d"] = _encode_start(chunk.start)
+    if chunk.num_cached_tokens is not None:
+        body["c"] = chunk.num_cached_tokens
+    if chunk.logprobs:
+        body["l"] = [(one.logprob, one.rank, one.alternatives) for one in chunk.logprobs]
+    if (finish := chunk.finish) is not None:
+        body["f"] = [finish.reason.value]
+        if finish.stop_token_id is not None:
+            body["f"].append(finish.stop_token_id)
+    if chunk.error is not None:
+        body["e"] = chunk.error
+    if (times := chunk.times) is not None:
+        body["t"] = (
+            times.arrival_time_ns,
+            times.first_scheduled_time_ns,
+            times.first_token_time_ns,
+            times.last_token_time_ns,
+        )
+    return _encode(body)
+
+
+def decode_chunk(text: str | bytes) -> Chunk:
+    """The chunk of a JSON text; raises ``InvalidRequest`` where it is not one."""
+    try:
+        body = json.loads(text)
+        if len(body) == 3:
+            return Chunk(_str(body["r"]), _str(body["s"]), _int(body["i"]))
+        return _decode(body)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ):
+        raise InvalidRequest("chunk is not one that llm_engine sends") from None
+
+
+def _decode(body: dict[str, Any]) -> Chunk:
+    return Chunk(
+        reply_to=_str(body["r"]),
+        stream=_str(body["s"]),
+        index=_int(body["i"]),
+        start=_decode_start(body["d"]) if "d" in body else None,
+        num_cached_tokens=_int(body["c"]) if "c" in body else None,
+        logprobs=tuple(_decode_logprobs(one) for one in body.get("l", ())),
+        finish=_decode_finish(body["f"]) if "f" in body else None,
+        error=(_str(body["e"][0]), _str(body["e"][1])) if "e" in body else None,
+        times=Times(*(_int(moment) for moment in body["t"])) if "t" in body else None,
+    )
+
+
+def _decode_logprobs(one: list[Any]) -> TokenLogprobs:
+    logprob, rank, alternatives = one
+    pairs = tuple((_int(token_id), float(value)) for token_id, value in alternatives)
+    return TokenLogprobs(float(logprob), _int(rank), pairs)
+
+
+def _decode_finish(pair: list[Any]) -> Finished:
+    return Finished(FinishReason(pair[0]), _int(pair[1]) if len(pair) > 1 else None)
+
+
+def _encode_start(start: StreamStart) -> dict[str, Any]:
+    body: dict[str, Any] = {"n": start.num_input_tokens}
+    if start.stream:
+        body["stream"] = True
+    if start.wanted != NOTHING:
+        body["wanted"] = [name for name in _WANTED if getattr(start.wanted, name)]
+    if start.stop_strings:
+        body["stop"] = start.stop_strings
+    if start.min_tokens:
+        body["min"] = start.min_tokens
+    if start.stop_token_ids:
+        body["ids"] = start.stop_token_ids
+    if start.prompt_text is not None:
+        body["prompt"] = start.prompt_text
+    return body
+
+
+def _decode_start(body: dict[str, Any]) -> StreamStart:
+    prompt = body.get("prompt")
+    return StreamStart(
+        num_input_tokens=_int(body["n"]),
+        stream=bool(body.get("stream", False)),
+        wanted=Wanted(**{_str(name): True for name in body.get("wanted", ())}),
+        stop_strings=tuple(_str(text) for text in body.get("stop", ()) if text != ""),
+        min_tokens=_int(body.get("min", 0)),
+        stop_token_ids=tuple(_int(token_id) for token_id in body.get("ids", ())),
+        prompt_text=None if prompt is None else _str(prompt),
+    )
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError
+    return value
+
+
+def _str(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError
+    value.encode()  # a lone surrogate is a UnicodeError, which is a ValueError
+    return value

@@ -1,0 +1,54 @@
+"""What a parsed request is: a generation, or the wish to end others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.text.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which outputs a request asks for, beside its text or tokens."""
+
+    finish_reason: bool = False
+    stop_reason: bool = False
+    cumulative_logprob: bool = False
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
+    num_cached_tokens: bool = False
+    perf_metrics: bool = False
+    logprobs: bool = False
+
+
+NOTHING = Wanted()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Generation:
+    """One prompt to be continued, and how to answer.
+
+    ``sampling.seed`` is meaningless where ``seed`` is None: the engine draws one then.
+    ``timeout_ms`` counts from the request's arrival. ``min_chunk_interval_ms`` None stands for the
+    engine's option.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    stream: bool = False
+    exclude_input_in_output: bool = True
+    priority: int = 0
+    timeout_ms: int | None = None
+    cache_salt: str = ""
+    min_chunk_interval_ms: int | None = None
+    wanted: Wanted = NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequest:
+    """Cancel all live requests that bear the id of the request that says so."""
+
+    wanted: Wanted = NOTHING

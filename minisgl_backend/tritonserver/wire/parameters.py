@@ -1,0 +1,373 @@
+"""The one table of every name on the wire, from which all the rest is derived.
+
+``INPUTS`` lists what a request may say and ``OUTPUTS`` what an answer may hold. Parsing, the
+suggestions for unknown names, the ``config.pbtxt`` files (a contract test holds them to it), the
+client's names and the documentation follow this table. It knows defaults and ranges; rules that
+join two values live in ``parse``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import MappingProxyType
+from typing import Any, Final
+
+
+class Kind(Enum):
+    """What a value is; ``DATA_TYPES`` and ``LISTS`` say how Triton carries it."""
+
+    TEXT = auto()
+    TEXTS = auto()
+    FLAG = auto()
+    INTEGER = auto()
+    INTEGERS = auto()
+    COUNT = auto()
+    SEED = auto()
+    TIME_NS = auto()
+    NUMBER = auto()
+    NUMBERS = auto()
+    BIASES = auto()
+    """A JSON object {token id: bias}, as a string."""
+
+
+DATA_TYPES: Final[Mapping[Kind, str]] = MappingProxyType(
+    {
+        Kind.TEXT: "TYPE_STRING",
+        Kind.TEXTS: "TYPE_STRING",
+        Kind.FLAG: "TYPE_BOOL",
+        Kind.INTEGER: "TYPE_INT32",
+        Kind.INTEGERS: "TYPE_INT32",
+        Kind.COUNT: "TYPE_UINT32",
+        Kind.SEED: "TYPE_UINT64",
+        Kind.TIME_NS: "TYPE_INT64",
+        Kind.NUMBER: "TYPE_FP32",
+        Kind.NUMBERS: "TYPE_FP32",
+        Kind.BIASES: "TYPE_STRING",
+    }
+)
+LISTS: Final = frozenset({Kind.TEXTS, Kind.INTEGERS, Kind.NUMBERS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor as a model declares it; ``dims`` is 1 or -1 (any number)."""
+
+    name: str
+    kind: Kind
+
+    @property
+    def data_type(self) -> str:
+        return DATA_TYPES[self.kind]
+
+    @property
+    def dims(self) -> int:
+        return -1 if self.kind in LISTS else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """One thing that a request may say.
+
+    ``synonyms`` are declared as tensors too; ``parameter_synonyms`` work as request parameters and
+    in ``sampling_parameters`` only. ``above`` is an open lower bound. A ``prompt`` input may not
+    stand in ``sampling_parameters``. A ``text_only`` input needs the text models, so ``llm_engine``
+    alone refuses it.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+    synonyms: tuple[str, ...] = ()
+    parameter_synonyms: tuple[str, ...] = ()
+    default: Any = None
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    prompt: bool = False
+    text_only: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that carry it, its own name first."""
+        names = (self.name, *self.synonyms)
+        return tuple(
+            Tensor(name=name, kind=Kind.INTEGER if name == "end_id" else self.kind)
+            for name in names
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One thing that an answer may hold, and the inputs that ask for it."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    synonyms: tuple[str, ...] = ()
+    asked_by: tuple[str, ...] = ()
+    text_only: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that carry it, its own name first."""
+        return tuple(Tensor(name=name, kind=self.kind) for name in (self.name, *self.synonyms))
+
+
+def _flag(name: str, meaning: str, *, default: bool = False, **more: Any) -> Input:
+    return Input(name=name, kind=Kind.FLAG, meaning=meaning, default=default, **more)
+
+
+def _integer(name: str, meaning: str, **more: Any) -> Input:
+    return Input(name=name, kind=Kind.INTEGER, meaning=meaning, **more)
+
+
+def _number(name: str, meaning: str, default: float, **more: Any) -> Input:
+    return Input(name=name, kind=Kind.NUMBER, meaning=meaning, default=default, **more)
+
+
+def _text(name: str, meaning: str, **more: Any) -> Input:
+    return Input(name=name, kind=Kind.TEXT, meaning=meaning, **more)
+
+
+INPUTS: Final[tuple[Input, ...]] = (
+    _text("text_input", "the prompt as it is", prompt=True, text_only=True),
+    _flag(
+        "parse_special_tokens",
+        "special-token text in text_input becomes control tokens",
+        prompt=True,
+        text_only=True,
+    ),
+    _text(
+        "messages",
+        "a JSON list of chat messages; the model's chat template is applied",
+        prompt=True,
+        text_only=True,
+    ),
+    _text("tools", "a JSON list of tools for the template", prompt=True, text_only=True),
+    Input(name="input_ids", kind=Kind.INTEGERS, meaning="the prompt as token ids", prompt=True),
+    _text("sampling_parameters", "a JSON object of the parameters below", prompt=True),
+    _flag("stream", "false: exactly one response; true: one whenever there is new text"),
+    _flag(
+        "exclude_input_in_output",
+        "false: the prompt stands before the text; refused with stream or messages",
+        default=True,
+        text_only=True,
+    ),
+    _integer(
+        "max_tokens",
+        "tokens to generate, 1 .. context - prompt",
+        synonyms=("max_new_tokens",),
+        default=16,
+        minimum=1,
+    ),
+    _integer(
+        "min_tokens",
+        "no end of sequence and no stop match before that many tokens",
+        synonyms=("min_length",),
+        default=0,
+        minimum=0,
+    ),
+    _number("temperature", "0 is greedy", 1.0, minimum=0),
+    _number("top_p", "1 is off", 1.0, above=0, maximum=1),
+    _integer("top_k", "0 or -1 is off", default=0, minimum=-1),
+    _number("min_p", "0 is off", 0.0, minimum=0, maximum=1),
+    _number("repetition_penalty", "1 is off; divides or multiplies logits", 1.0, above=0),
+    _number("presence_penalty", "0 is off", 0.0, minimum=-2, maximum=2),
+    _number("frequency_penalty", "0 is off", 0.0, minimum=-2, maximum=2),
+    Input(
+        name="seed",
+        kind=Kind.SEED,
+        meaning="same seed, prompt and parameters: same tokens; drawn where absent",
+        synonyms=("random_seed",),
+        minimum=0,
+        maximum=2**64 - 1,
+    ),
+    Input(
+        name="stop",
+        kind=Kind.TEXTS,
+        meaning="stop strings, matched on text, not part of the output",
+        synonyms=("stop_words",),
+        default=(),
+        text_only=True,
+    ),
+    Input(
+        name="stop_token_ids",
+        kind=Kind.INTEGERS,
+        meaning="added to the model's own set",
+        synonyms=("end_id",),
+        default=(),
+        minimum=0,
+    ),
+    _flag("ignore_eos", "the model's end of sequence does not end the request"),
+    _integer(
+        "num_logprobs",
+        "alternatives a token in logprobs, 0 .. 20",
+        parameter_synonyms=("logprobs", "top_logprobs"),
+        minimum=0,
+    ),
+    _flag("return_logprobs", "logprobs of the chosen tokens alone", synonyms=("return_log_probs",)),
+    Input(name="logit_bias", kind=Kind.BIASES, meaning="JSON {token id: bias}", default=()),
+    _integer("priority_level", "higher first", default=0),
+    _integer("timeout_ms", "deadline for the whole request", minimum=1),
+    _text("cache_salt", "prefix reuse only among requests with the same salt", default=""),
+    _integer("min_chunk_interval_ms", "at most one response each so many ms", minimum=0),
+    _flag("stop_request", "cancel all live requests that have this request id"),
+    _integer("beam_width", "1; declared for tensorrtllm clients", default=1),
+    _integer("pad_id", "no effect; declared for tensorrtllm clients"),
+    _flag("return_finish_reason", "ask for finish_reason"),
+    _flag("return_stop_reason", "ask for stop_reason"),
+    _flag("return_cumulative_logprob", "ask for cumulative_logprob"),
+    _flag("return_num_input_tokens", "ask for num_input_tokens"),
+    _flag("return_num_output_tokens", "ask for num_output_tokens"),
+    _flag("return_num_cached_tokens", "ask for num_cached_tokens"),
+    _flag("return_perf_metrics", "ask for the times"),
+)
+
+_LOGPROBS: Final = ("num_logprobs", "return_logprobs")
+
+OUTPUTS: Final[tuple[Output, ...]] = (
+    Output(
+        name="text_output",
+        kind=Kind.TEXT,
+        meaning="the delta (stream) or the whole text; never half a character",
+        text_only=True,
+    ),
+    Output(
+        name="finish_reason",
+        kind=Kind.TEXT,
+        meaning='"" while running, then stop, length, cancelled or timeout',
+        asked_by=("return_finish_reason",),
+    ),
+    Output(
+        name="stop_reason",
+        kind=Kind.TEXT,
+        meaning="the stop string or token id that matched, as JSON; else null",
+        asked_by=("return_stop_reason",),
+    ),
+    Output(
+        name="num_input_tokens",
+        kind=Kind.COUNT,
+        meaning="tokens of the prompt",
+        asked_by=("return_num_input_tokens",),
+    ),
+    Output(
+        name="num_output_tokens",
+        kind=Kind.COUNT,
+        meaning="tokens of this response; they add up to the total",
+        asked_by=("return_num_output_tokens",),
+    ),
+    Output(
+        name="num_cached_tokens",
+        kind=Kind.COUNT,
+        meaning="prompt tokens taken from the prefix cache",
+        asked_by=("return_num_cached_tokens",),
+    ),
+    Output(
+        name="logprobs",
+        kind=Kind.TEXT,
+        meaning="JSON list, one a token: {token id: {logprob, rank, decoded_token}}",
+        asked_by=_LOGPROBS,
+    ),
+    Output(
+        name="cumulative_logprob",
+        kind=Kind.NUMBER,
+        meaning="sum over the chosen tokens so far",
+        synonyms=("cum_log_probs",),
+        asked_by=("return_cumulative_logprob", *_LOGPROBS),
+    ),
+    Output(
+        name="output_log_probs",
+        kind=Kind.NUMBERS,
+        meaning="the chosen tokens' logprobs",
+        asked_by=_LOGPROBS,
+    ),
+    *(
+        Output(
+            name=name,
+            kind=Kind.TIME_NS,
+            meaning=f"{meaning}, in ns since 1970",
+            asked_by=("return_perf_metrics",),
+        )
+        for name, meaning in (
+            ("arrival_time_ns", "when the request arrived"),
+            ("first_scheduled_time_ns", "when it got its row in the batch"),
+            ("first_token_time_ns", "when its first token was made"),
+            ("last_token_time_ns", "when its newest token was made"),
+        )
+    ),
+)
+
+REQUEST: Final = Tensor(name="request", kind=Kind.TEXT)
+"""tokenizer -> llm_engine: the validated request (``record``)."""
+INPUT_IDS: Final = Tensor(name="input_ids", kind=Kind.INTEGERS)
+OUTPUT_IDS: Final = Tensor(name="output_ids", kind=Kind.INTEGERS)
+CHUNK: Final = Tensor(name="chunk", kind=Kind.TEXT)
+"""llm_engine -> detokenizer: what belongs to the tokens (``chunk``)."""
+
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    {
+        "n": (1,),
+        "best_of": (1,),
+        "beam_width": (1,),
+        "num_return_sequences": (1,),
+        "length_penalty": (1,),
+        "use_beam_search": (False,),
+        "early_stopping": (False,),
+        "echo": (False,),
+        "suffix": ("",),
+        "bad_words": ("", [], [""]),
+        "include_stop_str_in_output": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "detokenize": (True,),
+        "return_context_logits": (False,),
+        "return_generation_logits": (False,),
+        "allowed_token_ids": (),
+        "chat_template": (),
+        "chat_template_kwargs": (),
+        "guided_decoding": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "logits_processors": (),
+        "lora_name": (),
+        "prompt_logprobs": (),
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("auto", "none"),
+        "truncate_prompt_tokens": (),
+    }
+)
+"""Known, but not offered: the values with which each is accepted, because they change nothing."""
+
+TRITON_NAMES: Final = frozenset(
+    {"id", "priority", "timeout", "headers", "binary_data_output", "binary_data_size"}
+)
+TRITON_PREFIXES: Final = ("sequence_", "triton_")
+"""Request parameters of Triton itself, which pass unread."""
+
+
+def input_tensors(*, text: bool) -> tuple[Tensor, ...]:
+    """All input tensors: of the ensembles and the tokenizer (``text``), or of ``llm_engine``."""
+    return tuple(t for i in INPUTS if text or not i.text_only for t in i.tensors)
+
+
+def output_tensors(*, text: bool) -> tuple[Tensor, ...]:
+    """All output tensors of the ensembles and the detokenizer (``text``), or of ``llm_engine``
+    towards a client of its own."""
+    return tuple(t for o in OUTPUTS if text or not o.text_only for t in o.tensors)
+
+
+def _by_name() -> Mapping[str, Input]:
+    table = {}
+    for entry in INPUTS:
+        for name in (entry.name, *entry.synonyms, *entry.parameter_synonyms):
+            assert name not in table, name
+            table[name] = entry
+    return MappingProxyType(table)
+
+
+BY_NAME: Final[Mapping[str, Input]] = _by_name()
+"""The entry of every name and synonym."""

@@ -1,0 +1,295 @@
+"""A request as Triton hands it over -> ``Generation`` or ``StopRequest``.
+
+Two steps: ``gather`` takes the values of the table's entries from tensors, request parameters and
+``sampling_parameters``, and refuses what is unknown, not offered or said twice differently;
+``build`` applies the rules that join values. ``record`` carries the gathered values between the
+models, so that both sides go through the same checks.
+
+Raises nothing but ``InvalidRequest`` and ``Unsupported``, whatever comes in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.config import Limits, did_you_mean
+from minisgl_backend.errors import InvalidRequest, Unsupported
+from minisgl_backend.request import IntArray, SamplingParams
+from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
+from minisgl_backend.tritonserver.wire import values
+from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
+from minisgl_backend.tritonserver.wire.parameters import (
+    BY_NAME,
+    INPUTS,
+    NEUTRAL,
+    TRITON_NAMES,
+    TRITON_PREFIXES,
+    Input,
+)
+
+GREEDY_BELOW: Final = 1e-5
+"""Temperatures under it count as 0: dividing logits by them overflows, to the same effect."""
+
+_PROMPTS: Final = ("text_input", "messages", "input_ids")
+_DEFAULTS: Final = {entry.name: entry.default for entry in INPUTS}
+
+
+def parse_generation(
+    inputs: Mapping[str, npt.NDArray[Any]],
+    parameters: Mapping[str, Any],
+    *,
+    timeout_us: int = 0,
+    limits: Limits,
+) -> Generation | StopRequest:
+    """A request to an ensemble, as the tokenizer gets it.
+
+    ``inputs`` are the tensors by name, strings as objects; ``parameters`` the request parameters.
+    ``timeout_us`` is Triton's own request timeout, 0 for none.
+    """
+    return build(gather(inputs, parameters, limits), timeout_us=timeout_us, limits=limits)
+
+
+def parse_token_generation(
+    inputs: Mapping[str, npt.NDArray[Any]],
+    parameters: Mapping[str, Any],
+    *,
+    timeout_us: int = 0,
+    limits: Limits,
+) -> Generation | StopRequest:
+    """A request to ``llm_engine`` alone, by token ids: what is about text is refused."""
+    found = gather(inputs, parameters, limits)
+    for name, value in found.items():
+        if BY_NAME[name].text_only and value != _DEFAULTS[name]:
+            raise Unsupported(f"{name} needs the text models; send it to an ensemble")
+    return build(found, timeout_us=timeout_us, limits=limits)
+
+
+def gather(
+    inputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any], limits: Limits
+) -> dict[str, Any]:
+    """The values that the request gives, by the names of the table's entries."""
+    found = _Found()
+    for name, array in inputs.items():
+        if name == "input_ids":
+            found.put(name, BY_NAME[name], _token_ids(array))
+        elif entry := _known(name, lambda array=array: array.reshape(-1).tolist()):
+            found.put(name, entry, values.from_tensor(name, entry, array))
+    for name, value in parameters.items():
+        if name in TRITON_NAMES or name.startswith(TRITON_PREFIXES):
+            continue
+        name, value = _logprobs_flag(name, value)
+        if entry := _known(name, lambda value=value: value):
+            found.put(name, entry, values.from_parameter(name, entry, value))
+    if text := found.by_key.pop("sampling_parameters", ""):
+        if len(text) > limits.prompt_bytes:
+            raise InvalidRequest(f"sampling_parameters must be at most {limits.prompt_bytes} bytes")
+        found.put_all(_sampling_parameters(text))
+    return found.by_key
+
+
+class _Found:
+    """Values by entry, and the names under which they were given."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, Any] = {}
+        self._given: dict[str, str] = {}
+
+    def put(self, name: str, entry: Input, value: Any) -> None:
+        """Note a value; an earlier, different one of the same entry is an error."""
+        key = entry.name
+        if key in self._given and not _equal(self.by_key.get(key), value):
+            names = " and ".join(dict.fromkeys((self._given[key], name)))
+            raise InvalidRequest(f"{names} is given twice, with different values")
+        self.by_key[key] = value
+        self._given.setdefault(key, name)
+
+    def put_all(self, given: Mapping[str, Any]) -> None:
+        """Note the values of ``sampling_parameters``."""
+        for name, value in given.items():
+            name, value = _logprobs_flag(name, value)
+            if (entry := _known(name, lambda value=value: value)) and value is not None:
+                if entry.prompt:
+                    raise InvalidRequest(f"{name} may not stand in sampling_parameters")
+                self.put(name, entry, values.from_json(name, entry, value))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return bool(np.array_equal(a, b))
+    return bool(a == b)
+
+
+def _sampling_parameters(text: str) -> dict[str, Any]:
+    given = values.parse_json("sampling_parameters", text)
+    if not isinstance(given, dict):
+        raise InvalidRequest(
+            f"sampling_parameters must be a JSON object, got {values.quoted(given)}"
+        )
+    return given
+
+
+def _logprobs_flag(name: str, value: Any) -> tuple[str, Any]:
+    """``logprobs`` as a flag (OpenAI's chat schema) asks for what ``return_logprobs`` does."""
+    if name == "logprobs" and (type(value) is bool or value in ("true", "false")):
+        return "return_logprobs", value
+    return name, value
+
+
+def _known(name: str, value: Any) -> Input | None:
+    """The entry of a name; None for one that is not offered but has its neutral value."""
+    if name in NEUTRAL:
+        given = value()
+        if isinstance(given, list) and name in BY_NAME and len(given) == 1:
+            given = given[0]  # a tensor of one element
+        if given is not None and not any(_is_neutral(given, v) for v in NEUTRAL[name]):
+            raise Unsupported(f"{name} is not supported, got {values.quoted(given)}")
+        return None
+    entry = BY_NAME.get(name)
+    if entry is None:
+        hint = did_you_mean(name, [*BY_NAME, *NEUTRAL])
+        raise InvalidRequest(f"unknown parameter {values.quoted(name)}{hint}")
+    return entry
+
+
+def _is_neutral(given: Any, neutral: Any) -> bool:
+    if isinstance(given, str) and not isinstance(neutral, str):
+        try:
+            given = json.loads(given.lower())
+        except (ValueError, RecursionError):
+            return False
+    return bool(given == neutral) and isinstance(given, bool) is isinstance(neutral, bool)
+
+
+def _token_ids(array: npt.NDArray[Any]) -> IntArray:
+    if array.dtype.kind not in "iu":
+        raise InvalidRequest(f"input_ids must be integers, got {array.dtype}")
+    flat = array.reshape(-1)
+    if flat.size and (flat.min() < 0 or flat.max() >= 2**31):
+        raise InvalidRequest("input_ids must be in 0 .. 2147483647")
+    return np.ascontiguousarray(flat, dtype=np.int32)
+
+
+def build(
+    found: Mapping[str, Any], *, timeout_us: int = 0, limits: Limits
+) -> Generation | StopRequest:
+    """The request that gathered values make."""
+    given = {**_DEFAULTS, **found}
+    wanted = Wanted(
+        finish_reason=given["return_finish_reason"],
+        stop_reason=given["return_stop_reason"],
+        cumulative_logprob=given["return_cumulative_logprob"],
+        num_input_tokens=given["return_num_input_tokens"],
+        num_output_tokens=given["return_num_output_tokens"],
+        num_cached_tokens=given["return_num_cached_tokens"],
+        perf_metrics=given["return_perf_metrics"],
+        logprobs=given["num_logprobs"] is not None or given["return_logprobs"],
+    )
+    prompts = [name for name in _PROMPTS if given[name] is not None]
+    if given["stop_request"]:
+        if prompts:
+            raise InvalidRequest(f"stop_request takes no {prompts[0]}")
+        return StopRequest(wanted=wanted)
+    if len(prompts) != 1:
+        got = " and ".join(prompts) or "none of them"
+        raise InvalidRequest(f"give one of text_input, messages and input_ids, got {got}")
+    _check_limits(given, limits)
+    if given["stream"] and not given["exclude_input_in_output"]:
+        raise Unsupported("exclude_input_in_output must be true with stream")
+    if prompts == ["messages"] and not given["exclude_input_in_output"]:
+        raise Unsupported("exclude_input_in_output must be true with messages")
+    return Generation(
+        prompt=_prompt(given, limits),
+        sampling=_sampling(given, wanted),
+        seed=given["seed"],
+        stop_strings=tuple(dict.fromkeys(given["stop"])),
+        stream=given["stream"],
+        exclude_input_in_output=given["exclude_input_in_output"],
+        priority=given["priority_level"],
+        timeout_ms=_earliest(given["timeout_ms"], timeout_us),
+        cache_salt=given["cache_salt"],
+        min_chunk_interval_ms=given["min_chunk_interval_ms"],
+        wanted=wanted,
+    )
+
+
+def _earliest(timeout_ms: int | None, timeout_us: int) -> int | None:
+    deadlines = [timeout_ms] if timeout_ms is not None else []
+    if timeout_us > 0:
+        deadlines.append(-(-timeout_us // 1000))
+    return min(deadlines, default=None)
+
+
+def _prompt(given: Mapping[str, Any], limits: Limits) -> Prompt:
+    if given["parse_special_tokens"] and given["text_input"] is None:
+        raise InvalidRequest("parse_special_tokens goes with text_input")
+    if given["tools"] is not None and given["messages"] is None:
+        raise InvalidRequest("tools goes with messages")
+    for name in ("text_input", "messages", "tools"):
+        text = given[name]
+        if text is not None and len(text.encode()) > limits.prompt_bytes:
+            raise InvalidRequest(
+                f"{name} must be at most {limits.prompt_bytes} bytes, got {len(text.encode())}"
+            )
+    if given["text_input"] is not None:
+        return TextPrompt(given["text_input"], given["parse_special_tokens"])
+    if given["messages"] is not None:
+        return MessagesPrompt(given["messages"], given["tools"])
+    ids: IntArray = given["input_ids"]
+    if not ids.size:
+        raise InvalidRequest("input_ids must not be empty")
+    return TokenPrompt(ids)
+
+
+def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
+    if given["min_tokens"] > given["max_tokens"]:
+        raise InvalidRequest(
+            f"min_tokens must be <= max_tokens {given['max_tokens']}, got {given['min_tokens']}"
+        )
+    num_logprobs = given["num_logprobs"]
+    if num_logprobs is None and (wanted.logprobs or wanted.cumulative_logprob):
+        num_logprobs = 0
+    temperature = given["temperature"]
+    return SamplingParams(
+        max_tokens=given["max_tokens"],
+        min_tokens=given["min_tokens"],
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=given["top_p"],
+        top_k=max(given["top_k"], 0),
+        min_p=given["min_p"],
+        repetition_penalty=given["repetition_penalty"],
+        presence_penalty=given["presence_penalty"],
+        frequency_penalty=given["frequency_penalty"],
+        seed=given["seed"] or 0,
+        stop_token_ids=tuple(dict.fromkeys(given["stop_token_ids"])),
+        ignore_eos=given["ignore_eos"],
+        logit_bias=given["logit_bias"],
+        num_logprobs=num_logprobs,
+    )
+
+
+def _check_limits(given: Mapping[str, Any], limits: Limits) -> None:
+    counts = {
+        "stop": limits.stop_strings,
+        "stop_token_ids": limits.stop_token_ids,
+        "logit_bias": limits.logit_bias_entries,
+    }
+    for name, most in counts.items():
+        if len(given[name]) > most:
+            raise InvalidRequest(f"{name} must have at most {most} entries, got {len(given[name])}")
+    for text in given["stop"]:
+        if len(text.encode()) > limits.stop_string_bytes:
+            raise InvalidRequest(
+                f"stop must be strings of at most {limits.stop_string_bytes} bytes, "
+                f"got {len(text.encode())}"
+            )
+    if (given["num_logprobs"] or 0) > limits.logprobs:
+        raise InvalidRequest(
+            f"num_logprobs must be <= {limits.logprobs}, got {given['num_logprobs']}"
+        )
+    if len(given["cache_salt"].encode()) > limits.cache_salt_bytes:
+        raise InvalidRequest(f"cache_salt must be at most {limits.cache_salt_bytes} bytes")

@@ -1,0 +1,117 @@
+"""tokenizer -> llm_engine: the validated request as versioned JSON, beside its token ids.
+
+    {"v": 1, "arrival": ns, "given": {name: value}, "prompt": text}
+
+``given`` holds the values that differ from the table's defaults, under its names, so the engine
+checks what it reads by the same rules that the tokenizer used: a client that writes a record by
+hand gains nothing. ``prompt`` is there where the answer starts with it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from minisgl_backend.config import Limits
+from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.request import IntArray
+from minisgl_backend.tritonserver.wire import values
+from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
+from minisgl_backend.tritonserver.wire.parameters import BY_NAME, INPUTS
+from minisgl_backend.tritonserver.wire.parse import build
+
+VERSION: Final = 1
+
+_WANTED: Final = tuple(spec.name for spec in fields(Wanted))
+_DEFAULTS: Final = {entry.name: entry.default for entry in INPUTS}
+_SAMPLING: Final = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Record:
+    """A request on its way to the engine.
+
+    ``generation.prompt`` is a ``TokenPrompt``. ``prompt_text`` is set where the answer starts with
+    it. ``arrival_time_ns`` is a reading of ``time.time_ns`` in the tokenizer.
+    """
+
+    generation: Generation
+    arrival_time_ns: int
+    prompt_text: str | None = None
+
+
+def encode_record(
+    request: Generation | StopRequest, *, arrival_time_ns: int, prompt_text: str | None = None
+) -> str:
+    """The record of a request whose token ids travel beside it."""
+    record: dict[str, Any] = {"v": VERSION, "arrival": arrival_time_ns, "given": _given(request)}
+    if prompt_text is not None:
+        record["prompt"] = prompt_text
+    return json.dumps(record, separators=(",", ":"))
+
+
+def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Record | StopRequest:
+    """The request of a record and its token ids, int32[num_prompt_tokens].
+
+    Raises ``InvalidRequest`` or ``Unsupported`` for what no tokenizer of this version writes.
+    """
+    record = values.parse_json("request", text)
+    if not isinstance(record, dict) or record.get("v") != VERSION:
+        raise InvalidRequest(f"request must be a record of version {VERSION}")
+    given, arrival = record.get("given"), record.get("arrival")
+    prompt_text = record.get("prompt")
+    if (
+        not isinstance(given, dict)
+        or type(arrival) is not int
+        or not isinstance(prompt_text, str | None)
+    ):
+        raise InvalidRequest("request must hold arrival, given and, if any, prompt")
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        entry = BY_NAME.get(name)
+        if entry is None or entry.name != name or entry.prompt:
+            raise InvalidRequest(f"request holds an unknown name, {values.quoted(name)}")
+        found[name] = values.from_json(name, entry, value)
+    if not found.get("stop_request"):
+        found["input_ids"] = input_ids
+    request = build(found, limits=limits)
+    if isinstance(request, StopRequest):
+        return request
+    return Record(generation=request, arrival_time_ns=arrival, prompt_text=prompt_text)
+
+
+def _given(request: Generation | StopRequest) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        f"return_{name}": True for name in _WANTED if getattr(request.wanted, name)
+    }
+    if isinstance(request, StopRequest):
+        return {**given, "stop_request": True}
+    sampling = request.sampling
+    said = {name: getattr(sampling, name) for name in _SAMPLING} | {
+        "seed": request.seed,
+        "stop": request.stop_strings,
+        "stop_token_ids": sampling.stop_token_ids,
+        "num_logprobs": sampling.num_logprobs if request.wanted.logprobs else None,
+        "stream": request.stream,
+        "exclude_input_in_output": request.exclude_input_in_output,
+        "priority_level": request.priority,
+        "timeout_ms": request.timeout_ms,
+        "cache_salt": request.cache_salt,
+        "min_chunk_interval_ms": request.min_chunk_interval_ms,
+    }
+    given.update((name, value) for name, value in said.items() if value != _DEFAULTS[name])
+    if sampling.logit_bias:
+        given["logit_bias"] = dict(sampling.logit_bias)
+    return given

@@ -1,0 +1,211 @@
+"""One value of the wire to one Python value: casting and ranges, entry by entry of the table.
+
+A value comes as a numpy array (a tensor), as a string, bool, int or float (a request parameter), or
+as anything that JSON can hold (``sampling_parameters``). Strings are cast where a number or a flag
+is due. Numbers are rounded to float32, so that a value given twice, once as a tensor, is equal.
+
+Everything here raises ``InvalidRequest`` with one short sentence, whatever comes in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.tritonserver.wire.parameters import Input, Kind
+
+_FLAGS: Final = {"true": True, "1": True, "false": False, "0": False}
+_INT32_MIN: Final = -(2**31)
+_INT32_MAX: Final = 2**31 - 1
+_MAX_DIGITS: Final = 40
+"""Longer numbers are out of every range, and slow to convert."""
+
+
+def quoted(value: Any) -> str:
+    """A value as an error message may show it: one line, at most 60 characters."""
+    try:
+        shown = value if isinstance(value, float) else repr(value)
+    except ValueError:  # an int of more digits than Python converts
+        shown = "a number of thousands of digits"
+    line = f"{shown:g}" if isinstance(shown, float) else shown
+    return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+def parse_json(name: str, text: str) -> Any:
+    """The value of a JSON text; an object that repeats a key is refused."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name} {error}") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{name} must be valid JSON") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"has the key {quoted(twice)} twice")
+    return found
+
+
+def from_tensor(name: str, entry: Input, array: npt.NDArray[Any]) -> Any:
+    """The value of a tensor of any shape: one element, or all of them for a list."""
+    items = array.reshape(-1).tolist()
+    if entry.kind in (Kind.TEXTS, Kind.INTEGERS):
+        return from_json(name, entry, items)
+    if len(items) != 1:
+        raise InvalidRequest(f"{name} must be one value, got {len(items)}")
+    return from_json(name, entry, items[0])
+
+
+def from_parameter(name: str, entry: Input, value: Any) -> Any:
+    """The value of a request parameter; a list comes as JSON in a string."""
+    if isinstance(value, str) and entry.kind in (Kind.TEXTS, Kind.INTEGERS):
+        try:
+            items = json.loads(value)
+        except (ValueError, RecursionError):
+            items = None
+        if entry.kind is Kind.INTEGERS and type(items) in (int, list):
+            return from_json(name, entry, items)
+        if isinstance(items, list) and all(isinstance(item, str) for item in items):
+            return from_json(name, entry, items)
+    return from_json(name, entry, value)
+
+
+def from_json(name: str, entry: Input, value: Any) -> Any:
+    """The value of a piece of JSON (or of a tensor's element, which may be bytes)."""
+    if entry.kind is Kind.TEXT:
+        return to_text(name, value)
+    if entry.kind is Kind.FLAG:
+        return _to_flag(name, value)
+    if entry.kind is Kind.TEXTS:
+        items = value if isinstance(value, list) else [value]
+        return tuple(filter(None, (to_text(name, item) for item in items)))
+    if entry.kind is Kind.INTEGERS:
+        items = value if isinstance(value, list) else [value]
+        return tuple(_to_int(name, entry, item) for item in items)
+    if entry.kind in (Kind.INTEGER, Kind.SEED):
+        return _to_int(name, entry, value)
+    if entry.kind is Kind.BIASES:
+        return _to_biases(name, value)
+    assert entry.kind is Kind.NUMBER
+    return _to_number(name, entry, value)
+
+
+def to_text(name: str, value: Any) -> str:
+    """A string that UTF-8 can carry, from a string or from bytes."""
+    try:
+        if isinstance(value, bytes):
+            return value.decode()
+        if isinstance(value, str):
+            value.encode()
+            return value
+    except UnicodeError:
+        raise InvalidRequest(f"{name} must be valid UTF-8") from None
+    raise InvalidRequest(f"{name} must be a string, got {quoted(value)}")
+
+
+def _to_flag(name: str, value: Any) -> bool:
+    if isinstance(value, bytes):
+        value = to_text(name, value)
+    word = str(value).lower() if type(value) in (bool, int, str) and value != "" else ""
+    if word not in _FLAGS:
+        raise InvalidRequest(f"{name} must be true or false, got {quoted(value)}")
+    return _FLAGS[word]
+
+
+def _to_int(name: str, entry: Input, value: Any) -> int:
+    number = value
+    if isinstance(value, str) and len(value) <= _MAX_DIGITS and "_" not in value:
+        try:
+            number = int(value)
+        except ValueError:
+            number = value
+    elif isinstance(value, float) and value.is_integer():
+        number = int(value)
+    if type(number) is not int:
+        raise InvalidRequest(f"{name} must be an integer, got {quoted(value)}")
+    low = entry.minimum if entry.minimum is not None else _INT32_MIN
+    high = entry.maximum if entry.maximum is not None else _INT32_MAX
+    if number < low and entry.minimum is not None:
+        raise InvalidRequest(f"{name} must be >= {low:g}, got {quoted(number)}")
+    if number < low or number > high:
+        raise InvalidRequest(f"{name} must be in {low:.0f} .. {high:.0f}, got {quoted(number)}")
+    return number
+
+
+def _to_number(name: str, entry: Input, value: Any) -> float:
+    number: float | None = None
+    if type(value) in (int, float) or (
+        isinstance(value, str) and len(value) <= _MAX_DIGITS and "_" not in value
+    ):
+        try:
+            number = round_to_float32(float(value))
+        except OverflowError:
+            number = math.inf
+        except ValueError:
+            number = None
+    if number is None:
+        raise InvalidRequest(f"{name} must be a number, got {quoted(value)}")
+    if (
+        not math.isfinite(number)
+        or (entry.minimum is not None and number < entry.minimum)
+        or (entry.above is not None and number <= entry.above)
+        or (entry.maximum is not None and number > entry.maximum)
+    ):
+        _out_of_range(name, entry, float(value) if isinstance(value, str) else value)
+    return number
+
+
+def round_to_float32(value: float) -> float:
+    """The nearest float32; infinity beyond its range."""
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return rounded + 0.0  # -0.0 becomes 0.0
+
+
+def _out_of_range(name: str, entry: Input, value: Any) -> NoReturn:
+    terms = ["finite"] if entry.kind is Kind.NUMBER else []
+    if entry.minimum is not None:
+        terms.append(f">= {entry.minimum:g}")
+    if entry.above is not None:
+        terms.append(f"> {entry.above:g}")
+    if entry.maximum is not None:
+        terms.append(f"<= {entry.maximum:g}")
+    rule = " and ".join(filter(None, (", ".join(terms[:-1]), terms[-1])))
+    raise InvalidRequest(f"{name} must be {rule}, got {quoted(value)}")
+
+
+def _to_biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    if isinstance(value, (str, bytes)):
+        text = to_text(name, value)
+        value = parse_json(name, text) if text else {}
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be a JSON object, got {quoted(value)}")
+    token = Input(name=name, kind=Kind.INTEGER, meaning="", minimum=0)
+    bias = Input(name=name, kind=Kind.NUMBER, meaning="", minimum=-100, maximum=100)
+    pairs = {
+        _to_int(f"{name}: a token id", token, key): _to_number(f"{name}: a bias", bias, number)
+        for key, number in value.items()
+    }
+    if len(pairs) != len(value):
+        raise InvalidRequest(f"{name} has a token id twice")
+    return tuple(sorted(pairs.items()))
+
+
+def one_text(name: str, array: npt.NDArray[Any]) -> str:
+    """The string of a tensor that must hold exactly one."""
+    items = np.asarray(array).reshape(-1).tolist()
+    if len(items) != 1:
+        raise InvalidRequest(f"{name} must be one value, got {len(items)}")
+    return to_text(name, items[0])

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.errors import MiniSGLError
-from minisgl_backend.request import FinishReason, IntArray, TokenId, TokenLogprobs
+from minisgl_backend.request import FinishReason, TokenId, TokenLogprobs
 from minisgl_backend.tritonserver.wire.chunk import Times
 from minisgl_backend.tritonserver.wire.generation import NOTHING, StopRequest, Wanted
 

@@ -103,7 +103,7 @@ class _Found:
         """Note a value; an earlier, different one of the same entry is an error."""
         key = entry.name
         if key in self._given and not _equal(self.by_key.get(key), value):
-            names = " and ".join(dict.fromkeys((self._given[key], name)))
+            names = " as ".join(dict.fromkeys((self._given[key], name)))
             raise InvalidRequest(f"{names} is given twice, with different values")
         self.by_key[key] = value
         self._given.setdefault(key, name)

@@ -1,0 +1,110 @@
+"""The JSON of a chat -> checked messages and tools, ready for a template.
+
+Knows the shape that OpenAI's chat schema and the templates of language models share. Raises
+``InvalidRequest``, or ``Unsupported`` for content that is not text, whatever comes in.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from minisgl_backend.config import Limits
+from minisgl_backend.errors import InvalidRequest, Unsupported
+
+
+def parse_messages(text: str, limits: Limits) -> list[dict[str, Any]]:
+    """The messages of a JSON list; ``arguments`` of tool calls become objects."""
+    messages = _parse_list("messages", text, limits)
+    if not messages:
+        raise InvalidRequest("messages must not be empty")
+    if len(messages) > limits.messages:
+        raise InvalidRequest(f"messages must be at most {limits.messages}, got {len(messages)}")
+    for index, message in enumerate(messages):
+        _check_message(f"messages[{index}]", message)
+    return messages
+
+
+def parse_tools(text: str, limits: Limits) -> list[dict[str, Any]]:
+    """The tools of a JSON list of objects."""
+    tools = _parse_list("tools", text, limits)
+    if len(tools) > limits.messages:
+        raise InvalidRequest(f"tools must be at most {limits.messages}, got {len(tools)}")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise InvalidRequest(f"tools[{index}] must be an object")
+    return tools
+
+
+def join_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages with a content of parts as one text, its parts on lines of their own."""
+    return [
+        {**message, "content": "\n".join(part["text"] for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _parse_list(name: str, text: str, limits: Limits) -> list[Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{name} must be valid JSON") from None
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{name} must be a JSON list")
+    if not _is_shallow(value, limits.message_depth):
+        raise InvalidRequest(f"{name} must be at most {limits.message_depth} levels deep")
+    try:
+        # A lone surrogate can hide in an escape, where the check of the input's bytes misses it.
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise InvalidRequest(f"{name} must be valid Unicode") from None
+    return value
+
+
+def _is_shallow(value: Any, depth: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return True
+    children = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_is_shallow(child, depth - 1) for child in children)
+
+
+def _check_message(name: str, message: Any) -> None:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{name} must be an object")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f"{name}.role must be a string")
+    _read_arguments(message)
+    content = message.get("content")
+    if content is None and (message.get("tool_calls") or message.get("function_call")):
+        return
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            _check_part(f"{name}.content[{index}]", part)
+    elif not isinstance(content, str):
+        raise InvalidRequest(f"{name}.content must be a string or a list of text parts")
+
+
+def _check_part(name: str, part: Any) -> None:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise InvalidRequest(f"{name} must be an object with a type")
+    if part["type"] != "text":
+        raise Unsupported(f"{name} must be of type text, got {part['type'][:40]!r}")
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{name}.text must be a string")
+
+
+def _read_arguments(message: dict[str, Any]) -> None:
+    """Clients send a call's arguments as JSON in a string, while templates expect the object."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"])
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(arguments, dict):
+                function["arguments"] = arguments

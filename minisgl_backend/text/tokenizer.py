@@ -1,0 +1,154 @@
+"""A prompt -> token ids, as the tokenizer in a checkpoint's folder asks for.
+
+Text in a prompt stays text: what is spelled like a special token becomes one only with
+``parse_special_tokens`` (or where the chat template writes it). A beginning-of-sequence token is
+added where the tokenizer's own files say so, and never twice.
+
+A ``PromptEncoder`` may be used by several threads at once, and releases the GIL while it tokenizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minisgl_backend.config import Limits
+from minisgl_backend.errors import ConfigError, InvalidRequest
+from minisgl_backend.request import IntArray, TokenId
+from minisgl_backend.text.detokenizer import TextStream
+from minisgl_backend.text.messages import parse_messages, parse_tools
+from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
+from minisgl_backend.text.template import ChatTemplate
+from minisgl_backend.text.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def load_vocabulary(folder: str | Path) -> Vocabulary:
+    """The vocabulary of the tokenizer in a folder; raises ``ConfigError``."""
+    return Vocabulary.of(_load(folder).backend_tokenizer)
+
+
+class PromptEncoder:
+    """Prompts of all three kinds to token ids.
+
+    ``templates`` holds the chat templates by name; "default" is the one that is used, but for a
+    chat with tools, which takes "tool_use" where there is one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        templates: dict[str, ChatTemplate] | None = None,
+        bos_token_id: TokenId | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        from tokenizers import Tokenizer as Copy
+
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.vocabulary = Vocabulary.of(tokenizer)
+        self._limits = limits or Limits()
+        self._templates = templates or {}
+        self._bos_token_id = bos_token_id
+        # Two copies, since how special tokens are read is a setting of the whole object.
+        self._with_control = tokenizer
+        self._plain = Copy.from_str(tokenizer.to_str())
+        self._plain.encode_special_tokens = True
+
+    @classmethod
+    def load(cls, folder: str | Path, limits: Limits | None = None) -> PromptEncoder:
+        """The encoder of a checkpoint's folder; raises ``ConfigError``."""
+        limits = limits or Limits()
+        loaded = _load(folder)
+        sources = loaded.chat_template or {}
+        if isinstance(sources, str):
+            sources = {"default": sources}
+        templates = {
+            name: ChatTemplate(source, loaded.special_tokens_map, max_chars=limits.prompt_bytes)
+            for name, source in sources.items()
+        }
+        return cls(
+            loaded.backend_tokenizer,
+            templates=templates,
+            bos_token_id=loaded.bos_token_id,
+            limits=limits,
+        )
+
+    def encode(self, prompt: Prompt) -> IntArray:
+        """The prompt's token ids, int32[num_prompt_tokens], at least one.
+
+        Raises ``InvalidRequest`` or ``Unsupported``.
+        """
+        if isinstance(prompt, TokenPrompt):
+            self.check_token_ids("input_ids", (prompt.ids.min(), prompt.ids.max()))
+            return prompt.ids
+        if isinstance(prompt, TextPrompt):
+            return self._encode_text(prompt)
+        return self._ids(self._with_control, self.render(prompt), add_special_tokens=False)
+
+    def render(self, prompt: MessagesPrompt) -> str:
+        """The text that the chat template makes of a chat."""
+        limits = self._limits
+        messages = parse_messages(prompt.messages, limits)
+        tools = parse_tools(prompt.tools, limits) if prompt.tools is not None else None
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise InvalidRequest("messages need a chat template, and this model has none")
+        return template.render(messages, tools or None)
+
+    def prompt_text(self, prompt: Prompt, ids: IntArray) -> str:
+        """The prompt as text, for an answer that starts with it."""
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
+        return TextStream(self.vocabulary).push(ids.tolist(), final=True).text
+
+    def check_token_ids(self, name: str, ids: Iterable[TokenId]) -> None:
+        """Raises ``InvalidRequest`` where one of the ids is not in the vocabulary."""
+        for token_id in ids:
+            if not 0 <= token_id < len(self.vocabulary):
+                last = len(self.vocabulary) - 1
+                raise InvalidRequest(f"{name} must be in 0 .. {last}, got {token_id}")
+
+    def _encode_text(self, prompt: TextPrompt) -> IntArray:
+        if not prompt.text:
+            raise InvalidRequest("text_input must not be empty")
+        if not prompt.parse_special_tokens:
+            return self._ids(self._plain, prompt.text, add_special_tokens=True)
+        ids = self._ids(self._with_control, prompt.text, add_special_tokens=True)
+        doubled = len(ids) > 1 and ids[0] == ids[1] == self._bos_token_id
+        return ids[1:] if doubled else ids
+
+    def _ids(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> IntArray:
+        num_bytes = len(text.encode())
+        if num_bytes > self._limits.prompt_bytes:
+            most = self._limits.prompt_bytes
+            raise InvalidRequest(f"the prompt must be at most {most} bytes, got {num_bytes}")
+        # A batch of one: tokenizing a single text would keep the GIL.
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids = np.array(encoding.ids, dtype=np.int32)
+        if not ids.size:
+            raise InvalidRequest("the prompt has no tokens")
+        return ids
+
+
+def _load(folder: str | Path) -> Any:
+    """transformers' tokenizer of a folder, which must be one of the fast kind."""
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:
+        # transformers raises whatever the files make it trip over.
+        raise ConfigError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
+    if not getattr(loaded, "is_fast", False):
+        raise ConfigError(f"the tokenizer of {folder} has no fast version (tokenizer.json)")
+    return loaded

@@ -1,0 +1,65 @@
+"""The CPU as a device: its queue is one worker thread.
+
+PyTorch releases the GIL inside its kernels, so planning and sending go on while a step computes;
+and with one thread the order of steps is that of their submission.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+_KV_BYTES_CAP: Final = 2 * 2**30
+
+
+class CpuDevice:
+    """Tensors in main memory, computed by one worker thread (and PyTorch's own pool below it).
+
+    The default dtype is float32 whatever the checkpoint says: most CPUs emulate 16-bit arithmetic,
+    which makes it slower as well as less exact. KV pages are capped because free memory on a CPU is
+    shared with everything else on the machine.
+    """
+
+    torch_device = torch.device("cpu")
+    default_dtype = "float32"
+    default_page_size = 16
+    kv_bytes_cap = _KV_BYTES_CAP
+
+    def __init__(self) -> None:
+        self._queue = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minisgl-cpu-device")
+
+    def free_memory(self) -> int:
+        """Bytes of main memory that the kernel calls available (Linux), else those unused."""
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                for line in lines:
+                    if line.startswith("MemAvailable:"):
+                        return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        return self._queue.submit(_in_inference_mode, work)
+
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def close(self) -> None:
+        self._queue.shutdown(wait=True)
+
+
+def _in_inference_mode(work: Callable[[], T]) -> T:
+    with torch.inference_mode():
+        return work()

@@ -1,0 +1,1 @@
+"""Plans become tensors, tensors become tokens."""

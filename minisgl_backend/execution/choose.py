@@ -1,0 +1,99 @@
+"""Choosing one token a row from logits, greedily or at random.
+
+Pure functions of tensors, over whole batches. A row's result depends on that row alone. Random
+choice is by inverse cumulative distribution: one uniform number a row (``uniform``) decides.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_FIRST_CANDIDATES: Final = 1024
+_BLOCK: Final = 1024
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The most likely token of each row, [num_rows, vocab_size] -> int64[num_rows].
+
+    The least id among equals.
+    """
+    num_rows, vocab_size = logits.shape
+    if vocab_size <= 2 * _BLOCK or logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    # On a CPU amax is vectorized and argmax is not: find the block by the one, the place in it by
+    # the other.
+    num_blocks = vocab_size // _BLOCK
+    blocks = logits[:, : num_blocks * _BLOCK].reshape(num_rows, num_blocks, _BLOCK)
+    best_block = blocks.amax(dim=-1).argmax(dim=-1)
+    begin = (best_block * _BLOCK).unsqueeze(1)
+    tail = logits[:, num_blocks * _BLOCK :]
+    within = logits.gather(1, begin + torch.arange(_BLOCK, device=logits.device))
+    best = begin.squeeze(1) + within.argmax(dim=-1)
+    if tail.shape[1] == 0:
+        return best
+    in_tail = tail.amax(dim=-1) > within.amax(dim=-1)
+    return torch.where(in_tail, num_blocks * _BLOCK + tail.argmax(dim=-1), best)
+
+
+def at_random(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+    """A token of each row by softmax(logits / temperature); others [num_rows, 1]."""
+    return _draw(_weights(logits, temperature), uniform)
+
+
+def at_random_filtered(
+    logits: Tensor,
+    temperature: Tensor,
+    uniform: Tensor,
+    *,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> Tensor:
+    """As ``at_random``, among the tokens that pass top_k, then top_p, then min_p; all [num_rows,
+    1].
+
+    top_k 0 is off. top_p keeps the least set of the most likely tokens that reaches the
+    probability, after top_k (nucleus sampling, arXiv 1904.09751); min_p drops those less likely
+    than that share of the most likely one (arXiv 2407.01082). The most likely token always passes.
+    """
+    vocab_size = logits.shape[1]
+    weights = _weights(logits, temperature)  # the most likely token weighs 1
+    limit = torch.where(top_k > 0, top_k, vocab_size)
+    total = weights.sum(dim=-1, keepdim=True)
+    count = int(torch.where(top_k > 0, top_k, _FIRST_CANDIDATES).max())
+    while True:
+        # Sorting a whole vocabulary is dear, and nearly all of the weight is in a few tokens: take
+        # as many candidates as the filters turn out to need.
+        count = min(count, vocab_size)
+        candidates, ids = weights.topk(count, dim=-1)  # [num_rows, count], descending
+        rank = torch.arange(count, device=logits.device)
+        passed = candidates.masked_fill(rank >= limit, 0)
+        total = torch.where(top_k > 0, passed.sum(dim=-1, keepdim=True), total)
+        before = passed.cumsum(dim=-1) - passed
+        kept = (before < top_p * total) & (passed >= min_p)
+        kept[:, 0] = True
+        # Kept candidates are a prefix: where the last one is dropped, so are all behind it.
+        complete = torch.where(top_k > 0, limit <= count, ~kept[:, -1:])
+        if count == vocab_size or bool(complete.all()):
+            break
+        count *= 8
+    return ids.gather(1, _draw(passed * kept, uniform).unsqueeze(1)).squeeze(1)
+
+
+def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
+    """exp((logits - max) / temperature): relative to the maximum nothing overflows."""
+    return ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).exp_()
+
+
+def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The index at which the cumulative weight exceeds ``uniform`` of the total, int64[num_rows].
+
+    Its weight is never 0: ``right`` steps over those. The clamp matters to rows of NaN only.
+    """
+    cumulative = weights.cumsum(dim=-1)
+    threshold = uniform * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    return index.clamp_max(weights.shape[1] - 1)

@@ -1,0 +1,140 @@
+"""Runs plans: the ``Executor`` that turns each ``StepPlan`` into one forward pass and its samples.
+
+Holds what outlives a step, all of it indexed by row or page: the page table, keys and values, each
+row's last sampled token, sampling parameters. Everything after ``launch`` happens on the device's
+queue, in order, so a plan may be launched while the one before it still runs. Must not know queues,
+caches or why rows and pages are granted.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import AttentionBackend, ForwardContext
+from minisgl_backend.device.base import Device, Submission
+from minisgl_backend.execution.batch import PageTable, StepIndices
+from minisgl_backend.execution.logprobs import RawLogprobs
+from minisgl_backend.execution.sampler import Sampler
+from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
+from minisgl_backend.request import RequestId
+
+logger = logging.getLogger(__name__)
+
+
+class ModelExecutor:
+    """A model, its pages and its rows on one device.
+
+    Rows are numbered 0 .. max_rows - 1, pages 0 .. storage.num_pages - 1.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        storage: KVStorage,
+        backend: AttentionBackend,
+        device: Device,
+        max_rows: int,
+        max_sequence_length: int,
+    ):
+        self._model = model
+        self._storage = storage
+        self._backend = backend
+        self._device = device
+        self._page_table = PageTable(
+            max_rows=max_rows,
+            max_sequence_length=max_sequence_length,
+            page_size=storage.page_size,
+            dummy_page=storage.dummy_page,
+        )
+        self._sampler = Sampler(
+            max_rows=max_rows, vocab_size=model.spec.vocab_size, device=device.torch_device
+        )
+        self._last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device.torch_device)
+        self._request_ids: dict[int, RequestId] = {}
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Queue the step; what it raises is raised by ``tokens`` of the result."""
+        return PendingStep(self._device.submit(partial(self._run, plan)))
+
+    def close(self) -> None:
+        """Wait for the steps in the queue and end it. Idempotent."""
+        self._device.close()
+
+    def _run(self, plan: StepPlan) -> _HostSample:
+        for row in plan.released_rows.tolist():
+            self._sampler.release(row)
+            self._request_ids.pop(row, None)
+        self._page_table.grant(plan)
+        for admission in plan.admissions:
+            self._sampler.admit(admission)
+            self._request_ids[admission.row] = admission.request_id
+        if plan.num_tokens == 0:
+            return _NOTHING
+
+        indices = StepIndices.of(plan, self._page_table)
+        hidden = self._forward(plan, indices)
+        if len(indices.samples) == 0:
+            return _NOTHING
+        logits = self._model.logits(hidden.index_select(0, self._device.upload(indices.samples)))
+        sample = self._sampler.sample(logits, indices.sample_rows, indices.sample_positions)
+        rows = self._device.upload(indices.sample_rows)
+        self._last_tokens.index_copy_(0, rows, sample.tokens.clamp_min(0))
+        return _HostSample(
+            self._device.download(sample.tokens),
+            sample.logprobs and sample.logprobs.download(self._device),
+            [self._request_ids[row] for row in indices.sample_rows.tolist()],
+        )
+
+    def _forward(self, plan: StepPlan, indices: StepIndices) -> Tensor:
+        """[num_tokens, hidden_size] of all tokens of the step."""
+        if len(indices.fresh_pages):
+            self._storage.clear(self._device.upload(indices.fresh_pages))
+        batch = indices.batch(self._page_table, self._device)
+        ctx = ForwardContext(
+            batch=batch,
+            kv=self._storage,
+            attention=self._backend,
+            metadata=self._backend.prepare(batch),
+        )
+        known = self._device.upload(plan.prefill_tokens.astype(np.int64))
+        sampled = self._last_tokens.index_select(
+            0, self._device.upload(plan.decode_rows.astype(np.int64))
+        )
+        hidden: Tensor = self._model(torch.cat([known, sampled]), ctx)
+        return hidden
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _HostSample:
+    """What was sampled, on the host; ``request_ids`` are those of the samples, for the log."""
+
+    tokens: Tensor
+    logprobs: RawLogprobs | None
+    request_ids: list[RequestId]
+
+
+_NOTHING = _HostSample(torch.empty(0, dtype=torch.int64), None, [])
+
+
+class PendingStep:
+    """A launched step (``Pending``)."""
+
+    def __init__(self, submission: Submission[_HostSample]):
+        self._submission = submission
+
+    def tokens(self) -> SampledTokens:
+        sample = self._submission.result()
+        token_ids = sample.tokens.numpy().astype(np.int32)
+        for index in np.flatnonzero(token_ids == NO_TOKEN).tolist():
+            logger.error("request %d: the logits are not finite", sample.request_ids[index])
+        logprobs = sample.logprobs.by_sample(token_ids) if sample.logprobs else {}
+        return SampledTokens(token_ids, logprobs)

@@ -1,0 +1,80 @@
+"""How often each token has occurred in the rows whose sampling depends on it.
+
+Only rows with penalties have a line here, since a line is as long as the vocabulary; lines are
+reused, and their number doubles when they run out. Must not know pages or plans.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import HostArray
+from minisgl_backend.request import IntArray
+
+
+class TokenCounts:
+    """Per line: how often a token was put out, int32, and whether the prompt held it, bool."""
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        self._outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._line_of_row: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def open(self, row: int, history: IntArray, num_prompt_tokens: int) -> None:
+        """Give the row a line that has seen ``history``, its prompt and then its output so far."""
+        self.close(row)
+        if not self._free:
+            self._grow()
+        line = self._line_of_row[row] = self._free.pop()
+        tokens = torch.from_numpy(history).to(self._outputs.device, torch.int64)
+        vocab_size = self._outputs.shape[1]
+        self._outputs[line] = tokens[num_prompt_tokens:].bincount(minlength=vocab_size)
+        self._in_prompt[line] = False
+        self._in_prompt[line, tokens[:num_prompt_tokens]] = True
+
+    def close(self, row: int) -> None:
+        """Free the row's line, if it has one."""
+        line = self._line_of_row.pop(row, None)
+        if line is not None:
+            self._free.append(line)
+
+    def record(self, rows: HostArray, tokens: Tensor) -> None:
+        """Count int64[len(rows)] sampled tokens; negative ones stand for none."""
+        lines = self._lines(rows)
+        valid = (tokens >= 0).to(torch.int32)
+        self._outputs.index_put_((lines, tokens.clamp_min(0)), valid, accumulate=True)
+
+    def penalize(
+        self,
+        logits: Tensor,
+        rows: HostArray,
+        *,
+        repetition: Tensor,
+        presence: Tensor,
+        frequency: Tensor,
+    ) -> Tensor:
+        """[len(rows), vocab_size] logits after the three penalties, each [len(rows), 1].
+
+        Repetition (CTRL, arXiv 1909.05858) divides positive and multiplies negative logits of
+        tokens in prompt or output; presence is subtracted once, frequency once an occurrence, for
+        tokens in the output.
+        """
+        lines = self._lines(rows)
+        outputs = self._outputs[lines].to(logits.dtype)
+        seen = self._in_prompt[lines] | (outputs > 0)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, repeated, logits)
+        return logits - frequency * outputs - presence * (outputs > 0)
+
+    def _lines(self, rows: HostArray) -> Tensor:
+        lines = [self._line_of_row[row] for row in rows.tolist()]
+        return torch.tensor(lines, device=self._outputs.device)
+
+    def _grow(self) -> None:
+        num_lines, vocab_size = self._outputs.shape
+        shape = (max(num_lines, 4), vocab_size)
+        self._outputs = torch.cat([self._outputs, self._outputs.new_zeros(shape)])
+        self._in_prompt = torch.cat([self._in_prompt, self._in_prompt.new_zeros(shape)])
+        self._free = list(range(len(self._outputs) - 1, num_lines - 1, -1))

@@ -1,0 +1,98 @@
+"""The tensors that hold keys and values, page by page, and how many pages there can be.
+
+Knows pages by number only, not who holds them. One page more than the planner knows of is the
+*dummy* page: padding points at it, and nothing real is ever stored there.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import AttentionShape
+from minisgl_backend.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class KVStorage:
+    """Keys and values of all layers (``KVPages``).
+
+    ``pages`` is [num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim]; the 2 are keys
+    and values, the last page is the dummy page.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.dummy_page = num_pages
+        self.pages = torch.empty(
+            (shape.num_layers, 2, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim),
+            dtype=dtype,
+            device=device,
+        )
+        self.pages[:, :, self.dummy_page] = 0
+        self._layers = [(pages[0], pages[1]) for pages in self.pages]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim]."""
+        return self._layers[layer]
+
+    def clear(self, pages: Tensor) -> None:
+        """Zero these pages, int64[n], of all layers.
+
+        A page is cleared when its first position is about to be written. Padded attention
+        multiplies what lies behind a sequence's end by zero; were that a NaN of the page's former
+        owner, it would spread to the new one.
+        """
+        self.pages.index_fill_(2, pages, 0)
+
+
+def bytes_per_page(shape: AttentionShape, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one page takes over all layers, on one rank."""
+    per_position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    return per_position * page_size * dtype.itemsize
+
+
+def choose_num_pages(
+    *,
+    page_bytes: int,
+    page_size: int,
+    free_bytes: int,
+    memory_ratio: float,
+    cap_bytes: int | None,
+    max_rows: int,
+    max_sequence_length: int,
+) -> int:
+    """How many pages to make: as many as fit the budget, but no more than all rows could ever fill.
+
+    The budget is ``memory_ratio`` of ``free_bytes``, at most ``cap_bytes``. Raises ``ConfigError``
+    with the numbers where not even one page fits.
+    """
+    budget = int(free_bytes * memory_ratio)
+    if cap_bytes is not None:
+        budget = min(budget, cap_bytes)
+    pages_per_row = -(-max_sequence_length // page_size)
+    num_pages = min(budget // page_bytes, max_rows * pages_per_row)
+    if num_pages < 1:
+        raise ConfigError(
+            f"no memory for KV pages: one of {page_size} positions takes {page_bytes:,} bytes, but "
+            f"only {budget:,} bytes are left for them ({memory_ratio:g} of {free_bytes:,} free)"
+        )
+    if num_pages < pages_per_row:
+        logger.warning(
+            "KV pages for %d positions only: a request of the full length %d will be refused",
+            num_pages * page_size,
+            max_sequence_length,
+        )
+    return num_pages

@@ -1,0 +1,36 @@
+"""Random numbers without state: a pure function of a request's seed and a token's position.
+
+So a token does not depend on what else is in the batch, on chunking or on a retraction, and every
+device draws the same: the numbers are made on the host by integer arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.attention.base import HostArray
+
+_GOLDEN: Final = np.array([0x9E3779B97F4A7C15], np.uint64)
+_FIRST: Final = np.array([0xBF58476D1CE4E5B9], np.uint64)
+_SECOND: Final = np.array([0x94D049BB133111EB], np.uint64)
+
+
+def uniform(seeds: npt.NDArray[np.uint64], positions: HostArray) -> npt.NDArray[np.float32]:
+    """One number of [0, 1 - 2^-23] for each pair of uint64 seed and position.
+
+    The seed is hashed first, so that nearby seeds give unrelated streams; then the position moves
+    along that stream (SplitMix64: Steele, Lea, Flood, OOPSLA 2014). 23 bits: the product with a
+    float32 total is then always less than the total.
+    """
+    stream = _mix(seeds.astype(np.uint64) + _GOLDEN)
+    bits = _mix(stream + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _FIRST
+    x = (x ^ (x >> np.uint64(27))) * _SECOND
+    return x ^ (x >> np.uint64(31))

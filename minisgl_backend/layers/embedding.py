@@ -1,0 +1,46 @@
+"""Token embedding and output head, split over the ranks by vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl_backend.layers.slot import Slot
+from minisgl_backend.parallel.group import Group
+
+
+class VocabEmbedding(nn.Module):
+    """Rows of the embedding matrix by token id, and the product with it where it is also the head.
+
+    A rank holds ceil(vocab / size) rows; what this makes too many at the end is never read.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, group: Group):
+        super().__init__()
+        self.group = group
+        self.vocab_size = vocab_size
+        self.share = -(-vocab_size // group.size)
+        self.start = self.share * group.rank
+        self.weight = nn.Parameter(torch.empty(self.share, hidden_size), requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64[num_tokens] -> [num_tokens, hidden_size]."""
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.start
+        elsewhere = (local < 0) | (local >= self.share)
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> logits [num_rows, vocab_size] of all ranks."""
+        logits = self.group.all_gather(F.linear(hidden, self.weight))
+        return logits[:, : self.vocab_size]
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        held = max(0, min(self.share, self.vocab_size - self.start))
+        full = (self.vocab_size, self.weight.shape[1])
+        yield "weight", Slot(self.weight.data[:held], full, 0, min(self.start, self.vocab_size))

@@ -1,0 +1,83 @@
+"""Matrix products, whole or split over the ranks of a group.
+
+Column-parallel layers hold a slice of the outputs, row-parallel ones a slice of the inputs and sum
+over the ranks, as Megatron-LM does (arXiv 1909.08053). With one rank both are a plain product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.slot import Slot
+from minisgl_backend.parallel.group import Group
+
+
+def divide(total: int, group: Group, what: str) -> int:
+    """This rank's share of ``total``; raises ``ConfigError`` where it does not divide evenly."""
+    if total % group.size:
+        raise ConfigError(
+            f"{what} ({total}) cannot be split evenly over {group.size} tensor-parallel ranks"
+        )
+    return total // group.size
+
+
+class MergedColumnLinear(nn.Module):
+    """Several projections of the same input as one product, each split over the ranks.
+
+    ``parts`` maps the checkpoint's names to output sizes over all ranks. The result is
+    [num_tokens, sum of this rank's shares], the parts in their order.
+    """
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, group: Group):
+        super().__init__()
+        self.rank = group.rank
+        self.parts = dict(parts)
+        self.shares = {name: divide(size, group, name) for name, size in parts.items()}
+        out_features = sum(self.shares.values())
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        begin = 0
+        for name, share in self.shares.items():
+            total, start = self.parts[name], self.rank * share
+            weight = self.weight.data[begin : begin + share]
+            yield f"../{name}.weight", Slot(weight, (total, weight.shape[1]), 0, start)
+            if self.bias is not None:
+                yield (
+                    f"../{name}.bias",
+                    Slot(self.bias.data[begin : begin + share], (total,), 0, start),
+                )
+            begin += share
+
+
+class RowLinear(nn.Module):
+    """A product whose inputs are split over the ranks: [num_tokens, share] -> [num_tokens, out]."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, group: Group):
+        super().__init__()
+        self.group = group
+        self.in_features = in_features
+        share = divide(in_features, group, "the inputs of a row-parallel layer")
+        self.weight = nn.Parameter(torch.empty(out_features, share), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        # One rank alone adds the bias, or the sum over the ranks would hold it several times.
+        bias = self.bias if self.group.rank == 0 else None
+        return self.group.all_reduce(F.linear(x, self.weight, bias))
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        out_features, share = self.weight.shape
+        full = (out_features, self.in_features)
+        yield "weight", Slot(self.weight.data, full, 1, self.group.rank * share)
+        if self.bias is not None:
+            yield "bias", Slot(self.bias.data, (out_features,))

@@ -1,0 +1,24 @@
+"""The gated feed-forward block of Llama and its heirs: down(silu(gate(x)) * up(x))."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
+from minisgl_backend.parallel.group import Group
+
+
+class GatedMLP(nn.Module):
+    """[num_tokens, hidden_size] -> the same."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, group: Group):
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedColumnLinear(hidden_size, parts, bias=bias, group=group)
+        self.down_proj = RowLinear(intermediate_size, hidden_size, bias=bias, group=group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out

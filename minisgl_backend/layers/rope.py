@@ -1,0 +1,96 @@
+"""Rotary position embedding: the table of cosines and sines, and the rotation.
+
+The table is a pure function of the position, whatever the sequence. This holds for ``dynamic`` too:
+position p is rotated as transformers rotates it when it is the last one of the sequence, so that a
+cached page means the same to every request that shares it.
+
+All frequencies are computed in float32, in the order of operations of transformers, so that the
+tables are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.layers.rope_spec import RopeSpec
+
+
+def rotary_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> Tensor:
+    """float32[num_positions, head_dim]: the cosines of head_dim / 2 angles, then their sines."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    frequencies = inverse_frequencies(spec, head_dim)
+    angles = positions.unsqueeze(1) * frequencies  # [num_positions, head_dim / 2]
+    if spec.scaling == "dynamic" and num_positions > spec.max_positions:
+        beyond = torch.arange(spec.max_positions, num_positions)
+        stretched = _dynamic_frequencies(spec, head_dim, beyond + 1)
+        angles[spec.max_positions :] = positions[spec.max_positions :].unsqueeze(1) * stretched
+    table = torch.cat([angles.cos(), angles.sin()], dim=1) * spec.attention_factor
+    return table.to(device)
+
+
+def rotation(table: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The factors of ``rotate`` at int64[num_tokens] positions: each [num_tokens, 1, head_dim]."""
+    cos, sin = table.index_select(0, positions).to(dtype).unsqueeze(1).chunk(2, dim=-1)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + head_dim / 2) of ``x``, [num_tokens, num_heads, head_dim]."""
+    half = x.shape[-1] // 2
+    return torch.addcmul(x * cos, x.roll(half, dims=-1), signed_sin)
+
+
+def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    """float32[head_dim / 2]: radians a position, for sequences of at most ``max_positions``."""
+    exponents = torch.arange(0, head_dim, 2).float() / head_dim
+    frequencies = 1.0 / (spec.theta**exponents)
+    if spec.scaling == "linear":
+        return frequencies / spec.factor
+    if spec.scaling == "llama3":
+        return _llama3_frequencies(spec, frequencies)
+    if spec.scaling == "yarn":
+        return _yarn_frequencies(spec, head_dim, spec.theta**exponents)
+    return frequencies
+
+
+def _dynamic_frequencies(spec: RopeSpec, head_dim: int, lengths: Tensor) -> Tensor:
+    """float32[num_lengths, head_dim / 2]: for sequences of int64[num_lengths] tokens."""
+    stretch = (spec.factor * lengths / spec.max_positions) - (spec.factor - 1)
+    theta = spec.theta * stretch ** (head_dim / (head_dim - 2))
+    exponents = torch.arange(0, head_dim, 2).float() / head_dim
+    return 1.0 / (theta.unsqueeze(1) ** exponents)
+
+
+def _llama3_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:
+    """Keep wavelengths that fit the original context well, divide long ones, blend between."""
+    context = spec.original_max_positions or spec.max_positions
+    low, high = spec.low_freq_factor, spec.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    divided = torch.where(wavelengths > context / low, frequencies / spec.factor, frequencies)
+    share = (context / wavelengths - low) / (high - low)
+    blended = (1 - share) * divided / spec.factor + share * divided
+    between = (wavelengths >= context / high) & (wavelengths <= context / low)
+    return torch.where(between, blended, divided)
+
+
+def _yarn_frequencies(spec: RopeSpec, head_dim: int, wavelengths: Tensor) -> Tensor:
+    """Interpolate the dimensions that turn less than beta_slow times in the original context."""
+    context = spec.original_max_positions or spec.max_positions
+    low = _yarn_dimension(spec.beta_fast, head_dim, spec.theta, context)
+    high = _yarn_dimension(spec.beta_slow, head_dim, spec.theta, context)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # an empty ramp would divide by zero
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (spec.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
+def _yarn_dimension(turns: float, head_dim: int, theta: float, context: int) -> float:
+    """The (fractional) dimension whose angle makes that many turns over the context."""
+    return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))

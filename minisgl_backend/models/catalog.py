@@ -1,0 +1,59 @@
+"""The architectures that can be served, and the spec of a checkpoint folder.
+
+Reads config.json and generation_config.json, nothing else. Code that comes with a checkpoint is
+never run, and quantized weights are refused rather than read as if they were not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config_json import ConfigReader, read_json
+from minisgl_backend.models.llama import read_llama
+from minisgl_backend.models.mistral import read_mistral
+from minisgl_backend.models.qwen import read_qwen2, read_qwen3, read_qwen3_moe
+from minisgl_backend.models.spec import ModelSpec
+
+ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = MappingProxyType(
+    {
+        "LlamaForCausalLM": read_llama,
+        "MistralForCausalLM": read_mistral,
+        "Qwen2ForCausalLM": read_qwen2,
+        "Qwen3ForCausalLM": read_qwen3,
+        "Qwen3MoeForCausalLM": read_qwen3_moe,
+    }
+)
+
+
+def load_spec(folder: Path) -> ModelSpec:
+    """The spec of the checkpoint in ``folder``; ``ConfigError`` where it cannot be served."""
+    spec = parse_spec(read_json(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        config = ConfigReader(read_json(generation), "generation_config.json")
+        eos = spec.eos_token_ids | set(config.integers("eos_token_id"))
+        spec = replace(spec, eos_token_ids=eos)
+    return spec
+
+
+def parse_spec(values: Mapping[str, Any]) -> ModelSpec:
+    """The spec that a parsed config.json describes; ``ConfigError`` where it cannot be served."""
+    config = ConfigReader(values)
+    if "quantization_config" in config.values:
+        method = config.table("quantization_config").get("quant_method", "unknown method")
+        raise ConfigError(f"quantized checkpoints ({method}) are not supported")
+    if "auto_map" in config.values:
+        raise ConfigError("the checkpoint brings its own code (auto_map), which is never run")
+    names = config.values.get("architectures") or ["no architecture"]
+    known = [name for name in names if name in ARCHITECTURES]
+    if not known:
+        raise ConfigError(
+            f"{', '.join(map(str, names))} is not supported; supported are "
+            + ", ".join(ARCHITECTURES)
+        )
+    return ARCHITECTURES[known[0]](config)

@@ -1,0 +1,190 @@
+"""Reading config.json: typed values, and errors that name the key.
+
+Knows JSON and the keys that all architectures share. Must not know tensors. Both spellings of the
+rotary embedding are read: ``rope_theta`` with ``rope_scaling``, and ``rope_parameters``, which
+transformers writes since version 5.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.rope_spec import RopeSpec
+
+DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ``ConfigError`` where there is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return value
+
+
+class ConfigReader:
+    """A config.json by typed access; a value of null counts as absent unless said otherwise."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json"):
+        self.values = {key: value for key, value in values.items() if value is not None}
+        self.nulls = frozenset(values) - frozenset(self.values)
+        self.where = where
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer of at least ``minimum``; without a default it must be there."""
+        value = self._get(key, default)
+        if type(value) is not int or value < minimum:
+            raise self.error(key, f"an integer >= {minimum}", value)
+        return value
+
+    def integer_or_null(self, key: str, default: int) -> int | None:
+        """As ``integer``, where null means None rather than the default."""
+        return None if key in self.nulls else self.integer(key, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.error(key, "a number", value)
+        if not math.isfinite(value) or value <= 0:
+            raise self.error(key, "positive and finite", value)
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false", value)
+        return value
+
+    def word(self, key: str, default: str) -> str:
+        value = self.values.get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, "a string", value)
+        return value
+
+    def table(self, key: str) -> Mapping[str, Any]:
+        """A JSON object; empty where it is absent."""
+        value = self.values.get(key, {})
+        if not isinstance(value, dict):
+            raise self.error(key, "an object", value)
+        return value
+
+    def integers(self, key: str) -> list[int]:
+        """A list of integers >= 0, or one of them alone; empty where it is absent."""
+        value = self.values.get(key, [])
+        found = value if isinstance(value, list) else [value]
+        if any(type(number) is not int or number < 0 for number in found):
+            raise self.error(key, "an integer >= 0 or a list of them", value)
+        return found
+
+    def error(self, key: str, wanted: str, value: Any) -> ConfigError:
+        return ConfigError(f"{self.where}: {key} must be {wanted}, got {value!r}")
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key, default)
+        if value is None:
+            raise ConfigError(f"{self.where}: {key} is missing")
+        return value
+
+
+def common_fields(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``ModelSpec`` that every supported architecture spells in the same way."""
+    activation = config.word("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(
+            f"{config.where}: hidden_act {activation!r} is not supported, only 'silu'"
+        )
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    dtype = config.word("dtype", config.word("torch_dtype", "float32"))
+    if dtype not in DTYPES:
+        raise config.error("dtype", "one of " + ", ".join(DTYPES), dtype)
+    max_positions = config.integer("max_position_embeddings", 2048)
+    num_layers = config.integer("num_hidden_layers")
+    return {
+        "vocab_size": config.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": config.integer("intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": config.integer("num_key_value_heads", num_heads),
+        "head_dim": config.integer("head_dim", hidden_size // num_heads),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "rope": read_rope(config, max_positions),
+        "max_position_embeddings": max_positions,
+        "dtype": dtype,
+        "windows": (None,) * num_layers,
+        "tie_embeddings": config.flag("tie_word_embeddings"),
+        "eos_token_ids": frozenset(config.integers("eos_token_id")),
+    }
+
+
+def read_rope(config: ConfigReader, max_positions: int) -> RopeSpec:
+    """The rotary embedding in either spelling; ``ConfigError`` for one that is not offered."""
+    given = {**config.table("rope_scaling"), **config.table("rope_parameters")}
+    theta = config.number("rope_theta", 10_000.0)
+    rope = ConfigReader({"rope_theta": theta, **given}, f"{config.where}: rope_parameters")
+    scaling = rope.word("rope_type", rope.word("type", "default"))
+    partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ConfigError(f"{config.where}: partial_rotary_factor {partial:g} is not supported")
+    common: dict[str, Any] = {
+        "scaling": scaling,
+        "theta": rope.number("rope_theta"),
+        "max_positions": max_positions,
+    }
+    if scaling == "default":
+        return RopeSpec(**common)
+    if scaling in ("linear", "dynamic"):
+        return RopeSpec(**common, factor=rope.number("factor"))
+    # Beside the table it wins over the entry in it, as transformers has it.
+    original = config.integer(
+        "original_max_position_embeddings",
+        rope.integer("original_max_position_embeddings", max_positions),
+    )
+    if scaling == "llama3":
+        return RopeSpec(
+            **common,
+            factor=rope.number("factor"),
+            original_max_positions=original,
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+        )
+    if scaling == "yarn":
+        factor = rope.number("factor", max_positions / original)
+        return RopeSpec(
+            **common,
+            factor=factor,
+            original_max_positions=original,
+            attention_factor=_yarn_attention_factor(rope, factor),
+            beta_fast=rope.number("beta_fast", 32.0),
+            beta_slow=rope.number("beta_slow", 1.0),
+            truncate=rope.flag("truncate", True),
+        )
+    raise ConfigError(
+        f"{config.where}: rope type {scaling!r} is not supported; supported are default, linear, "
+        "dynamic, llama3 and yarn"
+    )
+
+
+def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
+    if "attention_factor" in rope.values:
+        return rope.number("attention_factor")
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    scale, scale_all = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
+    if scale and scale_all:
+        return magnitude(rope.number("mscale")) / magnitude(rope.number("mscale_all_dim"))
+    return magnitude(1.0)

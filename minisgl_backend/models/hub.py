@@ -1,0 +1,65 @@
+"""A model's folder: on this machine, or fetched from a hub.
+
+Only configs, safetensors and tokenizer files are fetched: never code, never pickled weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from minisgl_backend.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+
+Download = Callable[[str, list[str]], str]
+"""Fetches the files of a model id that match the patterns; returns their folder."""
+
+
+def resolve_model(model: str, source: str = "hf", *, download: Download | None = None) -> Path:
+    """The folder of ``model``: a folder, or else an id of the hub ``source`` (hf or modelscope).
+
+    ``download`` replaces the hub's own function. Raises ``ConfigError`` where there is neither.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ConfigError(f"{folder} holds no config.json")
+        return folder
+    if not _is_id(model):
+        raise ConfigError(f"{model} is neither a folder nor a model id like NAME or OWNER/NAME")
+    if download is None:
+        download = _modelscope if source == "modelscope" else _hugging_face
+    logger.info("fetching %s from %s", model, source)
+    try:
+        return Path(download(model, list(PATTERNS)))
+    except ConfigError:
+        raise
+    except Exception as error:  # hubs raise whatever their HTTP libraries do
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ConfigError(f"{model} could not be fetched from {source}: {reason}") from error
+
+
+def _is_id(model: str) -> bool:
+    parts = model.split("/")
+    return 1 <= len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
+
+
+def _hugging_face(model: str, patterns: list[str]) -> str:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(model, allow_patterns=patterns)
+
+
+def _modelscope(model: str, patterns: list[str]) -> str:
+    try:
+        from modelscope import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            "model_source modelscope needs the modelscope package: pip install modelscope"
+        ) from None
+    return str(snapshot_download(model, allow_patterns=patterns))

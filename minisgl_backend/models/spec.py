@@ -1,0 +1,81 @@
+"""What the engine has to know of a model: plain numbers, the same for every architecture.
+
+Must not know files, tensors or how an architecture spells its config.json (``llama``, ``mistral``
+and ``qwen`` do). One decoder computes all of them: an architecture is a set of values here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minisgl_backend.attention.base import AttentionShape
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.rope_spec import RopeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """The mixture-of-experts blocks; ``layers`` are those that have one in place of the plain MLP.
+
+    ``normalize``: whether the chosen experts' weights are scaled to the sum 1.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    normalize: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only language model.
+
+    ``windows`` has an entry a layer: the positions a token sees, its own included, or None for all.
+    ``dtype`` is the checkpoint's own. ``eos_token_ids`` unites config.json and
+    generation_config.json. ``max_position_embeddings`` is in tokens.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeSpec
+    max_position_embeddings: int
+    dtype: str
+    windows: tuple[int | None, ...]
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    moe: MoeSpec | None = None
+    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
+
+    def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
+        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split."""
+        if self.num_kv_heads % num_ranks:
+            raise ConfigError(
+                f"{self.num_kv_heads} key-value heads cannot be split evenly over "
+                f"{num_ranks} tensor-parallel ranks"
+            )
+        return AttentionShape(
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=self.num_kv_heads // num_ranks,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            windows=self.windows,
+        )

@@ -1,0 +1,155 @@
+"""Weights from safetensors files into a model's slots, strictly.
+
+Every slot is filled exactly once, every tensor of the checkpoint has a slot, every shape fits: what
+does not is a ``ConfigError`` with the tensor's name. Only this rank's slices are read. Pickled
+files are never opened. Knows files and slots; must not know architectures.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.slot import Slot
+from minisgl_backend.models.config_json import read_json
+
+logger = logging.getLogger(__name__)
+
+_INDEX: Final = "model.safetensors.index.json"
+_SINGLE: Final = "model.safetensors"
+
+
+def load_weights(slots: Mapping[str, Slot], folder: Path, *, ignored: frozenset[str]) -> None:
+    """Fill every slot from the checkpoint in ``folder``, converting to the slots' dtype.
+
+    ``ignored`` names tensors that the checkpoint may hold without a use for them, as do buffers of
+    rotary frequencies. Raises ``ConfigError`` for missing, left-over or misshapen tensors and for
+    files that cannot be read.
+    """
+    started = monotonic()
+    files = _tensor_files(folder)
+    names = [name for held in files.values() for name in held]
+    _check_names(slots, names, ignored)
+    wanted = {path: [name for name in held if name in slots] for path, held in files.items()}
+    with _progress(len(slots)) as advance:
+        for path, held in wanted.items():
+            for name in _read_file(slots, path, held):
+                logger.debug("loaded %s", name)
+                advance()
+    logger.info("loaded %d tensors in %.1f s", len(slots), monotonic() - started)
+
+
+def fill_random(model: nn.Module, seed: int) -> None:
+    """Weights for trying out a shape without a checkpoint: norms 1, all else normal(0, 0.02)."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            nn.init.ones_(parameter)
+            continue
+        device = parameter.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        nn.init.normal_(parameter, std=0.02, generator=generators[device])
+
+
+def _tensor_files(folder: Path) -> dict[Path, list[str]]:
+    """The tensor names of each file of the checkpoint."""
+    if (folder / _INDEX).exists():
+        located = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(located, dict):
+            raise ConfigError(f"{folder / _INDEX} has no weight_map")
+        files: dict[Path, list[str]] = {}
+        for name, file in sorted(located.items()):
+            # A plain file name: an index must not reach outside its folder.
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ConfigError(f"{folder / _INDEX} puts {name} into {file!r}")
+            files.setdefault(folder / file, []).append(name)
+        return files
+    if (folder / _SINGLE).exists():
+        with _opened(folder / _SINGLE) as file:
+            return {folder / _SINGLE: sorted(file.keys())}
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
+    raise ConfigError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
+
+
+def _check_names(slots: Mapping[str, Slot], names: list[str], ignored: frozenset[str]) -> None:
+    found = set(names)
+    missing = sorted(slots.keys() - found)
+    if missing:
+        raise ConfigError(f"the checkpoint lacks {_listed(missing)}")
+    left_over = sorted(
+        name for name in found - slots.keys() - ignored if not name.endswith("rotary_emb.inv_freq")
+    )
+    if left_over:
+        raise ConfigError(f"the model has no place for {_listed(left_over)} of the checkpoint")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _read_file(slots: Mapping[str, Slot], path: Path, names: list[str]) -> Iterator[str]:
+    with _opened(path) as file:
+        held = set(file.keys())
+        for name in names:
+            if name not in held:
+                raise ConfigError(f"{path} lacks {name}, which the index puts there")
+            stored = file.get_slice(name)
+            slot = slots[name]
+            shape = tuple(stored.get_shape())
+            if shape != slot.shape:
+                raise ConfigError(f"{name} has the shape {shape}, the model needs {slot.shape}")
+            slot.target.copy_(stored[_region(slot)])
+            yield name
+
+
+def _region(slot: Slot) -> tuple[slice, ...]:
+    """Which part of the checkpoint's tensor belongs to the slot."""
+    if slot.dim is None:
+        return (slice(None),) * len(slot.shape)
+    region = [slice(None)] * slot.dim
+    return (*region, slice(slot.start, slot.start + slot.target.shape[slot.dim]))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; whatever is wrong with it becomes a ``ConfigError``."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+@contextmanager
+def _progress(num_tensors: int) -> Iterator[Any]:
+    """A callable to be called once a tensor, drawn as a bar where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        logger.info("loading %d tensors", num_tensors)
+        yield lambda: None
+        return
+    columns = (
+        TextColumn("loading weights"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=num_tensors)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,1 @@
+"""Mixture-of-experts feed-forward blocks."""

@@ -1,0 +1,85 @@
+"""Experts computed one after the other in plain torch: the reference for fused implementations.
+
+The router picks ``top_k`` experts a token by softmax probability and weighs their outputs by it
+(Switch Transformer, arXiv 2101.03961; Mixtral, arXiv 2401.04088).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl_backend.layers.linear import divide
+from minisgl_backend.layers.slot import Slot, whole
+from minisgl_backend.parallel.group import Group
+
+
+class ExpertsMLP(nn.Module):
+    """Gated MLPs behind a router: [num_tokens, hidden_size] -> the same.
+
+    Every rank holds a slice of each expert, and all of the router.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        normalize: bool,
+        group: Group,
+    ):
+        super().__init__()
+        self.group = group
+        self.top_k = top_k
+        self.normalize = normalize
+        self.intermediate_size = intermediate_size
+        share = divide(intermediate_size, group, "moe_intermediate_size")
+        self.gate = _parameter(num_experts, hidden_size)
+        self.gate_up = _parameter(num_experts, 2 * share, hidden_size)
+        self.down = _parameter(num_experts, hidden_size, share)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = self._route(x)  # [num_tokens, top_k] each
+        out = torch.zeros_like(x)
+        # Sorted by expert, the (token, choice) pairs of each form one run.
+        order = experts.flatten().argsort(stable=True)
+        tokens = order // self.top_k
+        weights = weights.flatten()[order].unsqueeze(1)
+        counts = experts.flatten().bincount(minlength=len(self.gate)).tolist()
+        begin = 0
+        for expert, count in enumerate(counts):
+            if count == 0:
+                continue
+            run = slice(begin, begin + count)
+            gate, up = F.linear(x[tokens[run]], self.gate_up[expert]).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, self.down[expert])
+            out.index_add_(0, tokens[run], y * weights[run])
+            begin += count
+        return self.group.all_reduce(out)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities = F.linear(x, self.gate).softmax(dim=-1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self.top_k, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(x.dtype), experts
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        yield "gate.weight", whole(self.gate)
+        num_experts, hidden_size, share = self.down.shape
+        start = self.group.rank * share
+        inner, outer = (self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)
+        for expert in range(num_experts):
+            gate_up, down = self.gate_up.data[expert], self.down.data[expert]
+            yield f"experts.{expert}.gate_proj.weight", Slot(gate_up[:share], inner, 0, start)
+            yield f"experts.{expert}.up_proj.weight", Slot(gate_up[share:], inner, 0, start)
+            yield f"experts.{expert}.down_proj.weight", Slot(down, outer, 1, start)
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)

@@ -1,0 +1,1 @@
+"""Which pages hold which tokens, and who may use them. Pure: page ids, no tensors."""

@@ -1,0 +1,243 @@
+"""Who holds which page: leases on the pages of the KV cache, with or without shared prefixes.
+
+Knows token ids and page ids. Must not know rows, requests or tensors: the executor keeps the KV
+itself, and a page of its own for padding that is not among these.
+
+Invariants, all verified by ``check``:
+- Every page is free, or cached (in the tree), or leased (private to one lease); never two of these.
+- A lease writes to its private pages only; the cached ones it uses are pinned until it is released.
+- Pages become cached only by ``publish``, which is called once the step that wrote them is
+  committed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from minisgl_backend.cache.pages import PagePool
+from minisgl_backend.cache.radix import Node, RadixTree
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.request import IntArray
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One sequence's claim on pages, in the order of its positions.
+
+    The first ``num_shared`` pages are cached ones, pinned through ``node``; the others are its own.
+    """
+
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    num_shared: int = 0
+    node: Node | None = None
+    salt: bytes = b""
+    released: bool = False
+
+
+class KVCache(Protocol):
+    """The planner's view of the pages; a released lease is an ``InvariantError`` everywhere."""
+
+    page_size: int
+    num_pages: int
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds."""
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that hold a shareable prefix, pinned or not."""
+
+    @property
+    def num_evictable(self) -> int:
+        """Cached pages that no lease pins."""
+
+    def match_length(self, tokens: IntArray, salt: str = "") -> int:
+        """How many tokens ``acquire`` would find now; changes nothing."""
+
+    def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
+        """A lease on the longest cached prefix of ``tokens[:-1]``, in whole pages.
+
+        The last token is left out since at least one must be computed for its logits.
+        """
+
+    def grow(self, lease: Lease, num_tokens: int) -> bool:
+        """Add pages until ``num_tokens`` positions fit; evicts. All, or nothing and False."""
+
+    def grow_each(self, leases: Sequence[Lease]) -> IntArray | None:
+        """Add one page to each lease; evicts. The pages, int32[num_leases], or nothing and None."""
+
+    def publish(self, lease: Lease, tokens: IntArray) -> range:
+        """Make the full pages of ``tokens``, the committed ones from position 0 on, shareable.
+
+        Where others hold the same prefix by now, the lease takes over their pages and its own are
+        freed; returns the indices of ``lease.pages`` that changed so.
+        """
+
+    def release(self, lease: Lease) -> None:
+        """End the lease: its private pages become free, its shared ones may be evicted."""
+
+    def check(self) -> None:
+        """Raise ``InvariantError`` unless free + cached + leased pages are all pages, disjoint."""
+
+
+class NaiveCache:
+    """Every lease computes all its pages for itself; nothing is shared."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._pool = PagePool(num_pages)
+        self._leases: dict[Lease, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_cached(self) -> int:
+        return 0
+
+    @property
+    def num_evictable(self) -> int:
+        return 0
+
+    def match_length(self, tokens: IntArray, salt: str = "") -> int:
+        return 0
+
+    def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
+        return self._register(Lease())
+
+    def grow(self, lease: Lease, num_tokens: int) -> bool:
+        self._require_held(lease)
+        missing = -(-num_tokens // self.page_size) - len(lease.pages)
+        if missing <= 0:
+            return True
+        if not self._make_room(missing):
+            return False
+        lease.pages.frombytes(self._pool.allocate(missing).tobytes())
+        return True
+
+    def grow_each(self, leases: Sequence[Lease]) -> IntArray | None:
+        if not self._make_room(len(leases)):
+            return None
+        pages = self._pool.allocate(len(leases))
+        for lease, page in zip(leases, pages.tolist(), strict=True):
+            self._require_held(lease)
+            lease.pages.append(page)
+        return pages
+
+    def publish(self, lease: Lease, tokens: IntArray) -> range:
+        self._require_held(lease)
+        return range(0)
+
+    def release(self, lease: Lease) -> None:
+        self._require_held(lease)
+        lease.released = True
+        del self._leases[lease]
+        self._pool.free(_as_array(lease.pages[lease.num_shared :]))
+
+    def check(self) -> None:
+        self._pool.check()
+        self._check_pages([])
+
+    def _register(self, lease: Lease) -> Lease:
+        self._leases[lease] = None
+        return lease
+
+    def _require_held(self, lease: Lease) -> None:
+        if lease.released:
+            raise InvariantError("a lease is used after its release")
+
+    def _make_room(self, num_pages: int) -> bool:
+        return num_pages <= self._pool.num_free
+
+    def _check_pages(self, cached: list[IntArray]) -> None:
+        private = [_as_array(lease.pages[lease.num_shared :]) for lease in self._leases]
+        pages = np.concatenate([self._pool.free_pages(), *cached, *private])
+        if not np.array_equal(np.sort(pages), np.arange(self.num_pages)):
+            raise InvariantError(
+                f"{self._pool.num_free} free, {sum(map(len, cached))} cached and "
+                f"{sum(map(len, private))} leased pages are not the {self.num_pages} of the pool"
+            )
+
+
+class RadixCache(NaiveCache):
+    """Leases with a common prefix of tokens (and salt) share the pages of it."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(num_pages, page_size)
+        self._tree = RadixTree(page_size)
+
+    @property
+    def num_cached(self) -> int:
+        return self._tree.num_pages
+
+    @property
+    def num_evictable(self) -> int:
+        return self._tree.num_evictable
+
+    def match_length(self, tokens: IntArray, salt: str = "") -> int:
+        return self._tree.match_length(tokens[:-1], salt.encode()) * self.page_size
+
+    def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
+        key = salt.encode()
+        node, pages = self._tree.match(tokens[:-1], key)
+        return self._register(
+            Lease(pages=array("i", pages.tobytes()), num_shared=len(pages), node=node, salt=key)
+        )
+
+    def publish(self, lease: Lease, tokens: IntArray) -> range:
+        self._require_held(lease)
+        start, stop = lease.num_shared, len(tokens) // self.page_size
+        if stop <= start:
+            return range(0)
+        if stop > len(lease.pages):
+            raise InvariantError(f"{stop} pages are published, {len(lease.pages)} are leased")
+        assert lease.node is not None
+        own = _as_array(lease.pages[start:stop])
+        fresh = tokens[start * self.page_size : stop * self.page_size]
+        lease.node, known = self._tree.insert(lease.node, fresh, own, lease.salt)
+        lease.num_shared = stop
+        lease.pages[start : start + len(known)] = array("i", known.tobytes())
+        self._pool.free(own[: len(known)])
+        return range(start, start + len(known))
+
+    def release(self, lease: Lease) -> None:
+        super().release(lease)
+        assert lease.node is not None
+        self._tree.unpin(lease.node)
+
+    def check(self) -> None:
+        self._pool.check()
+        self._tree.check()
+        self._check_pages([node.pages for node in self._tree.nodes()])
+        pins = dict.fromkeys(self._tree.nodes(), 0)
+        for lease in self._leases:
+            node = lease.node
+            held: list[int] = []
+            while node is not None and node is not self._tree.root:
+                held = [*node.pages.tolist(), *held]
+                pins[node] = pins.get(node, 0) + 1
+                node = node.parent
+            if held != lease.pages[: lease.num_shared].tolist():
+                raise InvariantError("a lease does not pin the shared pages that it uses")
+        if any(node.pins != count for node, count in pins.items()):
+            raise InvariantError("a node's pins are not those of the leases")
+
+    def _make_room(self, num_pages: int) -> bool:
+        short = num_pages - self._pool.num_free
+        if short > self._tree.num_evictable:
+            return False
+        if short > 0:
+            self._pool.free(self._tree.evict(short))
+        return True
+
+
+def _as_array(pages: array[int]) -> IntArray:
+    return np.array(pages, dtype=np.int32)

@@ -1,0 +1,203 @@
+"""A radix tree over pages: finds the longest cached prefix, and the pages to evict first.
+
+Each node but the root stands for a run of whole pages: the tokens they hold and their ids. A child
+is found by its first page of tokens, so siblings differ within their first page, and runs that part
+later share a node up to the page in which they part. Prefixes with different salts share nothing:
+the salt is part of the keys right below the root. (RadixAttention, Zheng et al., arXiv 2312.07104.)
+
+Must not know leases, free pages, or what a page holds beyond its tokens.
+
+Invariants:
+- A pin on a node pins its ancestors too, so below an unpinned node all is unpinned.
+- ``_recency`` holds exactly the unpinned nodes, least recently used first, and every node after all
+  its descendants. So its first node is always the least recently used leaf: eviction walks nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import numpy as np
+
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.request import IntArray
+
+_NO_PAGES = np.empty(0, dtype=np.int32)
+
+
+class Node:
+    """A run of cached pages that follows those of its ancestors."""
+
+    __slots__ = ("children", "key", "pages", "parent", "pins", "tokens")
+
+    def __init__(
+        self, parent: Node | None, key: bytes, tokens: IntArray, pages: IntArray, pins: int
+    ) -> None:
+        self.parent = parent
+        self.key = key
+        self.tokens = tokens  # [len(pages) * page_size]
+        self.pages = pages
+        self.pins = pins
+        self.children: dict[bytes, Node] = {}
+
+
+class RadixTree:
+    """Cached pages by the tokens that lead to them."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.root = Node(None, b"", _NO_PAGES, _NO_PAGES, pins=0)
+        self.num_pages = 0
+        self.num_evictable = 0
+        self._recency: OrderedDict[Node, None] = OrderedDict()
+
+    def match_length(self, tokens: IntArray, salt: bytes) -> int:
+        """How many pages of ``tokens`` are cached; touches nothing."""
+        return sum(num_pages for _, num_pages in self._path(self.root, tokens, salt))
+
+    def match(self, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:
+        """Pin the longest cached prefix of ``tokens``; its last node, and its pages in order."""
+        return self._pin_path(self.root, tokens, salt)
+
+    def insert(
+        self, node: Node, tokens: IntArray, pages: IntArray, salt: bytes
+    ) -> tuple[Node, IntArray]:
+        """Add ``pages``, which hold ``tokens``, below ``node``, and pin all of them.
+
+        Where the tree knows a first part of ``tokens`` by other pages, those stay and are returned,
+        beside the last node: the caller has to use them in place of its own.
+        """
+        last, known = self._pin_path(node, tokens, salt)
+        if len(known) < len(pages):
+            start = len(known)
+            rest = tokens[start * self.page_size :].copy()
+            child = Node(last, self._key(last, rest, 0, salt), rest, pages[start:].copy(), pins=1)
+            last.children[child.key] = child
+            self.num_pages += len(child.pages)
+            last = child
+        return last, known
+
+    def unpin(self, node: Node) -> None:
+        """Take back a pin from ``node`` and its ancestors; they are the last to be evicted."""
+        while node.parent is not None:
+            if node.pins <= 0:
+                raise InvariantError("a cached prefix is unpinned twice")
+            node.pins -= 1
+            if node.pins == 0:  # a parent comes after its children: see _recency
+                self._recency[node] = None
+                self.num_evictable += len(node.pages)
+            node = node.parent
+
+    def evict(self, num_pages: int) -> IntArray:
+        """Drop pages from the ends of the least recently used leaves; int32[num_pages]."""
+        if num_pages > self.num_evictable:
+            raise InvariantError(f"{num_pages} pages wanted, {self.num_evictable} are evictable")
+        evicted = []
+        missing = num_pages
+        while missing:
+            leaf = next(iter(self._recency))
+            if leaf.children or leaf.parent is None:
+                raise InvariantError("a node with children is about to be evicted")
+            kept = max(0, len(leaf.pages) - missing)
+            evicted.append(leaf.pages[kept:])
+            missing -= len(leaf.pages) - kept
+            if kept:
+                leaf.pages = leaf.pages[:kept]
+                leaf.tokens = leaf.tokens[: kept * self.page_size]
+            else:
+                del self._recency[leaf]
+                del leaf.parent.children[leaf.key]
+        self.num_pages -= num_pages
+        self.num_evictable -= num_pages
+        return np.concatenate([_NO_PAGES, *evicted])
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check(self) -> None:
+        """Raise ``InvariantError`` where a law of the tree is broken; walks all of it."""
+        order = {node: place for place, node in enumerate(self._recency)}
+        num_pages = num_evictable = 0
+        for node in self.nodes():
+            parent = node.parent
+            if parent is None or parent.children.get(node.key) is not node:
+                raise InvariantError("a node is not a child of its parent")
+            if not len(node.pages) or len(node.tokens) != len(node.pages) * self.page_size:
+                raise InvariantError("the tokens of a node do not fill its pages")
+            if parent is not self.root and parent.pins < node.pins:
+                raise InvariantError("a node is pinned and its parent is not")
+            if (node.pins == 0) != (node in order):
+                raise InvariantError("not exactly the unpinned nodes can be evicted")
+            if node in order and parent in order and order[parent] < order[node]:
+                raise InvariantError("a parent would be evicted before its child")
+            num_pages += len(node.pages)
+            num_evictable += len(node.pages) if node in order else 0
+        if (num_pages, num_evictable) != (self.num_pages, self.num_evictable):
+            raise InvariantError(
+                f"the tree counts {self.num_pages} pages, {self.num_evictable} of them evictable, "
+                f"but holds {num_pages} and {num_evictable}"
+            )
+
+    def _key(self, parent: Node, tokens: IntArray, page: int, salt: bytes) -> bytes:
+        start = page * self.page_size
+        first_page = tokens[start : start + self.page_size].tobytes()
+        return salt + first_page if parent is self.root else first_page
+
+    def _path(self, node: Node, tokens: IntArray, salt: bytes) -> Iterator[tuple[Node, int]]:
+        """The nodes below ``node`` along ``tokens``, and how many pages of each agree with them."""
+        num_pages = len(tokens) // self.page_size
+        done = 0
+        while done < num_pages:
+            child = node.children.get(self._key(node, tokens, done, salt))
+            if child is None:
+                return
+            rest = tokens[done * self.page_size : num_pages * self.page_size]
+            agreed = self._agreed_pages(child.tokens, rest)
+            ends_here = agreed < len(child.pages)  # known before the caller may split the child
+            yield child, agreed
+            if ends_here:
+                return
+            node = child
+            done += agreed
+
+    def _agreed_pages(self, a: IntArray, b: IntArray) -> int:
+        num_tokens = min(len(a), len(b))
+        differ = a[:num_tokens] != b[:num_tokens]
+        first = int(differ.argmax())  # 0 also where none differs
+        return (first if differ[first] else num_tokens) // self.page_size
+
+    def _pin_path(self, node: Node, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:
+        """Pin the nodes below ``node`` along ``tokens``, cutting the last where they part in it."""
+        pages = [_NO_PAGES]
+        for child, agreed in self._path(node, tokens, salt):
+            node = child if agreed == len(child.pages) else self._split(child, agreed)
+            if node.pins == 0:
+                del self._recency[node]
+                self.num_evictable -= len(node.pages)
+            node.pins += 1
+            pages.append(node.pages)
+        return node, np.concatenate(pages)
+
+    def _split(self, lower: Node, num_pages: int) -> Node:
+        """Cut the first pages off ``lower`` into a new parent; ``lower`` keeps its place."""
+        parent = lower.parent
+        assert parent is not None
+        num_tokens = num_pages * self.page_size
+        upper = Node(
+            parent, lower.key, lower.tokens[:num_tokens], lower.pages[:num_pages], lower.pins
+        )
+        parent.children[upper.key] = upper
+        lower.parent = upper
+        lower.tokens = lower.tokens[num_tokens:]
+        lower.pages = lower.pages[num_pages:]
+        lower.key = lower.tokens[: self.page_size].tobytes()
+        upper.children[lower.key] = lower
+        if upper.pins == 0:
+            self._recency[upper] = None
+        return upper

@@ -1,0 +1,43 @@
+"""Whether a request can ever run: one pure check, for the planner and for whoever submits."""
+
+from __future__ import annotations
+
+from minisgl_backend.errors import InvalidRequest
+
+
+def num_pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold ``num_tokens`` positions."""
+    return -(-num_tokens // page_size)
+
+
+def check_fits(
+    num_prompt_tokens: int,
+    max_tokens: int,
+    max_sequence_length: int,
+    num_pages: int,
+    page_size: int,
+) -> None:
+    """Raise ``InvalidRequest`` where the request fits neither the context nor the empty pool.
+
+    The last token that is sampled needs no position in the pool: nothing is computed from it.
+    """
+    if num_prompt_tokens < 1:
+        raise InvalidRequest("the prompt is empty")
+    if max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, got {max_tokens}")
+    if num_prompt_tokens + 1 > max_sequence_length:
+        raise InvalidRequest(
+            f"prompt of {num_prompt_tokens} tokens does not fit the context "
+            f"of {max_sequence_length}"
+        )
+    if num_prompt_tokens + max_tokens > max_sequence_length:
+        raise InvalidRequest(
+            f"max_tokens {max_tokens} with a prompt of {num_prompt_tokens} tokens exceeds the "
+            f"context of {max_sequence_length}"
+        )
+    needed = num_pages_for(num_prompt_tokens + max_tokens - 1, page_size)
+    if needed > num_pages:
+        raise InvalidRequest(
+            f"max_tokens {max_tokens} with a prompt of {num_prompt_tokens} tokens needs {needed} "
+            f"pages of {page_size} tokens, the KV cache has {num_pages}"
+        )

@@ -1,0 +1,83 @@
+"""A step plan while it is being made.
+
+Knows the fields of ``StepPlan``. Must not decide anything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl_backend.plan import Admission, StepPlan
+from minisgl_backend.request import IntArray
+
+EMPTY = np.empty(0, dtype=np.int32)
+EMPTY.flags.writeable = False
+
+
+class Draft:
+    """Gathers grants, chunks and decodes; ``budget`` is how many prompt tokens may still come."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.decode_rows = EMPTY
+        self.decode_positions = EMPTY
+        self._admissions: list[Admission] = []
+        self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
+        self._chunks: list[tuple[int, int, int, int]] = []
+        self._tokens: list[IntArray] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing would be computed."""
+        return not self._chunks and not len(self.decode_rows)
+
+    def admit(self, admission: Admission) -> None:
+        """A sequence takes its row."""
+        self._admissions.append(admission)
+
+    def grant(self, rows: IntArray, indices: IntArray, pages: IntArray) -> None:
+        """page_table[rows[i], indices[i]] = pages[i]."""
+        self._grants.append((rows, indices, pages))
+
+    def grant_row(self, row: int, indices: range, pages: IntArray) -> None:
+        """page_table[row, indices[i]] = pages[i]."""
+        self.grant(np.full(len(indices), row), np.arange(indices.start, indices.stop), pages)
+
+    def prefill(self, row: int, start: int, tokens: IntArray, *, samples: bool) -> None:
+        """Compute ``tokens`` at the positions from ``start`` on."""
+        self._chunks.append((row, start, len(tokens), samples))
+        self._tokens.append(tokens)
+        self.budget -= len(tokens)
+
+    def decode(self, rows: IntArray, positions: IntArray) -> None:
+        """One more token for each row; the arrays are kept, so the caller lets go of them."""
+        self.decode_rows = rows
+        self.decode_positions = positions
+
+    def freeze(self, step: int, released_rows: list[int]) -> StepPlan:
+        """The plan; shares no memory with anything that will change."""
+        chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 4).T
+        grant_rows, grant_indices, grant_pages = (
+            (_join(column) for column in zip(*self._grants, strict=True))
+            if self._grants
+            else (EMPTY, EMPTY, EMPTY)
+        )
+        return StepPlan(
+            step=step,
+            released_rows=np.array(released_rows, dtype=np.int32),
+            admissions=tuple(self._admissions),
+            grant_rows=grant_rows,
+            grant_indices=grant_indices,
+            grant_pages=grant_pages,
+            prefill_rows=chunks[0],
+            prefill_starts=chunks[1],
+            prefill_lengths=chunks[2],
+            prefill_samples=chunks[3],
+            prefill_tokens=_join(self._tokens) if self._tokens else EMPTY,
+            decode_rows=self.decode_rows,
+            decode_positions=self.decode_positions,
+        )
+
+
+def _join(parts: tuple[IntArray, ...] | list[IntArray]) -> IntArray:
+    return np.concatenate(parts, dtype=np.int32)

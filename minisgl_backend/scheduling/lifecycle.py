@@ -1,0 +1,155 @@
+"""Moves sequences through their phases, together with all that they hold: place, row, lease.
+
+Knows the queue, the rows and the cache, and keeps the three in step. Must not decide who is
+admitted, retracted or decoded: that is the scheduler's.
+
+Invariants, verified by ``check``:
+- A live sequence is in the queue or in a row, never both; a retiring one that does not return is in
+  a row and no longer live.
+- A row and its lease go back together, and only when no step in flight can write to them.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import numpy as np
+
+from minisgl_backend.cache.kv import KVCache, Lease
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.request import IntArray, Request, RequestId
+from minisgl_backend.scheduling.admission import WaitingQueue, by_rank, rank_of
+from minisgl_backend.scheduling.draft import Draft
+from minisgl_backend.scheduling.rows import Rows
+from minisgl_backend.scheduling.sequence import Phase, Sequence
+
+
+class Lifecycle:
+    """All sequences of the planner.
+
+    ``live`` are those that still owe their client something; ``prefilling`` those with tokens left
+    to plan, best rank first; ``released_rows`` the rows given back since the last plan. ``changes``
+    counts what may let a sequence in that did not fit before: the queue, the tree, free pages.
+    """
+
+    def __init__(self, cache: KVCache, num_rows: int, policy: str) -> None:
+        self.cache = cache
+        self.rows = Rows(num_rows)
+        self.queue = WaitingQueue(cache, policy)
+        self.live: dict[RequestId, Sequence] = {}
+        self.prefilling: list[Sequence] = []
+        self.released_rows: list[int] = []
+        self.changes = 0
+        self._num_arrivals = 0
+        self._remaps: list[tuple[Sequence, Lease, range]] = []
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that can be granted now."""
+        return self.cache.num_free + self.cache.num_evictable
+
+    def enqueue(self, request: Request) -> None:
+        """A new request waits."""
+        if request.id in self.live:
+            raise InvariantError(f"request {request.id} is live already")
+        sequence = Sequence(request, rank_of(request, self._num_arrivals), request.prompt)
+        self._num_arrivals += 1
+        self.live[request.id] = sequence
+        self.queue.push(sequence)
+        self.changes += 1
+
+    def start(self, sequence: Sequence, lease: Lease) -> None:
+        """The chosen waiting sequence takes a row; ``lease`` has pages for all its known tokens."""
+        size = self.cache.page_size
+        self.queue.admit(sequence)
+        self.changes += 1
+        sequence.enter(Phase.PREFILLING)
+        sequence.lease = lease
+        sequence.row = self.rows.take(
+            sequence, num_cached_tokens=lease.num_shared * size, capacity=len(lease.pages) * size
+        )
+        insort(self.prefilling, sequence, key=by_rank)
+
+    def planned(self, sequence: Sequence) -> None:
+        """All known tokens of the sequence are planned: it decodes from the next step on."""
+        self.prefilling.remove(sequence)
+        sequence.enter(Phase.DECODING)
+        self.rows.start_decoding(sequence.row)
+
+    def retract(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the queue, once nothing of it is in flight."""
+        sequence.returns = True
+        self._retire(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """The request is over; what it holds may have to wait for steps in flight."""
+        del self.live[sequence.request.id]
+        sequence.returns = False
+        if sequence.phase is Phase.WAITING:
+            self.queue.remove(sequence)
+            self.changes += 1
+            sequence.enter(Phase.DONE)
+        elif sequence.phase is Phase.RETIRING:
+            self.rows.accepting[sequence.row] = False
+        else:
+            self._retire(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Publish what a retiring sequence has computed, and take back its row and its pages."""
+        row = sequence.row
+        known = np.concatenate([sequence.tokens, self.rows.output(row)])
+        if not sequence.failed:
+            self.publish(sequence, known[: self.rows.computed[row]])
+        self.rows.give_back(row)
+        self.cache.release(sequence.held())
+        self.changes += 1
+        self.released_rows.append(row)
+        sequence.lease, sequence.row = None, -1
+        if sequence.returns:
+            sequence.returns = False
+            sequence.tokens = known
+            sequence.enter(Phase.WAITING)
+            self.queue.push(sequence)
+        else:
+            sequence.enter(Phase.DONE)
+
+    def publish(self, sequence: Sequence, tokens: IntArray) -> None:
+        """Share the full pages of committed ``tokens``."""
+        lease = sequence.held()
+        indices = self.cache.publish(lease, tokens)
+        self.changes += 1
+        if indices:
+            self._remaps.append((sequence, lease, indices))
+
+    def grant_remaps(self, draft: Draft) -> None:
+        """Tell the executor of the pages that ``publish`` exchanged since the last plan."""
+        for sequence, lease, indices in self._remaps:
+            if not lease.released:
+                pages = lease.pages[indices.start : indices.stop]
+                draft.grant_row(sequence.row, indices, np.array(pages, dtype=np.int32))
+        self._remaps.clear()
+
+    def check(self) -> None:
+        """Raise ``InvariantError`` where the books disagree; walks all of them."""
+        self.cache.check()
+        self.rows.check()
+        held = [sequence for sequence in self.rows.sequences if sequence is not None]
+        for sequence in held:
+            capacity = len(sequence.held().pages) * self.cache.page_size
+            if capacity != self.rows.capacity[sequence.row]:
+                raise InvariantError(f"row {sequence.row} has another capacity than its lease")
+        live = [s for s in held if s.phase is not Phase.RETIRING or s.returns]
+        if len(live) + len(self.queue) != len(self.live):
+            raise InvariantError("a live request is neither in the queue nor in a row")
+        prefilling = [s for s in held if s.phase is Phase.PREFILLING]
+        if sorted(prefilling, key=by_rank) != self.prefilling:
+            raise InvariantError("not exactly the prefilling sequences are listed as such")
+
+    def _retire(self, sequence: Sequence) -> None:
+        row = sequence.row
+        if sequence.phase is Phase.PREFILLING:
+            self.prefilling.remove(sequence)
+        sequence.enter(Phase.RETIRING)
+        self.rows.retire(row, still_accepting=sequence.returns)
+        if not self.rows.in_flight[row]:
+            self.release(sequence)

@@ -1,0 +1,320 @@
+"""The planner: continuous batching with chunked prefill, shared prefixes and retraction.
+
+``plan`` works by length: it decides from counts alone, never from a sampled token, so it may run
+again while steps are in flight, to any depth. ``commit`` works by value, in the order of the plans.
+Whether a loop overlaps the two is the loop's affair; the tokens of a request are the same.
+
+A step decodes every row that can, then spends ``max_prefill_tokens`` on chunks of prompts, best
+rank first, admitting sequences as it goes: prefill never keeps decode waiting.
+
+When the pool is empty, the running sequences of the worst rank are retracted: their computed pages
+are published, they return to the queue at their old place and later prefill what the cache lost
+meanwhile. The best running sequence is never retracted, and fits the pool alone: so it always gets
+on.
+
+Must not know clocks, threads, devices or tensors, nor what a token means.
+
+Invariants:
+- Rows and pages go back only when no step in flight can write to them.
+- Live requests with nothing in flight imply that ``plan`` returns a step.
+- Plans run in the order in which they were made: a page freed here may be granted anew at once,
+  since the step that writes to it comes after all that read what it held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from minisgl_backend.cache.kv import KVCache, Lease
+from minisgl_backend.errors import ConfigError, InvariantError
+from minisgl_backend.plan import (
+    NO_TOKEN,
+    Admission,
+    Completion,
+    SampledTokens,
+    StepPlan,
+    StepResult,
+)
+from minisgl_backend.request import FinishReason, IntArray, Request, RequestId, TokenLogprobs
+from minisgl_backend.scheduling.admission import by_rank, pages_to_admit, reserved_pages
+from minisgl_backend.scheduling.capacity import check_fits
+from minisgl_backend.scheduling.draft import EMPTY, Draft
+from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_backend.scheduling.sequence import Phase, Rank, Sequence
+from minisgl_backend.scheduling.stats import SchedulerStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The planner's share of the options; ``policy`` is fcfs or lpm (see ``admission``)."""
+
+    max_running_requests: int = 256
+    max_prefill_tokens: int = 8192
+    max_sequence_length: int
+    page_size: int
+    num_pages: int
+    policy: str = "fcfs"
+    reserve_tokens: int = 256
+
+
+class Scheduler:
+    """Decides what each step does; ``runtime.ports.Scheduler`` tells of the methods."""
+
+    def __init__(self, cache: KVCache, config: SchedulerConfig) -> None:
+        if (cache.num_pages, cache.page_size) != (config.num_pages, config.page_size):
+            raise ConfigError(
+                f"the cache has {cache.num_pages} pages of {cache.page_size} tokens, "
+                f"the planner expects {config.num_pages} of {config.page_size}"
+            )
+        self._cache = cache
+        self._config = config
+        self._life = Lifecycle(cache, config.max_running_requests, config.policy)
+        self._rows = self._life.rows
+        self._queue = self._life.queue
+        self._next_step = 0
+        self._next_commit = 0
+        self._blocked_pages = 0  # room that the chosen waiting sequence lacked ...
+        self._blocked_at = -1  # ... when Lifecycle.changes was this
+        self._num_retractions = 0
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises ``InvalidRequest`` where it could never fit."""
+        check_fits(
+            len(request.prompt),
+            request.sampling.max_tokens,
+            self._config.max_sequence_length,
+            self._config.num_pages,
+            self._config.page_size,
+        )
+        self._life.enqueue(request)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a request without a result; False where it is not live."""
+        sequence = self._life.live.get(request_id)
+        if sequence is None:
+            return False
+        self._life.end(sequence)
+        return True
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None where nothing can run now."""
+        draft = Draft(self._config.max_prefill_tokens)
+        under_pressure = self._plan_decodes(draft)
+        self._plan_prefills(draft, admit=not under_pressure)
+        if draft.is_empty:
+            return None
+        self._life.grant_remaps(draft)
+        plan = draft.freeze(self._next_step, self._life.released_rows)
+        self._life.released_rows.clear()
+        self._next_step += 1
+        return plan
+
+    def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
+        """Take the tokens of the oldest plan that is not committed yet."""
+        if not self._next_commit == plan.step < self._next_step:
+            raise InvariantError(f"step {plan.step} is committed, {self._next_commit} is due")
+        self._next_commit += 1
+        rows = self._rows
+        rows.landed(plan.prefill_rows, plan.prefill_starts + plan.prefill_lengths)
+        rows.landed(plan.decode_rows, plan.decode_positions + 1)
+        result = self._take(plan.sample_rows, tokens)
+        for row in plan.prefill_rows.tolist():
+            sequence = rows.sequences[row]
+            if sequence is not None and not sequence.failed:
+                self._life.publish(sequence, sequence.tokens[: rows.computed[row]])
+        for step_rows in (plan.prefill_rows, plan.decode_rows):
+            for row in step_rows[rows.is_idle(step_rows)].tolist():
+                self._life.release(rows.sequence(row))
+        return result
+
+    def has_work(self) -> bool:
+        """Whether a request is live."""
+        return bool(self._life.live)
+
+    def stats(self) -> SchedulerStats:
+        """Counts, in constant time."""
+        return SchedulerStats(
+            num_waiting=len(self._queue),
+            num_running=self._rows.num_used,
+            total_pages=self._cache.num_pages,
+            free_pages=self._cache.num_free,
+            cached_pages=self._cache.num_cached,
+            evictable_pages=self._cache.num_evictable,
+            num_retractions=self._num_retractions,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+        )
+
+    def check(self) -> None:
+        """Raise ``InvariantError`` where the books disagree; walks all of them."""
+        self._life.check()
+
+    def _plan_decodes(self, draft: Draft) -> bool:
+        """Decode each row that can; True where pages ran out."""
+        rows = self._rows
+        ready = rows.ready_to_decode()
+        if not len(ready):
+            return False
+        short = ready[rows.planned[ready] >= rows.capacity[ready]]
+        under_pressure = len(short) > 0 and not self._grow(short, draft)
+        if under_pressure:
+            self._grow_best(short, draft)
+            ready = rows.ready_to_decode()
+            ready = ready[rows.planned[ready] < rows.capacity[ready]]
+        draft.decode(ready, rows.plan_decode(ready))
+        return under_pressure
+
+    def _grow(self, short: IntArray, draft: Draft) -> bool:
+        """One more page for each of the rows, or False and none."""
+        rows = self._rows
+        pages = self._cache.grow_each([rows.sequence(row).held() for row in short.tolist()])
+        if pages is None:
+            return False
+        draft.grant(short, rows.capacity[short] // self._config.page_size, pages)
+        rows.capacity[short] += self._config.page_size
+        return True
+
+    def _grow_best(self, short: IntArray, draft: Draft) -> None:
+        """Retract the worst sequences until the best rows can grow; the others wait a step."""
+        running, retiring = self._rows.by_fate()
+        running.sort(key=by_rank)
+        needy = sorted((self._rows.sequence(row) for row in short.tolist()), key=by_rank)
+        coming = sum(map(_num_private_pages, retiring))
+        while len(needy) > self._life.num_available_pages + coming and len(running) > 1:
+            victim = running.pop()
+            if needy[-1] is victim:
+                needy.pop()
+            self._num_retractions += 1
+            self._life.retract(victim)
+            if victim.phase is Phase.RETIRING:
+                coming += _num_private_pages(victim)
+        best = [sequence.row for sequence in needy[: self._life.num_available_pages]]
+        if best and not self._grow(np.array(best, dtype=np.int32), draft):
+            raise InvariantError("the cache does not grant the pages that it counts as available")
+
+    def _plan_prefills(self, draft: Draft, *, admit: bool) -> None:
+        for sequence in list(self._life.prefilling):
+            if admit:
+                self._admit(draft, before=sequence.rank)
+            if draft.budget:
+                self._plan_chunk(sequence, draft)
+        if admit:
+            self._admit(draft, before=None)
+
+    def _plan_chunk(self, sequence: Sequence, draft: Draft) -> None:
+        """Prefill as much of the sequence as the budget allows."""
+        start = int(self._rows.planned[sequence.row])
+        tokens = sequence.tokens[start : start + draft.budget]
+        end = start + len(tokens)
+        is_last = end == len(sequence.tokens)
+        self._rows.plan_prefill(sequence.row, end)
+        draft.prefill(sequence.row, start, tokens, samples=is_last)
+        if is_last:
+            self._life.planned(sequence)
+
+    def _admit(self, draft: Draft, *, before: Rank | None) -> None:
+        """Admit, and begin to prefill, waiting sequences: all, or those that rank ``before``."""
+        if not (len(self._queue) and self._rows.num_free and draft.budget):
+            return
+        reserve, size = self._config.reserve_tokens, self._config.page_size
+        reserved = reserved_pages(self._rows, reserve, size)
+        while draft.budget and self._rows.num_free:
+            sequence = self._queue.choose()
+            if sequence is None or (before is not None and sequence.rank > before):
+                return
+            needed = pages_to_admit(sequence, reserve, size)
+            lease = self._lease(sequence, needed, reserved)
+            if lease is None:
+                return
+            reserved += needed - len(lease.pages)
+            self._start(sequence, lease, draft)
+            self._plan_chunk(sequence, draft)
+
+    def _lease(self, sequence: Sequence, needed: int, reserved: int) -> Lease | None:
+        """Pages for a waiting sequence's known tokens; None where that leaves too few.
+
+        Without any row in use the whole pool is there to be had, and nothing is reserved. What is
+        found to be blocked is not tried again before something has changed: its prefix is not
+        matched in each step.
+        """
+        idle = not self._rows.num_used
+        room = self._life.num_available_pages - reserved
+        if not idle and self._blocked_at == self._life.changes and room < self._blocked_pages:
+            return None
+        lease = self._cache.acquire(sequence.tokens, sequence.request.cache_salt)
+        pinned = room + reserved - self._life.num_available_pages
+        missing = needed - len(lease.pages) + pinned
+        if not idle and missing > room:
+            self._cache.release(lease)
+            self._blocked_at, self._blocked_pages = self._life.changes, missing
+            return None
+        if not self._cache.grow(lease, len(sequence.tokens)):
+            raise InvariantError(f"request {sequence.request.id} does not fit: pages have leaked")
+        return lease
+
+    def _start(self, sequence: Sequence, lease: Lease, draft: Draft) -> None:
+        """Give a waiting sequence a row, and tell the executor of it."""
+        request = sequence.request
+        num_cached_tokens = lease.num_shared * self._config.page_size
+        self._life.start(sequence, lease)
+        self._prefix_queries += len(sequence.tokens)
+        self._prefix_hits += num_cached_tokens
+        draft.admit(
+            Admission(
+                request_id=request.id,
+                row=sequence.row,
+                num_prompt_tokens=len(request.prompt),
+                num_cached_tokens=num_cached_tokens,
+                sampling=request.sampling,
+                history=sequence.tokens if request.sampling.has_penalties else EMPTY,
+            )
+        )
+        pages = np.array(lease.pages, dtype=np.int32)
+        draft.grant_row(sequence.row, range(len(pages)), pages)
+
+    def _take(self, sample_rows: IntArray, tokens: SampledTokens) -> StepResult:
+        """Hand the tokens to their sequences, and end those that are complete."""
+        rows, token_ids, logprobs = self._rows, tokens.token_ids, tokens.logprobs
+        if len(token_ids) != len(sample_rows):
+            raise InvariantError(f"{len(token_ids)} tokens for {len(sample_rows)} rows")
+        completions: list[Completion] = []
+        accepted = rows.accepting[sample_rows]
+        failed = token_ids == NO_TOKEN
+        if failed.any():
+            for row in sample_rows[accepted & failed].tolist():
+                sequence = rows.sequence(row)
+                completions.append(Completion(sequence.request.id, None))
+                sequence.failed = True
+                self._life.end(sequence)
+            accepted &= ~failed
+        if not accepted.all():
+            kept = np.flatnonzero(accepted)
+            logprobs = _renumbered(logprobs, kept.tolist())
+            sample_rows, token_ids = sample_rows[kept], token_ids[kept]
+        rows.append(sample_rows, token_ids)
+        stopped, full = rows.ends(sample_rows, token_ids)
+        request_ids = cast("list[RequestId]", rows.request_ids[sample_rows].tolist())
+        for index in np.flatnonzero(stopped | full).tolist():
+            stop = int(token_ids[index]) if stopped[index] else None
+            reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
+            completions.append(Completion(request_ids[index], reason, stop))
+            self._life.end(self._life.live[request_ids[index]])
+        return StepResult(request_ids, token_ids, dict(logprobs), completions)
+
+
+def _num_private_pages(sequence: Sequence) -> int:
+    lease = sequence.held()
+    return len(lease.pages) - lease.num_shared
+
+
+def _renumbered(
+    logprobs: Mapping[int, TokenLogprobs], kept: list[int]
+) -> Mapping[int, TokenLogprobs]:
+    """The entries of the indices in ``kept``, by their place in it."""
+    return {new: logprobs[old] for new, old in enumerate(kept) if old in logprobs}

@@ -1,0 +1,228 @@
+"""An executor without a model, whose KV cache tells on whoever hands it a wrong page.
+
+The KV of a position is a number made of its token and of all KV before it, read back through the
+page table; the next token is a number made of all of it. So a page that is wrong, stale, shared by
+mistake or written by two makes a wrong token, as in a model. ``expected_tokens`` is what a request
+must get: the same arithmetic on plain lists, without pages, rows or steps.
+
+Steps run as late as they may: at ``Pending.tokens``, in the order of their launch. A plan that
+shares memory with the planner's state would have changed by then. Each plan goes through its
+encoding first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.plan import NO_TOKEN, Admission, SampledTokens, StepPlan
+from minisgl_backend.request import IntArray, Request, SamplingParams, TokenLogprobs
+
+_MASK = 2**64 - 1
+_POISON = 0xDEAD_BEEF
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Token arithmetic over a vocabulary; one in ``nan_every`` samples is not finite (0: none)."""
+
+    vocabulary: int = 1000
+    nan_every: int = 0
+
+    def kv(self, token: int, position: int, context: int) -> int:
+        """The KV of a token at a position behind a context."""
+        return _mix(_mix(token + 1, position), context)
+
+    def sample(
+        self, context: int, index: int, params: SamplingParams, history: tuple[int, ...]
+    ) -> int:
+        """The output token of that index; ``history``, of all tokens, counts with penalties."""
+        bits = _mix(context, params.seed)
+        if params.has_penalties:
+            bits = _mix(bits, hash(history) & _MASK)
+        if self.nan_every and bits % self.nan_every == 0:
+            return NO_TOKEN
+        token = (bits >> 8) % self.vocabulary
+        while index < params.min_tokens and token in params.stop_token_ids:
+            token = (token + 1) % self.vocabulary
+        return token
+
+
+def expected_tokens(request: Request, model: Model) -> list[int]:
+    """The tokens that the request gets, NO_TOKEN included, whatever else is served beside it."""
+    params = request.sampling
+    tokens: list[int] = request.prompt.tolist()
+    num_prompt_tokens = len(tokens)
+    context = position = 0
+    while True:
+        for token in tokens[position:]:
+            context = _add(context, model.kv(token, position, context), position)
+            position += 1
+        index = len(tokens) - num_prompt_tokens
+        token = model.sample(context, index, params, tuple(tokens))
+        tokens.append(token)
+        stopped = token in params.stop_token_ids and index >= params.min_tokens
+        if stopped or token == NO_TOKEN or index + 1 >= params.max_tokens:
+            return tokens[num_prompt_tokens:]
+
+
+@dataclass(slots=True)
+class _Row:
+    admission: Admission
+    history: list[int]
+    computed: int
+    last_token: int = NO_TOKEN
+
+
+@dataclass(slots=True)
+class FakePending:
+    """A launched step that has not run yet."""
+
+    executor: FakeExecutor
+    plan: StepPlan
+    result: SampledTokens | None = None
+
+    def tokens(self) -> SampledTokens:
+        """Run all steps up to this one."""
+        while self.result is None:
+            self.executor.run_next()
+        return self.result
+
+
+@dataclass(slots=True)
+class FakeExecutor:
+    """Runs plans on numbers; an ``Executor`` of ``runtime.ports``."""
+
+    num_pages: int
+    page_size: int
+    max_sequence_length: int
+    model: Model = field(default_factory=Model)
+    num_rows: int = 64
+    num_computed_tokens: int = 0
+    _kv: npt.NDArray[np.uint64] = field(init=False)  # [num_pages, page_size]
+    _page_table: npt.NDArray[np.int64] = field(init=False)  # [num_rows, pages of a sequence]
+    _weights: npt.NDArray[np.uint64] = field(init=False)  # [positions]
+    _rows: dict[int, _Row] = field(init=False, default_factory=dict)
+    _queue: deque[FakePending] = field(init=False, default_factory=deque)
+
+    def __post_init__(self) -> None:
+        width = -(-self.max_sequence_length // self.page_size)
+        self._kv = np.full((self.num_pages, self.page_size), _POISON, dtype=np.uint64)
+        self._page_table = np.full((self.num_rows, width), -1, dtype=np.int64)
+        weights = [_weight(position) for position in range(width * self.page_size)]
+        self._weights = np.array(weights, dtype=np.uint64)
+
+    def launch(self, plan: StepPlan) -> FakePending:
+        """Queue the step."""
+        pending = FakePending(self, plan)
+        self._queue.append(pending)
+        return pending
+
+    def close(self) -> None:
+        """Drop what has not run."""
+        self._queue.clear()
+
+    def run_next(self) -> None:
+        """Run the oldest launched step."""
+        pending = self._queue.popleft()
+        pending.result = self._run(StepPlan.decode(pending.plan.encode()))
+
+    def _run(self, plan: StepPlan) -> SampledTokens:
+        for row in plan.released_rows.tolist():
+            del self._rows[row]
+            self._page_table[row] = -1
+        for admission in plan.admissions:
+            assert admission.row not in self._rows, "a row is taken twice"
+            self._rows[admission.row] = _Row(
+                admission, admission.history.tolist(), admission.num_cached_tokens
+            )
+        self._grant(plan)
+        self.num_computed_tokens += plan.num_tokens
+        sampled, start = [], 0
+        for row, position, length, samples in zip(
+            plan.prefill_rows.tolist(),
+            plan.prefill_starts.tolist(),
+            plan.prefill_lengths.tolist(),
+            plan.prefill_samples.tolist(),
+            strict=True,
+        ):
+            self._write(row, position, plan.prefill_tokens[start : start + length].tolist())
+            start += length
+            if samples:
+                sampled.append(self._sample(row))
+        decoding = zip(plan.decode_rows.tolist(), plan.decode_positions.tolist(), strict=True)
+        for row, position in decoding:
+            self._write(row, position, [self._rows[row].last_token])
+        sampled += [self._sample(row) for row in plan.decode_rows.tolist()]
+        logprobs = {
+            index: TokenLogprobs(logprob=-float(sampled[index]), rank=1)
+            for index, row in enumerate(plan.sample_rows.tolist())
+            if self._rows[row].admission.sampling.num_logprobs is not None
+        }
+        return SampledTokens(np.array(sampled, dtype=np.int32), logprobs)
+
+    def _grant(self, plan: StepPlan) -> None:
+        triples = zip(
+            plan.grant_rows.tolist(),
+            plan.grant_indices.tolist(),
+            plan.grant_pages.tolist(),
+            strict=True,
+        )
+        for row, index, page in triples:
+            self._page_table[row, index] = page
+            if index * self.page_size >= self._rows[row].computed:
+                self._kv[page] = _POISON  # granted to be written: what it held is gone
+
+    def _write(self, row: int, position: int, tokens: list[int]) -> None:
+        state = self._rows[row]
+        assert position == state.computed, "positions are computed in order, each once"
+        context = self._context(row, position)
+        for token in tokens:
+            kv = self.model.kv(token, position, context)
+            page = self._page_table[row, position // self.page_size]
+            assert page >= 0, "a position is computed that has no page"
+            self._kv[page, position % self.page_size] = kv
+            context = _add(context, kv, position)
+            position += 1
+        state.computed = position
+
+    def _context(self, row: int, num_tokens: int) -> int:
+        """All KV before a position, as the page table finds it."""
+        num_pages = -(-num_tokens // self.page_size)
+        kv = self._kv[self._page_table[row, :num_pages]].reshape(-1)[:num_tokens]
+        return int((kv * self._weights[:num_tokens]).sum(dtype=np.uint64))
+
+    def _sample(self, row: int) -> int:
+        state = self._rows[row]
+        admission = state.admission
+        context = self._context(row, state.computed)
+        index = state.computed - admission.num_prompt_tokens
+        token = self.model.sample(context, index, admission.sampling, tuple(state.history))
+        if admission.sampling.has_penalties:
+            state.history.append(token)
+        state.last_token = token
+        return token
+
+
+def tokens_of(values: list[int]) -> IntArray:
+    """A prompt, int32[num_tokens]."""
+    return np.array(values, dtype=np.int32)
+
+
+def _mix(a: int, b: int) -> int:
+    """A number of 64 bits that depends on all bits of both (the finalizer of splitmix64)."""
+    z = (a * 0x9E3779B97F4A7C15 + b + 0x632BE59BD9B4E019) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _weight(position: int) -> int:
+    return _mix(position, 0) | 1
+
+
+def _add(context: int, kv: int, position: int) -> int:
+    return (context + kv * _weight(position)) & _MASK

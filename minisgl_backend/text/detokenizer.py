@@ -143,15 +143,15 @@ class _Decoder:
     def decode(self, token_ids: Sequence[TokenId]) -> str:
         """The characters that these tokens complete."""
         pending, spaces, first_due = self.position
-        pieces = self._vocabulary.pieces
+        pieces, silent = self._vocabulary.pieces, self._silent_ids
         try:
-            if self._silent_ids:
-                silent = self._silent_ids
-                added = [b"" if i in silent else pieces[i] for i in token_ids]
-            else:
-                added = [pieces[i] for i in token_ids]
+            added = [pieces[i] for i in token_ids]
         except IndexError:  # ids of no token, which have no text
-            added = [pieces[i] if 0 <= i < len(pieces) else b"" for i in token_ids]
+            added = [pieces[i] if i < len(pieces) else b"" for i in token_ids]
+        if silent:
+            added = [
+                b"" if i in silent else piece for i, piece in zip(token_ids, added, strict=True)
+            ]
         if first_due:
             first_due = self._replace_first(token_ids, added)
         data = pending + b"".join(added)

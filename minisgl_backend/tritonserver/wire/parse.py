@@ -103,8 +103,9 @@ class _Found:
         """Note a value; an earlier, different one of the same entry is an error."""
         key = entry.name
         if key in self._given and not _equal(self.by_key.get(key), value):
-            names = " as ".join(dict.fromkeys((self._given[key], name)))
-            raise InvalidRequest(f"{names} is given twice, with different values")
+            first = self._given[key]
+            also = f" (also as {first})" if first != name else ""
+            raise InvalidRequest(f"{name} is given twice{also}, with different values")
         self.by_key[key] = value
         self._given.setdefault(key, name)
 

@@ -1,0 +1,1 @@
+"""Finds, starts and stops a real tritonserver that serves the model repository."""

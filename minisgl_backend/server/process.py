@@ -1,0 +1,269 @@
+"""One running tritonserver: started, waited for, stopped, and cleaned up after.
+
+Knows processes, ports, files and the server's log. Must not know models or requests.
+
+Invariants: what the server needs lies in one private directory of mode 0700, which is gone when
+``stop`` returns, as are the server's processes and its shared memory. Should this process die
+without ``stop``, the kernel sends the server SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.server.installation import Installation
+from minisgl_backend.server.log import failure_in_log
+from minisgl_backend.server.repository import copy_repository
+
+logger = logging.getLogger(__name__)
+
+RUNTIME_DIRECTORY_VARIABLE: Final = "MINISGL_RUNTIME_DIR"
+"""Tells the models where their sockets and hints belong."""
+
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+_KEPT_LOG_LINES: Final = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """How the server listens and talks; a port of 0 stands for a free one."""
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    log_verbose: int = 0
+    exit_timeout_s: int = 40
+    extra_arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class TritonServer:
+    """A tritonserver over a private copy of a model repository.
+
+    ``on_log`` gets each line of the server's log, on a thread of its own.
+    """
+
+    def __init__(
+        self,
+        installation: Installation,
+        repository: Path,
+        engine_options: Mapping[str, str],
+        options: ServerOptions,
+        *,
+        on_log: Callable[[str], None] | None = None,
+    ) -> None:
+        self.options = options
+        ports = _choose_ports(options)
+        self.http_port, self.grpc_port, self.metrics_port = ports
+        self.directory = _private_directory()
+        self.shared_memory_prefix = f"minisgl-{os.getpid()}-{secrets.token_hex(4)}-"
+        self.admin_key = secrets.token_urlsafe(24)
+        self.log: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
+        self._on_log = on_log
+        try:
+            repository_copy = self.directory / "model_repository"
+            copy_repository(repository, repository_copy, engine_options)
+            backends = installation.make_backend_directory(self.directory)
+            self._process = self._start(installation, repository_copy, backends)
+        except BaseException:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
+        self._log_thread = threading.Thread(
+            target=self._read_log, args=(self._process.stdout,), name="server log", daemon=True
+        )
+        self._log_thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id of tritonserver."""
+        return self._process.pid
+
+    @property
+    def repository(self) -> Path:
+        """The private copy that the server reads."""
+        return self.directory / "model_repository"
+
+    def url(self, path: str = "") -> str:
+        """The address of ``path`` over HTTP."""
+        host = "127.0.0.1" if self.options.host == "0.0.0.0" else self.options.host
+        return f"http://{host}:{self.http_port}{path}"
+
+    def wait_ready(self, timeout_s: float = 1800.0) -> None:
+        """Return when every model is ready.
+
+        Raises ``ConfigError`` with the cause where the server ends, or does not come up in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._is_ready():
+            if self._process.poll() is not None:
+                self._log_thread.join(timeout=10)
+                raise ConfigError(self.failure())
+            if time.monotonic() > deadline:
+                raise ConfigError(f"tritonserver was not ready after {timeout_s:g} s")
+            time.sleep(0.05)
+        self._protect_shared_memory()
+
+    def failure(self) -> str:
+        """Why the server did not start, from its log."""
+        return failure_in_log(self.log) or (
+            f"tritonserver ended with code {self._process.poll()}:\n"
+            + "\n".join(list(self.log)[-15:])
+        )
+
+    def poll(self) -> int | None:
+        """The exit code, or None while the server runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for the server to end; its exit code. Raises ``TimeoutError``."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"tritonserver still runs after {timeout_s:g} s") from None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the server itself, not to its models."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def stop(self) -> int:
+        """Let requests drain, end the server and its processes, remove its files. Idempotent."""
+        self.signal(signal.SIGTERM)
+        try:
+            code = self.wait(self.options.exit_timeout_s + 20)
+        except TimeoutError:
+            logger.error("tritonserver did not stop in time; killing it")
+            self._process.kill()
+            code = self._process.wait()
+        with contextlib.suppress(ProcessLookupError):  # stubs that outlived their server
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._log_thread.join(timeout=10)
+        for region in self.shared_memory_regions():
+            region.unlink(missing_ok=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        return code
+
+    def shared_memory_regions(self) -> list[Path]:
+        """The files of the server's shared memory."""
+        return sorted(_SHARED_MEMORY.glob(self.shared_memory_prefix + "*"))
+
+    def _start(
+        self, installation: Installation, repository: Path, backends: Path | None
+    ) -> subprocess.Popen[str]:
+        options = self.options
+        arguments = [
+            str(installation.binary),
+            f"--model-repository={repository}",
+            "--model-control-mode=explicit",
+            "--load-model=*",
+            "--disable-auto-complete-config",
+            "--strict-readiness=true",
+            "--exit-on-error=true",
+            f"--exit-timeout-secs={options.exit_timeout_s}",
+            f"--backend-config=python,shm-region-prefix-name={self.shared_memory_prefix}",
+            f"--http-address={options.host}",
+            f"--http-port={self.http_port}",
+            f"--grpc-address={options.host}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-address={options.host}",
+            f"--metrics-port={self.metrics_port}",
+            f"--log-verbose={options.log_verbose}",
+        ]
+        if options.host not in _LOOPBACK:
+            # others may ask for tokens, not for models to be unloaded or memory to be mapped
+            guarded = "model-repository,shared-memory,trace,logging"
+            arguments += [
+                f"--http-restricted-api={guarded}:minisgl-admin-key={self.admin_key}",
+                f"--grpc-restricted-protocol={guarded}:minisgl-admin-key={self.admin_key}",
+            ]
+        if backends is not None:
+            arguments.append(f"--backend-directory={backends}")
+        environment = installation.environment({**os.environ, **options.environment})
+        environment[RUNTIME_DIRECTORY_VARIABLE] = str(self.directory)
+        return subprocess.Popen(
+            [*arguments, *options.extra_arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            # a Ctrl-C in the terminal is for this process alone, which passes it on
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+    def _read_log(self, stream: IO[str]) -> None:
+        for line in stream:
+            text = line.rstrip("\n")
+            self.log.append(text)
+            if self._on_log is not None:
+                self._on_log(text)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url("/v2/health/ready"), timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:  # refused, reset, timed out, or an HTTP error
+            return False
+
+    def _protect_shared_memory(self) -> None:
+        """Prompts pass through these files, and the backend makes them readable for everyone."""
+        for region in self.shared_memory_regions():
+            with contextlib.suppress(FileNotFoundError):
+                region.chmod(0o600)
+
+
+def _private_directory() -> Path:
+    # sockets live in it, and a socket's path must be short
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="minisgl-", dir=base if len(base) < 40 else "/tmp"))
+
+
+def _choose_ports(options: ServerOptions) -> tuple[int, int, int]:
+    wanted = (options.http_port, options.grpc_port, options.metrics_port)
+    names = ("--http-port", "--grpc-port", "--metrics-port")
+    with contextlib.ExitStack() as held:
+        ports = []
+        for name, port in zip(names, wanted, strict=True):
+            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((options.host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"{name} {port} on {options.host} cannot be used: {error.strerror}"
+                ) from error
+            ports.append(probe.getsockname()[1])
+    http_port, grpc_port, metrics_port = ports
+    return http_port, grpc_port, metrics_port
+
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: SIGTERM when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,46 @@
+"""A private copy of the model repository, with the operator's options written into it.
+
+Knows the layout of a repository and the text format of config.pbtxt. The options stand as
+``parameters`` of ``llm_engine`` alone; the text models read them there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import minisgl_backend
+from minisgl_backend.errors import ConfigError
+
+OPTIONS_MODEL: Final = "llm_engine"
+"""The model whose config.pbtxt holds the engine's options."""
+
+
+def shipped_repository() -> Path:
+    """The repository that comes with the package: in a wheel inside it, in a checkout beside it."""
+    package = Path(minisgl_backend.__file__).parent
+    for place in (package / "model_repository", package.parent / "model_repository"):
+        if place.is_dir():
+            return place
+    raise ConfigError("the package has lost its model_repository")
+
+
+def copy_repository(source: Path, target: Path, options: Mapping[str, str]) -> None:
+    """Copy ``source`` to ``target`` (which must not exist) and write ``options`` into it."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    config = target / OPTIONS_MODEL / "config.pbtxt"
+    config.write_text(with_parameters(config.read_text("utf-8"), options), "utf-8")
+
+
+def with_parameters(config: str, values: Mapping[str, str]) -> str:
+    """The text of a config.pbtxt with the ``parameters`` in ``values`` set."""
+    # gRPC and protobuf take half a second to import, which other commands should not pay
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    message = text_format.Parse(config, model_config_pb2.ModelConfig())
+    for name, value in values.items():
+        message.parameters[name].string_value = value
+    return str(text_format.MessageToString(message))

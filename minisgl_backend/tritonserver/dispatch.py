@@ -1,0 +1,238 @@
+"""Everything that moves streams: senders, the clock, acknowledgements and what they lead to.
+
+Knows all open streams of an engine and how to abort a request. Must not know tensors or tokens.
+
+Threads: ``num_senders`` senders, which alone wait for Triton; the channel's thread brings
+acknowledgements; a clock looks at every stream each 25 ms for probes, cancelled direct callers,
+intervals that are over, and acknowledgements that never came.
+
+Invariants: a stream stays here until its final flag is sent. The engine's thread never waits for
+any of this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+from minisgl_backend.errors import EngineFailure
+from minisgl_backend.request import Event, FinishReason, RequestId
+from minisgl_backend.tritonserver.channel import Ack, EngineChannel, Verdict
+from minisgl_backend.tritonserver.stream import Duty, Stream
+
+logger = logging.getLogger(__name__)
+
+_TICK_S: Final = 0.025
+_SWEEP_EVERY_S: Final = 0.1
+_LINGER_S: Final = 10.0
+"""How long a stream that ended early is remembered for acknowledgements still outstanding."""
+
+
+class Aborter(Protocol):
+    """The part of the engine that is needed here."""
+
+    def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request; its terminal event follows through its sink."""
+
+
+class Dispatcher:
+    """Owns the open streams of an engine."""
+
+    def __init__(
+        self,
+        engine: Aborter,
+        *,
+        grace_s: float,
+        num_senders: int = 4,
+        directory: Path | None = None,
+        on_chunk: Callable[[int], None] = lambda num_tokens: None,
+    ) -> None:
+        """``on_chunk`` is told of each response's number of tokens."""
+        self._engine = engine
+        self._grace_s = grace_s
+        self._on_chunk = on_chunk
+        self._counters = itertools.count()
+        self._streams: dict[int, Stream] = {}
+        self._lingering: dict[int, tuple[Stream, float]] = {}
+        self._lock = threading.Lock()
+        self._empty = threading.Condition(self._lock)
+        self._newest_acknowledged_s = float("-inf")
+        self._ready: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self.channel = EngineChannel(
+            directory=directory,
+            on_ack=self._on_ack,
+            on_detokenizer_gone=self._on_detokenizer_gone,
+        )
+        self._threads = [
+            threading.Thread(target=self._send_all, name=f"sender {number}", daemon=True)
+            for number in range(num_senders)
+        ]
+        self._threads.append(threading.Thread(target=self._run_clock, name="clock", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def next_counter(self) -> int:
+        """A number that no other stream of this engine has."""
+        return next(self._counters)
+
+    def open(self, stream: Stream) -> Callable[[Event], None]:
+        """Take a stream; its events go to the function returned."""
+        with self._lock:
+            self._streams[stream.counter] = stream
+        put, ready = stream.put, self._ready.put
+
+        def sink(event: Event) -> None:
+            if put(event):
+                ready(stream)
+
+        return sink
+
+    def discard(self, stream: Stream) -> None:
+        """Drop a stream whose request was refused, and which has answered already."""
+        with self._lock:
+            self._streams.pop(stream.counter, None)
+            self._empty.notify_all()
+
+    def labelled(self, label: str) -> list[Stream]:
+        """The open streams of requests to which their clients gave this id."""
+        with self._lock:
+            return [stream for stream in self._streams.values() if stream.label == label]
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until every stream has sent its final flag; False where some has not in time."""
+        with self._lock:
+            return self._empty.wait_for(lambda: not self._streams, timeout_s)
+
+    def close(self) -> None:
+        """End all threads. The streams should be gone by then."""
+        self._stopping.set()
+        for _ in self._threads:
+            self._ready.put(None)
+        for thread in self._threads:
+            thread.join()
+        self.channel.close()
+
+    # --- senders -----------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        while (stream := self._ready.get()) is not None:
+            try:
+                self._send(stream)
+            except Exception:
+                logger.exception("request %r: a response could not be sent", stream.label)
+                stream.mute(EngineFailure("a response could not be sent"))
+                self._engine.abort(stream.request_id)
+                if stream.release(-1):
+                    self._ready.put(stream)
+
+    def _send(self, stream: Stream) -> None:
+        outgoing = stream.take()
+        if outgoing is None:
+            stream.end()
+            self._forget(stream)
+            return
+        final = outgoing.terminal is not None
+        stream.responder.send(stream.encode(outgoing), final=final)
+        self._on_chunk(len(outgoing.token_ids))
+        if final:
+            self.discard(stream)
+        elif stream.release(outgoing.index):
+            self._ready.put(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        """The stream ended without a last chunk, so the detokenizer has to be told."""
+        self.discard(stream)
+        if not stream.is_acknowledged:
+            return
+        if stream.is_settled:
+            self.channel.forget(stream.counter)
+        else:  # a chunk on its way would find its stream unknown
+            with self._lock:
+                self._lingering[stream.counter] = stream, time.monotonic() + _LINGER_S
+
+    # --- acknowledgements --------------------------------------------------------------------
+
+    def _on_ack(self, ack: Ack) -> None:
+        stream = self._streams.get(ack.counter)
+        if stream is None:
+            self._settle(ack)
+            return
+        ready, sent_s = stream.acknowledge(ack.index, ack.verdict)
+        if sent_s is not None and sent_s > self._newest_acknowledged_s:
+            self._newest_acknowledged_s = sent_s
+        if ready:
+            self._ready.put(stream)
+        if ack.verdict is Verdict.CONTINUE:
+            return
+        if ack.verdict is Verdict.LOST:
+            logger.warning("request %r: the detokenizer lost its stream", stream.label)
+        stop = ack.verdict is Verdict.STOP
+        self._engine.abort(stream.request_id, FinishReason.STOP if stop else FinishReason.CANCELLED)
+
+    def _settle(self, ack: Ack) -> None:
+        lingering = self._lingering.get(ack.counter)
+        if lingering is None:
+            return
+        stream, _ = lingering
+        stream.acknowledge(ack.index, ack.verdict)
+        if stream.is_settled:
+            with self._lock:
+                self._lingering.pop(ack.counter, None)
+            self.channel.forget(ack.counter)
+
+    def _on_detokenizer_gone(self) -> None:
+        for stream in self._snapshot():
+            if stream.is_acknowledged:
+                self._give_up(stream, "the detokenizer has gone")
+
+    def _give_up(self, stream: Stream, why: str) -> None:
+        logger.warning("request %r: given up, %s", stream.label, why)
+        if stream.mute(EngineFailure(why)):
+            self._ready.put(stream)
+        self._engine.abort(stream.request_id)
+
+    # --- the clock ---------------------------------------------------------------------------
+
+    def _run_clock(self) -> None:
+        while not self._stopping.wait(_TICK_S):
+            try:
+                self._tick(time.monotonic())
+            except Exception:
+                logger.exception("the clock of the streams stumbled")
+
+    def _tick(self, now_s: float) -> None:
+        for stream in self._snapshot():
+            duty = stream.tick(now_s, self._newest_acknowledged_s, self._grace_s)
+            if duty is Duty.SEND:
+                self._ready.put(stream)
+            elif duty is Duty.GIVE_UP:
+                self._give_up(stream, "the detokenizer does not answer")
+            if (
+                not stream.is_acknowledged
+                and stream.sweep_is_due(now_s, _SWEEP_EVERY_S)
+                and stream.responder.is_cancelled()
+            ):
+                self._engine.abort(stream.request_id)
+        self._expire(now_s)
+
+    def _expire(self, now_s: float) -> None:
+        with self._lock:
+            over = [c for c, (_, until_s) in self._lingering.items() if until_s <= now_s]
+            for counter in over:
+                del self._lingering[counter]
+        for counter in over:
+            self.channel.forget(counter)
+
+    def _snapshot(self) -> list[Stream]:
+        with self._lock:
+            return list(self._streams.values())

@@ -1,0 +1,291 @@
+"""The model `llm_engine`: token ids in, chunks of token ids out.
+
+Knows Triton's requests and the engine's, and joins them: a request that comes through the tokenizer
+brings a ``request`` record, and its chunks go to the detokenizer, acknowledged; a client may also
+call this model by itself, with token ids. All work is done elsewhere: ``execute`` only hands over.
+
+Invariants: every Triton request gets its final flag, or the model could not be unloaded; nothing
+but Triton errors leaves this module towards Triton.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import triton_python_backend_utils as pb_utils
+
+from minisgl_backend.config import EngineOptions, Limits
+from minisgl_backend.errors import InvalidRequest, MiniSGLError
+from minisgl_backend.request import Finished, FinishReason, Request
+from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.text.prompt import TokenPrompt
+from minisgl_backend.tritonserver.dispatch import Dispatcher
+from minisgl_backend.tritonserver.encoding import ChunkEncoder, TokenEncoder
+from minisgl_backend.tritonserver.hint import QueueSign
+from minisgl_backend.tritonserver.responder import Responder
+from minisgl_backend.tritonserver.setup import loading, own_options, runtime_directory
+from minisgl_backend.tritonserver.stream import Outgoing, Stream
+from minisgl_backend.tritonserver.telemetry import Telemetry
+from minisgl_backend.tritonserver.tensors import make_response, read_inputs, read_parameters
+from minisgl_backend.tritonserver.window import Window
+from minisgl_backend.tritonserver.wire.answer import Answer, answer_arrays
+from minisgl_backend.tritonserver.wire.chunk import StreamStart, Times, stream_name
+from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
+from minisgl_backend.tritonserver.wire.parameters import INPUT_IDS, REQUEST
+from minisgl_backend.tritonserver.wire.parse import parse_token_generation
+from minisgl_backend.tritonserver.wire.record import Record, decode_record
+
+logger = logging.getLogger(__name__)
+
+_STOP_STRINGS_EVERY_S: Final = 0.1
+"""How often a request that is answered at its end shows its tokens to the stop strings."""
+_LAST_FLAGS_S: Final = 10.0
+"""Time for the last responses once every request has ended."""
+_WATCH_EVERY_S: Final = 0.25
+
+
+class TritonPythonModel:
+    """What Triton's Python backend loads, calls and unloads."""
+
+    @staticmethod
+    def make_engine(options: EngineOptions) -> Engine:
+        """The engine of these options."""
+        from minisgl_backend.build import build_engine  # brings torch
+
+        return build_engine(options)
+
+    @loading
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the model; a failure fails Triton's load with its cause."""
+        options = own_options(args)
+        self._options = options
+        self._limits = Limits()
+        self._seeds = random.Random(options.seed) if options.seed is not None else random.Random()
+        self._engine = self.make_engine(options)
+        self._telemetry = Telemetry(
+            self._engine, model=options.model, version=args["model_version"]
+        )
+        directory = runtime_directory()
+        self._dispatcher = Dispatcher(
+            self._engine,
+            grace_s=options.cancel_grace_ms / 1000,
+            directory=directory,
+            on_chunk=self._telemetry.chunk_sent,
+        )
+        sign = QueueSign(directory, f"{self._dispatcher.channel.epoch:016x}")
+        self._watch = _Watch(
+            self._engine, args, sign=sign, telemetry=self._telemetry, drain=self._drain
+        )
+        self._drained = threading.Event()
+        logger.info("serving %s", self._engine.info)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Hand requests to the engine; their responses follow through their response senders."""
+        for request in requests:
+            responder = Responder(request)
+            try:
+                self._accept(request, responder)
+            except Exception as error:
+                responder.fail(error)
+
+    def is_ready(self) -> bool:
+        """Whether requests are served; newer servers ask."""
+        return self._engine.health().ready
+
+    def finalize(self) -> None:
+        """End what is in flight, then all threads; nothing of this model is left."""
+        self._watch.close()
+        self._drain()
+        if not self._dispatcher.wait_empty(_LAST_FLAGS_S):
+            logger.error("%d requests did not get their last response", len(self._dispatcher))
+        self._dispatcher.close()
+        self._telemetry.close()
+
+    def _drain(self) -> None:
+        """Give open requests the time the operator granted, then end the rest with an error."""
+        self._engine.close(drain_s=self._options.drain_timeout_s)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def _accept(self, request: Any, responder: Responder) -> None:
+        arrival_time_ns = time.time_ns()
+        inputs = read_inputs(request)
+        text = inputs.pop(REQUEST.name, None)
+        label: str = request.request_id()
+        asked: Record | StopRequest
+        if text is not None:
+            ids = inputs[INPUT_IDS.name].reshape(-1)
+            asked = decode_record(text.item(0).decode(), ids, self._limits)
+        else:
+            parsed = parse_token_generation(
+                inputs,
+                read_parameters(request),
+                timeout_us=request.timeout(),
+                limits=self._limits,
+            )
+            asked = (
+                parsed
+                if isinstance(parsed, StopRequest)
+                else Record(generation=parsed, arrival_time_ns=arrival_time_ns)
+            )
+        if isinstance(asked, StopRequest):
+            self._stop(asked, label, responder, direct=text is None)
+        else:
+            self._generate(asked, label, responder, direct=text is None)
+
+    def _generate(self, record: Record, label: str, responder: Responder, *, direct: bool) -> None:
+        generation = record.generation
+        prompt = generation.prompt
+        assert isinstance(prompt, TokenPrompt)
+        counter = self._dispatcher.next_counter()
+        num_input_tokens = len(prompt.ids)
+        encode: Callable[[Outgoing], Any]
+        if direct:
+            encode = TokenEncoder(
+                label=label, num_input_tokens=num_input_tokens, wanted=generation.wanted
+            )
+        else:
+            encode = self._chunk_encoder(counter, record, num_input_tokens)
+        stream = Stream(
+            counter=counter,
+            request_id=self._engine.new_id(),
+            label=label,
+            responder=responder,
+            encode=encode,
+            window=Window(now_s=time.monotonic(), interval_s=self._interval_s(generation)),
+            acknowledged=not direct,
+            arrival_time_ns=record.arrival_time_ns,
+        )
+        seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
+        sink = self._dispatcher.open(stream)
+        try:
+            self._engine.submit(
+                Request(
+                    id=stream.request_id,
+                    prompt=prompt.ids,
+                    sampling=replace(generation.sampling, seed=seed),
+                    priority=generation.priority,
+                    deadline_s=_deadline_s(generation.timeout_ms, record.arrival_time_ns),
+                    cache_salt=generation.cache_salt,
+                ),
+                sink,
+            )
+        except MiniSGLError:
+            self._dispatcher.discard(stream)
+            raise
+
+    def _chunk_encoder(self, counter: int, record: Record, num_input_tokens: int) -> ChunkEncoder:
+        generation = record.generation
+        channel = self._dispatcher.channel
+        return ChunkEncoder(
+            reply_to=channel.path,
+            name=stream_name(channel.epoch, counter),
+            start=StreamStart(
+                num_input_tokens=num_input_tokens,
+                stream=generation.stream,
+                wanted=generation.wanted,
+                stop_strings=generation.stop_strings,
+                min_tokens=generation.sampling.min_tokens,
+                stop_token_ids=generation.sampling.stop_token_ids,
+                prompt_text=record.prompt_text,
+            ),
+        )
+
+    def _interval_s(self, generation: Generation) -> float:
+        if not generation.stream:
+            return _STOP_STRINGS_EVERY_S if generation.stop_strings else float("inf")
+        asked = generation.min_chunk_interval_ms
+        return (asked if asked is not None else self._options.min_chunk_interval_ms) / 1000
+
+    def _stop(
+        self, request: StopRequest, label: str, responder: Responder, *, direct: bool
+    ) -> None:
+        """Cancel the requests that bear the same id, and say so."""
+        if not label:
+            raise InvalidRequest("stop_request needs the request id of what it stops")
+        for stream in self._dispatcher.labelled(label):
+            self._engine.abort(stream.request_id)
+        wanted = replace(request.wanted, finish_reason=True)
+        if direct:
+            answer = Answer(finish=FinishReason.CANCELLED)
+            responder.send(make_response(answer_arrays(answer, wanted)), final=True)
+            return
+        encode = ChunkEncoder(
+            reply_to=self._dispatcher.channel.path,
+            name=stream_name(self._dispatcher.channel.epoch, self._dispatcher.next_counter()),
+            start=StreamStart(num_input_tokens=0, wanted=wanted),
+        )
+        outgoing = Outgoing(
+            index=0,
+            token_ids=[],
+            logprobs=(),
+            num_cached_tokens=None,
+            times=Times(time.time_ns()),
+            terminal=Finished(FinishReason.CANCELLED),
+        )
+        responder.send(encode(outgoing), final=True)
+
+
+def _deadline_s(timeout_ms: int | None, arrival_time_ns: int) -> float | None:
+    """The deadline on the clock of ``time.monotonic``; the request arrived in another process."""
+    if timeout_ms is None:
+        return None
+    age_s = max(0, time.time_ns() - arrival_time_ns) / 1e9
+    return time.monotonic() - age_s + timeout_ms / 1000
+
+
+class _Watch:
+    """A thread that reports a few times a second, and notices that the model is being unloaded.
+
+    Triton tells a model of its unloading only when its last request has ended; so requests would
+    hold up an unload, or the end of the server, for as long as they care to run.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        args: Mapping[str, str],
+        *,
+        sign: QueueSign,
+        telemetry: Telemetry,
+        drain: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._model = args["model_name"], args["model_version"]
+        self._sign = sign
+        self._telemetry = telemetry
+        self._drain = drain
+        self._was_ready = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        self._thread.join()
+        self._sign.remove()
+
+    def _run(self) -> None:
+        while not self._closing.wait(_WATCH_EVERY_S):
+            try:
+                self._sign.show(self._engine.is_queue_full())
+                self._telemetry.report()
+                if self._is_unloading():
+                    logger.info("the model is being unloaded; requests in flight may finish")
+                    self._drain()
+                    self._was_ready = False
+            except Exception:
+                logger.exception("the engine could not report")
+
+    def _is_unloading(self) -> bool:
+        ready = pb_utils.is_model_ready(*self._model)
+        if ready:
+            self._was_ready = True
+        return self._was_ready and not ready

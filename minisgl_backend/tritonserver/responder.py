@@ -1,0 +1,83 @@
+"""The only way to a request's response sender: one lock, and exactly one final flag.
+
+Knows Triton's response sender. Must not know what a response means.
+
+Invariants: nothing is sent after the final flag. The sender is never asked whether it is cancelled
+once its final flag is sent or being sent, since that crashes tritonserver; hence one lock covers
+all three. ``send`` may take as long as Triton needs, so it is never called on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from minisgl_backend.errors import EngineFailure, MiniSGLError
+
+logger = logging.getLogger(__name__)
+
+
+class Responder:
+    """Sends the responses of one request; safe to use from any thread."""
+
+    __slots__ = ("_label", "_lock", "_sender")
+
+    def __init__(self, request: Any) -> None:
+        self._lock = threading.Lock()
+        self._sender: Any = request.get_response_sender()
+        self._label: str = request.request_id()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the final flag has not been sent."""
+        return self._sender is not None
+
+    def send(self, response: Any, *, final: bool = False) -> bool:
+        """Send a response, the last one where ``final``; False where the last one was sent."""
+        with self._lock:
+            sender = self._sender
+            if sender is None:
+                return False
+            if not final:
+                sender.send(response)
+                return True
+            self._sender = None
+            try:
+                sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            except Exception:
+                # without a final flag the request would stay in flight for ever
+                logger.exception("request %r: the last response could not be sent", self._label)
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            return True
+
+    def finish(self) -> None:
+        """Send the final flag alone, unless it was sent."""
+        with self._lock:
+            sender, self._sender = self._sender, None
+            if sender is not None:
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def fail(self, error: BaseException) -> None:
+        """Send an error and the final flag; what is not ours reaches the log, not the client."""
+        self.send(error_response(error, self._label), final=True)
+
+    def is_cancelled(self) -> bool:
+        """Whether the client gave the request up; False while a response is being sent."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._sender is not None and bool(self._sender.is_cancelled())
+        finally:
+            self._lock.release()
+
+
+def error_response(error: BaseException, label: str) -> Any:
+    """The response that tells a client of ``error``: one sentence that starts with its code."""
+    if not isinstance(error, MiniSGLError):
+        logger.error("request %r failed", label, exc_info=error)
+        error = EngineFailure("internal error; the server's log has the details")
+    code = getattr(pb_utils.TritonError, error.code)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{error.code}: {error}", code))

@@ -1,0 +1,108 @@
+"""What each of the three models does when it is loaded: read the options, send logs to Triton.
+
+The options stand in the config.pbtxt of ``llm_engine``, once. The text models find that file beside
+their own folder in the model repository.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import triton_python_backend_utils as pb_utils
+
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError, MiniSGLError
+from minisgl_backend.models.hub import resolve_model
+
+logger = logging.getLogger(__name__)
+
+OPTIONS_MODEL: Final = "llm_engine"
+_TRITON_PARAMETERS: Final = frozenset({"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"})
+"""Parameters that the Python backend itself reads."""
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def runtime_directory() -> Path | None:
+    """Where sockets and hints of this server belong; None where nobody made such a place.
+
+    The only look at the environment: whoever starts tritonserver sets the variable for its models.
+    """
+    path = os.environ.get("MINISGL_RUNTIME_DIR")
+    return Path(path) if path else None
+
+
+def own_options(args: Mapping[str, str]) -> EngineOptions:
+    """The options among a model's own parameters."""
+    parameters = json.loads(args["model_config"]).get("parameters", {})
+    return _options({name: value["string_value"] for name, value in parameters.items()})
+
+
+def engine_options(args: Mapping[str, str]) -> EngineOptions:
+    """The options of the ``llm_engine`` in the same repository as this model."""
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    path = Path(args["model_repository"]).parent / OPTIONS_MODEL / "config.pbtxt"
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the text models need {OPTIONS_MODEL} in their repository: {error.strerror}"
+        ) from error
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    return _options({name: value.string_value for name, value in config.parameters.items()})
+
+
+def tokenizer_folder(options: EngineOptions) -> Path:
+    """The folder with the tokenizer's files, fetched from its hub where it is an id."""
+    name = options.tokenizer or options.model
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else resolve_model(name, options.model_source)
+
+
+def _options(parameters: Mapping[str, str]) -> EngineOptions:
+    return EngineOptions.from_mapping(
+        {name: value for name, value in parameters.items() if name not in _TRITON_PARAMETERS}
+    )
+
+
+def loading(initialize: _Method) -> _Method:
+    """Decorate ``initialize``: logs go to Triton, and a failure is one line that says the cause."""
+
+    @functools.wraps(initialize)
+    def wrapped(self: Any, args: Mapping[str, str]) -> None:
+        send_logs_to_triton()
+        try:
+            initialize(self, args)
+        except MiniSGLError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    return wrapped  # type: ignore[return-value]
+
+
+def send_logs_to_triton() -> None:
+    """Hand log records of this process to Triton's log: ours from INFO, others' from WARNING."""
+    root = logging.getLogger()
+    if not any(isinstance(handler, _TritonHandler) for handler in root.handlers):
+        root.addHandler(_TritonHandler())
+    logging.getLogger("minisgl_backend").setLevel(logging.INFO)
+
+
+class _TritonHandler(logging.Handler):
+    """Writes records to Triton's log, which adds time and severity."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if record.levelno >= logging.ERROR:
+            pb_utils.Logger.log_error(text)
+        elif record.levelno >= logging.WARNING:
+            pb_utils.Logger.log_warn(text)
+        else:
+            pb_utils.Logger.log_info(text)

@@ -1,0 +1,227 @@
+"""The way out of one request: what the engine made, gathered until it may be sent.
+
+Knows events, the window and the responder of one request. Must not know the engine, other requests,
+or what a response looks like: that is the business of ``encode``, which turns an ``Outgoing`` into
+one.
+
+The engine's thread puts events in and never waits: it takes a lock under which nothing blocks. A
+sender takes out what may go, and only one sender at a time works for a stream (``claim``), so its
+chunks stay in order.
+
+Invariants: the responder gets its final flag as soon as the terminal event has come, or the stream
+is muted: by a verdict, or because nobody answers. A muted stream sends nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from minisgl_backend.errors import MiniSGLError
+from minisgl_backend.request import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    Generated,
+    RequestId,
+    TokenId,
+    TokenLogprobs,
+)
+from minisgl_backend.tritonserver.channel import Verdict
+from minisgl_backend.tritonserver.responder import Responder
+from minisgl_backend.tritonserver.window import Window
+from minisgl_backend.tritonserver.wire.chunk import Times
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What goes out next.
+
+    ``token_ids`` is empty in a probe, ``num_cached_tokens`` is set once, when it became known, and
+    ``terminal`` in the last one.
+    """
+
+    index: int
+    token_ids: list[TokenId]
+    logprobs: tuple[TokenLogprobs, ...]
+    num_cached_tokens: int | None
+    times: Times
+    terminal: Finished | Failed | None
+
+
+class Duty(Enum):
+    """What the clock asks of a stream."""
+
+    NOTHING = auto()
+    SEND = auto()
+    GIVE_UP = auto()
+
+
+class Stream:
+    """The mailbox and the window of one request."""
+
+    def __init__(
+        self,
+        *,
+        counter: int,
+        request_id: RequestId,
+        label: str,
+        responder: Responder,
+        encode: Callable[[Outgoing], Any],
+        window: Window,
+        acknowledged: bool,
+        arrival_time_ns: int,
+    ) -> None:
+        """``label`` is the client's request id; ``acknowledged`` tells whether a detokenizer
+        acknowledges the chunks, else each counts as acknowledged once Triton took it."""
+        self.counter = counter
+        self.request_id = request_id
+        self.label = label
+        self.responder = responder
+        self.encode = encode
+        self.is_acknowledged = acknowledged
+        self._lock = threading.Lock()
+        self._window = window
+        self._token_ids: list[TokenId] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_cached_tokens: int | None = None
+        self._arrival_time_ns = arrival_time_ns
+        self._scheduled_time_ns = 0
+        self._first_token_time_ns = 0
+        self._last_token_time_ns = 0
+        self._terminal: Finished | Failed | None = None
+        self._num_sent = 0
+        self._claimed = False
+        self._muted = False
+        self._error: MiniSGLError | None = None
+        self._next_sweep_s = 0.0
+
+    # --- the engine's thread -----------------------------------------------------------------
+
+    def put(self, event: Event) -> bool:
+        """Take an event; True where the caller must hand the stream to a sender."""
+        with self._lock:
+            if type(event) is Generated:
+                now_ns = time.time_ns()
+                if not self._first_token_time_ns:
+                    self._first_token_time_ns = now_ns
+                self._last_token_time_ns = now_ns
+                self._token_ids.append(event.token_id)
+                if event.logprobs is not None:
+                    self._logprobs.append(event.logprobs)
+            elif isinstance(event, Admitted):
+                self._scheduled_time_ns = time.time_ns()
+                self._num_cached_tokens = event.num_cached_tokens
+            else:
+                assert isinstance(event, Finished | Failed)
+                self._terminal = event
+            return self._claim(time.monotonic())
+
+    # --- the channel's thread ----------------------------------------------------------------
+
+    def acknowledge(self, index: int, verdict: Verdict) -> tuple[bool, float | None]:
+        """Take an acknowledgement: whether a sender is needed now, and when that chunk was sent."""
+        with self._lock:
+            sent_s = self._window.acknowledged(index)
+            if verdict is not Verdict.CONTINUE:
+                self._muted = True
+            return self._claim(time.monotonic()), sent_s
+
+    def mute(self, error: MiniSGLError | None = None) -> bool:
+        """End without a last chunk, with ``error`` if any; True where a sender is needed now."""
+        with self._lock:
+            self._muted = True
+            self._error = error
+            return self._claim(time.monotonic())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no acknowledgement is outstanding."""
+        with self._lock:
+            return self._window.is_open
+
+    # --- the clock's thread ------------------------------------------------------------------
+
+    def tick(self, now_s: float, newest_acknowledged_s: float, grace_s: float) -> Duty:
+        """What is to be done now; after ``SEND`` the caller hands the stream to a sender."""
+        with self._lock:
+            if self._claimed:
+                return Duty.NOTHING
+            if self._claim(now_s):
+                return Duty.SEND
+            if not self.is_acknowledged:
+                return Duty.NOTHING
+            if self._window.is_overdue(now_s, newest_acknowledged_s, grace_s):
+                return Duty.GIVE_UP
+            if self._window.probe_is_due(now_s):
+                self._claimed = True
+                return Duty.SEND
+            return Duty.NOTHING
+
+    def sweep_is_due(self, now_s: float, interval_s: float) -> bool:
+        """Whether the responder should be asked again if the client gave up."""
+        if now_s < self._next_sweep_s:
+            return False
+        self._next_sweep_s = now_s + interval_s
+        return True
+
+    # --- senders -----------------------------------------------------------------------------
+
+    def take(self) -> Outgoing | None:
+        """What goes out now; None where the final flag goes alone."""
+        now_s = time.monotonic()
+        with self._lock:
+            if self._muted:
+                return None
+            token_ids: list[TokenId] = []
+            logprobs: list[TokenLogprobs] = []
+            if self._terminal is not None or self._window.may_send_tokens(now_s):
+                token_ids, self._token_ids = self._token_ids, token_ids
+                logprobs, self._logprobs = self._logprobs, logprobs
+            num_cached_tokens, self._num_cached_tokens = self._num_cached_tokens, None
+            index = self._num_sent
+            self._num_sent += 1
+            self._window.sent(index, now_s, with_tokens=bool(token_ids))
+            return Outgoing(
+                index=index,
+                token_ids=token_ids,
+                logprobs=tuple(logprobs),
+                num_cached_tokens=num_cached_tokens,
+                times=Times(
+                    self._arrival_time_ns,
+                    self._scheduled_time_ns,
+                    self._first_token_time_ns,
+                    self._last_token_time_ns,
+                ),
+                terminal=self._terminal,
+            )
+
+    def release(self, index: int) -> bool:
+        """A sender has sent chunk ``index``; True where the stream needs a sender again."""
+        with self._lock:
+            if not self.is_acknowledged:
+                self._window.acknowledged(index)
+            self._claimed = False
+            return self._claim(time.monotonic())
+
+    def end(self) -> None:
+        """Send the final flag of a muted stream, alone or with the error it was muted with."""
+        error = self._error
+        if error is not None:
+            self.responder.fail(error)
+        else:
+            self.responder.finish()
+
+    def _claim(self, now_s: float) -> bool:
+        if self._claimed:
+            return False
+        over = self._muted or self._terminal is not None
+        if not over and not (self._token_ids and self._window.may_send_tokens(now_s)):
+            return False
+        self._claimed = True
+        return True

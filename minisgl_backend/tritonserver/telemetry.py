@@ -1,0 +1,255 @@
+"""The engine's counts as Prometheus metrics on Triton's own endpoint.
+
+Each update of a metric is a round trip to tritonserver (some 60 microseconds) on the thread that
+responses use too. So counts are gathered here and told in bulk, a few times a second, from a side
+thread. Histograms of requests are Triton's own, an observation a request; those of steps and chunks
+would take thousands of observations a second, so their buckets are counted here and told as
+counters, which Prometheus reads the same way.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import triton_python_backend_utils as pb_utils
+
+from minisgl_backend.runtime.engine import Engine
+
+_LATENCY_BUCKETS: Final = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+_TOKEN_BUCKETS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+_BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_MAX_OBSERVATIONS: Final = 500
+"""Observations of one histogram told at a time; the newest where there are more."""
+
+
+class BucketCounts:
+    """A histogram that is counted here: cumulative counts by upper bound, a sum and a count."""
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        self._buckets = tuple(buckets)
+        self._lock = threading.Lock()
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        with self._lock:
+            self._counts[bisect.bisect_left(self._buckets, value)] += 1
+            self._sum += value
+
+    def take(self) -> dict[str, float]:
+        """What was added since the last call: by the ``le`` of a bucket, and as sum and count."""
+        with self._lock:
+            counts, self._counts = self._counts, [0] * len(self._counts)
+            total, self._sum = self._sum, 0.0
+        added: dict[str, float] = {}
+        running = 0
+        for bound, count in zip((*self._buckets, float("inf")), counts, strict=True):
+            running += count
+            added["+Inf" if bound == float("inf") else f"{bound:g}"] = running
+        return added | {"sum": total, "count": running}
+
+
+class Telemetry:
+    """All metrics of one engine. ``report`` belongs to one thread, ``chunk_sent`` to any."""
+
+    def __init__(self, engine: Engine, *, model: str, version: str) -> None:
+        self._engine = engine
+        self._labels = {"model": Path(model).name, "version": version}
+        self._families: list[Any] = []
+        self._last: dict[int, float] = {}
+        self._chunk_tokens = BucketCounts(_TOKEN_BUCKETS)
+        self._batch_size = BucketCounts(_BATCH_BUCKETS)
+        self._step_s = {
+            phase: BucketCounts(_LATENCY_BUCKETS) for phase in ("prefill", "decode", "mixed")
+        }
+        self._counters = self._make_counters()
+        self._gauges = self._make_gauges()
+        self._rejected = self._by_label(
+            "minisgl:requests_rejected_total",
+            "Requests refused at the door",
+            "reason",
+            ("invalid", "unsupported", "queue_full", "draining", "down"),
+        )
+        self._failed = self._by_label(
+            "minisgl:requests_failed_total",
+            "Accepted requests that ended with an error",
+            "code",
+            ("INTERNAL", "UNAVAILABLE", "INVALID_ARG"),
+        )
+        self._histograms = self._make_histograms()
+        self._counted = [
+            (self._chunk_tokens, self._bucket_metrics("minisgl:chunk_tokens", _TOKEN_BUCKETS)),
+            (self._batch_size, self._bucket_metrics("minisgl:batch_size", _BATCH_BUCKETS)),
+        ]
+        families = self._bucket_families("minisgl:step_seconds")
+        for phase, counts in self._step_s.items():
+            metrics = self._bucket_children(families, _LATENCY_BUCKETS, {"phase": phase})
+            self._counted.append((counts, metrics))
+
+    def chunk_sent(self, num_tokens: int) -> None:
+        """A response with that many tokens went out."""
+        if num_tokens:
+            self._chunk_tokens.observe(num_tokens)
+
+    def report(self) -> None:
+        """Tell Triton what changed since the last report."""
+        stats = self._engine.stats()
+        scheduler = stats.scheduler
+        for name, value in (
+            ("vllm:prompt_tokens_total", stats.num_prompt_tokens),
+            ("vllm:generation_tokens_total", stats.num_generated_tokens),
+            ("vllm:prefix_cache_queries_total", scheduler.prefix_queries),
+            ("vllm:prefix_cache_hits_total", scheduler.prefix_hits),
+            ("minisgl:requests_cancelled_total", stats.num_cancelled),
+            ("minisgl:requests_retracted_total", scheduler.num_retractions),
+        ):
+            self._raise_to(self._counters[name], value)
+        for metrics, by_label in ((self._rejected, stats.rejected), (self._failed, stats.failed)):
+            for label, value in by_label.items():
+                if label in metrics:
+                    self._raise_to(metrics[label], value)
+        waiting = max(scheduler.num_waiting, stats.num_open - scheduler.num_running)
+        used = scheduler.total_pages - scheduler.free_pages - scheduler.evictable_pages
+        levels: tuple[tuple[str, float], ...] = (
+            ("vllm:num_requests_running", scheduler.num_running),
+            ("vllm:num_requests_waiting", waiting),
+            ("vllm:kv_cache_usage_perc", used / max(1, scheduler.total_pages)),
+            ("tokens_per", self._engine.info.page_size),
+            ("used", used),
+            ("max", scheduler.total_pages),
+        )
+        for name, level in levels:
+            self._set(self._gauges[name], level)
+        self._observe_samples()
+        for counts, children in self._counted:
+            for name, value in counts.take().items():
+                if value:
+                    children[name].increment(value)
+
+    def close(self) -> None:
+        """Drop all metrics, and then their families, as Triton demands."""
+        self._counters.clear()
+        self._gauges.clear()
+        self._rejected.clear()
+        self._failed.clear()
+        self._histograms.clear()
+        self._counted.clear()
+        self._families.clear()
+
+    def _observe_samples(self) -> None:
+        samples = self._engine.take_samples()
+        for name, values in (
+            ("vllm:time_to_first_token_seconds", samples.time_to_first_token_s),
+            ("vllm:time_per_output_token_seconds", samples.time_per_output_token_s),
+            ("vllm:e2e_request_latency_seconds", samples.e2e_latency_s),
+            ("vllm:request_prompt_tokens", samples.prompt_tokens),
+            ("vllm:request_generation_tokens", samples.generation_tokens),
+        ):
+            metric = self._histograms[name]
+            for value in list(values)[-_MAX_OBSERVATIONS:]:
+                metric.observe(value)
+        for phase, seconds in samples.step_s:
+            self._step_s[phase].observe(seconds)
+        for size in samples.batch_size:
+            self._batch_size.observe(size)
+
+    def _raise_to(self, metric: Any, value: float) -> None:
+        added = value - self._last.get(id(metric), 0)
+        if added > 0:
+            metric.increment(added)
+            self._last[id(metric)] = value
+
+    def _set(self, metric: Any, value: float) -> None:
+        if self._last.get(id(metric)) != value:
+            metric.set(value)
+            self._last[id(metric)] = value
+
+    # --- making metrics ----------------------------------------------------------------------
+
+    def _family(self, name: str, description: str, kind: Any) -> Any:
+        family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+        self._families.append(family)
+        return family
+
+    def _make_counters(self) -> dict[str, Any]:
+        descriptions = {
+            "vllm:prompt_tokens_total": "Prompt tokens of admitted requests",
+            "vllm:generation_tokens_total": "Tokens computed",
+            "vllm:prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache",
+            "vllm:prefix_cache_hits_total": "Prompt tokens found in the prefix cache",
+            "minisgl:requests_cancelled_total": "Requests given up by their clients",
+            "minisgl:requests_retracted_total": "Requests set back for want of pages",
+        }
+        return {
+            name: self._family(name, text, pb_utils.MetricFamily.COUNTER).Metric(
+                labels=self._labels
+            )
+            for name, text in descriptions.items()
+        }
+
+    def _make_gauges(self) -> dict[str, Any]:
+        descriptions = {
+            "vllm:num_requests_running": "Requests that hold a row",
+            "vllm:num_requests_waiting": "Requests in the queue",
+            "vllm:kv_cache_usage_perc": "Share of the pages that are neither free nor evictable",
+        }
+        gauges = {
+            name: self._family(name, text, pb_utils.MetricFamily.GAUGE).Metric(labels=self._labels)
+            for name, text in descriptions.items()
+        }
+        blocks = self._family(
+            "nv_trt_llm_kv_cache_block_metrics",
+            "Pages of the KV cache, under the name that Triton's load reports look for",
+            pb_utils.MetricFamily.GAUGE,
+        )
+        for kind in ("tokens_per", "used", "max"):
+            gauges[kind] = blocks.Metric(labels={**self._labels, "kv_cache_block_type": kind})
+        return gauges
+
+    def _make_histograms(self) -> dict[str, Any]:
+        descriptions = {
+            "vllm:time_to_first_token_seconds": ("From arrival to first token", _LATENCY_BUCKETS),
+            "vllm:time_per_output_token_seconds": ("Between two tokens", _LATENCY_BUCKETS),
+            "vllm:e2e_request_latency_seconds": ("From arrival to the end", _LATENCY_BUCKETS),
+            "vllm:request_prompt_tokens": ("Tokens of a prompt", _TOKEN_BUCKETS),
+            "vllm:request_generation_tokens": ("Tokens of an answer", _TOKEN_BUCKETS),
+        }
+        return {
+            name: self._family(name, text, pb_utils.MetricFamily.HISTOGRAM).Metric(
+                labels=self._labels, buckets=list(buckets)
+            )
+            for name, (text, buckets) in descriptions.items()
+        }
+
+    def _by_label(
+        self, name: str, description: str, label: str, values: Sequence[str]
+    ) -> dict[str, Any]:
+        family = self._family(name, description, pb_utils.MetricFamily.COUNTER)
+        return {value: family.Metric(labels={**self._labels, label: value}) for value in values}
+
+    def _bucket_families(self, name: str) -> dict[str, Any]:
+        return {
+            suffix: self._family(
+                f"{name}_{suffix}", f"Histogram {name}", pb_utils.MetricFamily.COUNTER
+            )
+            for suffix in ("bucket", "sum", "count")
+        }
+
+    def _bucket_children(
+        self, families: Mapping[str, Any], buckets: Sequence[float], labels: Mapping[str, str]
+    ) -> dict[str, Any]:
+        own = {**self._labels, **labels}
+        children = {suffix: families[suffix].Metric(labels=own) for suffix in ("sum", "count")}
+        for bound in (*(f"{bucket:g}" for bucket in buckets), "+Inf"):
+            children[bound] = families["bucket"].Metric(labels={**own, "le": bound})
+        return children
+
+    def _bucket_metrics(self, name: str, buckets: Sequence[float]) -> dict[str, Any]:
+        return self._bucket_children(self._bucket_families(name), buckets, {})

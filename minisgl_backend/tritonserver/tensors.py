@@ -1,0 +1,46 @@
+"""Triton's requests and tensors <-> numpy arrays; nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton_python_backend_utils as pb_utils
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+def read_inputs(request: Any) -> dict[str, npt.NDArray[Any]]:
+    """The input tensors of a request by name; strings are bytes in arrays of objects."""
+    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def read_parameters(request: Any) -> dict[str, Any]:
+    """The request parameters by name."""
+    parameters: dict[str, Any] = json.loads(request.parameters() or "{}")
+    return parameters
+
+
+def num_bytes(arrays: Arrays) -> int:
+    """How many bytes the tensors hold."""
+    return sum(
+        sum(map(len, array.flat)) if array.dtype == object else array.nbytes
+        for array in arrays.values()
+    )
+
+
+def text_array(text: str) -> npt.NDArray[np.object_]:
+    """An array of one string."""
+    array = np.empty(1, dtype=object)
+    array[0] = text.encode()
+    return array
+
+
+def make_response(outputs: Arrays) -> Any:
+    """A response of these output tensors."""
+    return pb_utils.InferenceResponse(
+        [pb_utils.Tensor(name, array) for name, array in outputs.items()]
+    )

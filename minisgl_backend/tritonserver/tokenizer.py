@@ -1,0 +1,160 @@
+"""The model `tokenizer`: text, chats or token ids in, token ids and a validated request out.
+
+Knows every parameter of the wire (through ``wire``) and turns a wrong one away before any work is
+done for it: first the engine's hint that all queues are full, then the size, then the values, then
+the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not hold up the
+others, whose number is bounded.
+
+Invariants: every request gets exactly one response with the final flag. A ``stop_request`` never
+overtakes what it stops: requests of its id that are still in the pool end here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+
+from minisgl_backend.config import Limits
+from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded
+from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.tritonserver.hint import QueueView
+from minisgl_backend.tritonserver.responder import Responder
+from minisgl_backend.tritonserver.setup import (
+    engine_options,
+    loading,
+    runtime_directory,
+    tokenizer_folder,
+)
+from minisgl_backend.tritonserver.tensors import (
+    Arrays,
+    make_response,
+    num_bytes,
+    read_inputs,
+    read_parameters,
+    text_array,
+)
+from minisgl_backend.tritonserver.wire.generation import StopRequest
+from minisgl_backend.tritonserver.wire.parameters import INPUT_IDS, REQUEST
+from minisgl_backend.tritonserver.wire.parse import parse_generation
+from minisgl_backend.tritonserver.wire.record import encode_record
+
+logger = logging.getLogger(__name__)
+
+_OVERHEAD_BYTES: Final = 4 * 2**20
+"""What a request may bring beside its prompt: parameters, stop strings, tools."""
+
+
+class _Job:
+    """A request in the pool."""
+
+    __slots__ = (
+        "arrival_time_ns",
+        "inputs",
+        "label",
+        "parameters",
+        "responder",
+        "stopped",
+        "timeout_us",
+    )
+
+    def __init__(self, request: Any, inputs: Arrays, responder: Responder) -> None:
+        self.arrival_time_ns = time.time_ns()
+        self.inputs = inputs
+        self.parameters = read_parameters(request)
+        self.timeout_us: int = request.timeout()
+        self.label: str = request.request_id()
+        self.responder = responder
+        self.stopped = False
+
+
+class TritonPythonModel:
+    """What Triton's Python backend loads, calls and unloads."""
+
+    @loading
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the tokenizer and its chat template."""
+        options = engine_options(args)
+        self._limits = Limits()
+        self._encoder = PromptEncoder.load(tokenizer_folder(options), self._limits)
+        self._queue = QueueView(runtime_directory())
+        self._max_jobs = options.max_running_requests + options.max_queued_requests
+        self._max_bytes = 8 * self._limits.prompt_bytes
+        self._lock = threading.Lock()
+        self._jobs: set[_Job] = set()
+        self._num_bytes = 0
+        self._pool = ThreadPoolExecutor(options.num_tokenizers, thread_name_prefix="tokenizer")
+
+    def execute(self, requests: list[Any]) -> None:
+        """Queue requests for the pool, or refuse them at once."""
+        for request in requests:
+            responder = Responder(request)
+            try:
+                self._queue_job(request, responder)
+            except Exception as error:
+                responder.fail(error)
+
+    def finalize(self) -> None:
+        """End the pool; Triton calls this once all requests are answered."""
+        self._pool.shutdown()
+
+    def _queue_job(self, request: Any, responder: Responder) -> None:
+        if self._queue.is_full():
+            raise Overloaded("queue full: every engine has as many requests as it may hold")
+        inputs = read_inputs(request)
+        size = num_bytes(inputs) + len(request.parameters() or "")
+        most = self._limits.prompt_bytes + _OVERHEAD_BYTES
+        if size > most:
+            raise InvalidRequest(f"a request must be at most {most} bytes, got {size}")
+        job = _Job(request, inputs, responder)
+        with self._lock:
+            if len(self._jobs) >= self._max_jobs or self._num_bytes + size > self._max_bytes:
+                raise Overloaded(
+                    f"queue full: {len(self._jobs)} requests of {self._num_bytes} bytes wait to be "
+                    "tokenized"
+                )
+            self._jobs.add(job)
+            self._num_bytes += size
+        self._pool.submit(self._run, job, size)
+
+    def _run(self, job: _Job, size: int) -> None:
+        try:
+            outputs = self._tokenize(job)
+            if job.stopped:
+                raise Cancelled("a stop_request of the same id came in")
+            job.responder.send(make_response(outputs), final=True)
+        except Exception as error:
+            job.responder.fail(error)
+        finally:
+            with self._lock:
+                self._jobs.discard(job)
+                self._num_bytes -= size
+
+    def _tokenize(self, job: _Job) -> Arrays:
+        request = parse_generation(
+            job.inputs, job.parameters, timeout_us=job.timeout_us, limits=self._limits
+        )
+        if isinstance(request, StopRequest):
+            self._stop(job)
+            record = encode_record(request, arrival_time_ns=job.arrival_time_ns)
+            return {INPUT_IDS.name: np.empty(0, dtype=np.int32), REQUEST.name: text_array(record)}
+        ids = self._encoder.encode(request.prompt)
+        self._encoder.check_token_ids("stop_token_ids", request.sampling.stop_token_ids)
+        shown = not request.exclude_input_in_output
+        record = encode_record(
+            request,
+            arrival_time_ns=job.arrival_time_ns,
+            prompt_text=self._encoder.prompt_text(request.prompt, ids) if shown else None,
+        )
+        return {INPUT_IDS.name: ids, REQUEST.name: text_array(record)}
+
+    def _stop(self, stop: _Job) -> None:
+        with self._lock:
+            for job in self._jobs:
+                if job is not stop and job.label == stop.label and job.label:
+                    job.stopped = True

@@ -1,0 +1,83 @@
+"""When the next chunk of a stream may go out, and when its acknowledgement is overdue.
+
+Pure: knows counts and times, which are arguments (readings of one monotonic clock, in seconds).
+
+At most one chunk of a stream is unacknowledged, so tokens made meanwhile gather for the next one:
+at low load each token goes out alone, at high load chunks grow to what the server carries, and no
+backlog builds up. Probes are let through a closed window: they find out that nobody listens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+PROBE_AFTER_S: Final = 0.25
+"""A stream that is silent for that long sends an empty chunk."""
+_LONGEST_PROBE_WAIT_S: Final = 2.0
+GIVE_UP_AFTER_S: Final = 10.0
+"""Patience with a detokenizer that acknowledges nothing at all: it may only be paused."""
+
+
+class Window:
+    """The chunks of one stream that are sent and not acknowledged.
+
+    ``interval_s`` is the least time between two chunks with tokens; infinite where all tokens wait
+    for the end.
+    """
+
+    __slots__ = ("_interval_s", "_last_sent_s", "_last_tokens_s", "_probe_wait_s", "_unacked")
+
+    def __init__(self, *, now_s: float, interval_s: float = 0.0) -> None:
+        self._interval_s = interval_s
+        self._last_sent_s = now_s
+        self._last_tokens_s = float("-inf") if interval_s < float("inf") else float("inf")
+        self._probe_wait_s = PROBE_AFTER_S
+        self._unacked: deque[tuple[int, float]] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all chunks that were sent are acknowledged."""
+        return not self._unacked
+
+    def may_send_tokens(self, now_s: float) -> bool:
+        """Whether a chunk with tokens may go out."""
+        return not self._unacked and now_s - self._last_tokens_s >= self._interval_s
+
+    def sent(self, index: int, now_s: float, *, with_tokens: bool) -> None:
+        """Chunk ``index`` goes out."""
+        self._unacked.append((index, now_s))
+        self._last_sent_s = now_s
+        if with_tokens:
+            self._last_tokens_s = now_s
+            self._probe_wait_s = PROBE_AFTER_S
+        else:
+            # while nothing answers, more probes would only lengthen the queue
+            self._probe_wait_s = min(2 * self._probe_wait_s, _LONGEST_PROBE_WAIT_S)
+
+    def acknowledged(self, index: int) -> float | None:
+        """All chunks up to ``index`` are taken; when the last of those was sent, or None."""
+        sent_s = None
+        while self._unacked and self._unacked[0][0] <= index:
+            _, sent_s = self._unacked.popleft()
+        if not self._unacked:
+            self._probe_wait_s = PROBE_AFTER_S
+        return sent_s
+
+    def probe_is_due(self, now_s: float) -> bool:
+        """Whether the stream was silent for so long that it should ask if someone listens."""
+        return now_s - self._last_sent_s >= self._probe_wait_s
+
+    def is_overdue(self, now_s: float, newest_acknowledged_s: float, grace_s: float) -> bool:
+        """Whether the oldest chunk will not be acknowledged any more.
+
+        ``newest_acknowledged_s`` is when the newest chunk of any stream that is acknowledged was
+        sent: while it is older than ours, the detokenizer is merely slow.
+        """
+        if not self._unacked:
+            return False
+        sent_s = self._unacked[0][1]
+        waited_s = now_s - sent_s
+        return waited_s >= GIVE_UP_AFTER_S or (
+            waited_s >= grace_s and newest_acknowledged_s > sent_s
+        )

@@ -1,0 +1,3 @@
+from minisgl_backend.tritonserver.detokenizer import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

@@ -1,0 +1,3 @@
+from minisgl_backend.tritonserver.tokenizer import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

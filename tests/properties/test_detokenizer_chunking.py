@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,9 +38,10 @@ STOPS = st.lists(
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def loaded(kind: str) -> tuple[Tokenizer, Vocabulary]:
-    tokenizer = KINDS[kind]()
+    make: Callable[[], Tokenizer] = KINDS[kind]
+    tokenizer = make()
     return tokenizer, Vocabulary.of(tokenizer)
 
 
@@ -49,7 +52,8 @@ def chunks_of(data: st.DataObject, ids: list[int]) -> list[list[int]]:
 
 def draw_ids(data: st.DataObject, vocabulary: Vocabulary) -> list[int]:
     # Two more than there are: a model's last rows often have no token.
-    return data.draw(st.lists(st.integers(0, len(vocabulary) + 1), max_size=24))
+    ids: list[int] = data.draw(st.lists(st.integers(0, len(vocabulary) + 1), max_size=24))
+    return ids
 
 
 def in_chunks(stream: TextStream, chunks: list[list[int]]) -> tuple[str, int, str | None]:
@@ -90,7 +94,7 @@ def test_byte_fallback_equals_the_library_wherever_bytes_are_utf8(data: st.DataO
 def test_chunking_changes_nothing(kind: str, data: st.DataObject) -> None:
     _, vocabulary = loaded(kind)
     ids = draw_ids(data, vocabulary)
-    options = {
+    options: dict[str, Any] = {
         "stop_strings": data.draw(STOPS),
         "min_tokens": data.draw(st.integers(0, 8)),
         "silent_ids": data.draw(st.lists(st.integers(0, len(vocabulary)), max_size=2)),

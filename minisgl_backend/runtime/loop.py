@@ -148,8 +148,9 @@ class Loop:
             except queue.Empty:
                 return
             if isinstance(message, Add):
-                self._deliver(message.sink, Failed(error))
-                self._on_ended(message.request, False)
+                request = message.request
+                self._open[request.id] = _Open(request, message.sink, message.arrived_s)
+                self._end(request.id, Failed(error))
 
     def _serve(self) -> None:
         flight: _Flight | None = None

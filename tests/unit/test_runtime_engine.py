@@ -1,0 +1,402 @@
+"""The engine's door and loop, over the real planner and the executor without a model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from minisgl_backend.cache.kv import RadixCache
+from minisgl_backend.errors import EngineFailure, InvalidRequest, MiniSGLError, Overloaded
+from minisgl_backend.plan import SampledTokens, StepPlan
+from minisgl_backend.request import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Generated,
+    Request,
+    SamplingParams,
+)
+from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.runtime.ports import Pending
+from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.fakes.executor import FakeExecutor, Model, expected_tokens, tokens_of
+
+NUM_PAGES, PAGE_SIZE, CONTEXT = 64, 4, 128
+WAIT_S = 20
+
+
+class GatedExecutor:
+    """Runs a step once the gate is open; ``failure`` breaks the steps read after it is set."""
+
+    def __init__(self, model: Model) -> None:
+        self.inner = FakeExecutor(NUM_PAGES, PAGE_SIZE, CONTEXT, model)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.closed = False
+
+    def launch(self, plan: StepPlan) -> Pending:
+        return GatedPending(self, self.inner.launch(plan))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class GatedPending:
+    executor: GatedExecutor
+    inner: Pending
+
+    def tokens(self) -> SampledTokens:
+        assert self.executor.gate.wait(WAIT_S)
+        if self.executor.failure is not None:
+            raise self.executor.failure
+        return self.inner.tokens()
+
+
+@dataclass
+class Recording:
+    """A sink that keeps all events."""
+
+    events: list[Event] = field(default_factory=list)
+    first: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Generated):
+            self.first.set()
+        if isinstance(event, Finished | Failed):
+            self.done.set()
+
+    def ending(self) -> Event:
+        assert self.done.wait(WAIT_S)
+        return self.events[-1]
+
+    def error(self) -> MiniSGLError:
+        ending = self.ending()
+        assert isinstance(ending, Failed)
+        return ending.error
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token_id for event in self.events if isinstance(event, Generated)]
+
+
+class Bench:
+    """An engine, its executor, and short ways to use them."""
+
+    def __init__(
+        self,
+        *,
+        overlap: bool = True,
+        model: Model | None = None,
+        max_running: int = 4,
+        max_queued: int = 2,
+        max_queued_tokens: int = 1000,
+        eos: tuple[int, ...] = (),
+    ) -> None:
+        self.model = model or Model(vocabulary=100)
+        self.executor = GatedExecutor(self.model)
+        cache = RadixCache(NUM_PAGES, PAGE_SIZE)
+        config = SchedulerConfig(
+            max_running_requests=max_running,
+            max_prefill_tokens=16,
+            max_sequence_length=CONTEXT,
+            page_size=PAGE_SIZE,
+            num_pages=NUM_PAGES,
+        )
+        self.info = EngineInfo(
+            model="fake",
+            architecture="Fake",
+            device="cpu",
+            dtype="int",
+            attention_backend="none",
+            vocab_size=self.model.vocabulary,
+            eos_token_ids=eos,
+            max_sequence_length=CONTEXT,
+            page_size=PAGE_SIZE,
+            num_pages=NUM_PAGES,
+            max_running_requests=max_running,
+            max_queued_requests=max_queued,
+            max_queued_tokens=max_queued_tokens,
+        )
+        self.engine = Engine(self.info, Scheduler(cache, config), self.executor, overlap=overlap)
+
+    def request(
+        self, prompt: list[int], *, deadline_s: float | None = None, **sampling: Any
+    ) -> Request:
+        params = SamplingParams(**{"max_tokens": 8, **sampling})
+        return Request(
+            id=self.engine.new_id(),
+            prompt=tokens_of(prompt),
+            sampling=params,
+            deadline_s=deadline_s,
+        )
+
+    def submit(self, request: Request) -> Recording:
+        sink = Recording()
+        self.engine.submit(request, sink)
+        return sink
+
+    def wait_until(self, condition: object) -> None:
+        assert callable(condition)
+        limit = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < limit, "the condition did not come true"
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    it = Bench()
+    yield it
+    it.executor.gate.set()
+    it.engine.close(drain_s=0)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_request_gets_its_tokens_and_one_ending(overlap: bool) -> None:
+    it = Bench(overlap=overlap, max_queued=100)
+    requests = [it.request(list(range(1, 2 + i % 30)), seed=i) for i in range(50)]
+    sinks = [it.submit(request) for request in requests]
+    for request, sink in zip(requests, sinks, strict=True):
+        assert sink.ending() == Finished(FinishReason.LENGTH)
+        assert sink.tokens == expected_tokens(request, it.model)
+        assert isinstance(sink.events[0], Admitted)
+        assert sum(isinstance(e, Admitted | Finished | Failed) for e in sink.events) == 2
+    it.engine.close(drain_s=0)
+    assert it.executor.closed
+    stats = it.engine.stats()
+    assert stats.num_open == 0
+    assert stats.num_generated_tokens >= 50 * 8
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(bench: Bench) -> None:
+    prompt = list(range(20))
+    assert bench.submit(bench.request(prompt)).ending()
+    sink = bench.submit(bench.request(prompt))
+    sink.ending()
+    assert sink.events[0] == Admitted(num_cached_tokens=16)
+
+
+def test_abort_ends_a_running_request_and_is_idempotent(bench: Bench) -> None:
+    request = bench.request([1, 2, 3], max_tokens=100)
+    bench.executor.gate.clear()
+    sink = bench.submit(request)
+    for _ in range(3):
+        bench.engine.abort(request.id)
+    bench.engine.abort(bench.engine.new_id())
+    bench.executor.gate.set()
+    assert sink.ending() == Finished(FinishReason.CANCELLED)
+    assert bench.engine.stats().num_cancelled == 1
+    pages = bench.engine.stats
+    bench.wait_until(lambda: pages().scheduler.num_running == 0)
+    free = pages().scheduler
+    assert free.free_pages + free.cached_pages == NUM_PAGES
+    assert sum(isinstance(e, Finished | Failed) for e in sink.events) == 1
+
+
+def test_an_abort_for_a_stop_string_is_no_cancellation(bench: Bench) -> None:
+    request = bench.request([1, 2, 3], max_tokens=100)
+    sink = bench.submit(request)
+    bench.engine.abort(request.id, FinishReason.STOP)
+    assert sink.ending() in (Finished(FinishReason.STOP), Finished(FinishReason.LENGTH))
+    assert bench.engine.stats().num_cancelled == 0
+
+
+def test_a_deadline_before_the_first_token_is_an_error() -> None:
+    it = Bench(max_running=1)
+    it.executor.gate.clear()
+    running = it.submit(it.request([2]))
+    deadline_s = time.monotonic() + 0.01
+    waiting = it.submit(it.request([1], deadline_s=deadline_s))
+    it.wait_until(lambda: time.monotonic() > deadline_s)
+    it.executor.gate.set()
+    error = waiting.error()
+    assert isinstance(error, Overloaded)
+    assert "before the first token" in str(error)
+    assert running.ending() == Finished(FinishReason.LENGTH)
+    it.engine.close(drain_s=0)
+
+
+def test_a_deadline_after_the_first_token_is_a_finish_reason(bench: Bench) -> None:
+    request = bench.request([1], max_tokens=100, deadline_s=time.monotonic() + 0.3)
+    reached = threading.Event()
+    release = threading.Event()
+    sink = Recording()
+
+    def hold(event: Event) -> None:
+        sink(event)
+        if isinstance(event, Generated) and not reached.is_set():
+            reached.set()
+            release.wait(WAIT_S)
+
+    bench.engine.submit(request, hold)
+    assert reached.wait(WAIT_S)
+    assert request.deadline_s is not None
+    bench.wait_until(lambda: time.monotonic() > request.deadline_s)
+    release.set()
+    assert sink.ending() == Finished(FinishReason.TIMEOUT)
+    assert sink.tokens
+
+
+def test_a_full_queue_refuses_with_the_numbers(bench: Bench) -> None:
+    bench.executor.gate.clear()
+    sinks = [bench.submit(bench.request([1])) for _ in range(6)]
+    with pytest.raises(Overloaded, match=r"6 requests open of at most 6 \(4 running, 2 queued\)"):
+        bench.submit(bench.request([1]))
+    assert bench.engine.is_queue_full()
+    bench.executor.gate.set()
+    assert all(sink.ending() == Finished(FinishReason.LENGTH) for sink in sinks)
+    assert not bench.engine.is_queue_full()
+    assert bench.engine.stats().rejected == {"queue_full": 1}
+
+
+def test_waiting_prompt_tokens_are_bounded() -> None:
+    it = Bench(max_running=1, max_queued=10, max_queued_tokens=30)
+    it.executor.gate.clear()
+    first = it.submit(it.request([1]))
+    assert it.executor.gate.is_set() is False
+    it.wait_until(lambda: any(isinstance(event, Admitted) for event in first.events))
+    it.submit(it.request(list(range(20))))
+    with pytest.raises(Overloaded, match="20 prompt tokens wait, and 20 more exceed 30"):
+        it.submit(it.request(list(range(20))))
+    it.executor.gate.set()
+    it.engine.close(drain_s=WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([100], {}, "input_ids must be token ids in 0..99, got 100"),
+        ([-1], {}, "input_ids must be token ids in 0..99, got -1"),
+        ([1], {"stop_token_ids": (7, 100)}, "stop_token_ids must be token ids"),
+        ([1], {"logit_bias": ((100, 1.0),)}, "logit_bias must be token ids"),
+        ([1] * 128, {}, "prompt of 128 tokens does not fit the context of 128"),
+        ([1] * 100, {"max_tokens": 29}, "exceeds the context of 128"),
+        ([1], {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(
+    bench: Bench, prompt: list[int], sampling: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        bench.submit(bench.request(prompt, **sampling))
+    assert bench.engine.stats().rejected == {"invalid": 1}
+    assert bench.submit(bench.request([1])).ending() == Finished(FinishReason.LENGTH)
+
+
+def test_a_broken_step_fails_every_open_request_and_closes_the_door(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    it = Bench()
+    it.executor.gate.clear()
+    sinks = [it.submit(it.request([i])) for i in range(5)]
+    it.executor.failure = RuntimeError("the device is on fire")
+    it.executor.gate.set()
+    for sink in sinks:
+        assert isinstance(sink.error(), EngineFailure)
+        assert "fire" not in str(sink.error())  # the story is in the log
+    it.wait_until(lambda: not it.engine.health().ready)
+    assert "the device is on fire" in caplog.text
+    with pytest.raises(Overloaded, match="the engine is down"):
+        it.submit(it.request([1]))
+    it.engine.close(drain_s=WAIT_S)
+    assert it.engine.stats().failed == {"INTERNAL": 5}
+
+
+def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
+    it = Bench(model=Model(vocabulary=100, nan_every=20), max_queued=100)
+    requests = [it.request([i], max_tokens=10) for i in range(30)]
+    sinks = [it.submit(request) for request in requests]
+    num_failed = 0
+    for request, sink in zip(requests, sinks, strict=True):
+        expected = expected_tokens(request, it.model)
+        if expected[-1] < 0:
+            assert "not finite" in str(sink.error())
+            assert sink.tokens == expected[:-1]
+            num_failed += 1
+        else:
+            assert sink.ending() == Finished(FinishReason.LENGTH)
+            assert sink.tokens == expected
+    assert 0 < num_failed < 30
+    it.engine.close(drain_s=0)
+
+
+def test_the_models_end_of_sequence_ends_a_request_unless_ignored() -> None:
+    it = Bench(model=Model(vocabulary=8), eos=(3,))
+    free = it.request([1, 2], max_tokens=60, ignore_eos=True)
+    plain = it.request([1, 2], max_tokens=60)
+    everything = it.submit(free)
+    stopped = it.submit(plain)
+    assert everything.ending() == Finished(FinishReason.LENGTH)
+    cut = everything.tokens.index(3) + 1
+    assert stopped.ending() == Finished(FinishReason.STOP, stop_token_id=3)
+    assert stopped.tokens == everything.tokens[:cut]
+    it.engine.close(drain_s=0)
+
+
+def test_a_failing_sink_harms_only_its_request(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(event: Event) -> None:
+        raise ValueError("no room")
+
+    bench.engine.submit(bench.request([1]), broken)
+    assert bench.submit(bench.request([2])).ending() == Finished(FinishReason.LENGTH)
+    assert "no room" in caplog.text
+
+
+def test_close_lets_running_requests_finish_and_refuses_new_ones(bench: Bench) -> None:
+    bench.executor.gate.clear()
+    sink = bench.submit(bench.request([1]))
+    closing = threading.Thread(target=bench.engine.close, kwargs={"drain_s": WAIT_S})
+    closing.start()
+    bench.wait_until(lambda: not bench.engine.health().ready)
+    with pytest.raises(Overloaded, match="shutting down"):
+        bench.submit(bench.request([1]))
+    bench.executor.gate.set()
+    assert sink.ending() == Finished(FinishReason.LENGTH)
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+
+
+def test_close_without_patience_fails_what_is_open(bench: Bench) -> None:
+    bench.executor.gate.clear()
+    sinks = [bench.submit(bench.request([1], max_tokens=100)) for _ in range(6)]
+    closing = threading.Thread(target=bench.engine.close, kwargs={"drain_s": 0.0})
+    closing.start()
+    bench.wait_until(lambda: not bench.engine.health().ready)
+    bench.executor.gate.set()
+    closing.join(WAIT_S)
+    assert all("shutting down" in str(sink.error()) for sink in sinks)
+
+
+def test_samples_for_histograms_are_handed_over_once(bench: Bench) -> None:
+    bench.submit(bench.request([1, 2, 3])).ending()
+    bench.wait_until(lambda: bench.engine.stats().num_open == 0)
+    samples = bench.engine.take_samples()
+    assert list(samples.prompt_tokens) == [3]
+    assert list(samples.generation_tokens) == [8]
+    assert len(samples.time_to_first_token_s) == len(samples.e2e_latency_s) == 1
+    assert samples.step_s[0][0] == "prefill"
+    assert not bench.engine.take_samples().prompt_tokens
+
+
+def test_health_is_calm_while_idle_and_while_the_device_works(bench: Bench) -> None:
+    bench.wait_until(lambda: bench.engine.health().tick_age_s == 0.0)
+    bench.executor.gate.clear()
+    sink = bench.submit(bench.request([1]))
+    bench.wait_until(lambda: bench.engine.health().tick_age_s == 0.0)
+    assert bench.engine.health().ready
+    bench.executor.gate.set()
+    sink.ending()

@@ -1,0 +1,83 @@
+"""Names and data types of the ensembles' tensors, as tritonclient spells them.
+
+Knows names only; what they mean and which values are allowed is the server's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+INPUTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "text_input": "BYTES",
+        "parse_special_tokens": "BOOL",
+        "messages": "BYTES",
+        "tools": "BYTES",
+        "input_ids": "INT32",
+        "sampling_parameters": "BYTES",
+        "stream": "BOOL",
+        "exclude_input_in_output": "BOOL",
+        "max_tokens": "INT32",
+        "max_new_tokens": "INT32",
+        "min_tokens": "INT32",
+        "min_length": "INT32",
+        "temperature": "FP32",
+        "top_p": "FP32",
+        "top_k": "INT32",
+        "min_p": "FP32",
+        "repetition_penalty": "FP32",
+        "presence_penalty": "FP32",
+        "frequency_penalty": "FP32",
+        "seed": "UINT64",
+        "random_seed": "UINT64",
+        "stop": "BYTES",
+        "stop_words": "BYTES",
+        "stop_token_ids": "INT32",
+        "end_id": "INT32",
+        "ignore_eos": "BOOL",
+        "num_logprobs": "INT32",
+        "return_logprobs": "BOOL",
+        "return_log_probs": "BOOL",
+        "logit_bias": "BYTES",
+        "priority_level": "INT32",
+        "timeout_ms": "INT32",
+        "cache_salt": "BYTES",
+        "min_chunk_interval_ms": "INT32",
+        "stop_request": "BOOL",
+        "beam_width": "INT32",
+        "pad_id": "INT32",
+        "return_finish_reason": "BOOL",
+        "return_stop_reason": "BOOL",
+        "return_cumulative_logprob": "BOOL",
+        "return_num_input_tokens": "BOOL",
+        "return_num_output_tokens": "BOOL",
+        "return_num_cached_tokens": "BOOL",
+        "return_perf_metrics": "BOOL",
+    }
+)
+"""Data type by input; each has one element, but for those in ``LISTS``."""
+
+OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "text_output": "BYTES",
+        "finish_reason": "BYTES",
+        "stop_reason": "BYTES",
+        "num_input_tokens": "UINT32",
+        "num_output_tokens": "UINT32",
+        "num_cached_tokens": "UINT32",
+        "logprobs": "BYTES",
+        "cumulative_logprob": "FP32",
+        "cum_log_probs": "FP32",
+        "output_log_probs": "FP32",
+        "arrival_time_ns": "INT64",
+        "first_scheduled_time_ns": "INT64",
+        "first_token_time_ns": "INT64",
+        "last_token_time_ns": "INT64",
+    }
+)
+"""Data type by output; each has one element, but for those in ``LISTS``."""
+
+LISTS: Final = frozenset({"input_ids", "stop", "stop_words", "stop_token_ids", "output_log_probs"})
+"""Inputs and outputs of any number of elements."""

@@ -1,0 +1,147 @@
+"""The models' config.pbtxt, the table of the wire, and the client's names say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from minisgl_client import wire as client
+from tritonclient.grpc import model_config_pb2
+
+from minisgl_backend.tritonserver.wire.parameters import (
+    BY_NAME,
+    CHUNK,
+    INPUT_IDS,
+    NEUTRAL,
+    OUTPUT_IDS,
+    OUTPUTS,
+    REQUEST,
+    Tensor,
+    input_tensors,
+    output_tensors,
+)
+
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
+MODELS = ("tokenizer", "llm_engine", "detokenizer")
+ENSEMBLES = ("minisgl", "minisgl_batched")
+TEXT_INPUTS, TEXT_OUTPUTS = input_tensors(text=True), output_tensors(text=True)
+TOKEN_INPUTS, TOKEN_OUTPUTS = input_tensors(text=False), output_tensors(text=False)
+
+
+def config(model: str) -> Any:
+    text = (REPOSITORY / model / "config.pbtxt").read_text("utf-8")
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
+
+
+def declared(tensors: Sequence[Any]) -> dict[str, tuple[str, int]]:
+    """Data type and dims by name, each of them one-dimensional."""
+    types = model_config_pb2.DataType
+    found = {}
+    for tensor in tensors:
+        (dims,) = tensor.dims
+        found[tensor.name] = (types.Name(tensor.data_type), dims)
+    assert len(found) == len(tensors)
+    return found
+
+
+def table(tensors: Iterable[Tensor]) -> dict[str, tuple[str, int]]:
+    return {tensor.name: (tensor.data_type, tensor.dims) for tensor in tensors}
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "outputs"),
+    [
+        ("tokenizer", TEXT_INPUTS, (INPUT_IDS, REQUEST)),
+        ("llm_engine", (REQUEST, *TOKEN_INPUTS), (OUTPUT_IDS, CHUNK, *TOKEN_OUTPUTS)),
+        ("detokenizer", (OUTPUT_IDS, CHUNK), TEXT_OUTPUTS),
+        ("minisgl", TEXT_INPUTS, TEXT_OUTPUTS),
+        ("minisgl_batched", TEXT_INPUTS, TEXT_OUTPUTS),
+    ],
+)
+def test_models_declare_what_the_table_says(
+    model: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+) -> None:
+    assert declared(config(model).input) == table(inputs)
+    assert declared(config(model).output) == table(outputs)
+
+
+@pytest.mark.parametrize("model", [*MODELS, *ENSEMBLES])
+def test_every_model_has_its_name_and_a_version(model: str) -> None:
+    assert config(model).name == model
+    assert (REPOSITORY / model / "1").is_dir()
+    assert any((REPOSITORY / model / "1").iterdir()), "git does not keep an empty folder"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_are_decoupled_and_need_no_gpu(model: str) -> None:
+    loaded = config(model)
+    assert loaded.backend == "python"
+    assert loaded.max_batch_size == 0
+    assert loaded.model_transaction_policy.decoupled
+    (group,) = loaded.instance_group
+    assert (group.count, group.kind) == (1, model_config_pb2.ModelInstanceGroup.KIND_CPU)
+
+
+@pytest.mark.parametrize("model", ["tokenizer", "llm_engine", *ENSEMBLES])
+def test_all_inputs_of_a_request_are_optional(model: str) -> None:
+    assert all(tensor.optional for tensor in config(model).input)
+
+
+def test_chunks_keep_their_order() -> None:
+    loaded = config("detokenizer")
+    assert not loaded.HasField("dynamic_batching")
+    assert not any(tensor.optional for tensor in loaded.input)
+
+
+@pytest.mark.parametrize(("model", "max_batch_size"), [("minisgl", 0), ("minisgl_batched", 1)])
+def test_ensembles_differ_in_shape_only(model: str, max_batch_size: int) -> None:
+    loaded = config(model)
+    assert loaded.max_batch_size == max_batch_size
+    for tensor in (*loaded.input, *loaded.output):
+        reshaped = max_batch_size == 1 and tensor.dims[0] == 1
+        assert tensor.HasField("reshape") == reshaped
+        assert not tensor.reshape.shape
+
+
+@pytest.mark.parametrize("model", ENSEMBLES)
+def test_ensembles_pass_everything_on(model: str) -> None:
+    steps = {step.model_name: step for step in config(model).ensemble_scheduling.step}
+    same_in = {tensor.name: tensor.name for tensor in TEXT_INPUTS}
+    same_out = {tensor.name: tensor.name for tensor in TEXT_OUTPUTS}
+    to_engine = {"input_ids": "_input_ids", "request": "_request"}
+    to_text = {"output_ids": "_output_ids", "chunk": "_chunk"}
+    maps = {
+        name: (dict(step.input_map), dict(step.output_map), step.model_version)
+        for name, step in steps.items()
+    }
+    assert maps == {
+        "tokenizer": (same_in, to_engine, -1),
+        "llm_engine": (to_engine, to_text, -1),
+        "detokenizer": (to_text, same_out, -1),
+    }
+
+
+def test_the_client_knows_the_same_names() -> None:
+    def spelled(tensors: Iterable[Tensor]) -> dict[str, str]:
+        spellings = {"STRING": "BYTES"}
+        short = {tensor.name: tensor.data_type.removeprefix("TYPE_") for tensor in tensors}
+        return {name: spellings.get(kind, kind) for name, kind in short.items()}
+
+    assert dict(client.INPUTS) == spelled(TEXT_INPUTS)
+    assert dict(client.OUTPUTS) == spelled(TEXT_OUTPUTS)
+    lists = {t.name for t in (*TEXT_INPUTS, *TEXT_OUTPUTS) if t.dims == -1}
+    assert lists == client.LISTS
+
+
+def test_outputs_are_asked_for_by_inputs() -> None:
+    for output in OUTPUTS:
+        assert all(name in BY_NAME for name in output.asked_by)
+        assert output.asked_by or output.name == "text_output"
+
+
+def test_a_name_is_offered_or_refused() -> None:
+    """``beam_width`` is both: declared for clients that always send it, and refused but for 1."""
+    assert set(NEUTRAL) & set(BY_NAME) == {"beam_width"}

@@ -1,0 +1,14 @@
+"""Kernels: each a function over tensors, beside a twin in plain torch that says what it computes.
+
+A function takes its Triton path (``kernels.jit``) where its input lives on a GPU and Triton can be
+imported, else its twin; both give the same values within rounding. Twins end in ``_reference``, run
+anywhere and are the oracles of the tests.
+
+Must not know layers, models, requests or plans. Invariants: nothing here waits for the device,
+reads a value back or allocates by value, so every function may be captured in a CUDA graph; tensors
+are contiguous in their last dimension; importing this package needs neither a GPU nor Triton.
+
+With ``pdl=True`` a kernel starts before its predecessor on the stream has finished and waits for it
+itself (programmatic dependent launch). That is right only where *every* kernel of the stream from
+the previous full synchronization on is launched so.
+"""

@@ -1,0 +1,144 @@
+"""Attention of one new token per request over its paged KV cache, split along the sequence.
+
+Flash-decoding (Dao et al., 2023): a row's positions are cut into splits that different programs
+reduce with an online softmax (arXiv 2205.14135); the last program of a row to finish merges the
+partial results by their log-sum-exp. Lengths and page table are read on the GPU and the grid is
+fixed by the batch size, so nothing has to be planned and the launch may be captured.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.dispatch import num_processors, use_jit
+
+MAX_SPLITS = 64
+
+
+class DecodeWorkspace:
+    """Partial results of the splits; one is enough for all layers of a stream.
+
+    float32 outputs [max_batch_size, num_heads, MAX_SPLITS, head_dim], float32 log-sum-exps and the
+    counters by which the last program of a row is found: zero between launches.
+    """
+
+    def __init__(
+        self, max_batch_size: int, num_heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        partial = (max_batch_size, num_heads, MAX_SPLITS)
+        self.outputs = torch.empty((*partial, head_dim), dtype=torch.float32, device=device)
+        self.lses = torch.empty(partial, dtype=torch.float32, device=device)
+        self.counters = torch.zeros((max_batch_size, num_heads), dtype=torch.int32, device=device)
+
+
+def num_splits(batch_size: int, num_kv_heads: int, processors: int) -> int:
+    """Splits that give every multiprocessor about four programs; a power of two."""
+    wanted = 4 * processors / (batch_size * num_kv_heads)
+    return min(2 ** max(round(math.log2(wanted)), 0), MAX_SPLITS)
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    rows: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """softmax(q k^T * scale) v for one query a row.
+
+    ``q`` [batch_size, num_heads, head_dim], heads may be strided by row; ``k_cache``, ``v_cache``
+    [num_pages, page_size, num_kv_heads, head_dim] with num_heads a multiple of num_kv_heads;
+    ``page_table`` int32 [num_rows, max_pages]; ``lengths`` int32 [batch_size], the new token's
+    position included, at least 1; ``rows`` int [batch_size]: which row of the page table belongs to
+    each query, by default its own index. ``window`` keeps the last so many positions. ``k_scale``,
+    ``v_scale`` float32 [1] multiply what an fp8 cache holds. Returns [batch_size, num_heads,
+    head_dim] in the dtype of ``q``.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not use_jit(q):
+        return decode_attention_reference(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            lengths,
+            rows=rows,
+            scale=scale,
+            window=window,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+    from minisgl_backend.kernels.jit import decode_attention as jit
+
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    jit.launch_decode_attention(
+        out,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        lengths,
+        workspace,
+        rows=rows,
+        scale=scale,
+        window=window,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        splits=num_splits(len(q), k_cache.shape[2], num_processors(q.device)),
+        pdl=pdl,
+    )
+    return out
+
+
+def decode_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    rows: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """The twin of ``decode_attention``: one gather of all positions and a dense softmax."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    table = (page_table if rows is None else page_table[rows.long()]).long()
+    longest = table.shape[1] * k_cache.shape[1]
+    # [batch_size, longest, num_kv_heads, head_dim]
+    k = k_cache.view(torch.uint8)[table].view(k_cache.dtype) if _is_fp8(k_cache) else k_cache[table]
+    v = v_cache.view(torch.uint8)[table].view(v_cache.dtype) if _is_fp8(v_cache) else v_cache[table]
+    k, v = k.flatten(1, 2).float(), v.flatten(1, 2).float()
+    if k_scale is not None and v_scale is not None:
+        k, v = k * k_scale, v * v_scale
+    position = torch.arange(longest, device=q.device)
+    seen = position < lengths[:, None]  # [batch_size, longest]
+    if window is not None:
+        seen &= position >= lengths[:, None] - window
+    num_kv_heads = k.shape[2]
+    grouped = q.float().unflatten(
+        1, (num_kv_heads, -1)
+    )  # [batch_size, num_kv_heads, group, head_dim]
+    scores = torch.einsum("bhgd,bnhd->bhgn", grouped, k) * scale
+    scores = scores.masked_fill(~seen[:, None, None], -math.inf)
+    # positions that are not seen may hold anything, NaN included
+    v = v.masked_fill(~seen[:, :, None, None], 0.0)
+    out = torch.einsum("bhgn,bnhd->bhgd", scores.softmax(dim=-1), v)
+    return out.flatten(1, 2).to(q.dtype)
+
+
+def _is_fp8(cache: Tensor) -> bool:
+    return cache.dtype == torch.float8_e4m3fn

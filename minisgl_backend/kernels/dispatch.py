@@ -1,0 +1,35 @@
+"""Whether a call takes the Triton path, and facts about the device that launches depend on."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the Triton language can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on any device: a way to test them on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def use_jit(x: Tensor) -> bool:
+    """Whether kernels over ``x`` take the Triton path: it lives on a GPU and Triton is there."""
+    return (x.is_cuda or is_interpreted()) and has_triton()
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a small number for the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,32 @@
+"""Embedding gather of one rank's slice of the vocabulary (arXiv 1909.08053, section 3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.dispatch import use_jit
+
+
+def embedding(token_ids: Tensor, weight: Tensor, *, start: int = 0, pdl: bool = False) -> Tensor:
+    """Rows of ``weight``; zeros for ids that other ranks hold, so that a sum over ranks is right.
+
+    ``token_ids`` int32 or int64 [num_tokens]; ``weight`` [num_ids, hidden_size] holds the ids
+    start .. start + num_ids. Returns [num_tokens, hidden_size].
+    """
+    if not use_jit(weight):
+        return embedding_reference(token_ids, weight, start=start)
+    from minisgl_backend.kernels.jit import embedding as jit
+
+    shape = (len(token_ids), weight.shape[1])
+    out = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+    jit.launch_embedding(out, token_ids, weight, start, pdl=pdl)
+    return out
+
+
+def embedding_reference(token_ids: Tensor, weight: Tensor, *, start: int = 0) -> Tensor:
+    """The twin of ``embedding``."""
+    index = token_ids.long() - start
+    held = (index >= 0) & (index < len(weight))
+    rows = weight[index.clamp(0, len(weight) - 1)]
+    return torch.where(held[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))

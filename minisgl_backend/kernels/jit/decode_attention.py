@@ -1,0 +1,208 @@
+"""Split-KV decode attention: a program per row, KV head and split; the last of a row merges."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
+
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.decode_attention import DecodeWorkspace
+
+
+@triton.jit
+def _decode_attention(
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    lengths_ptr,
+    rows_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    partial_ptr,
+    lse_ptr,
+    counter_ptr,
+    q_stride,
+    table_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    partial_splits,
+    scale_log2,
+    PAGE_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    BLOCK_GROUP: tl.constexpr,  # GROUP, padded to what a tensor core takes
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,  # positions of an iteration
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    batch = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if PDL:
+        allow_next()
+        wait_previous()
+    length = tl.load(lengths_ptr + batch)
+    row = tl.load(rows_ptr + batch).to(tl.int64) if ROWS else batch
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(length - WINDOW, 0)
+    # splits of whole blocks; short rows leave the last splits idle
+    per_split = tl.cdiv(tl.cdiv(length - begin, SPLITS), BLOCK) * BLOCK
+    active = tl.cdiv(length - begin, per_split)
+    if split >= active:
+        return
+    first = begin + split * per_split
+    last = tl.minimum(first + per_split, length)
+
+    g = tl.arange(0, BLOCK_GROUP)
+    d = tl.arange(0, HEAD_DIM)
+    n = tl.arange(0, BLOCK)
+    heads = kv_head * GROUP + g
+    in_group = g < GROUP
+    q_at = q_ptr + batch * q_stride + heads[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(q_at, mask=in_group[:, None], other=0.0)  # [BLOCK_GROUP, HEAD_DIM]
+    if FP8:
+        scale_log2 = scale_log2 * tl.load(k_scale_ptr)
+    k_head_ptr = k_ptr + kv_head * head_stride + d
+    v_head_ptr = v_ptr + kv_head * head_stride + d
+    page_ptr = table_ptr + row * table_stride
+
+    best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_GROUP], tl.float32)
+    acc = tl.zeros([BLOCK_GROUP, HEAD_DIM], tl.float32)
+    for start in tl.range(first, last, BLOCK, num_stages=STAGES):
+        at = start + n
+        seen = at < last
+        page = tl.load(page_ptr + at // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
+        slot = page * page_stride + at % PAGE_SIZE * slot_stride  # [BLOCK]
+        k = tl.load(k_head_ptr[None, :] + slot[:, None], mask=seen[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale_log2  # [BLOCK_GROUP, BLOCK]
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp2(best - new_best)
+        p = tl.exp2(scores - new_best[:, None])
+        total = total * shrink + tl.sum(p, axis=1)
+        v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=seen[:, None], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype))
+        best = new_best
+    acc = acc / total[:, None]
+    if FP8:
+        acc = acc * tl.load(v_scale_ptr)
+
+    out_heads = batch * (NUM_KV_HEADS * GROUP) + heads
+    out_at = out_ptr + out_heads[:, None] * HEAD_DIM + d[None, :]
+    if SPLITS == 1:
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+        return
+    if active == 1:
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+        return
+    lse = best + tl.log2(total)
+    part = out_heads * partial_splits + split
+    tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=in_group[:, None])
+    tl.store(lse_ptr + part, lse, mask=in_group)
+    # Every thread's stores come before the barrier, the barrier before the release, and the loads
+    # below bypass the first-level cache: the last program sees what all others wrote.
+    tl.debug_barrier()
+    counter = counter_ptr + batch * NUM_KV_HEADS + kv_head
+    finished = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if finished != active - 1:
+        return
+    tl.store(counter, 0)
+    tl.debug_barrier()
+    best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_GROUP], tl.float32)
+    acc = tl.zeros([BLOCK_GROUP, HEAD_DIM], tl.float32)
+    for other in tl.range(0, active, num_stages=STAGES):
+        part = out_heads * partial_splits + other
+        lse = tl.load(lse_ptr + part, mask=in_group, other=0.0, cache_modifier=".cg")
+        value = tl.load(
+            partial_ptr + part[:, None] * HEAD_DIM + d[None, :],
+            mask=in_group[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_best = tl.maximum(best, lse)
+        shrink = tl.exp2(best - new_best)
+        weight = tl.exp2(lse - new_best)
+        acc = acc * shrink[:, None] + value * weight[:, None]
+        total = total * shrink + weight
+        best = new_best
+    acc = acc / total[:, None]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+
+
+def launch_decode_attention(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    rows: Tensor | None,
+    scale: float,
+    window: int | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    splits: int,
+    pdl: bool,
+    block: int = 64,
+    num_warps: int = 4,
+    stages: int = 3,
+) -> None:
+    """See ``minisgl_backend.kernels.decode_attention.decode_attention``."""
+    batch_size, num_heads, head_dim = q.shape
+    _, page_size, num_kv_heads, _ = k_cache.shape
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
+    assert q.stride(1) == head_dim and q.stride(2) == 1
+    group = num_heads // num_kv_heads
+    _decode_attention[(batch_size, num_kv_heads, splits)](
+        out,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        lengths,
+        rows,
+        k_scale,
+        v_scale,
+        workspace.outputs,
+        workspace.lses,
+        workspace.counters,
+        q.stride(0),
+        page_table.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        workspace.outputs.shape[2],
+        scale * 1.4426950408889634,  # exp2 instead of exp
+        PAGE_SIZE=page_size,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        BLOCK=block,
+        SPLITS=splits,
+        WINDOW=window or 0,
+        FP8=k_scale is not None,
+        ROWS=rows is not None,
+        STAGES=stages,
+        PDL=pdl,
+        num_warps=num_warps,
+        **launch_options(pdl),
+    )

@@ -1,0 +1,52 @@
+"""Embedding gather: a program per token."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
+
+
+@triton.jit
+def _embedding(
+    out_ptr,
+    ids_ptr,
+    weight_ptr,
+    start,
+    num_ids,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    if PDL:
+        allow_next()
+        wait_previous()
+    index = tl.load(ids_ptr + token).to(tl.int64) - start
+    held = (index >= 0) & (index < num_ids)
+    i = tl.arange(0, BLOCK)
+    row = tl.load(weight_ptr + index * SIZE + i, mask=(i < SIZE) & held, other=0.0)
+    tl.store(out_ptr + token * SIZE + i, row, mask=i < SIZE)
+
+
+def launch_embedding(
+    out: Tensor, token_ids: Tensor, weight: Tensor, start: int, *, pdl: bool
+) -> None:
+    """``out`` [num_tokens, size] from ``weight`` [num_ids, size]."""
+    num_ids, size = weight.shape
+    if len(token_ids) == 0:
+        return
+    assert weight.is_contiguous()
+    block = triton.next_power_of_2(size)
+    _embedding[(len(token_ids),)](
+        out,
+        token_ids,
+        weight,
+        start,
+        num_ids,
+        SIZE=size,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 8),
+        **launch_options(pdl),
+    )

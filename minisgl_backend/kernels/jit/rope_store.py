@@ -1,0 +1,136 @@
+"""qk-norm, RoPE and KV store: a program per token and group of heads of one kind (q, k or v)."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
+
+
+@triton.jit
+def _qk_norm_rope_store(
+    qkv_ptr,
+    positions_ptr,
+    slots_ptr,
+    cos_sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    qkv_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    eps,
+    PAGE_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # head_dim / 2, a power of two
+    GROUP: tl.constexpr,  # heads of a program
+    NORM: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * GROUP
+    head = first + tl.arange(0, GROUP)
+    i = tl.arange(0, HALF)
+    at = head[:, None] * (2 * HALF) + i[None, :]  # [GROUP, HALF]
+    if PDL:
+        allow_next()
+        wait_previous()
+    low_ptr = qkv_ptr + token * qkv_stride + at
+    low = tl.load(low_ptr).to(tl.float32)
+    high = tl.load(low_ptr + HALF).to(tl.float32)
+    is_q = first < NUM_HEADS
+    is_v = first >= NUM_HEADS + NUM_KV_HEADS
+    if not is_v:
+        if NORM:
+            weight_ptr = q_weight_ptr if is_q else k_weight_ptr
+            weight_low = tl.load(weight_ptr + i).to(tl.float32)
+            weight_high = tl.load(weight_ptr + HALF + i).to(tl.float32)
+            square = tl.sum(low * low + high * high, axis=1) / (2 * HALF)  # [GROUP]
+            scale = tl.rsqrt(square + eps)[:, None]
+            low = low * scale * weight_low[None, :]
+            high = high * scale * weight_high[None, :]
+        position = tl.load(positions_ptr + token).to(tl.int64)
+        cos = tl.load(cos_sin_ptr + position * (2 * HALF) + i)[None, :]
+        sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + i)[None, :]
+        rotated = low * cos - high * sin
+        high = high * cos + low * sin
+        low = rotated
+    if is_q:
+        tl.store(low_ptr, low.to(qkv_ptr.dtype.element_ty))
+        tl.store(low_ptr + HALF, high.to(qkv_ptr.dtype.element_ty))
+    else:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        if slot >= 0:
+            cache_ptr = v_cache_ptr if is_v else k_cache_ptr
+            if FP8:
+                inverse = 1.0 / tl.load(v_scale_ptr if is_v else k_scale_ptr)
+                low = tl.clamp(low * inverse, -448.0, 448.0)
+                high = tl.clamp(high * inverse, -448.0, 448.0)
+            kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+            base = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride
+            to = cache_ptr + base + kv_head[:, None] * head_stride + i[None, :]
+            tl.store(to, low.to(k_cache_ptr.dtype.element_ty))
+            tl.store(to + HALF, high.to(k_cache_ptr.dtype.element_ty))
+
+
+def launch_qk_norm_rope_store(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    num_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    pdl: bool,
+) -> None:
+    """See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``."""
+    num_tokens = len(qkv)
+    if num_tokens == 0:
+        return
+    _, page_size, num_kv_heads, head_dim = k_cache.shape
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
+    assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    # a group must not mix kinds, so its size divides the heads of each
+    group = math.gcd(math.gcd(num_heads, num_kv_heads), 4)
+    _qk_norm_rope_store[(num_tokens, (num_heads + 2 * num_kv_heads) // group)](
+        qkv,
+        positions,
+        slots,
+        cos_sin,
+        q_weight,
+        k_weight,
+        k_cache,
+        v_cache,
+        k_scale,
+        v_scale,
+        qkv.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        eps,
+        PAGE_SIZE=page_size,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        GROUP=group,
+        NORM=q_weight is not None,
+        FP8=k_scale is not None,
+        PDL=pdl,
+        num_warps=1,
+        **launch_options(pdl),
+    )

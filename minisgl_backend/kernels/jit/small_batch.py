@@ -1,0 +1,248 @@
+"""Weight streaming for small batches: a program per block of output features.
+
+Two forms. ``_vector`` multiplies and adds in the plain units: least overhead for one row.
+``_matrix`` uses the tensor cores with the weight as the left operand, so that only the batch is
+padded (to 8 columns), and cuts in_features among the warps, since one warp's tile is all that a
+block of 16 output features has.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
+
+
+@triton.jit
+def _vector(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    out_features,
+    eps,
+    SIZE: tl.constexpr,  # in_features
+    ROWS: tl.constexpr,  # output features of a program
+    BLOCK: tl.constexpr,  # in_features of an iteration; the first one is loaded before the wait
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK)
+    in_rows = r[:, None] < out_features
+    at = weight_ptr + r[:, None].to(tl.int64) * SIZE + k[None, :]
+    up_offset = out_features.to(tl.int64) * SIZE
+    w = tl.load(at, mask=in_rows & (k[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
+    if GATED:
+        u = tl.load(
+            at + up_offset,
+            mask=in_rows & (k[None, :] < SIZE),
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+    if NORM:
+        norm = tl.load(norm_ptr + k, mask=k < SIZE, other=0.0).to(tl.float32)
+    if PDL:
+        allow_next()
+        wait_previous()
+    square = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    acc_up = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        inside = start + k < SIZE
+        x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        if start > 0:
+            mask = in_rows & inside[None, :]
+            w = tl.load(at + start, mask=mask, other=0.0, eviction_policy="evict_first")
+            if GATED:
+                u = tl.load(
+                    at + up_offset + start, mask=mask, other=0.0, eviction_policy="evict_first"
+                )
+            if NORM:
+                norm = tl.load(norm_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            square += x * x
+            x = x * norm
+        acc += w.to(tl.float32) * x[None, :]
+        if GATED:
+            acc_up += u.to(tl.float32) * x[None, :]
+    y = tl.sum(acc, axis=1)  # [ROWS]
+    up = tl.sum(acc_up, axis=1)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(square, axis=0) / SIZE + eps)
+        y = y * scale
+        up = up * scale
+    inside_rows = r < out_features
+    if BIAS:
+        y += tl.load(bias_ptr + r, mask=inside_rows, other=0.0).to(tl.float32)
+    if GATED:
+        if BIAS:
+            up_bias = tl.load(bias_ptr + out_features + r, mask=inside_rows, other=0.0)
+            up += up_bias.to(tl.float32)
+        y = y * tl.sigmoid(y) * up
+    if ADD:
+        y += tl.load(out_ptr + r, mask=inside_rows, other=0.0).to(tl.float32)
+    tl.store(out_ptr + r, y.to(out_ptr.dtype.element_ty), mask=inside_rows)
+
+
+@triton.jit
+def _matrix(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    x_stride,
+    batch_size,
+    out_features,
+    eps,
+    BATCH: tl.constexpr,  # the batch is padded to so many columns
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # in_features of a warp's slice in an iteration
+    SLICES: tl.constexpr,  # warps
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    s = tl.arange(0, SLICES)
+    k = tl.arange(0, BLOCK)
+    b = tl.arange(0, BATCH)
+    in_rows = (r < out_features)[None, :, None]
+    in_batch = (b < batch_size)[None, None, :]
+    # an iteration covers SLICES * BLOCK in_features in a row, slice after slice
+    w_at = (
+        weight_ptr
+        + r[None, :, None].to(tl.int64) * SIZE
+        + (s[:, None, None] * BLOCK + k[None, None, :])
+    )  # [SLICES, ROWS, BLOCK]
+    within = s[:, None] * BLOCK + k[None, :]  # [SLICES, BLOCK]
+    x_at = x_ptr + within[:, :, None] + b[None, None, :] * x_stride  # [SLICES, BLOCK, BATCH]
+    up_offset = out_features.to(tl.int64) * SIZE
+    acc = tl.zeros([SLICES, ROWS, BATCH], tl.float32)
+    acc_up = tl.zeros([SLICES, ROWS, BATCH], tl.float32)
+    square = tl.zeros([BATCH], tl.float32)
+    if PDL:
+        allow_next()
+        wait_previous()
+    for start in tl.range(0, SIZE, SLICES * BLOCK, num_stages=STAGES):
+        inside = start + within < SIZE
+        mask = in_rows & inside[:, None, :]
+        w = tl.load(w_at + start, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_at + start, mask=in_batch & inside[:, :, None], other=0.0)
+        if NORM:
+            norm = tl.load(norm_ptr + start + within, mask=inside, other=0.0).to(tl.float32)
+            wide = x.to(tl.float32)
+            square += tl.sum(tl.sum(wide * wide, axis=1), axis=0)
+            x = (wide * norm[:, :, None]).to(x_ptr.dtype.element_ty)
+        acc = tl.dot(w, x, acc)
+        if GATED:
+            u = tl.load(
+                w_at + up_offset + start, mask=mask, other=0.0, eviction_policy="evict_first"
+            )
+            acc_up = tl.dot(u, x, acc_up)
+    y = tl.sum(acc, axis=0)  # [ROWS, BATCH]
+    if NORM:
+        scale = tl.rsqrt(square / SIZE + eps)
+        y = y * scale[None, :]
+    r_mask = r < out_features
+    if BIAS:
+        y += tl.load(bias_ptr + r, mask=r_mask, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        up = tl.sum(acc_up, axis=0)
+        if NORM:
+            up = up * scale[None, :]
+        if BIAS:
+            up += tl.load(bias_ptr + out_features + r, mask=r_mask, other=0.0).to(tl.float32)[
+                :, None
+            ]
+        y = y * tl.sigmoid(y) * up
+    to = out_ptr + b[None, :] * out_features + r[:, None]
+    mask = r_mask[:, None] & (b < batch_size)[None, :]
+    if ADD:
+        y += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_small_batch_linear(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    gated: bool,
+    add: bool,
+    pdl: bool,
+    form: str | None = None,
+    rows: int | None = None,
+    block: int | None = None,
+    num_warps: int | None = None,
+    stages: int = 3,
+) -> None:
+    """``out`` [batch_size, out_features]; the last five choose the form, by default by shape."""
+    batch_size, size = x.shape
+    out_features = out.shape[1]
+    assert weight.is_contiguous() and out.is_contiguous() and x.stride(1) == 1
+    if form is None:
+        form = "vector" if batch_size == 1 else "matrix"
+    if form == "vector":
+        assert batch_size == 1
+        rows = rows or 4
+        block = block or min(triton.next_power_of_2(size), 1024)
+        _vector[(triton.cdiv(out_features, rows),)](
+            out,
+            x,
+            weight,
+            bias,
+            norm_weight,
+            out_features,
+            eps,
+            SIZE=size,
+            ROWS=rows,
+            BLOCK=block,
+            NORM=norm_weight is not None,
+            GATED=gated,
+            ADD=add,
+            BIAS=bias is not None,
+            PDL=pdl,
+            num_warps=num_warps or 4,
+            **launch_options(pdl),
+        )
+        return
+    num_warps = num_warps or 4
+    rows = rows or 16
+    block = block or 64
+    _matrix[(triton.cdiv(out_features, rows),)](
+        out,
+        x,
+        weight,
+        bias,
+        norm_weight,
+        x.stride(0),
+        batch_size,
+        out_features,
+        eps,
+        BATCH=8,
+        SIZE=size,
+        ROWS=rows,
+        BLOCK=block,
+        SLICES=num_warps,
+        NORM=norm_weight is not None,
+        GATED=gated,
+        ADD=add,
+        BIAS=bias is not None,
+        STAGES=stages,
+        PDL=pdl,
+        num_warps=num_warps,
+        **launch_options(pdl),
+    )

@@ -1,0 +1,52 @@
+"""RMSNorm (arXiv 1910.07467), alone and after a residual add."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.dispatch import use_jit
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32.
+
+    ``x`` [num_tokens, hidden_size], rows may be strided; ``weight`` [hidden_size]. Returns a new
+    tensor of the shape and dtype of ``x``.
+    """
+    if not use_jit(x):
+        return rms_norm_reference(x, weight, eps)
+    from minisgl_backend.kernels.jit import rms_norm as jit
+
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    jit.launch_rms_norm(out, x, None, weight, eps, pdl=pdl)
+    return out
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The twin of ``rms_norm``."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
+) -> Tensor:
+    """residual += x in place; returns ``rms_norm`` of the sum, rounded to its dtype first.
+
+    ``x``, ``residual`` [num_tokens, hidden_size] of one dtype; ``weight`` [hidden_size].
+    """
+    if not use_jit(x):
+        return fused_add_rms_norm_reference(x, residual, weight, eps)
+    from minisgl_backend.kernels.jit import rms_norm as jit
+
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    jit.launch_rms_norm(out, x, residual, weight, eps, pdl=pdl)
+    return out
+
+
+def fused_add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The twin of ``fused_add_rms_norm``."""
+    residual.copy_((x.float() + residual.float()).to(residual.dtype))
+    return rms_norm_reference(residual, weight, eps)

@@ -1,0 +1,84 @@
+"""Linear layers of batches up to 8: weights are streamed once, what stands around them is fused.
+
+At these sizes a matrix product is bound by reading the weight. A program takes a few rows of it
+whole, so that all its loads are in flight at once, and the normalization before the product, the
+gate after it or the residual add cost no launch of their own. The idea of folding RMSNorm into the
+product (scale by 1 / rms afterwards) and the gate into its end is that of fused decoders such as
+HazyResearch's Megakernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.rms_norm import rms_norm_reference
+
+MAX_BATCH_SIZE = 8
+
+
+def small_batch_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """One of  x W^T + bias,  norm(x) W^T,  silu(x G^T) * (x U^T),  residual + x W^T,  or a mixture.
+
+    ``x`` [batch_size, in_features], at most ``MAX_BATCH_SIZE`` rows; ``weight`` [out_features,
+    in_features]; with ``gated`` its first half is the gate G, its second the up U, and the result
+    is half as wide. ``norm_weight`` [in_features] normalizes x first (RMSNorm with ``eps``).
+    ``residual`` [batch_size, out_features] is updated in place and returned.
+    """
+    if not use_jit(x):
+        return small_batch_linear_reference(
+            x, weight, bias=bias, norm_weight=norm_weight, eps=eps, gated=gated, residual=residual
+        )
+    from minisgl_backend.kernels.jit import small_batch as jit
+
+    out_features = len(weight) // 2 if gated else len(weight)
+    out = residual
+    if out is None:
+        out = torch.empty((len(x), out_features), dtype=x.dtype, device=x.device)
+    jit.launch_small_batch_linear(
+        out,
+        x,
+        weight,
+        bias=bias,
+        norm_weight=norm_weight,
+        eps=eps,
+        gated=gated,
+        add=residual is not None,
+        pdl=pdl,
+    )
+    return out
+
+
+def small_batch_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The twin of ``small_batch_linear``, accumulated in float32."""
+    wide = x.float()
+    if norm_weight is not None:
+        wide = rms_norm_reference(wide, norm_weight, eps)
+    y = F.linear(wide, weight.float(), None if bias is None else bias.float())
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    if residual is None:
+        return y.to(x.dtype)
+    return residual.copy_((residual.float() + y).to(residual.dtype))

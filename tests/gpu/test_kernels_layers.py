@@ -1,0 +1,78 @@
+"""Norms, gate, embedding and small-batch products against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl_backend.kernels import activation, embedding, rms_norm, small_batch
+from tests.gpu.compare import assert_close
+
+
+@pytest.mark.parametrize("size", [96, 1024, 5120])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_rms_norm(device: torch.device, dtype: torch.dtype, num_tokens: int, size: int) -> None:
+    x = torch.randn(num_tokens, size, device=device).to(dtype)
+    weight = torch.randn(size, device=device).to(dtype)
+    expected = rms_norm.rms_norm_reference(x, weight, 1e-6)
+    assert_close(rms_norm.rms_norm(x, weight, 1e-6), expected)
+
+
+@pytest.mark.parametrize("size", [96, 1024, 5120])
+def test_fused_add_rms_norm(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    x = torch.randn(3, size, device=device).to(dtype)
+    residual = torch.randn(3, size, device=device).to(dtype)
+    weight = torch.randn(size, device=device).to(dtype)
+    expected_residual = residual.clone()
+    expected = rms_norm.fused_add_rms_norm_reference(x, expected_residual, weight, 1e-6)
+    actual = rms_norm.fused_add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(residual, expected_residual)
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("size", [48, 3072])
+def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    gate_up = torch.randn(7, 2 * size, device=device).to(dtype)
+    assert_close(activation.silu_mul(gate_up), activation.silu_mul_reference(gate_up))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_embedding_of_a_slice(
+    device: torch.device, dtype: torch.dtype, index_dtype: torch.dtype
+) -> None:
+    weight = torch.randn(50, 96, device=device).to(dtype)
+    ids = torch.tensor([0, 99, 100, 120, 149, 150, 10**6], device=device, dtype=index_dtype)
+    actual = embedding.embedding(ids, weight, start=100)
+    assert torch.equal(actual, embedding.embedding_reference(ids, weight, start=100))
+    assert not actual[[0, 1, 5, 6]].any() and actual[2:5].any(dim=1).all()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 8])
+@pytest.mark.parametrize(("in_features", "out_features"), [(128, 96), (1024, 512), (3072, 40)])
+@pytest.mark.parametrize("fused", ["plain", "bias", "norm", "gated", "residual", "all"])
+def test_small_batch_linear(
+    device: torch.device,
+    dtype: torch.dtype,
+    batch_size: int,
+    in_features: int,
+    out_features: int,
+    fused: str,
+) -> None:
+    gated = fused in ("gated", "all")
+    x = torch.randn(batch_size, in_features, device=device).to(dtype)
+    height = out_features * (2 if gated else 1)
+    weight = (torch.randn(height, in_features, device=device) / in_features**0.5).to(dtype)
+    norm = torch.rand(in_features, device=device).to(dtype) if fused in ("norm", "all") else None
+    bias = torch.randn(height, device=device).to(dtype) if fused in ("bias", "all") else None
+    residual = torch.randn(batch_size, out_features, device=device).to(dtype)
+    into = residual.clone() if fused in ("residual", "all") else None
+    expected_into = None if into is None else into.clone()
+    expected = small_batch.small_batch_linear_reference(
+        x, weight, bias=bias, norm_weight=norm, gated=gated, residual=expected_into
+    )
+    actual = small_batch.small_batch_linear(
+        x, weight, bias=bias, norm_weight=norm, gated=gated, residual=into
+    )
+    assert_close(actual, expected)
+    if into is not None:
+        assert actual.data_ptr() == into.data_ptr()

@@ -168,7 +168,9 @@ def _decode_start(body: dict[str, Any]) -> StreamStart:
     return StreamStart(
         num_input_tokens=_int(body["n"]),
         stream=bool(body.get("stream", False)),
-        wanted=Wanted(**{_str(name): True for name in body.get("wanted", ())}),
+        wanted=Wanted(**{_str(name): True for name in body["wanted"]})
+        if "wanted" in body
+        else NOTHING,
         stop_strings=tuple(_str(text) for text in body.get("stop", ()) if text != ""),
         min_tokens=_int(body.get("min", 0)),
         stop_token_ids=tuple(_int(token_id) for token_id in body.get("ids", ())),

@@ -138,7 +138,7 @@ def _to_int(name: str, entry: Input, value: Any) -> int:
     if number < low and entry.minimum is not None:
         raise InvalidRequest(f"{name} must be >= {low:g}, got {quoted(number)}")
     if number < low or number > high:
-        raise InvalidRequest(f"{name} must be in {low:.0f} .. {high:.0f}, got {quoted(number)}")
+        raise InvalidRequest(f"{name} must be in {int(low)} .. {int(high)}, got {quoted(number)}")
     return number
 
 

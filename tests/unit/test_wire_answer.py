@@ -1,0 +1,227 @@
+"""Chunks in, answers out: when there is something to say, and what it says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.errors import InvalidRequest, Overloaded
+from minisgl_backend.request import Finished, FinishReason, TokenLogprobs
+from minisgl_backend.text.vocabulary import Vocabulary
+from minisgl_backend.tritonserver.wire.answer import (
+    LEAST_LOGPROB,
+    Answer,
+    answer_arrays,
+    error_message,
+    logprobs_json,
+    stop_request_arrays,
+)
+from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, Times
+from minisgl_backend.tritonserver.wire.generation import StopRequest, Wanted
+from minisgl_backend.tritonserver.wire.parameters import output_tensors
+from minisgl_backend.tritonserver.wire.stream import AnswerStream
+from tests.fakes.vocabularies import byte_level
+
+VOCABULARY = Vocabulary.of(byte_level())
+END = next(iter(VOCABULARY.special))
+LENGTH = Finished(FinishReason.LENGTH)
+
+
+def ids(text: str) -> list[int]:
+    """One token a byte."""
+    return [VOCABULARY.pieces.index(bytes([byte])) for byte in text.encode()]
+
+
+def opened(**start: Any) -> AnswerStream:
+    return AnswerStream(VOCABULARY, StreamStart(num_input_tokens=3, **start))
+
+
+def chunk(index: int = 1, **more: Any) -> Chunk:
+    return Chunk("", "s", index, **more)
+
+
+def told(stream: AnswerStream, text: str, **more: Any) -> Answer:
+    answer = stream.push(chunk(**more), ids(text))
+    assert answer is not None
+    return answer
+
+
+def test_a_stream_answers_whenever_there_is_text() -> None:
+    stream = opened(stream=True)
+    assert told(stream, "ab").text == "ab"
+    assert stream.push(chunk(), ids("é")[:1]) is None
+    assert stream.push(chunk(), []) is None  # a probe
+    later = stream.push(chunk(), ids("é")[1:])
+    assert later is not None
+    assert (later.text, later.num_output_tokens, later.finish) == ("é", 2, None)
+    last = told(stream, "", finish=LENGTH)
+    assert (last.text, last.num_output_tokens, last.finish) == ("", 0, FinishReason.LENGTH)
+    assert stream.done
+    assert not stream.stopped
+
+
+def test_without_stream_there_is_one_answer() -> None:
+    stream = opened(prompt_text="prompt:")
+    assert stream.push(chunk(num_cached_tokens=2), ids("ab")) is None
+    answer = told(stream, "c", finish=LENGTH, times=Times(1, 2, 3, 4))
+    assert answer.text == "prompt:abc"
+    assert answer.num_output_tokens == 3
+    assert answer.num_input_tokens == 3
+    assert answer.num_cached_tokens == 2
+    assert answer.times == Times(1, 2, 3, 4)
+
+
+def test_a_stop_string_ends_the_answer_and_its_counts() -> None:
+    stream = opened(stream=True, stop_strings=("xy",))
+    assert told(stream, "ax").text == "a"
+    logprobs = tuple(TokenLogprobs(-1.0, 1) for _ in range(3))
+    answer = told(stream, "ybc", logprobs=logprobs, finish=LENGTH)
+    assert (answer.text, answer.finish, answer.stop_reason) == ("", FinishReason.STOP, "xy")
+    assert answer.num_output_tokens == 1
+    assert len(answer.logprobs) == len(answer.token_ids) == 1
+    assert answer.cumulative_logprob == -1.0
+    assert stream.stopped
+    assert stream.done
+
+
+def test_a_stop_token_counts_but_has_no_text() -> None:
+    stream = opened(stream=True)
+    finish = Finished(FinishReason.STOP, ids("c")[0])
+    answer = told(stream, "abc", finish=finish, logprobs=(TokenLogprobs(-1.0, 1),) * 3)
+    assert (answer.text, answer.num_output_tokens) == ("ab", 3)
+    assert (answer.finish, answer.stop_reason) == (FinishReason.STOP, ids("c")[0])
+    assert len(answer.logprobs) == 3
+
+
+def test_a_stop_token_has_no_text_even_ahead_of_its_finish() -> None:
+    stream = opened(stream=True, stop_token_ids=(ids("c")[0],))
+    assert told(stream, "abc").text == "ab"
+    answer = told(stream, "", finish=Finished(FinishReason.STOP, ids("c")[0]))
+    assert (answer.text, answer.num_output_tokens) == ("", 0)
+
+
+def test_a_finish_whose_stop_token_came_before_keeps_the_text() -> None:
+    stream = opened(stream=True)
+    answer = told(stream, "ab", finish=Finished(FinishReason.STOP, END))
+    assert answer.text == "ab"
+
+
+def test_logprobs_wait_for_the_answer_that_tells_them() -> None:
+    stream = opened(stream=True)
+    one = (TokenLogprobs(-0.5, 2),)
+    assert stream.push(chunk(logprobs=one), ids("é")[:1]) is None
+    answer = stream.push(chunk(logprobs=one), ids("é")[1:])
+    assert answer is not None
+    assert answer.token_ids == ids("é")
+    assert answer.logprobs == [*one, *one]
+    assert answer.cumulative_logprob == -1.0
+    later = told(stream, "a", logprobs=one, finish=LENGTH)
+    assert len(later.logprobs) == 1
+    assert later.cumulative_logprob == -1.5
+
+
+EVERYTHING = Wanted(**dict.fromkeys(Wanted.__slots__, True))
+
+
+def test_nothing_but_text_unless_asked_for() -> None:
+    arrays = answer_arrays(Answer(text="é", finish=FinishReason.STOP))
+    assert list(arrays) == ["text_output"]
+    assert arrays["text_output"].tolist() == ["é".encode()]
+    arrays = answer_arrays(Answer(token_ids=[1, 2]))
+    assert list(arrays) == ["output_ids"]
+    assert arrays["output_ids"].dtype == np.int32
+    assert list(answer_arrays(Answer(text=""), Wanted(logprobs=False))) == ["text_output"]
+
+
+def test_all_outputs_have_the_types_of_the_table() -> None:
+    answer = Answer(
+        text="ab",
+        token_ids=[5, 6],
+        finish=FinishReason.STOP,
+        stop_reason='a"b',
+        num_input_tokens=1,
+        num_output_tokens=2,
+        num_cached_tokens=3,
+        logprobs=[TokenLogprobs(-0.5, 1), TokenLogprobs(float("-inf"), 7)],
+        cumulative_logprob=-2.5,
+        times=Times(1, 2, 3, 4),
+    )
+    arrays = answer_arrays(answer, EVERYTHING)
+    types = {
+        "TYPE_STRING": np.object_,
+        "TYPE_UINT32": np.uint32,
+        "TYPE_INT64": np.int64,
+        "TYPE_FP32": np.float32,
+    }
+    tensors = output_tensors(text=True)
+    assert set(arrays) == {tensor.name for tensor in tensors}
+    for tensor in tensors:
+        assert arrays[tensor.name].dtype == types[tensor.data_type]
+        assert arrays[tensor.name].shape == ((1,) if tensor.dims == 1 else (2,))
+    plain = {name: array.tolist() for name, array in arrays.items() if array.shape == (1,)}
+    del plain["logprobs"]
+    assert plain == {
+        "text_output": [b"ab"],
+        "finish_reason": [b"stop"],
+        "stop_reason": [b'"a\\"b"'],
+        "num_input_tokens": [1],
+        "num_output_tokens": [2],
+        "num_cached_tokens": [3],
+        "cumulative_logprob": [-2.5],
+        "cum_log_probs": [-2.5],
+        "arrival_time_ns": [1],
+        "first_scheduled_time_ns": [2],
+        "first_token_time_ns": [3],
+        "last_token_time_ns": [4],
+    }
+    assert arrays["output_log_probs"].tolist() == [-0.5, LEAST_LOGPROB]
+
+
+def test_a_running_request_has_no_reasons_yet() -> None:
+    arrays = answer_arrays(Answer(text="a"), EVERYTHING)
+    assert arrays["finish_reason"].tolist() == [b""]
+    assert arrays["stop_reason"].tolist() == [b"null"]
+    assert arrays["output_log_probs"].shape == (0,)
+    assert arrays["logprobs"].tolist() == [b"[]"]
+    assert "arrival_time_ns" not in arrays
+
+
+def test_logprobs_as_json() -> None:
+    logprobs = [
+        TokenLogprobs(-0.5, 1, ((5, -0.5), (6, float("-inf")))),
+        TokenLogprobs(-3.0, 4, ((5, -0.25),)),
+    ]
+    shown = json.loads(logprobs_json([5, END], logprobs, VOCABULARY.token_text))
+    five = VOCABULARY.token_text(5)
+    assert shown == [
+        {
+            "5": {"logprob": -0.5, "rank": 1, "decoded_token": five},
+            "6": {"logprob": LEAST_LOGPROB, "rank": 2, "decoded_token": VOCABULARY.token_text(6)},
+        },
+        {
+            str(END): {"logprob": -3.0, "rank": 4, "decoded_token": VOCABULARY.names[END]},
+            "5": {"logprob": -0.25, "rank": 1, "decoded_token": five},
+        },
+    ]
+    without_text = json.loads(logprobs_json([5], [TokenLogprobs(float("nan"), 1)]))
+    assert without_text == [{"5": {"logprob": LEAST_LOGPROB, "rank": 1}}]
+
+
+def test_a_stop_request_is_answered_by_its_reason() -> None:
+    arrays = stop_request_arrays(StopRequest())
+    assert arrays["text_output"].tolist() == [b""]
+    assert arrays["finish_reason"].tolist() == [b"cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (InvalidRequest("no"), "INVALID_ARG: no"),
+        (Overloaded("full"), "UNAVAILABLE: full"),
+    ],
+)
+def test_errors_begin_with_their_code(error: Any, message: str) -> None:
+    assert error_message(error) == message

@@ -1,0 +1,208 @@
+"""Records and chunks: what goes out comes back, and what is forged or broken is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.config import Limits
+from minisgl_backend.errors import InvalidRequest, RequestError
+from minisgl_backend.request import Finished, FinishReason, SamplingParams, TokenLogprobs
+from minisgl_backend.text.prompt import TextPrompt, TokenPrompt
+from minisgl_backend.tritonserver.wire.chunk import (
+    Chunk,
+    StreamStart,
+    Times,
+    decode_chunk,
+    encode_chunk,
+    stream_name,
+)
+from minisgl_backend.tritonserver.wire.generation import NOTHING, Generation, StopRequest, Wanted
+from minisgl_backend.tritonserver.wire.record import Record, decode_record, encode_record
+
+LIMITS = Limits()
+IDS = np.array([3, 4], dtype=np.int32)
+PLAIN = Generation(prompt=TextPrompt("hi"))
+FULL = Generation(
+    prompt=TextPrompt("hi"),
+    sampling=SamplingParams(
+        max_tokens=9,
+        min_tokens=1,
+        temperature=0.5,
+        top_p=0.5,
+        top_k=4,
+        min_p=0.25,
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        seed=7,
+        stop_token_ids=(1, 2),
+        ignore_eos=True,
+        logit_bias=((3, -1.5),),
+        num_logprobs=3,
+    ),
+    seed=7,
+    stop_strings=("\n", "日"),
+    exclude_input_in_output=False,
+    priority=2,
+    timeout_ms=100,
+    cache_salt="s",
+    min_chunk_interval_ms=0,
+    wanted=Wanted(finish_reason=True, perf_metrics=True, logprobs=True),
+)
+
+
+@pytest.mark.parametrize("generation", [PLAIN, FULL, replace(PLAIN, stream=True)])
+def test_a_record_carries_the_generation(generation: Generation) -> None:
+    text = encode_record(generation, arrival_time_ns=5, prompt_text="hi")
+    record = decode_record(text, IDS, LIMITS)
+    assert isinstance(record, Record)
+    assert record.arrival_time_ns == 5
+    assert record.prompt_text == "hi"
+    prompt = record.generation.prompt
+    assert isinstance(prompt, TokenPrompt)
+    assert prompt.ids.tolist() == [3, 4]
+    # Generations hold arrays and are not compared as such.
+    for name in Generation.__slots__:
+        if name != "prompt":
+            assert getattr(record.generation, name) == getattr(generation, name), name
+
+
+def test_defaults_do_not_travel() -> None:
+    text = encode_record(PLAIN, arrival_time_ns=5)
+    assert text == '{"v":1,"arrival":5,"given":{}}'
+    record = decode_record(text, IDS, LIMITS)
+    assert isinstance(record, Record)
+    assert record.prompt_text is None
+
+
+def test_a_cumulative_logprob_alone_stays_alone() -> None:
+    asked = Generation(
+        prompt=TextPrompt("hi"),
+        sampling=SamplingParams(num_logprobs=0),
+        wanted=Wanted(cumulative_logprob=True),
+    )
+    record = decode_record(encode_record(asked, arrival_time_ns=5), IDS, LIMITS)
+    assert isinstance(record, Record)
+    assert record.generation.wanted == asked.wanted
+    assert record.generation.sampling == asked.sampling
+
+
+def test_a_stop_request_has_a_record_too() -> None:
+    request = StopRequest(wanted=Wanted(finish_reason=True))
+    text = encode_record(request, arrival_time_ns=5)
+    assert decode_record(text, np.array([], dtype=np.int32), LIMITS) == request
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"v": 2, "arrival": 5, "given": {}}',
+        '{"v": 1, "arrival": 5.5, "given": {}}',
+        '{"v": 1, "arrival": 5, "given": []}',
+        '{"v": 1, "arrival": 5, "given": {}, "prompt": 5}',
+        '{"v": 1, "arrival": 5, "given": {"temperature": NaN}}',
+        '{"v": 1, "arrival": 5, "given": {"temperature": -1}}',
+        '{"v": 1, "arrival": 5, "given": {"max_tokens": 0}}',
+        '{"v": 1, "arrival": 5, "given": {"max_new_tokens": 5}}',
+        '{"v": 1, "arrival": 5, "given": {"text_input": "x"}}',
+        '{"v": 1, "arrival": 5, "given": {"unheard": 1}}',
+        '{"v": 1, "arrival": 5, "given": {"num_logprobs": 21}}',
+    ],
+)
+def test_a_forged_record_is_refused(record: str) -> None:
+    with pytest.raises(RequestError):
+        decode_record(record, IDS, LIMITS)
+
+
+COMMON = Chunk("/run/x/engine.sock", stream_name(2**64 - 1, 300), 7)
+FIRST = Chunk(
+    "/run/x/engine.sock",
+    "s",
+    0,
+    start=StreamStart(
+        num_input_tokens=9,
+        stream=True,
+        wanted=Wanted(finish_reason=True, logprobs=True),
+        stop_strings=("\n", "日本"),
+        min_tokens=2,
+        stop_token_ids=(5, 6),
+        prompt_text="é",
+    ),
+    num_cached_tokens=4,
+    logprobs=(TokenLogprobs(-0.5, 1, ((3, -0.5), (4, -1.25))), TokenLogprobs(-2.0, 9)),
+    times=Times(1, 2, 3, 4),
+)
+CHUNKS = [
+    COMMON,
+    FIRST,
+    replace(COMMON, start=StreamStart(num_input_tokens=1)),
+    replace(COMMON, finish=Finished(FinishReason.LENGTH)),
+    replace(COMMON, finish=Finished(FinishReason.STOP, 11)),
+    replace(COMMON, error=("INTERNAL", "no")),
+    replace(COMMON, num_cached_tokens=0),
+]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_a_chunk_comes_back(chunk: Chunk) -> None:
+    text = encode_chunk(chunk)
+    assert decode_chunk(text) == chunk
+    assert decode_chunk(text.encode()) == chunk
+
+
+def test_a_common_chunk_is_small() -> None:
+    assert encode_chunk(COMMON) == '{"r":"/run/x/engine.sock","s":"ffffffffffffffff.12c","i":7}'
+
+
+def test_nothing_wanted_is_one_object() -> None:
+    """So that the common answer can tell it apart by identity."""
+    start = decode_chunk(encode_chunk(replace(FIRST, start=StreamStart(num_input_tokens=1)))).start
+    assert start is not None
+    assert start.wanted is NOTHING
+
+
+def broken(**changes: Any) -> bytes:
+    return json.dumps(json.loads(encode_chunk(FIRST)) | changes).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{}",
+        b"[1,2,3]",
+        b'"abc"',
+        b"5",
+        b"\xff",
+        b"[" * 10**5,
+        b'{"r":"x","s":"y","i":"0"}',
+        b'{"r":"x","s":"y","i":true}',
+        b'{"r":"x","s":5,"i":0}',
+        b'{"r":"\\ud800","s":"y","i":0}',
+        broken(d=[]),
+        broken(d={}),
+        broken(d={"n": 1, "wanted": ["all"]}),
+        broken(d={"n": 1, "stop": [5]}),
+        broken(c="4"),
+        broken(l=[[1]]),
+        broken(l=[["x", 1, []]]),
+        broken(l=[[10**400, 1, []]]),
+        broken(f=["bored"]),
+        broken(f=[]),
+        broken(f=["stop", "5"]),
+        broken(e=["INTERNAL"]),
+        broken(t=[1, 2, 3, 4, 5]),
+        broken(t=["1"]),
+    ],
+)
+def test_a_broken_chunk_is_refused(text: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="chunk is not one that llm_engine sends"):
+        decode_chunk(text)

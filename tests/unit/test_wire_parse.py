@@ -1,0 +1,408 @@
+"""Requests on the wire -> generations, and the sentences that refuse them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from minisgl_backend.config import Limits
+from minisgl_backend.errors import InvalidRequest, RequestError, Unsupported
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.text.prompt import MessagesPrompt, TextPrompt, TokenPrompt
+from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
+from minisgl_backend.tritonserver.wire.parse import parse_generation, parse_token_generation
+
+LIMITS = Limits()
+
+
+def strings(*items: bytes) -> npt.NDArray[Any]:
+    return np.array(items, dtype=np.object_)
+
+
+def parse(
+    parameters: dict[str, Any] | None = None, *, timeout_us: int = 0, **inputs: Any
+) -> Generation:
+    """A request with a prompt and tensors given as plain values."""
+    tensors = {"text_input": strings(b"hi")} if not set(inputs) & {"messages", "input_ids"} else {}
+    for name, value in inputs.items():
+        tensors[name] = strings(value.encode()) if isinstance(value, str) else np.array(value)
+    request = parse_generation(tensors, parameters or {}, timeout_us=timeout_us, limits=LIMITS)
+    assert isinstance(request, Generation)
+    return request
+
+
+def refusal(parameters: dict[str, Any] | None = None, **inputs: Any) -> str:
+    """The wire's message of the error that a request raises."""
+    with pytest.raises(RequestError) as caught:
+        parse(parameters, **inputs)
+    return f"{caught.value.code}: {caught.value}"
+
+
+def test_defaults_are_the_tables_not_a_models() -> None:
+    generation = parse()
+    assert generation.prompt == TextPrompt("hi")
+    assert generation.sampling == SamplingParams()
+    assert generation.seed is None
+    assert generation.stop_strings == ()
+    assert not generation.stream
+    assert generation.exclude_input_in_output
+    assert generation.timeout_ms is None
+    assert generation.min_chunk_interval_ms is None
+    assert generation.wanted == Wanted()
+
+
+EVERYTHING: dict[str, Any] = {
+    "stream": True,
+    "max_tokens": 7,
+    "min_tokens": 2,
+    "temperature": 0.5,
+    "top_p": 0.25,
+    "top_k": 3,
+    "min_p": 0.125,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -1.0,
+    "frequency_penalty": 2.0,
+    "seed": 2**64 - 1,
+    "stop": ["x", "\n\n"],
+    "stop_token_ids": [5, 6],
+    "ignore_eos": True,
+    "num_logprobs": 20,
+    "logit_bias": {"3": 1.5, "1": -100},
+    "priority_level": -4,
+    "timeout_ms": 900,
+    "cache_salt": "tenant",
+    "min_chunk_interval_ms": 40,
+    "return_finish_reason": True,
+    "return_stop_reason": True,
+    "return_cumulative_logprob": True,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+    "return_num_cached_tokens": True,
+    "return_perf_metrics": True,
+}
+
+
+def check_everything(generation: Generation) -> None:
+    assert generation.sampling == SamplingParams(
+        max_tokens=7,
+        min_tokens=2,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=3,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=2.0,
+        seed=2**64 - 1,
+        stop_token_ids=(5, 6),
+        ignore_eos=True,
+        logit_bias=((1, -100.0), (3, 1.5)),
+        num_logprobs=20,
+    )
+    assert generation.seed == 2**64 - 1
+    assert generation.stop_strings == ("x", "\n\n")
+    assert generation.stream
+    assert generation.priority == -4
+    assert generation.timeout_ms == 900
+    assert generation.cache_salt == "tenant"
+    assert generation.min_chunk_interval_ms == 40
+    assert generation.wanted == Wanted(
+        finish_reason=True,
+        stop_reason=True,
+        cumulative_logprob=True,
+        num_input_tokens=True,
+        num_output_tokens=True,
+        num_cached_tokens=True,
+        perf_metrics=True,
+        logprobs=True,
+    )
+
+
+def test_everything_as_tensors() -> None:
+    types = {int: np.int32, float: np.float32, bool: np.bool_}
+    tensors = {
+        name: np.array([value], dtype=types[type(value)])
+        for name, value in EVERYTHING.items()
+        if type(value) in types and name != "seed"
+    }
+    tensors |= {
+        "text_input": strings(b"hi"),
+        "seed": np.array([2**64 - 1], dtype=np.uint64),
+        "stop": strings(b"x", b"\n\n"),
+        "stop_token_ids": np.array([5, 6], dtype=np.int32),
+        "logit_bias": strings(b'{"3": 1.5, "1": -100}'),
+        "cache_salt": strings(b"tenant"),
+    }
+    generation = parse_generation(tensors, {}, limits=LIMITS)
+    assert isinstance(generation, Generation)
+    check_everything(generation)
+
+
+def test_everything_as_request_parameters() -> None:
+    lists = {
+        "stop": '["x", "\\n\\n"]',
+        "stop_token_ids": "[5, 6]",
+        "logit_bias": '{"3": 1.5, "1": -100}',
+    }
+    check_everything(parse({**EVERYTHING, **lists}))
+
+
+def test_everything_in_sampling_parameters() -> None:
+    check_everything(parse(sampling_parameters=json.dumps(EVERYTHING)))
+
+
+def test_strings_in_sampling_parameters_are_cast() -> None:
+    words = {
+        name: value if name in ("stop", "stop_token_ids", "logit_bias") else str(value)
+        for name, value in EVERYTHING.items()
+    }
+    check_everything(parse({"sampling_parameters": json.dumps(words)}))
+
+
+@pytest.mark.parametrize(
+    ("synonym", "value", "field", "expected"),
+    [
+        ("max_new_tokens", 5, "max_tokens", 5),
+        ("min_length", 3, "min_tokens", 3),
+        ("random_seed", 9, "seed", 9),
+        ("end_id", 4, "stop_token_ids", (4,)),
+        ("logprobs", 2, "num_logprobs", 2),
+        ("top_logprobs", 2, "num_logprobs", 2),
+        ("return_log_probs", True, "num_logprobs", 0),
+        ("logprobs", True, "num_logprobs", 0),
+        ("logprobs", False, "num_logprobs", None),
+        ("return_cumulative_logprob", True, "num_logprobs", 0),
+    ],
+)
+def test_synonyms(synonym: str, value: Any, field: str, expected: Any) -> None:
+    assert getattr(parse({synonym: value}).sampling, field) == expected
+
+
+def test_a_cumulative_logprob_alone_asks_for_no_list() -> None:
+    assert not parse({"return_cumulative_logprob": True}).wanted.logprobs
+
+
+def test_stop_words_may_be_empty() -> None:
+    """Clients of tensorrtllm_backend send an empty string for none."""
+    assert parse({"stop_words": "", "bad_words": ""}).stop_strings == ()
+    assert parse(stop=strings(b"", b"a", b"a")).stop_strings == ("a",)
+
+
+def test_a_stop_parameter_is_one_string_or_a_json_list() -> None:
+    assert parse({"stop": "[not json"}).stop_strings == ("[not json",)
+    assert parse({"stop": "[1]"}).stop_strings == ("[1]",)
+    assert parse({"stop": '["a", "b"]'}).stop_strings == ("a", "b")
+
+
+def test_a_value_given_twice_must_be_equal() -> None:
+    generation = parse({"max_new_tokens": 5, "temperature": 0.95}, max_tokens=np.int32(5))
+    assert generation.sampling.max_tokens == 5
+    parse({"temperature": 0.95}, temperature=np.float32(0.95))
+    parse({"stop_words": "a"}, stop=strings(b"a"))
+    assert refusal({"max_new_tokens": 6}, max_tokens=np.int32(5)) == (
+        "INVALID_ARG: max_new_tokens is given twice (also as max_tokens), with different values"
+    )
+    assert refusal({"temperature": 0.9}, temperature=np.float32(0.95)) == (
+        "INVALID_ARG: temperature is given twice, with different values"
+    )
+    assert "given twice" in refusal({"input_ids": "[2]"}, input_ids=np.array([1], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"temperature": math.nan}, "temperature must be finite and >= 0, got nan"),
+        ({"temperature": math.inf}, "temperature must be finite and >= 0, got inf"),
+        ({"temperature": -1}, "temperature must be finite and >= 0, got -1"),
+        ({"temperature": "1e999"}, "temperature must be finite and >= 0, got inf"),
+        ({"temperature": 1e39}, "temperature must be finite and >= 0, got 1e+39"),
+        ({"temperature": 10**400}, "temperature must be finite and >= 0, got 1" + "0" * 56 + "..."),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"temperature": True}, "temperature must be a number, got True"),
+        ({"top_p": 0}, "top_p must be finite, > 0 and <= 1, got 0"),
+        ({"top_p": 1.0001}, "top_p must be finite, > 0 and <= 1, got 1.0001"),
+        ({"min_p": 2}, "min_p must be finite, >= 0 and <= 1, got 2"),
+        ({"top_k": -2}, "top_k must be >= -1, got -2"),
+        ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
+        ({"top_k": 2**31}, "top_k must be in -1 .. 2147483647, got 2147483648"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be finite and > 0, got 0"),
+        ({"presence_penalty": 3}, "presence_penalty must be finite, >= -2 and <= 2, got 3"),
+        ({"max_tokens": 0}, "max_tokens must be >= 1, got 0"),
+        ({"max_tokens": True}, "max_tokens must be an integer, got True"),
+        ({"max_tokens": "1_0"}, "max_tokens must be an integer, got '1_0'"),
+        ({"max_tokens": None}, "max_tokens must be an integer, got None"),
+        ({"max_tokens": 2**63}, "max_tokens must be in 1 .. 2147483647, got 9223372036854775808"),
+        ({"min_tokens": 17}, "min_tokens must be <= max_tokens 16, got 17"),
+        ({"seed": -1}, "seed must be >= 0, got -1"),
+        ({"seed": 2**64}, f"seed must be in 0 .. {2**64 - 1}, got {2**64}"),
+        ({"priority_level": 2**70}, f"priority_level must be in {-(2**31)} .. {2**31 - 1}, got "),
+        ({"stream": "yes"}, "stream must be true or false, got 'yes'"),
+        ({"stream": 2}, "stream must be true or false, got 2"),
+        ({"num_logprobs": -1}, "num_logprobs must be >= 0, got -1"),
+        ({"num_logprobs": 21}, "num_logprobs must be <= 20, got 21"),
+        ({"stop": 5}, "stop must be a string, got 5"),
+        ({"stop": "x" * 1025}, "stop must be strings of at most 1024 bytes, got 1025"),
+        ({"stop_token_ids": "[-1]"}, "stop_token_ids must be >= 0, got -1"),
+        ({"logit_bias": "[]"}, "logit_bias must be a JSON object, got []"),
+        ({"logit_bias": '{"x": 1}'}, "logit_bias: a token id must be an integer, got 'x'"),
+        ({"logit_bias": '{"1": NaN}'}, "logit_bias: a bias must be finite, >= -100 and <= 100, "),
+        ({"logit_bias": '{"1": 1, "01": 1}'}, "logit_bias has a token id twice"),
+        ({"logit_bias": '{"1": 1, "1": 2}'}, "logit_bias has the key '1' twice"),
+        ({"logit_bias": "{"}, "logit_bias must be valid JSON"),
+        ({"cache_salt": "x" * 257}, "cache_salt must be at most 256 bytes"),
+        ({"cache_salt": "\ud800"}, "cache_salt must be valid UTF-8"),
+        ({"timeout_ms": 0}, "timeout_ms must be >= 1, got 0"),
+        ({"max_token": 1}, "unknown parameter 'max_token'; did you mean 'max_tokens'?"),
+        ({"x" * 99: 1}, "unknown parameter 'xxx"),
+        ({"tools": "[]"}, "tools goes with messages"),
+        ({"sampling_parameters": "[]"}, "sampling_parameters must be a JSON object, got []"),
+        ({"sampling_parameters": "{"}, "sampling_parameters must be valid JSON"),
+        ({"sampling_parameters": "[" * 10**5}, "sampling_parameters must be valid JSON"),
+        ({"sampling_parameters": '{"seed": 1, "seed": 1}'}, "sampling_parameters has the key "),
+        ({"sampling_parameters": '{"text_input": "x"}'}, "text_input may not stand in "),
+        ({"sampling_parameters": '{"seed": ' + "1" * 5000 + "}"}, "sampling_parameters must be "),
+    ],
+)
+def test_what_is_wrong_is_named(parameters: dict[str, Any], message: str) -> None:
+    refused = refusal(parameters)
+    assert refused.startswith(f"INVALID_ARG: {message}")
+    assert len(refused) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [
+        ("n", 1, 2),
+        ("n", "1", "2"),
+        ("best_of", 1, True),
+        ("beam_width", 1, 4),
+        ("length_penalty", 1.0, 1.1),
+        ("use_beam_search", False, True),
+        ("use_beam_search", "False", "true"),
+        ("echo", False, 0),
+        ("suffix", "", "x"),
+        ("skip_special_tokens", True, False),
+        ("prompt_logprobs", None, 1),
+    ],
+)
+def test_what_is_not_offered_is_refused_unless_neutral(name: str, neutral: Any, other: Any) -> None:
+    assert parse({name: neutral}).sampling == SamplingParams()
+    assert parse(sampling_parameters=json.dumps({name: neutral})).sampling == SamplingParams()
+    assert refusal({name: other}) == f"UNSUPPORTED: {name} is not supported, got {other!r}"
+
+
+def test_beam_width_and_pad_id_as_tensors() -> None:
+    parse(beam_width=[1], pad_id=[3])
+    assert refusal(beam_width=[2]) == "UNSUPPORTED: beam_width is not supported, got 2"
+
+
+def test_null_in_sampling_parameters_is_not_given() -> None:
+    generation = parse(sampling_parameters='{"stop": null, "seed": null, "prompt_logprobs": null}')
+    assert generation.sampling == SamplingParams()
+
+
+def test_tritons_own_parameters_pass() -> None:
+    parse({"priority": 3, "timeout": 5, "sequence_id": 1, "triton_grpc_error": True, "id": "x"})
+
+
+@pytest.mark.parametrize("temperature", [-0.0, 1e-320, "-0", 1e-6])
+def test_greedy(temperature: Any) -> None:
+    assert str(parse({"temperature": temperature}).sampling.temperature) == "0.0"
+
+
+def test_top_k_of_minus_one_is_off() -> None:
+    assert parse({"top_k": -1}).sampling.top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("timeout_ms", "timeout_us", "expected"),
+    [(None, 0, None), (None, 1, 1), (None, 1500, 2), (3, 1500, 2), (1, 1500, 1)],
+)
+def test_the_earlier_deadline_counts(
+    timeout_ms: int | None, timeout_us: int, expected: int | None
+) -> None:
+    parameters = {} if timeout_ms is None else {"timeout_ms": timeout_ms}
+    assert parse(parameters, timeout_us=timeout_us).timeout_ms == expected
+
+
+def test_prompts() -> None:
+    assert parse({"parse_special_tokens": True}).prompt == TextPrompt("hi", True)
+    assert parse(messages="[]").prompt == MessagesPrompt("[]")
+    assert parse(messages="[]", tools="[1]").prompt == MessagesPrompt("[]", "[1]")
+    prompt = parse(input_ids=np.array([[4, 5]], dtype=np.int64)).prompt
+    assert isinstance(prompt, TokenPrompt)
+    assert prompt.ids.dtype == np.int32
+    assert prompt.ids.tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": np.array([1], np.int32), "text_input": "x"}, "give one of text_input"),
+        ({"input_ids": np.array([], np.int32)}, "input_ids must not be empty"),
+        ({"input_ids": np.array([-1], np.int32)}, "input_ids must be in 0 .. 2147483647"),
+        ({"input_ids": np.array([2**31], np.int64)}, "input_ids must be in 0 .. 2147483647"),
+        ({"input_ids": np.array([1.5])}, "input_ids must be integers, got float64"),
+        ({"messages": "[]", "parse_special_tokens": True}, "parse_special_tokens goes with "),
+        ({"text_input": strings(b"\xff")}, "text_input must be valid UTF-8"),
+        ({"text_input": strings(b"a", b"b")}, "text_input must be one value, got 2"),
+        ({"text_input": strings()}, "text_input must be one value, got 0"),
+        ({"max_tokens": [1, 2]}, "max_tokens must be one value, got 2"),
+    ],
+)
+def test_wrong_prompts(inputs: dict[str, Any], message: str) -> None:
+    assert refusal(**inputs).startswith(f"INVALID_ARG: {message}")
+
+
+def test_no_prompt() -> None:
+    with pytest.raises(InvalidRequest, match="give one of text_input, messages and input_ids"):
+        parse_generation({}, {}, limits=LIMITS)
+
+
+def test_the_prompt_is_shown_only_where_that_can_be_done() -> None:
+    assert not parse(exclude_input_in_output=[False]).exclude_input_in_output
+    assert refusal(exclude_input_in_output=[False], stream=[True]).startswith("UNSUPPORTED: ")
+    assert refusal(exclude_input_in_output=[False], messages="[]").startswith("UNSUPPORTED: ")
+
+
+def test_limits() -> None:
+    small = replace(
+        LIMITS, prompt_bytes=3, stop_strings=1, stop_token_ids=1, logit_bias_entries=1, logprobs=1
+    )
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"text_input": "ééé"}, "text_input must be at most 3 bytes, got 6"),
+        ({"text_input": "", "sampling_parameters": '{"n":1}'}, "sampling_parameters must be at mo"),
+        ({"text_input": "", "stop": '["a", "b"]'}, "stop must have at most 1 entries, got 2"),
+        ({"text_input": "", "stop_token_ids": "[1, 2]"}, "stop_token_ids must have at most 1 "),
+        ({"text_input": "", "logit_bias": '{"1": 1, "2": 2}'}, "logit_bias must have at most 1 "),
+        ({"text_input": "", "logprobs": 2}, "num_logprobs must be <= 1, got 2"),
+    ]
+    for parameters, message in wrong:
+        with pytest.raises(InvalidRequest) as caught:
+            parse_generation({}, parameters, limits=small)
+        assert str(caught.value).startswith(message)
+
+
+def test_a_stop_request() -> None:
+    request = parse_generation(
+        {"stop_request": np.array([True])}, {"return_finish_reason": True}, limits=LIMITS
+    )
+    assert request == StopRequest(wanted=Wanted(finish_reason=True))
+    assert isinstance(parse(stop_request=[False]), Generation)
+    assert refusal(stop_request=[True]) == "INVALID_ARG: stop_request takes no text_input"
+
+
+def test_token_generations_refuse_text() -> None:
+    ids = {"input_ids": np.array([1, 2], dtype=np.int32)}
+    generation = parse_token_generation(ids, {"stop": "", "max_tokens": 3}, limits=LIMITS)
+    assert isinstance(generation, Generation)
+    assert generation.sampling.max_tokens == 3
+    for name, value in (("stop", "x"), ("text_input", "x"), ("messages", "[]"), ("tools", "[]")):
+        with pytest.raises(Unsupported, match=f"^{name} needs the text models"):
+            parse_token_generation(ids, {name: value}, limits=LIMITS)

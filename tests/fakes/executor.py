@@ -179,6 +179,7 @@ class FakeExecutor:
     def _write(self, row: int, position: int, tokens: list[int]) -> None:
         state = self._rows[row]
         assert position == state.computed, "positions are computed in order, each once"
+        assert tokens, "a chunk computes at least one token: there are no logits without"
         context = self._context(row, position)
         for token in tokens:
             kv = self.model.kv(token, position, context)

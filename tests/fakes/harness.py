@@ -1,0 +1,227 @@
+"""Planner and fake executor, driven step by step, with a record of what every request got.
+
+The caller decides when requests come and go, when a step is planned and when one is committed; up
+to ``depth`` steps are in flight (1 is the synchronous loop, 2 the overlapped one). ``verify`` then
+holds the record against ``expected_tokens``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
+from minisgl_backend.plan import NO_TOKEN, Completion, StepPlan
+from minisgl_backend.request import FinishReason, Request, RequestId, SamplingParams
+from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.fakes.executor import FakeExecutor, FakePending, Model, expected_tokens, tokens_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """All that may differ between two runs of one workload."""
+
+    page_size: int
+    num_pages: int
+    max_sequence_length: int
+    num_rows: int = 8
+    max_prefill_tokens: int = 32
+    policy: str = "fcfs"
+    reserve_tokens: int = 0
+    cache: str = "radix"
+    depth: int = 2
+    model: Model = field(default_factory=Model)
+
+    def make_cache(self) -> KVCache:
+        """An empty cache."""
+        kind = RadixCache if self.cache == "radix" else NaiveCache
+        return kind(self.num_pages, self.page_size)
+
+
+@dataclass(slots=True)
+class Record:
+    """What one request got."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    completion: Completion | None = None
+    aborted: bool = False
+
+
+class Harness:
+    """One planner with one executor."""
+
+    def __init__(self, setup: Setup, make_cache: Callable[[], KVCache] | None = None) -> None:
+        self.setup = setup
+        self.scheduler = Scheduler(
+            (make_cache or setup.make_cache)(),
+            SchedulerConfig(
+                max_running_requests=setup.num_rows,
+                max_prefill_tokens=setup.max_prefill_tokens,
+                max_sequence_length=setup.max_sequence_length,
+                page_size=setup.page_size,
+                num_pages=setup.num_pages,
+                policy=setup.policy,
+                reserve_tokens=setup.reserve_tokens,
+            ),
+        )
+        self.executor = FakeExecutor(
+            setup.num_pages,
+            setup.page_size,
+            setup.max_sequence_length,
+            setup.model,
+            num_rows=setup.num_rows,
+        )
+        self.records: dict[RequestId, Record] = {}
+        self.num_steps = 0
+        self._flights: deque[tuple[StepPlan, FakePending]] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are launched and not committed."""
+        return len(self._flights)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.scheduler.add(request)
+        self.records[request.id] = Record(request)
+
+    def abort(self, request_id: RequestId) -> None:
+        """Abort a request, at whatever point of its life."""
+        record = self.records[request_id]
+        was_live = record.completion is None and not record.aborted
+        assert self.scheduler.abort(request_id) == was_live
+        record.aborted |= was_live
+
+    def launch(self) -> bool:
+        """Plan and launch a step; False where nothing can run now."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            assert self._flights or not self.scheduler.has_work(), "work, but no step: a livelock"
+            return False
+        assert plan.num_tokens - len(plan.decode_rows) <= self.setup.max_prefill_tokens
+        self.num_steps += 1
+        self._flights.append((plan, self.executor.launch(plan)))
+        return True
+
+    def commit(self) -> None:
+        """Commit the oldest step in flight."""
+        plan, pending = self._flights.popleft()
+        result = self.scheduler.commit(plan, pending.tokens())
+        assert len(result.request_ids) == len(result.token_ids)
+        pairs = zip(result.request_ids, result.token_ids.tolist(), strict=True)
+        for index, (request_id, token) in enumerate(pairs):
+            record = self.records[request_id]
+            assert record.completion is None and not record.aborted
+            record.tokens.append(token)
+            wanted = record.request.sampling.num_logprobs is not None
+            assert (index in result.logprobs) == wanted
+            assert not wanted or result.logprobs[index].logprob == -token
+        for completion in result.completions:
+            record = self.records[completion.request_id]
+            assert record.completion is None and not record.aborted, "a second terminal event"
+            record.completion = completion
+
+    def step(self) -> None:
+        """One turn of a loop that keeps as many steps in flight as it may."""
+        launched = self.num_in_flight < self.setup.depth and self.launch()
+        if self._flights and (self.num_in_flight >= self.setup.depth or not launched):
+            self.commit()
+
+    def drain(self) -> None:
+        """Run until all is done."""
+        bound = self.num_steps + 100_000
+        while self.scheduler.has_work() or self._flights:
+            self.step()
+            assert self.num_steps < bound, "steps without end"
+
+    def check(self) -> None:
+        """The planner's own books."""
+        self.scheduler.check()
+
+    def verify(self) -> None:
+        """Every request got exactly its tokens and its one end, and nothing is held any more."""
+        for record in self.records.values():
+            expected = expected_tokens(record.request, self.setup.model)
+            if record.aborted:
+                assert record.completion is None
+                assert record.tokens == expected[: len(record.tokens)]
+            else:
+                assert record.tokens == [token for token in expected if token != NO_TOKEN]
+                assert record.completion == expected_completion(record.request, expected)
+        stats = self.scheduler.stats()
+        assert (stats.num_waiting, stats.num_running) == (0, 0)
+        assert stats.evictable_pages == stats.cached_pages
+        assert stats.free_pages + stats.cached_pages == stats.total_pages
+
+    def outputs(self) -> dict[RequestId, list[int]]:
+        """The tokens of all requests."""
+        return {request_id: record.tokens for request_id, record in self.records.items()}
+
+
+def expected_completion(request: Request, expected: list[int]) -> Completion:
+    """How a request ends that got those tokens."""
+    params, last = request.sampling, expected[-1]
+    if last == NO_TOKEN:
+        return Completion(request.id, None)
+    if last in params.stop_token_ids and len(expected) > params.min_tokens:
+        return Completion(request.id, FinishReason.STOP, last)
+    return Completion(request.id, FinishReason.LENGTH)
+
+
+def random_setup(rng: random.Random) -> Setup:
+    """Small enough that pages run out, rows run out, chunks are cut."""
+    page_size = rng.choice([1, 1, 2, 4, 16])
+    num_pages = rng.choice([8, 14, 30]) * (4 if page_size == 1 else 1)
+    return Setup(
+        page_size=page_size,
+        num_pages=num_pages,
+        max_sequence_length=min(page_size * num_pages, 64),
+        num_rows=rng.choice([1, 3, 8]),
+        max_prefill_tokens=rng.choice([1, 5, 32, 256]),
+        policy=rng.choice(["fcfs", "lpm"]),
+        reserve_tokens=rng.choice([0, 0, 4]),
+        cache="radix",
+        depth=rng.choice([1, 2, 3]),
+        model=Model(vocabulary=rng.choice([6, 50]), nan_every=rng.choice([0, 0, 60])),
+    )
+
+
+def random_request(rng: random.Random, setup: Setup, number: int) -> Request:
+    """A request that fits, with a prompt that others are likely to share a part of."""
+    longest = setup.max_sequence_length - 1
+    stem = [1] * rng.randint(0, longest // 2)
+    prompt = (stem + [rng.randint(0, 2) for _ in range(rng.randint(1, 20))])[:longest]
+    return Request(
+        id=RequestId(number),
+        prompt=tokens_of(prompt),
+        priority=rng.choice([0, 0, 1]),
+        cache_salt=rng.choice(["", "", "a"]),
+        sampling=SamplingParams(
+            max_tokens=rng.randint(1, setup.max_sequence_length - len(prompt)),
+            min_tokens=rng.choice([0, 3]),
+            seed=number,
+            stop_token_ids=rng.choice([(), (3,), (3, 4, 5)]),
+            presence_penalty=rng.choice([0.0, 1.0]),
+            num_logprobs=rng.choice([None, 0]),
+        ),
+    )
+
+
+def run_randomly(harness: Harness, rng: random.Random, *, check: bool) -> None:
+    """Requests that come, go, and are aborted at any moment; then ``verify``."""
+    todo = [random_request(rng, harness.setup, number) for number in range(rng.randint(1, 12))]
+    while todo or harness.scheduler.has_work() or harness.num_in_flight:
+        if todo and rng.random() < 0.5:
+            harness.add(todo.pop())
+        if harness.records and rng.random() < 0.05:
+            harness.abort(rng.choice(list(harness.records)))
+        if harness.num_in_flight and rng.random() < 0.2:
+            harness.commit()
+        harness.step()
+        assert harness.num_steps < 20_000, "steps without end"
+        if check:
+            harness.check()
+    harness.verify()

@@ -1,0 +1,160 @@
+"""The oracle can see: five bugs that such planners have had, put in on purpose, are all noticed.
+
+Each bug is tried with the planner's own checks, and, where it makes wrong tokens, without them: the
+oracle alone must notice then. Without a bug the same workloads pass.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from minisgl_backend.cache.kv import Lease, NaiveCache, RadixCache
+from minisgl_backend.cache.pages import PagePool
+from minisgl_backend.cache.radix import Node, RadixTree
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.request import IntArray
+from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_backend.scheduling.rows import Rows
+from minisgl_backend.scheduling.sequence import Phase, Sequence
+from tests.fakes.harness import Harness, random_setup, run_randomly
+
+NUM_SEEDS = 150
+
+Inject = Callable[[pytest.MonkeyPatch], None]
+
+
+def freed_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """Row and pages go back at once, whatever step is still to write to them."""
+
+    def retire_at_once(self: Lifecycle, sequence: Sequence) -> None:
+        if sequence.phase is Phase.PREFILLING:
+            self.prefilling.remove(sequence)
+        sequence.enter(Phase.RETIRING)
+        self.rows.retire(sequence.row, still_accepting=sequence.returns)
+        self.rows.in_flight[sequence.row] = 0
+        self.release(sequence)
+
+    patch.setattr(Lifecycle, "_retire", retire_at_once)
+
+
+def not_pinned(patch: pytest.MonkeyPatch) -> None:
+    """A prefix in use can be evicted."""
+    pin_path, insert = RadixTree._pin_path, RadixTree.insert
+
+    def unpin_node(tree: RadixTree, node: Node) -> None:
+        while node.parent is not None:
+            if node not in tree._recency:
+                tree.num_evictable += len(node.pages)
+            node.pins = 0
+            tree._recency[node] = None
+            tree._recency.move_to_end(node)
+            node = node.parent
+
+    def pin_nothing(
+        self: RadixTree, node: Node, tokens: IntArray, salt: bytes
+    ) -> tuple[Node, IntArray]:
+        last, pages = pin_path(self, node, tokens, salt)
+        unpin_node(self, last)
+        return last, pages
+
+    def insert_unpinned(
+        self: RadixTree, node: Node, tokens: IntArray, pages: IntArray, salt: bytes
+    ) -> tuple[Node, IntArray]:
+        last, known = insert(self, node, tokens, pages, salt)
+        unpin_node(self, last)
+        return last, known
+
+    patch.setattr(RadixTree, "_pin_path", pin_nothing)
+    patch.setattr(RadixTree, "insert", insert_unpinned)
+    patch.setattr(RadixTree, "unpin", lambda self, node: None)
+
+
+def released_twice(patch: pytest.MonkeyPatch) -> None:
+    """The pages of an ended request go back to the pool two times."""
+    release = RadixCache.release
+
+    def twice(self: RadixCache, lease: Lease) -> None:
+        private = lease.pages[lease.num_shared :]
+        release(self, lease)
+        self._pool.free(np.array(private, dtype=np.int32))
+
+    patch.setattr(RadixCache, "release", twice)
+
+
+def wrong_key(patch: pytest.MonkeyPatch) -> None:
+    """Pages are found by the first token of each, without a look at the others."""
+
+    def first_token(
+        self: RadixTree, parent: Node, tokens: IntArray, page: int, salt: bytes
+    ) -> bytes:
+        return salt + tokens[page * self.page_size :][:1].tobytes()
+
+    def trust_the_key(self: RadixTree, a: IntArray, b: IntArray) -> int:
+        return min(len(a), len(b)) // self.page_size
+
+    patch.setattr(RadixTree, "_key", first_token)
+    patch.setattr(RadixTree, "_agreed_pages", trust_the_key)
+
+
+def matched_in_full(patch: pytest.MonkeyPatch) -> None:
+    """A prompt that is cached to its end leaves no token to compute."""
+    acquire = RadixCache.acquire
+
+    def acquire_all(self: RadixCache, tokens: IntArray, salt: str = "") -> Lease:
+        return acquire(self, np.append(tokens, np.int32(0)), salt)
+
+    patch.setattr(RadixCache, "acquire", acquire_all)
+
+
+def without_guards(patch: pytest.MonkeyPatch) -> None:
+    """Take away what refuses broken bookkeeping, so that only tokens can tell."""
+
+    def free_unseen(self: PagePool, pages: IntArray) -> None:
+        room = self._stack[self.num_free :]
+        pages = pages[: len(room)]  # more free pages than there are
+        self._stack[self.num_free : self.num_free + len(pages)] = pages
+        self.num_free += len(pages)
+
+    patch.setattr(PagePool, "free", free_unseen)
+    patch.setattr(NaiveCache, "_require_held", lambda self, lease: None)
+    patch.setattr(Rows, "check", lambda self: None)
+
+
+BUGS: list[Inject] = [freed_in_flight, not_pinned, released_twice, wrong_key, matched_in_full]
+
+
+def noticed(*, by: tuple[type[Exception], ...], check: bool) -> bool:
+    """Whether a workload of some seed fails by one of the errors; others count as not noticed."""
+    for seed in range(NUM_SEEDS):
+        rng = random.Random(seed)
+        try:
+            run_randomly(Harness(random_setup(rng)), rng, check=check)
+        except by:
+            return True
+        except (InvariantError, IndexError, KeyError):
+            continue
+    return False
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_without_a_bug_all_workloads_pass(check: bool) -> None:
+    for seed in range(NUM_SEEDS):
+        rng = random.Random(seed)
+        run_randomly(Harness(random_setup(rng)), rng, check=check)
+
+
+@pytest.mark.parametrize("inject", BUGS, ids=lambda inject: inject.__name__)
+def test_a_check_or_the_oracle_notices(inject: Inject, monkeypatch: pytest.MonkeyPatch) -> None:
+    inject(monkeypatch)
+    assert noticed(by=(AssertionError, InvariantError), check=True)
+
+
+@pytest.mark.parametrize("inject", BUGS, ids=lambda inject: inject.__name__)
+def test_the_oracle_alone_notices(inject: Inject, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_guards(monkeypatch)
+    inject(monkeypatch)
+    assert noticed(by=(AssertionError,), check=False)

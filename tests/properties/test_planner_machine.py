@@ -1,0 +1,67 @@
+"""The planner under any order of arrivals, aborts, plans and commits, against the oracle."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from minisgl_backend.request import RequestId
+from tests.fakes.harness import Harness, Setup
+from tests.properties.effort import examples
+from tests.properties.workloads import requests, setups
+
+
+class PlannerMachine(RuleBasedStateMachine):
+    """At the end everything is drained, and each request must have got its tokens, exactly."""
+
+    @initialize(setup=setups())
+    def start(self, setup: Setup) -> None:
+        self.harness = Harness(setup)
+
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        number = len(self.harness.records)
+        self.harness.add(data.draw(requests(self.harness.setup, number)))
+
+    @precondition(lambda self: self.harness.records)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.harness.records) - 1))
+        self.harness.abort(RequestId(number))
+
+    @rule()
+    def abort_all(self) -> None:
+        for request_id in self.harness.records:
+            self.harness.abort(request_id)
+
+    @precondition(lambda self: self.harness.num_in_flight < self.harness.setup.depth)
+    @rule()
+    def launch(self) -> None:
+        self.harness.launch()
+
+    @precondition(lambda self: self.harness.num_in_flight)
+    @rule()
+    def commit(self) -> None:
+        self.harness.commit()
+
+    @rule(count=st.integers(1, 12))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.step()
+            self.harness.check()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.drain()
+            self.harness.verify()
+            self.harness.check()
+
+
+PlannerMachine.TestCase.settings = settings(max_examples=examples(700), stateful_step_count=30)
+TestPlannerMachine = PlannerMachine.TestCase

@@ -1,0 +1,63 @@
+"""Requests and planner setups, as Hypothesis draws them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from minisgl_backend.request import Request, RequestId, SamplingParams
+from tests.fakes.executor import Model, tokens_of
+from tests.fakes.harness import Setup
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    """A planner whose pages, rows and chunks are scarce."""
+    page_size = draw(st.sampled_from([1, 16, 64]))
+    num_pages = draw(st.integers(2, 8)) * (8 if page_size == 1 else 1)
+    longest = min(page_size * num_pages, 40 if page_size == 1 else 5 * page_size)
+    return Setup(
+        page_size=page_size,
+        num_pages=num_pages,
+        max_sequence_length=longest,
+        num_rows=draw(st.sampled_from([8, 2, 1])),
+        max_prefill_tokens=draw(st.sampled_from([512, 32, 7, 1])),
+        policy=draw(st.sampled_from(["fcfs", "lpm"])),
+        reserve_tokens=draw(st.sampled_from([0, 8])),
+        cache=draw(st.sampled_from(["radix", "naive"])),
+        depth=draw(st.sampled_from([2, 1, 3])),
+        model=Model(
+            vocabulary=draw(st.sampled_from([50, 5])), nan_every=draw(st.sampled_from([0, 30]))
+        ),
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn, setup: Setup, number: int) -> Request:
+    """A request that fits, with a prompt that shares whole pages with others, or nearly so."""
+    longest = setup.max_sequence_length - 1
+    step = min(setup.page_size, longest)
+    pattern = draw(st.lists(st.integers(0, 1), max_size=max(1, longest // step)))
+    prompt = [token for token in pattern for _ in range(step)]
+    prompt = (prompt + draw(st.lists(st.integers(0, 2), min_size=1, max_size=5)))[-longest:]
+    return Request(
+        id=RequestId(number),
+        prompt=tokens_of(prompt),
+        priority=draw(st.sampled_from([0, 0, 1, -1])),
+        cache_salt=draw(st.sampled_from(["", "", "salt"])),
+        sampling=SamplingParams(
+            max_tokens=draw(st.integers(1, min(30, longest + 1 - len(prompt)))),
+            min_tokens=draw(st.sampled_from([0, 2])),
+            seed=draw(st.integers(0, 3)),
+            stop_token_ids=draw(st.sampled_from([(), (3,), (3, 2, 1)])),
+            frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
+            num_logprobs=draw(st.sampled_from([None, 1])),
+        ),
+    )
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[Setup, list[Request]]:
+    """A planner, and the requests that it gets."""
+    setup = draw(setups())
+    count = draw(st.integers(1, 8))
+    return setup, [draw(requests(setup, number)) for number in range(count)]

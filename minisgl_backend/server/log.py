@@ -10,6 +10,11 @@ import sys
 from collections.abc import Iterable
 from typing import Final
 
+_HARMLESS: Final = (
+    "unable to create stream for",  # ensembles ask for a CUDA stream, also without a GPU
+    "pinned_memory_manager.cc",
+    "Unable to allocate pinned system memory",
+)
 _TRITON_INFO: Final = re.compile(r"^[IV]\d{4} [\d:.]+ +\d+ (?!\S*\.py:)")
 _LOAD_FAILURE: Final = re.compile(r"failed to load '(\w+)' version \d+: [\w ]+?: (.*)")
 _ERROR: Final = re.compile(r"^E\d{4} [\d:.]+ +\d+ \S+:\d+\] (.*)|^error: (.*)")
@@ -30,6 +35,8 @@ class Console:
         # Triton prints tables of its models and options after an info line
         if line.startswith(("+--", "| ")):
             return True
+        if any(text in line for text in _HARMLESS):
+            return True
         return not line.strip() or _TRITON_INFO.match(line) is not None
 
 
@@ -42,6 +49,6 @@ def failure_in_log(lines: Iterable[str]) -> str | None:
             return f"{found.group(1)}: {found.group(2)}"
     for line in texts:
         found = _ERROR.match(line)
-        if found:
+        if found and not any(text in line for text in _HARMLESS):
             return str(found.group(1) or found.group(2))
     return None

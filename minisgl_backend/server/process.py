@@ -36,9 +36,12 @@ from minisgl_backend.server.repository import copy_repository
 logger = logging.getLogger(__name__)
 
 RUNTIME_DIRECTORY_VARIABLE: Final = "MINISGL_RUNTIME_DIR"
-"""Tells the models where their sockets and hints belong."""
+"""Tells the models where their sockets and signs belong."""
+HTTP_URL_VARIABLE: Final = "MINISGL_HTTP_URL"
+"""Tells the models where their own server listens."""
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
+_NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _KEPT_LOG_LINES: Final = 2000
 
@@ -196,10 +199,13 @@ class TritonServer:
                 f"--http-restricted-api={guarded}:minisgl-admin-key={self.admin_key}",
                 f"--grpc-restricted-protocol={guarded}:minisgl-admin-key={self.admin_key}",
             ]
+        if not _NVIDIA_DRIVER.exists():
+            arguments.append("--allow-gpu-metrics=false")
         if backends is not None:
             arguments.append(f"--backend-directory={backends}")
         environment = installation.environment({**os.environ, **options.environment})
         environment[RUNTIME_DIRECTORY_VARIABLE] = str(self.directory)
+        environment[HTTP_URL_VARIABLE] = self.url()
         return subprocess.Popen(
             [*arguments, *options.extra_arguments],
             env=environment,

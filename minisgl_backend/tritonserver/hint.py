@@ -1,46 +1,61 @@
-"""A hint from engines to tokenizers: all queues are full, so do not even tokenize.
+"""Signs that engines put up for others in the server's runtime directory; advice, never a lock.
 
-A file per engine in the server's runtime directory, named after its state. It is advice only: the
-engine itself refuses what does not fit, and without a runtime directory there is no hint.
+A sign is an empty file, named after its engine and after whether its queue is full. Tokenizers look
+at them to refuse early; without a runtime directory there are none, and the engine refuses by
+itself. When a model is reloaded, the new engine takes the old one's sign down, so that the old one
+learns that it has a successor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from pathlib import Path
 from typing import Final
 
-_OPEN: Final = "queue-open-"
-_FULL: Final = "queue-full-"
+_OPEN: Final = "queue-open"
+_FULL: Final = "queue-full"
 _READ_EVERY_S: Final = 0.02
 
 
 class QueueSign:
-    """The engine's side; ``name`` is its own among the engines of a server."""
+    """The engine's side; ``place`` names the instance of the model, of which one should serve."""
 
-    def __init__(self, directory: Path | None, name: str) -> None:
+    def __init__(self, directory: Path | None, place: str) -> None:
         self._directory = directory
-        self._name = name
+        self._name = f"{place}.{secrets.token_hex(8)}"
         self._full = False
         if directory is not None:
-            (directory / (_OPEN + name)).touch()
+            for state in (_OPEN, _FULL):
+                for old in directory.glob(f"{state}.{place}.*"):
+                    old.unlink(missing_ok=True)
+            self._path(_OPEN).touch()
 
     def show(self, full: bool) -> None:
         """Change the sign where it is not right."""
         if self._directory is None or full == self._full:
             return
-        prefixes = (_OPEN, _FULL) if full else (_FULL, _OPEN)
-        before, after = (self._directory / (prefix + self._name) for prefix in prefixes)
-        before.rename(after)
+        before, after = (_OPEN, _FULL) if full else (_FULL, _OPEN)
+        with contextlib.suppress(FileNotFoundError):
+            self._path(before).rename(self._path(after))
         self._full = full
+
+    def is_replaced(self) -> bool:
+        """Whether a successor took the sign down."""
+        if self._directory is None:
+            return False
+        return not (self._path(_OPEN).exists() or self._path(_FULL).exists())
 
     def remove(self) -> None:
         """The engine ends."""
         if self._directory is not None:
-            for prefix in (_OPEN, _FULL):
-                with contextlib.suppress(OSError):
-                    (self._directory / (prefix + self._name)).unlink()
+            for state in (_OPEN, _FULL):
+                self._path(state).unlink(missing_ok=True)
+
+    def _path(self, state: str) -> Path:
+        assert self._directory is not None
+        return self._directory / f"{state}.{self._name}"
 
 
 class QueueView:
@@ -59,10 +74,8 @@ class QueueView:
         if now_s - self._read_s >= _READ_EVERY_S:
             self._read_s = now_s
             try:
-                names = [path.name for path in self._directory.iterdir()]
+                states = {path.name.partition(".")[0] for path in self._directory.iterdir()}
             except OSError:
-                names = []
-            self._full = any(name.startswith(_FULL) for name in names) and not any(
-                name.startswith(_OPEN) for name in names
-            )
+                states = set()
+            self._full = _FULL in states and _OPEN not in states
         return self._full

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
-
-import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, MiniSGLError
@@ -29,10 +26,16 @@ from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.encoding import ChunkEncoder, TokenEncoder
 from minisgl_backend.tritonserver.hint import QueueSign
 from minisgl_backend.tritonserver.responder import Responder
-from minisgl_backend.tritonserver.setup import loading, own_options, runtime_directory
+from minisgl_backend.tritonserver.setup import (
+    loading,
+    own_options,
+    ready_url,
+    runtime_directory,
+)
 from minisgl_backend.tritonserver.stream import Outgoing, Stream
 from minisgl_backend.tritonserver.telemetry import Telemetry
 from minisgl_backend.tritonserver.tensors import make_response, read_inputs, read_parameters
+from minisgl_backend.tritonserver.watch import Watch
 from minisgl_backend.tritonserver.window import Window
 from minisgl_backend.tritonserver.wire.answer import Answer, answer_arrays
 from minisgl_backend.tritonserver.wire.chunk import StreamStart, Times, stream_name
@@ -47,7 +50,6 @@ _STOP_STRINGS_EVERY_S: Final = 0.1
 """How often a request that is answered at its end shows its tokens to the stop strings."""
 _LAST_FLAGS_S: Final = 10.0
 """Time for the last responses once every request has ended."""
-_WATCH_EVERY_S: Final = 0.25
 
 
 class TritonPythonModel:
@@ -71,19 +73,18 @@ class TritonPythonModel:
         self._telemetry = Telemetry(
             self._engine, model=options.model, version=args["model_version"]
         )
-        directory = runtime_directory()
         self._dispatcher = Dispatcher(
             self._engine,
             grace_s=options.cancel_grace_ms / 1000,
-            directory=directory,
+            directory=runtime_directory(),
             on_chunk=self._telemetry.chunk_sent,
         )
-        sign = QueueSign(directory, f"{self._dispatcher.channel.epoch:016x}")
-        self._watch = _Watch(
-            self._engine, args, sign=sign, telemetry=self._telemetry, drain=self._drain
+        self._sign = QueueSign(
+            runtime_directory(), f"{args['model_instance_name']}.{args['model_version']}"
         )
-        self._drained = threading.Event()
-        logger.info("serving %s", self._engine.info)
+        self._watch = Watch(
+            ready_url=ready_url(args), sign=self._sign, report=self._report, drain=self._drain
+        )
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the engine; their responses follow through their response senders."""
@@ -106,6 +107,10 @@ class TritonPythonModel:
             logger.error("%d requests did not get their last response", len(self._dispatcher))
         self._dispatcher.close()
         self._telemetry.close()
+
+    def _report(self) -> None:
+        self._sign.show(self._engine.is_queue_full())
+        self._telemetry.report()
 
     def _drain(self) -> None:
         """Give open requests the time the operator granted, then end the rest with an error."""
@@ -238,54 +243,3 @@ def _deadline_s(timeout_ms: int | None, arrival_time_ns: int) -> float | None:
         return None
     age_s = max(0, time.time_ns() - arrival_time_ns) / 1e9
     return time.monotonic() - age_s + timeout_ms / 1000
-
-
-class _Watch:
-    """A thread that reports a few times a second, and notices that the model is being unloaded.
-
-    Triton tells a model of its unloading only when its last request has ended; so requests would
-    hold up an unload, or the end of the server, for as long as they care to run.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        args: Mapping[str, str],
-        *,
-        sign: QueueSign,
-        telemetry: Telemetry,
-        drain: Callable[[], None],
-    ) -> None:
-        self._engine = engine
-        self._model = args["model_name"], args["model_version"]
-        self._sign = sign
-        self._telemetry = telemetry
-        self._drain = drain
-        self._was_ready = False
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closing.set()
-        self._thread.join()
-        self._sign.remove()
-
-    def _run(self) -> None:
-        while not self._closing.wait(_WATCH_EVERY_S):
-            try:
-                self._sign.show(self._engine.is_queue_full())
-                self._telemetry.report()
-                if self._is_unloading():
-                    logger.info("the model is being unloaded; requests in flight may finish")
-                    self._drain()
-                    self._was_ready = False
-            except Exception:
-                logger.exception("the engine could not report")
-
-    def _is_unloading(self) -> bool:
-        ready = pb_utils.is_model_ready(*self._model)
-        if ready:
-            self._was_ready = True
-        return self._was_ready and not ready

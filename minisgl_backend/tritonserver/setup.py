@@ -30,12 +30,21 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
 def runtime_directory() -> Path | None:
-    """Where sockets and hints of this server belong; None where nobody made such a place.
-
-    The only look at the environment: whoever starts tritonserver sets the variable for its models.
-    """
-    path = os.environ.get("MINISGL_RUNTIME_DIR")
+    """Where sockets and signs of this server belong; None where nobody made such a place."""
+    path = _told("MINISGL_RUNTIME_DIR")
     return Path(path) if path else None
+
+
+def ready_url(args: Mapping[str, str]) -> str | None:
+    """Where the server tells whether this model is ready; None where nobody says."""
+    server = _told("MINISGL_HTTP_URL")
+    version = f"{args['model_name']}/versions/{args['model_version']}"
+    return f"{server}/v2/models/{version}/ready" if server else None
+
+
+def _told(variable: str) -> str | None:
+    """The only look at the environment: what the starter of the server tells its models."""
+    return os.environ.get(variable)
 
 
 def own_options(args: Mapping[str, str]) -> EngineOptions:

@@ -129,9 +129,9 @@ class Telemetry:
             self._set(self._gauges[name], level)
         self._observe_samples()
         for counts, children in self._counted:
-            for name, value in counts.take().items():
-                if value:
-                    children[name].increment(value)
+            for name, added in counts.take().items():
+                if added:
+                    children[name].increment(added)
 
     def close(self) -> None:
         """Drop all metrics, and then their families, as Triton demands."""

@@ -14,10 +14,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.request import FinishReason, TokenId, TokenLogprobs
 from minisgl_backend.tritonserver.wire.chunk import Times
-from minisgl_backend.tritonserver.wire.generation import NOTHING, StopRequest, Wanted
+from minisgl_backend.tritonserver.wire.generation import NOTHING, Wanted
 
 LEAST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
@@ -82,11 +81,6 @@ def answer_arrays(
     return arrays
 
 
-def stop_request_arrays(request: StopRequest) -> dict[str, npt.NDArray[Any]]:
-    """The one response to a ``stop_request``; it always tells its finish reason."""
-    return {"text_output": _string(""), "finish_reason": _string(FinishReason.CANCELLED.value)}
-
-
 def logprobs_json(
     token_ids: Sequence[TokenId],
     logprobs: Sequence[TokenLogprobs],
@@ -109,11 +103,6 @@ def logprobs_json(
             table.setdefault(str(other), entry(other, logprob, rank))
         tokens.append(table)
     return _encode(tokens)
-
-
-def error_message(error: MiniSGLError) -> str:
-    """The sentence that Triton's error carries: the code, a colon, the message."""
-    return f"{error.code}: {error}"
 
 
 def _string(text: str) -> npt.NDArray[Any]:

@@ -76,7 +76,7 @@ def gather(
     found = _Found()
     for name, array in inputs.items():
         if name == "input_ids":
-            found.put(name, BY_NAME[name], _token_ids(array))
+            found.put(name, BY_NAME[name], values.token_ids(name, array))
         elif entry := _known(name, lambda array=array: array.reshape(-1).tolist()):
             found.put(name, entry, values.from_tensor(name, entry, array))
     for name, value in parameters.items():
@@ -164,15 +164,6 @@ def _is_neutral(given: Any, neutral: Any) -> bool:
         except (ValueError, RecursionError):
             return False
     return bool(given == neutral) and isinstance(given, bool) is isinstance(neutral, bool)
-
-
-def _token_ids(array: npt.NDArray[Any]) -> IntArray:
-    if array.dtype.kind not in "iu":
-        raise InvalidRequest(f"input_ids must be integers, got {array.dtype}")
-    flat = array.reshape(-1)
-    if flat.size and (flat.min() < 0 or flat.max() >= 2**31):
-        raise InvalidRequest("input_ids must be in 0 .. 2147483647")
-    return np.ascontiguousarray(flat, dtype=np.int32)
 
 
 def build(

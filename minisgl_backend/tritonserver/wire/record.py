@@ -85,7 +85,7 @@ def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Record | St
             raise InvalidRequest(f"request holds an unknown name, {values.quoted(name)}")
         found[name] = values.from_json(name, entry, value)
     if not found.get("stop_request"):
-        found["input_ids"] = input_ids
+        found["input_ids"] = values.token_ids("input_ids", input_ids)
     request = build(found, limits=limits)
     if isinstance(request, StopRequest):
         return request

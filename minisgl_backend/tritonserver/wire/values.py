@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.request import IntArray
 from minisgl_backend.tritonserver.wire.parameters import Input, Kind
 
 _FLAGS: Final = {"true": True, "1": True, "false": False, "0": False}
@@ -203,9 +204,11 @@ def _to_biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(pairs.items()))
 
 
-def one_text(name: str, array: npt.NDArray[Any]) -> str:
-    """The string of a tensor that must hold exactly one."""
-    items = np.asarray(array).reshape(-1).tolist()
-    if len(items) != 1:
-        raise InvalidRequest(f"{name} must be one value, got {len(items)}")
-    return to_text(name, items[0])
+def token_ids(name: str, array: npt.NDArray[Any]) -> IntArray:
+    """The ids of a tensor of any shape, int32[num_tokens]; whether they exist is not known here."""
+    if array.dtype.kind not in "iu":
+        raise InvalidRequest(f"{name} must be integers, got {array.dtype}")
+    flat = array.reshape(-1)
+    if flat.size and (flat.min() < 0 or flat.max() > _INT32_MAX):
+        raise InvalidRequest(f"{name} must be in 0 .. {_INT32_MAX}")
+    return np.ascontiguousarray(flat, dtype=np.int32)

@@ -6,21 +6,17 @@ import json
 from typing import Any
 
 import numpy as np
-import pytest
 
-from minisgl_backend.errors import InvalidRequest, Overloaded
 from minisgl_backend.request import Finished, FinishReason, TokenLogprobs
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.tritonserver.wire.answer import (
     LEAST_LOGPROB,
     Answer,
     answer_arrays,
-    error_message,
     logprobs_json,
-    stop_request_arrays,
 )
 from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, Times
-from minisgl_backend.tritonserver.wire.generation import StopRequest, Wanted
+from minisgl_backend.tritonserver.wire.generation import Wanted
 from minisgl_backend.tritonserver.wire.parameters import output_tensors
 from minisgl_backend.tritonserver.wire.stream import AnswerStream
 from tests.fakes.vocabularies import byte_level
@@ -208,20 +204,3 @@ def test_logprobs_as_json() -> None:
     ]
     without_text = json.loads(logprobs_json([5], [TokenLogprobs(float("nan"), 1)]))
     assert without_text == [{"5": {"logprob": LEAST_LOGPROB, "rank": 1}}]
-
-
-def test_a_stop_request_is_answered_by_its_reason() -> None:
-    arrays = stop_request_arrays(StopRequest())
-    assert arrays["text_output"].tolist() == [b""]
-    assert arrays["finish_reason"].tolist() == [b"cancelled"]
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (InvalidRequest("no"), "INVALID_ARG: no"),
-        (Overloaded("full"), "UNAVAILABLE: full"),
-    ],
-)
-def test_errors_begin_with_their_code(error: Any, message: str) -> None:
-    assert error_message(error) == message

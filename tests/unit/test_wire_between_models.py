@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from minisgl_backend.config import Limits
@@ -120,6 +121,12 @@ def test_a_stop_request_has_a_record_too() -> None:
 def test_a_forged_record_is_refused(record: str) -> None:
     with pytest.raises(RequestError):
         decode_record(record, IDS, LIMITS)
+
+
+@pytest.mark.parametrize("ids", [np.array([-1], np.int32), np.array([], np.int32)])
+def test_a_record_needs_token_ids(ids: npt.NDArray[np.int32]) -> None:
+    with pytest.raises(InvalidRequest):
+        decode_record(encode_record(PLAIN, arrival_time_ns=5), ids, LIMITS)
 
 
 COMMON = Chunk("/run/x/engine.sock", stream_name(2**64 - 1, 300), 7)

@@ -1,0 +1,149 @@
+"""Whatever comes over the wire is parsed or refused by a short sentence; nothing else escapes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl_backend.config import Limits
+from minisgl_backend.errors import RequestError
+from minisgl_backend.text.prompt import MessagesPrompt
+from minisgl_backend.text.template import ChatTemplate
+from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.tritonserver.wire.chunk import decode_chunk, encode_chunk
+from minisgl_backend.tritonserver.wire.generation import Generation
+from minisgl_backend.tritonserver.wire.parameters import BY_NAME, NEUTRAL
+from minisgl_backend.tritonserver.wire.parse import parse_generation, parse_token_generation
+from minisgl_backend.tritonserver.wire.record import Record, decode_record, encode_record
+from tests.fakes.vocabularies import byte_level
+
+LIMITS = Limits(prompt_bytes=2000)
+NAMES = st.one_of(st.sampled_from([*BY_NAME, *NEUTRAL]), st.text(max_size=12))
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-3, 40),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["", "nan", "-1", "1e999", "0.5", "true", "[1, 2]", '{"5": 1}', "\ud800"]),
+)
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3)
+)
+ARRAYS = st.one_of(
+    st.lists(st.binary(max_size=8), max_size=3).map(lambda x: np.array(x, dtype=np.object_)),
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3).map(lambda x: np.array(x, np.int32)),
+    st.lists(st.integers(0, 2**64 - 1), max_size=2).map(lambda x: np.array(x, np.uint64)),
+    st.lists(st.floats(width=32), max_size=2).map(lambda x: np.array(x, np.float32)),
+    st.lists(st.booleans(), max_size=2).map(lambda x: np.array([x])),
+    JSON.map(lambda x: np.array([json.dumps(x).encode()], dtype=np.object_)),
+)
+PROMPT = {"text_input": np.array([b"hi"], dtype=np.object_)}
+ENCODER = PromptEncoder(
+    byte_level(),
+    templates={
+        "default": ChatTemplate(
+            "{% for m in messages %}{{ m.role }}{{ m.content + '' }}"
+            "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+            "{% endfor %}",
+            {},
+            max_chars=2000,
+        )
+    },
+    limits=LIMITS,
+)
+
+
+def check_sentence(error: RequestError) -> None:
+    assert 0 < len(str(error)) < 400
+    assert "Traceback" not in str(error)
+    str(error).encode()
+
+
+@given(
+    st.dictionaries(NAMES, ARRAYS, max_size=4),
+    st.dictionaries(NAMES, SCALARS, max_size=4),
+    st.booleans(),
+)
+def test_requests(inputs: dict[str, Any], parameters: dict[str, Any], prompt: bool) -> None:
+    given_inputs = PROMPT | inputs if prompt else inputs
+    for parse in (parse_generation, parse_token_generation):
+        try:
+            request = parse(given_inputs, parameters, limits=LIMITS)
+        except RequestError as error:
+            check_sentence(error)
+        else:
+            check_record(request)
+
+
+@given(st.dictionaries(NAMES, JSON, max_size=5))
+def test_sampling_parameters(parameters: dict[str, Any]) -> None:
+    text = np.array([json.dumps(parameters).encode()], dtype=np.object_)
+    try:
+        request = parse_generation(PROMPT | {"sampling_parameters": text}, {}, limits=LIMITS)
+    except RequestError as error:
+        check_sentence(error)
+    else:
+        check_record(request)
+
+
+def check_record(request: Any) -> None:
+    """What was accepted once is accepted again, and says the same."""
+    ids = np.array([1], dtype=np.int32)
+    record = decode_record(encode_record(request, arrival_time_ns=1), ids, LIMITS)
+    if isinstance(request, Generation):
+        assert isinstance(record, Record)
+        assert record.generation.sampling == request.sampling
+        assert record.generation.wanted == request.wanted
+        assert record.generation.stop_strings == request.stop_strings
+    else:
+        assert record == request
+
+
+@given(st.one_of(JSON.map(json.dumps), st.text(max_size=20)))
+def test_records(text: str) -> None:
+    try:
+        decode_record(text, np.array([1], dtype=np.int32), LIMITS)
+    except RequestError as error:
+        check_sentence(error)
+
+
+CHUNK_KEYS = st.sampled_from(list("rsidclfet"))
+
+
+@given(st.dictionaries(CHUNK_KEYS, JSON).map(json.dumps) | st.text(max_size=20))
+def test_chunks(text: str) -> None:
+    try:
+        chunk = decode_chunk(text)
+    except RequestError as error:
+        check_sentence(error)
+    else:
+        assert decode_chunk(encode_chunk(chunk)) == chunk
+
+
+MESSAGE_KEYS = st.sampled_from(
+    ["role", "content", "tool_calls", "type", "text", "function", "name"]
+)
+MESSAGES = st.recursive(
+    SCALARS | st.just("text"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(MESSAGE_KEYS, inner, max_size=4),
+)
+
+
+@given(
+    st.lists(st.dictionaries(MESSAGE_KEYS, MESSAGES, max_size=4), max_size=3) | MESSAGES,
+    st.none() | MESSAGES,
+)
+def test_messages(messages: Any, tools: Any) -> None:
+    prompt = MessagesPrompt(json.dumps(messages), None if tools is None else json.dumps(tools))
+    try:
+        ids = ENCODER.encode(prompt)
+    except RequestError as error:
+        check_sentence(error)
+    else:
+        assert ids.size

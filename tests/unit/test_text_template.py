@@ -1,0 +1,196 @@
+"""Chat templates: as transformers renders them, and within bounds."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from minisgl_backend.errors import ConfigError, InvalidRequest
+from minisgl_backend.text.template import ChatTemplate, _Sandbox
+
+CHATML = """{%- for message in messages %}
+    {%- if loop.first and message.role != 'system' %}
+        {{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+LLAMA = """{{ bos_token }}{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}
+{% endif %}
+{% if message['role'] == 'user' %}
+{{ '[INST] ' + message['content'].strip() + ' [/INST]' }}
+{% elif message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+{% endif %}
+{% endfor %}"""
+
+TOOLS = """{% macro shown(tool) %}
+  <tool>{{ tool | tojson }}</tool>
+{% endmacro %}
+{% if tools %}
+{% for tool in tools %}{{ shown(tool) }}{% endfor %}
+{% endif %}
+{% set ns = namespace(count=0) %}
+{% for message in messages %}
+{% set ns.count = ns.count + 1 %}
+{% if message.role == 'tool' %}{% continue %}{% endif %}
+{{ ns.count }}: {{ message.content | default('-', true) }}
+{% for call in message.tool_calls or [] %}
+{{ call.function.name }} {{ call.function.arguments | tojson(indent=2) }}
+{% endfor %}
+{% endfor %}"""
+
+PARTS = """{% for message in messages %}{% if message.content is string %}{{ message.content }}
+{% else %}{% for part in message.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"""
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": " Où? <b>日本</b> 🎉 "},
+    {"role": "assistant", "content": "Là."},
+    {"role": "user", "content": "ok"},
+]
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "look", "arguments": {"where": "<é>"}}}],
+    },
+    {"role": "tool", "content": "rain"},
+]
+PARTED: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+]
+TOOL = {"type": "function", "function": {"name": "look", "description": "<&> é"}}
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def template(source: str, **bounds: Any) -> ChatTemplate:
+    return ChatTemplate(source, TOKENS, **{"max_chars": 10**6, **bounds})
+
+
+@pytest.mark.parametrize(
+    ("source", "chat", "tools"),
+    [
+        (CHATML, CHAT, None),
+        (CHATML, [{"role": "system", "content": "x"}, *CHAT], None),
+        (LLAMA, CHAT, None),
+        (TOOLS, CALLS, [TOOL, TOOL]),
+        (TOOLS, CALLS, None),
+        (PARTS, PARTED, None),
+        (PARTS, CHAT, None),
+    ],
+)
+def test_as_transformers_does(
+    source: str, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> None:
+    options: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, **TOKENS}
+    expected: Any = render_jinja_template([chat], chat_template=source, **options)
+    assert template(source).render(chat, tools) == expected[0][0]
+
+
+def test_a_template_of_strings_gets_parts_as_one() -> None:
+    assert "<|im_start|>user\na\nb<|im_end|>" in template(CHATML).render(PARTED)
+
+
+def test_the_date() -> None:
+    rendered = template("{{ strftime_now('%Y-%m-%d') }}").render(CHAT)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", rendered)
+
+
+def test_a_template_may_refuse_a_chat() -> None:
+    with pytest.raises(InvalidRequest, match=r"refuses the messages: roles must alternate$"):
+        template(LLAMA).render(CHAT[1:])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].missing.deeper }}",
+        "{{ 1 / 0 }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception('') }}",
+        "{{ lipsum.__globals__ }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% include 'x' %}",
+    ],
+)
+def test_whatever_a_template_raises_is_one_sentence(source: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^the chat template ") as caught:
+        template(source).render(CHAT)
+    assert len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
+
+
+class Ticking:
+    """A clock that is a second later at every look."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(90) }}",
+        "{% macro m() %}{{ caller() }}{% endmacro %}"
+        "{% for a in range(99) %}{% call m() %}x{% endcall %}{% endfor %}",
+    ],
+)
+def test_time_is_bounded(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="runs longer than 50 s"):
+        template(source, max_seconds=50, clock=Ticking()).render(CHAT)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(9999) %}0123456789{% endfor %}",
+        "{{ 'x' * 10**9 }}",
+        "{{ 10**9 * [1] }}",
+        "{{ 2 ** (10**6) }}",
+        "{{ (10**30) ** 2 }}",
+        "{% set ns = namespace(x='0123456789') %}"
+        "{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    ],
+)
+def test_size_is_bounded(source: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^the chat template (makes|computes)"):
+        template(source, max_chars=10**4).render(CHAT)
+
+
+def test_arithmetic_within_bounds() -> None:
+    assert template("{{ 2 ** 10 }}{{ 'ab' * 2 }}{{ 3 * 4 }}{{ 'a' + 'b' }}").render(CHAT) == (
+        "1024abab12ab"
+    )
+
+
+def test_a_template_that_does_not_compile_fails_the_load() -> None:
+    with pytest.raises(ConfigError, match="the chat template does not compile"):
+        template("{% for %}")
+
+
+def test_the_sandbox_is_jinjas_immutable_one() -> None:
+    assert issubclass(_Sandbox, ImmutableSandboxedEnvironment)
+
+
+def test_what_clients_send_is_not_a_program() -> None:
+    chat = [{"role": "user", "content": "{{ 1 + 1 }}{% for %}"}]
+    assert "{{ 1 + 1 }}{% for %}" in template(CHATML).render(chat)
+    assert json.dumps("{{") in template("{{ messages | tojson }}").render(
+        [{"role": "user", "content": "{{"}]
+    )

@@ -1,0 +1,265 @@
+"""Prompts -> token ids, with checkpoints' folders made on the spot."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
+
+from minisgl_backend.config import DEMO_MODEL, Limits
+from minisgl_backend.errors import ConfigError, InvalidRequest, RequestError, Unsupported
+from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
+from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
+from tests.fakes import vocabularies
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if tools %}{{ tools | length }}{% endif %}"
+)
+
+
+def folder(path: Path, *, bos: bool = True, template: Any = TEMPLATE) -> Path:
+    """A checkpoint's folder, byte-level; with ``bos`` prompts begin with <|start|>."""
+    tokenizer = vocabularies.byte_level()
+    if bos:
+        start = ("<|start|>", tokenizer.token_to_id("<|start|>"))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|start|> $A", special_tokens=[start]
+        )
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|start|>" if bos else None,
+        "eos_token": "<|end|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": template,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> PromptEncoder:
+    return PromptEncoder.load(folder(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def demo() -> PromptEncoder:
+    return PromptEncoder.load(DEMO_MODEL)
+
+
+def token(encoder: PromptEncoder, name: str) -> int:
+    return list(encoder.vocabulary.names).index(name)
+
+
+def chat(*contents: Any, **more: Any) -> MessagesPrompt:
+    return MessagesPrompt(json.dumps([{"role": "user", "content": c, **more} for c in contents]))
+
+
+def shown(encoder: PromptEncoder, ids: Any) -> list[str]:
+    return [encoder.vocabulary.token_text(token_id) for token_id in ids.tolist()]
+
+
+def test_text_begins_as_the_tokenizer_asks(encoder: PromptEncoder) -> None:
+    ids = encoder.encode(TextPrompt("abcdef"))
+    assert ids.dtype == np.int32
+    assert shown(encoder, ids) == ["<|start|>", *"abcdef"]
+
+
+def test_text_is_not_control(encoder: PromptEncoder) -> None:
+    plain = shown(encoder, encoder.encode(TextPrompt("a<|end|>")))
+    assert plain == ["<|start|>", *"a<|end|>"]
+    control = shown(encoder, encoder.encode(TextPrompt("a<|end|>", parse_special_tokens=True)))
+    assert control == ["<|start|>", "a", "<|end|>"]
+
+
+def test_the_beginning_is_not_doubled(encoder: PromptEncoder) -> None:
+    prompt = TextPrompt("<|start|>a", parse_special_tokens=True)
+    assert shown(encoder, encoder.encode(prompt)) == ["<|start|>", "a"]
+    assert shown(encoder, encoder.encode(chat("a"))) == ["<|start|>", "a"]
+
+
+def test_no_beginning_where_the_tokenizer_wants_none(tmp_path: Path) -> None:
+    encoder = PromptEncoder.load(folder(tmp_path, bos=False, template=None))
+    assert shown(encoder, encoder.encode(TextPrompt("a"))) == ["a"]
+    with pytest.raises(InvalidRequest, match="messages need a chat template, and this model has"):
+        encoder.encode(chat("a"))
+
+
+def test_templates_by_name(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "with {{ tools | length }}"},
+    ]
+    encoder = PromptEncoder.load(folder(tmp_path, template=named))
+    messages = chat("a").messages
+    assert encoder.render(MessagesPrompt(messages)) == "plain"
+    assert encoder.render(MessagesPrompt(messages, "[]")) == "plain"
+    assert encoder.render(MessagesPrompt(messages, "[{}, {}]")) == "with 2"
+
+
+def test_as_transformers_does(demo: PromptEncoder) -> None:
+    theirs = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    for text in ("What is the capital of France?", "日本 🎉 é", " a  b\n"):
+        assert demo.encode(TextPrompt(text)).tolist() == theirs(text)["input_ids"]
+        messages = [{"role": "system", "content": "x"}, {"role": "user", "content": text}]
+        tools: Any = [{"type": "function", "function": {"name": "f", "description": text}}]
+        for given in (None, tools):
+            expected = theirs.apply_chat_template(
+                messages, tools=given, add_generation_prompt=True, return_dict=False
+            )
+            prompt = MessagesPrompt(json.dumps(messages), json.dumps(given) if given else None)
+            assert demo.encode(prompt).tolist() == expected
+
+
+def test_token_prompts(encoder: PromptEncoder) -> None:
+    last = len(encoder.vocabulary) - 1
+    ids = np.array([0, last], dtype=np.int32)
+    assert encoder.encode(TokenPrompt(ids)) is ids
+    with pytest.raises(InvalidRequest, match=rf"^input_ids must be in 0 \.\. {last}, got"):
+        encoder.encode(TokenPrompt(ids + 1))
+    with pytest.raises(InvalidRequest, match=r"^end_id must be in .*, got -1"):
+        encoder.check_token_ids("end_id", [0, -1])
+
+
+def test_the_prompts_text(encoder: PromptEncoder) -> None:
+    ids = encoder.encode(TextPrompt("é<|end|>", parse_special_tokens=True))
+    assert encoder.prompt_text(TextPrompt("é<|end|>"), ids) == "é<|end|>"
+    assert encoder.prompt_text(TokenPrompt(ids), ids) == "é"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (TextPrompt(""), "text_input must not be empty"),
+        (MessagesPrompt("{"), "messages must be valid JSON"),
+        (MessagesPrompt("[" * 10**5), "messages must be valid JSON"),
+        (MessagesPrompt("{}"), "messages must be a JSON list"),
+        (MessagesPrompt("[]"), "messages must not be empty"),
+        (MessagesPrompt("[5]"), "messages[0] must be an object"),
+        (MessagesPrompt('[{"content": "a"}]'), "messages[0].role must be a string"),
+        (MessagesPrompt('[{"role": "user"}]'), "messages[0].content must be a string or a list"),
+        (chat("a", 5), "messages[1].content must be a string or a list of text parts"),
+        (chat(["a"]), "messages[0].content[0] must be an object with a type"),
+        (chat([{"type": "text"}]), "messages[0].content[0].text must be a string"),
+        (MessagesPrompt('[{"role": "user", "content": "\\ud800"}]'), "messages must be valid Uni"),
+        (MessagesPrompt("[" * 40 + "]" * 40), "messages must be at most 32 levels deep"),
+        (replace(chat("a"), tools="[5]"), "tools[0] must be an object"),
+        (replace(chat("a"), tools="5"), "tools must be a JSON list"),
+        (replace(chat("a"), tools="[" + "{}," * 1024 + "{}]"), "tools must be at most 1024, got"),
+        (chat(*["a"] * 1025), "messages must be at most 1024, got 1025"),
+    ],
+)
+def test_what_is_wrong_is_named(encoder: PromptEncoder, prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        encoder.encode(prompt)
+    assert str(caught.value).startswith(message)
+
+
+def test_images_are_not_offered(encoder: PromptEncoder) -> None:
+    image = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+    with pytest.raises(Unsupported, match="must be of type text, got 'image_url'"):
+        encoder.encode(chat([image]))
+
+
+def test_calls_of_tools(tmp_path: Path) -> None:
+    source = (
+        "{% for c in messages[0].tool_calls %}{{ (c.function.arguments or {}).where }};{% endfor %}"
+    )
+    encoder = PromptEncoder.load(folder(tmp_path, template=source))
+    arguments = ['{"where": "Paris"}', {"where": "Rome"}, "{broken", "[1]"]
+    calls = [{"function": {"arguments": a}} for a in arguments] + [{"function": {}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert encoder.render(MessagesPrompt(json.dumps([message]))) == "Paris;Rome;;;;"
+
+
+def test_tool_calls_of_another_shape_are_the_templates_business(encoder: PromptEncoder) -> None:
+    for calls in (5, [5], [{"function": 5}]):
+        assert encoder.render(chat("a", tool_calls=calls)) == "<|start|>a"
+
+
+def test_the_limit_on_bytes_comes_first(tmp_path: Path) -> None:
+    encoder = PromptEncoder.load(folder(tmp_path), Limits(prompt_bytes=8))
+    assert encoder.encode(TextPrompt("é" * 4)).size == 9
+    with pytest.raises(InvalidRequest, match="the prompt must be at most 8 bytes, got 10"):
+        encoder.encode(TextPrompt("é" * 5))
+    with pytest.raises(InvalidRequest, match="the chat template makes more than 8 characters"):
+        encoder.encode(chat("a"))
+
+
+def test_a_template_may_leave_nothing(tmp_path: Path) -> None:
+    encoder = PromptEncoder.load(folder(tmp_path, template="{# nothing #}"))
+    with pytest.raises(InvalidRequest, match="the prompt has no tokens"):
+        encoder.encode(chat("a"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\0", "\ufeff", "e" + "\u0301" * 10_000, "." * 26_000, " " * 100_000, "日" * 100_000],
+)
+def test_odd_texts_come_back_whole(demo: PromptEncoder, text: str) -> None:
+    ids = demo.encode(TextPrompt(text))
+    assert demo.prompt_text(TokenPrompt(ids), ids) == text
+
+
+def test_a_million_letters(demo: PromptEncoder) -> None:
+    text = "a" * 10**6
+    ids = demo.encode(TextPrompt(text))
+    assert demo.prompt_text(TokenPrompt(ids), ids) == text
+
+
+def test_lone_surrogates_do_not_get_through(demo: PromptEncoder) -> None:
+    with pytest.raises(RequestError):
+        demo.encode(MessagesPrompt('[{"role": "user", "content": ["\\udfff"]}]'))
+
+
+def test_other_threads_run_while_one_tokenizes(demo: PromptEncoder) -> None:
+    """Without the GIL released the counting thread would not get a turn before the end."""
+    started, done = threading.Event(), threading.Event()
+
+    def tokenize() -> int:
+        started.set()
+        try:
+            return len(demo.encode(TextPrompt("Paris is the capital of France. " * 50_000)))
+        finally:
+            done.set()
+
+    turns = 0
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(tokenize)
+        started.wait()
+        while not done.is_set():
+            turns += 1
+        assert future.result() > 0
+    assert turns > 1000
+
+
+def test_threads_share_an_encoder(demo: PromptEncoder) -> None:
+    texts = [f"the number {n} " * 50 for n in range(64)]
+    prompts: list[Prompt] = [*map(TextPrompt, texts), *map(chat, texts)]
+    alone = [demo.encode(prompt).tolist() for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        assert [ids.tolist() for ids in pool.map(demo.encode, prompts)] == alone
+
+
+def test_a_folder_without_a_tokenizer_fails_the_load(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        PromptEncoder.load(tmp_path)
+    with pytest.raises(ConfigError):
+        load_vocabulary(tmp_path / "nowhere")
+
+
+def test_the_vocabulary_is_that_of_the_encoder(tmp_path: Path, encoder: PromptEncoder) -> None:
+    vocabulary = load_vocabulary(tmp_path)
+    assert vocabulary.pieces == encoder.vocabulary.pieces
+    assert vocabulary.special == encoder.vocabulary.special
+    assert isinstance(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), Tokenizer)

@@ -183,10 +183,10 @@ class RadixCache(NaiveCache):
         return self._tree.num_evictable
 
     def match_length(self, tokens: IntArray, salt: str = "") -> int:
-        return self._tree.match_length(tokens[:-1], salt.encode()) * self.page_size
+        return self._tree.match_length(tokens[:-1], _salt_key(salt)) * self.page_size
 
     def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
-        key = salt.encode()
+        key = _salt_key(salt)
         node, pages = self._tree.match(tokens[:-1], key)
         return self._register(
             Lease(pages=array("i", pages.tobytes()), num_shared=len(pages), node=node, salt=key)
@@ -241,3 +241,7 @@ class RadixCache(NaiveCache):
 
 def _as_array(pages: array[int]) -> IntArray:
     return np.array(pages, dtype=np.int32)
+
+
+def _salt_key(salt: str) -> bytes:
+    return salt.encode("utf-8", "surrogatepass")

@@ -225,6 +225,8 @@ class Scheduler:
         reserve, size = self._config.reserve_tokens, self._config.page_size
         reserved = reserved_pages(self._rows, reserve, size)
         while draft.budget and self._rows.num_free:
+            if self._is_blocked(reserved):
+                return
             sequence = self._queue.choose()
             if sequence is None or (before is not None and sequence.rank > before):
                 return
@@ -236,21 +238,25 @@ class Scheduler:
             self._start(sequence, lease, draft)
             self._plan_chunk(sequence, draft)
 
+    def _is_blocked(self, reserved: int) -> bool:
+        """Whether the next sequence lacked room before, and nothing has changed: look no further.
+
+        So a waiting prompt is not matched against the cache in each step of the running ones.
+        """
+        room = self._life.num_available_pages - reserved
+        unchanged = self._blocked_at == self._life.changes
+        return unchanged and self._rows.num_used > 0 and room < self._blocked_pages
+
     def _lease(self, sequence: Sequence, needed: int, reserved: int) -> Lease | None:
         """Pages for a waiting sequence's known tokens; None where that leaves too few.
 
-        Without any row in use the whole pool is there to be had, and nothing is reserved. What is
-        found to be blocked is not tried again before something has changed: its prefix is not
-        matched in each step.
+        Without any row in use the whole pool is there to be had, and nothing is reserved.
         """
-        idle = not self._rows.num_used
         room = self._life.num_available_pages - reserved
-        if not idle and self._blocked_at == self._life.changes and room < self._blocked_pages:
-            return None
         lease = self._cache.acquire(sequence.tokens, sequence.request.cache_salt)
         pinned = room + reserved - self._life.num_available_pages
         missing = needed - len(lease.pages) + pinned
-        if not idle and missing > room:
+        if self._rows.num_used and missing > room:
             self._cache.release(lease)
             self._blocked_at, self._blocked_pages = self._life.changes, missing
             return None

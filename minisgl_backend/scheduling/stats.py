@@ -17,6 +17,6 @@ class SchedulerStats:
     evictable_pages: int
     num_retractions: int
     prefix_queries: int
-    """Prompt tokens looked up in the prefix cache so far."""
+    """Tokens looked up in the prefix cache at admissions so far."""
     prefix_hits: int
     """Of these, tokens that were found."""

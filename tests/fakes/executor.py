@@ -101,7 +101,6 @@ class FakeExecutor:
     max_sequence_length: int
     model: Model = field(default_factory=Model)
     num_rows: int = 64
-    num_computed_tokens: int = 0
     _kv: npt.NDArray[np.uint64] = field(init=False)  # [num_pages, page_size]
     _page_table: npt.NDArray[np.int64] = field(init=False)  # [num_rows, pages of a sequence]
     _weights: npt.NDArray[np.uint64] = field(init=False)  # [positions]
@@ -140,7 +139,6 @@ class FakeExecutor:
                 admission, admission.history.tolist(), admission.num_cached_tokens
             )
         self._grant(plan)
-        self.num_computed_tokens += plan.num_tokens
         sampled, start = [], 0
         for row, position, length, samples in zip(
             plan.prefill_rows.tolist(),

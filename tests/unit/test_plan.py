@@ -1,0 +1,119 @@
+"""Plans cross to other ranks as flat buffers and arrive unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_backend.plan import Admission, StepPlan
+from minisgl_backend.request import IntArray, RequestId, SamplingParams
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+SIZE = st.integers(0, 2**31 - 1)
+FLOAT = st.floats(allow_nan=False)
+
+
+def arrays(size: int) -> st.SearchStrategy[IntArray]:
+    return st.lists(INT32, min_size=size, max_size=size).map(
+        lambda values: np.array(values, dtype=np.int32)
+    )
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=SIZE,
+    min_tokens=SIZE,
+    temperature=FLOAT,
+    top_p=FLOAT,
+    top_k=SIZE,
+    min_p=FLOAT,
+    repetition_penalty=FLOAT,
+    presence_penalty=FLOAT,
+    frequency_penalty=FLOAT,
+    seed=st.integers(0, 2**64 - 1),
+    stop_token_ids=st.lists(SIZE, max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+    logit_bias=st.lists(st.tuples(SIZE, FLOAT), max_size=3).map(tuple),
+    num_logprobs=st.none() | SIZE,
+)
+ADMISSION = st.builds(
+    Admission,
+    request_id=st.integers(0, 2**63 - 1).map(RequestId),
+    row=SIZE,
+    num_prompt_tokens=SIZE,
+    num_cached_tokens=SIZE,
+    sampling=SAMPLING,
+    history=st.integers(0, 4).flatmap(arrays),
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    releases, grants, chunks, tokens, decodes = (draw(st.integers(0, 4)) for _ in range(5))
+    return StepPlan(
+        step=draw(st.integers(0, 2**63 - 1)),
+        released_rows=draw(arrays(releases)),
+        admissions=tuple(draw(st.lists(ADMISSION, max_size=2))),
+        grant_rows=draw(arrays(grants)),
+        grant_indices=draw(arrays(grants)),
+        grant_pages=draw(arrays(grants)),
+        prefill_rows=draw(arrays(chunks)),
+        prefill_starts=draw(arrays(chunks)),
+        prefill_lengths=draw(arrays(chunks)),
+        prefill_samples=draw(arrays(chunks)),
+        prefill_tokens=draw(arrays(tokens)),
+        decode_rows=draw(arrays(decodes)),
+        decode_positions=draw(arrays(decodes)),
+    )
+
+
+def assert_same(a: object, b: object) -> None:
+    """Equal in all fields; arrays also in their type."""
+    if isinstance(a, StepPlan | Admission):
+        assert type(a) is type(b)
+        for spec in fields(a):
+            assert_same(getattr(a, spec.name), getattr(b, spec.name))
+    elif isinstance(a, np.ndarray):
+        assert isinstance(b, np.ndarray)
+        assert a.dtype == b.dtype == np.int32
+        assert np.array_equal(a, b)
+    elif isinstance(a, tuple) and a and isinstance(a[0], Admission):
+        assert isinstance(b, tuple)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+        assert type(a) is type(b)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.integers(0, 5))
+def test_decoding_undoes_encoding(plan: StepPlan, num_spare_words: int) -> None:
+    buffer = plan.encode()
+    assert buffer.dtype == np.int32
+    assert_same(StepPlan.decode(buffer), plan)
+    assert_same(StepPlan.decode(np.pad(buffer, (0, num_spare_words))), plan)
+
+
+def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:
+    empty = np.empty(0, dtype=np.int32)
+    plan = StepPlan(
+        step=0,
+        released_rows=empty,
+        admissions=(),
+        grant_rows=empty,
+        grant_indices=empty,
+        grant_pages=empty,
+        prefill_rows=np.array([4, 2, 3], dtype=np.int32),
+        prefill_starts=np.array([0, 8, 0], dtype=np.int32),
+        prefill_lengths=np.array([2, 1, 3], dtype=np.int32),
+        prefill_samples=np.array([1, 0, 1], dtype=np.int32),
+        prefill_tokens=np.arange(6, dtype=np.int32),
+        decode_rows=np.array([7, 5], dtype=np.int32),
+        decode_positions=np.array([9, 9], dtype=np.int32),
+    )
+    assert plan.sample_rows.tolist() == [4, 3, 7, 5]
+    assert plan.num_tokens == 8

@@ -1,0 +1,104 @@
+"""Who goes next."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minisgl_backend.cache.kv import RadixCache
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.request import IntArray, Request, RequestId
+from minisgl_backend.scheduling.admission import (
+    HEAD_START,
+    MAX_OVERTAKEN,
+    WaitingQueue,
+    rank_of,
+)
+from minisgl_backend.scheduling.sequence import Sequence
+
+
+def ints(*values: int) -> IntArray:
+    return np.array(values, dtype=np.int32)
+
+
+def arrived(number: int, *, priority: int = 0, prompt: IntArray | None = None) -> Sequence:
+    """The ``number``-th request to arrive."""
+    tokens = ints(1) if prompt is None else prompt
+    request = Request(id=RequestId(number), prompt=tokens, priority=priority)
+    return Sequence(request, rank_of(request, number), tokens)
+
+
+def order(queue: WaitingQueue) -> list[int]:
+    """Numbers of the requests as they are admitted, until the queue is empty."""
+    numbers: list[int] = []
+    while (sequence := queue.choose()) is not None:
+        queue.admit(sequence)
+        numbers.append(sequence.request.id)
+    return numbers
+
+
+def cache_with(tokens: IntArray) -> RadixCache:
+    cache = RadixCache(64, 1)
+    lease = cache.acquire(tokens)
+    cache.grow(lease, len(tokens))
+    cache.publish(lease, tokens)
+    cache.release(lease)
+    return cache
+
+
+def test_first_come_first_served_within_a_level() -> None:
+    queue = WaitingQueue(RadixCache(1, 1), "fcfs")
+    for number, priority in enumerate([0, 1, 0, -1, 1, 0]):
+        queue.push(arrived(number, priority=priority))
+    assert len(queue) == 6
+    assert order(queue) == [1, 4, 0, 2, 5, 3]
+
+
+def test_a_returning_sequence_gets_its_old_place() -> None:
+    queue = WaitingQueue(RadixCache(1, 1), "fcfs")
+    for number in (3, 4, 1):
+        queue.push(arrived(number))
+    assert order(queue) == [1, 3, 4]
+
+
+def test_a_low_level_is_overtaken_only_so_often() -> None:
+    queue = WaitingQueue(RadixCache(1, 1), "fcfs")
+    queue.push(arrived(0, priority=0))
+    for number in range(1, HEAD_START + 100):
+        queue.push(arrived(number, priority=1))
+    assert order(queue).index(0) == HEAD_START - 1
+
+
+def test_the_longest_cached_prefix_goes_first_where_asked_for() -> None:
+    prompts = [ints(9, 9, 9, 9), ints(1, 2, 9, 9), ints(1, 2, 3, 9), ints(1, 2, 3, 8)]
+    for policy, expected in (("lpm", [2, 3, 1, 0]), ("fcfs", [0, 1, 2, 3])):
+        queue = WaitingQueue(cache_with(ints(1, 2, 3)), policy)
+        for number, prompt in enumerate(prompts):
+            queue.push(arrived(number, prompt=prompt))
+        assert order(queue) == expected
+
+
+def test_a_cached_prefix_does_not_lift_a_request_over_its_level() -> None:
+    queue = WaitingQueue(cache_with(ints(1, 2, 3)), "lpm")
+    queue.push(arrived(0, prompt=ints(1, 2, 3, 4)))
+    queue.push(arrived(1, priority=1))
+    assert order(queue) == [1, 0]
+
+
+def test_a_request_without_a_cached_prefix_is_not_overtaken_for_ever() -> None:
+    queue = WaitingQueue(cache_with(ints(1, 2, 3)), "lpm")
+    queue.push(arrived(0, prompt=ints(9)))
+    for number in range(1, 2 * MAX_OVERTAKEN):
+        queue.push(arrived(number, prompt=ints(1, 2, 3, 4)))
+    assert order(queue).index(0) == MAX_OVERTAKEN
+
+
+def test_only_what_waits_can_be_removed() -> None:
+    queue = WaitingQueue(RadixCache(1, 1), "fcfs")
+    first, second = arrived(0), arrived(1)
+    queue.push(first)
+    with pytest.raises(InvariantError, match="request 1 is not in the queue"):
+        queue.remove(second)
+    queue.push(second)
+    queue.remove(first)
+    assert order(queue) == [1]

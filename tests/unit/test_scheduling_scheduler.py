@@ -1,0 +1,498 @@
+"""The scheduler's decisions, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from minisgl_backend.cache.kv import Lease, NaiveCache, RadixCache
+from minisgl_backend.errors import ConfigError, InvalidRequest, InvariantError
+from minisgl_backend.plan import NO_TOKEN, Completion, SampledTokens, StepPlan, StepResult
+from minisgl_backend.request import (
+    FinishReason,
+    IntArray,
+    Request,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
+from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+
+CONFIG = SchedulerConfig(
+    max_running_requests=4,
+    max_prefill_tokens=16,
+    max_sequence_length=64,
+    page_size=4,
+    num_pages=32,
+    reserve_tokens=0,
+)
+
+
+def make(
+    *,
+    max_running_requests: int = 4,
+    max_prefill_tokens: int = 16,
+    num_pages: int = 32,
+    reserve_tokens: int = 0,
+) -> Scheduler:
+    config = replace(
+        CONFIG,
+        max_running_requests=max_running_requests,
+        max_prefill_tokens=max_prefill_tokens,
+        num_pages=num_pages,
+        reserve_tokens=reserve_tokens,
+    )
+    return Scheduler(RadixCache(num_pages, config.page_size), config)
+
+
+def request(
+    number: int,
+    num_prompt_tokens: int,
+    max_tokens: int = 8,
+    *,
+    first: int | None = None,
+    priority: int = 0,
+    sampling: SamplingParams | None = None,
+) -> Request:
+    """A prompt that shares nothing with others, unless ``first`` says so."""
+    prompt = np.arange(num_prompt_tokens, dtype=np.int32)
+    prompt[0] = 1000 + number if first is None else first
+    return Request(
+        id=RequestId(number),
+        prompt=prompt,
+        priority=priority,
+        sampling=replace(sampling or SamplingParams(), max_tokens=max_tokens),
+    )
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.check()
+    return plan
+
+
+def commit(scheduler: Scheduler, plan: StepPlan, token: int | Seq[int] = 5) -> StepResult:
+    count = len(plan.sample_rows)
+    ids = [token] * count if isinstance(token, int) else list(token)
+    result = scheduler.commit(plan, SampledTokens(np.array(ids, dtype=np.int32)))
+    scheduler.check()
+    return result
+
+
+def step(scheduler: Scheduler, token: int | Seq[int] = 5) -> StepResult:
+    return commit(scheduler, planned(scheduler), token)
+
+
+def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
+    """Row, start, length of each prefill chunk, and whether it samples."""
+    columns = (
+        plan.prefill_rows.tolist(),
+        plan.prefill_starts.tolist(),
+        plan.prefill_lengths.tolist(),
+        plan.prefill_samples.astype(bool).tolist(),
+    )
+    return list(zip(*columns, strict=True))
+
+
+def admitted(plan: StepPlan) -> list[int]:
+    return [admission.request_id for admission in plan.admissions]
+
+
+def test_prefill_and_decode_share_a_step_and_decode_never_waits() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 4, max_tokens=8))
+    step(scheduler)
+    scheduler.add(request(1, 40))
+    for start in (0, 16, 32):
+        plan = planned(scheduler)
+        assert plan.decode_rows.tolist() == [0]
+        assert chunks(plan) == [(1, start, min(16, 40 - start), start == 32)]
+        commit(scheduler, plan)
+    assert planned(scheduler).decode_rows.tolist() == [0, 1]
+
+
+def test_the_budget_is_filled_across_prompts() -> None:
+    scheduler = make()
+    for number in range(3):
+        scheduler.add(request(number, 10))
+    plan = planned(scheduler)
+    assert chunks(plan) == [(0, 0, 10, True), (1, 0, 6, False)]
+    assert admitted(plan) == [0, 1]
+    assert plan.prefill_tokens.tolist() == [1000, *range(1, 10), 1001, *range(1, 6)]
+    plan = planned(scheduler)
+    assert chunks(plan) == [(1, 6, 4, True), (2, 0, 10, True)]
+
+
+def test_a_higher_priority_goes_before_a_prefill_under_way() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 40))
+    step(scheduler)
+    scheduler.add(request(1, 12, priority=1))
+    scheduler.add(request(2, 12))
+    plan = planned(scheduler)
+    assert chunks(plan) == [(1, 0, 12, True), (0, 16, 4, False)]
+    assert admitted(plan) == [1]
+    commit(scheduler, plan)
+    scheduler.add(request(3, 16, priority=1))
+    plan = planned(scheduler)
+    assert chunks(plan) == [(2, 0, 16, True)]
+    assert admitted(plan) == [3]
+
+
+def test_rows_are_a_limit() -> None:
+    scheduler = make(max_running_requests=2)
+    for number in range(3):
+        scheduler.add(request(number, 2, max_tokens=2))
+    assert admitted(planned(scheduler)) == [0, 1]
+    assert scheduler.stats().num_running == 2
+    assert scheduler.stats().num_waiting == 1
+
+
+def test_overlap_plans_ahead_without_tokens_and_stops_at_the_length() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 4, max_tokens=3))
+    plans = [planned(scheduler) for _ in range(3)]
+    assert [plan.decode_positions.tolist() for plan in plans] == [[], [4], [5]]
+    assert scheduler.plan() is None
+    results = [commit(scheduler, plan) for plan in plans]
+    assert [result.completions for result in results] == [
+        [],
+        [],
+        [Completion(RequestId(0), FinishReason.LENGTH)],
+    ]
+    assert not scheduler.has_work()
+
+
+def test_a_stop_token_ends_the_request_and_what_is_in_flight_is_dropped() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 4, sampling=SamplingParams(stop_token_ids=(9, 7))))
+    first, second = planned(scheduler), planned(scheduler)
+    result = commit(scheduler, first, 7)
+    assert result.request_ids == [0]
+    assert result.token_ids.tolist() == [7]
+    assert result.completions == [Completion(RequestId(0), FinishReason.STOP, 7)]
+    assert not scheduler.has_work()
+    assert scheduler.stats().num_running == 1, "its row waits for the step in flight"
+    assert scheduler.plan() is None
+    late = commit(scheduler, second, 3)
+    assert (late.request_ids, late.token_ids.tolist(), late.completions) == ([], [], [])
+    assert scheduler.stats().num_running == 0
+
+
+def test_a_stop_token_before_min_tokens_does_not_end() -> None:
+    scheduler = make()
+    sampling = SamplingParams(stop_token_ids=(9,), min_tokens=2)
+    scheduler.add(request(0, 4, sampling=sampling))
+    assert step(scheduler, 9).completions == []
+    assert step(scheduler, 9).completions == []
+    assert step(scheduler, 9).completions == [Completion(RequestId(0), FinishReason.STOP, 9)]
+
+
+def test_logits_that_are_not_finite_end_that_request_alone() -> None:
+    scheduler = make()
+    for number in range(3):
+        scheduler.add(request(number, 4))
+    plan = planned(scheduler)
+    logprobs = {2: TokenLogprobs(-1.5, 1)}
+    tokens = SampledTokens(np.array([3, NO_TOKEN, 4], dtype=np.int32), logprobs)
+    result = scheduler.commit(plan, tokens)
+    assert result.request_ids == [0, 2]
+    assert result.token_ids.tolist() == [3, 4]
+    assert result.logprobs == {1: TokenLogprobs(-1.5, 1)}
+    assert result.completions == [Completion(RequestId(1), None)]
+    assert scheduler.stats().cached_pages == 2, "what the failed one computed is not shared"
+    scheduler.check()
+    assert planned(scheduler).decode_rows.tolist() == [0, 2]
+
+
+def test_a_prompt_is_shared_as_soon_as_its_prefill_is_committed() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 10, first=1))
+    scheduler.add(request(1, 10, first=1))
+    plan = planned(scheduler)
+    assert [admission.num_cached_tokens for admission in plan.admissions] == [0, 0]
+    commit(scheduler, plan)
+    scheduler.add(request(2, 10, first=1))
+    plan = planned(scheduler)
+    assert [admission.num_cached_tokens for admission in plan.admissions] == [8]
+    assert chunks(plan) == [(1, 6, 4, True), (2, 8, 2, True)]
+    stats = scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (30, 8)
+
+
+def test_a_prompt_that_is_cached_in_full_still_computes_a_token() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 8, max_tokens=1, first=1))
+    step(scheduler)
+    scheduler.add(request(1, 8, first=1))
+    plan = planned(scheduler)
+    assert plan.admissions[0].num_cached_tokens == 4
+    assert chunks(plan) == [(0, 4, 4, True)]
+
+
+def test_duplicates_are_remapped_in_the_next_plan() -> None:
+    scheduler = make(max_prefill_tokens=100)
+    scheduler.add(request(0, 10, first=1))
+    scheduler.add(request(1, 10, first=1))
+    plan = planned(scheduler)
+    pages = plan.grant_pages.reshape(2, 3)
+    assert np.unique(pages).size == 6
+    commit(scheduler, plan)
+    plan = planned(scheduler)
+    assert plan.grant_rows.tolist() == [1, 1]
+    assert plan.grant_indices.tolist() == [0, 1]
+    assert plan.grant_pages.tolist() == pages[0, :2].tolist()
+    assert scheduler.stats().free_pages == 32 - 4
+
+
+def test_no_remap_goes_to_a_row_that_was_given_back() -> None:
+    scheduler = make(max_prefill_tokens=100)
+    scheduler.add(request(0, 10, first=1))
+    scheduler.add(request(1, 10, first=1))
+    step(scheduler)
+    scheduler.abort(RequestId(1))
+    plan = planned(scheduler)
+    assert plan.grant_rows.tolist() == []
+    assert plan.released_rows.tolist() == [1]
+
+
+def test_the_youngest_is_retracted_and_comes_back_with_its_output() -> None:
+    scheduler = make(num_pages=4, max_prefill_tokens=100)
+    sampling = SamplingParams(presence_penalty=1.0)
+    scheduler.add(request(0, 7, max_tokens=6, sampling=sampling))
+    scheduler.add(request(1, 7, max_tokens=6, sampling=sampling))
+    plan = planned(scheduler)
+    assert [len(admission.history) for admission in plan.admissions] == [7, 7]
+    commit(scheduler, plan, (11, 12))
+    step(scheduler, (21, 22))
+    plan = planned(scheduler)
+    assert plan.decode_rows.tolist() == [0]
+    assert plan.released_rows.tolist() == [1]
+    stats = scheduler.stats()
+    assert (stats.num_retractions, stats.num_running, stats.num_waiting) == (1, 1, 1)
+    for _ in range(3):
+        assert commit(scheduler, plan).request_ids == [0]
+        plan = planned(scheduler)
+    result = commit(scheduler, plan)
+    assert result.completions == [Completion(RequestId(0), FinishReason.LENGTH)]
+    plan = planned(scheduler)
+    assert admitted(plan) == [1]
+    assert plan.released_rows.tolist() == [0]
+    assert plan.admissions[0].num_prompt_tokens == 7
+    assert plan.admissions[0].history.tolist() == [1001, 1, 2, 3, 4, 5, 6, 12, 22]
+    start = plan.admissions[0].num_cached_tokens
+    assert plan.prefill_tokens.tolist() == [1001, 1, 2, 3, 4, 5, 6, 12, 22][start:]
+    for _ in range(3):
+        assert commit(scheduler, plan).completions == []
+        plan = planned(scheduler)
+    assert commit(scheduler, plan).completions == [Completion(RequestId(1), FinishReason.LENGTH)]
+
+
+def test_a_lower_priority_is_retracted_before_a_younger_request() -> None:
+    scheduler = make(num_pages=4, max_prefill_tokens=100)
+    scheduler.add(request(0, 7, max_tokens=6, priority=-1))
+    scheduler.add(request(1, 7, max_tokens=6))
+    step(scheduler)
+    step(scheduler)
+    planned(scheduler)
+    assert scheduler.abort(RequestId(1))
+    assert scheduler.stats().num_waiting == 1
+    assert scheduler.abort(RequestId(0))
+    assert scheduler.stats().num_waiting == 0
+
+
+def test_with_a_step_in_flight_pages_come_only_after_its_commit() -> None:
+    scheduler = make(num_pages=4, max_prefill_tokens=100)
+    scheduler.add(request(0, 7, max_tokens=6))
+    scheduler.add(request(1, 7, max_tokens=6))
+    step(scheduler)
+    in_flight = planned(scheduler)
+    assert in_flight.decode_rows.tolist() == [0, 1]
+    assert scheduler.plan() is None, "both need a page, and the youngest still writes to its own"
+    assert scheduler.stats().num_retractions == 1
+    assert scheduler.plan() is None
+    assert scheduler.stats().num_retractions == 1, "its pages are on their way: nobody else goes"
+    result = commit(scheduler, in_flight)
+    assert result.request_ids == [0, 1], "the token that was in flight is not lost"
+    assert planned(scheduler).decode_rows.tolist() == [0]
+
+
+def test_a_request_can_end_or_be_aborted_while_it_is_being_retracted() -> None:
+    for token, aborts in ((9, False), (5, True)):
+        scheduler = make(num_pages=4, max_prefill_tokens=100)
+        sampling = SamplingParams(stop_token_ids=(9,))
+        scheduler.add(request(0, 7, max_tokens=6))
+        scheduler.add(request(1, 7, max_tokens=6, sampling=sampling))
+        step(scheduler)
+        in_flight = planned(scheduler)
+        assert scheduler.plan() is None
+        if aborts:
+            assert scheduler.abort(RequestId(1))
+            assert not scheduler.abort(RequestId(1))
+        result = commit(scheduler, in_flight, (5, token))
+        ended = [Completion(RequestId(1), FinishReason.STOP, 9)]
+        assert result.completions == ([] if aborts else ended)
+        assert scheduler.stats().num_waiting == 0
+        assert scheduler.stats().num_running == 1
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_prefilling_and_decoding_sequences_give_way_by_rank_alone(priority: int) -> None:
+    scheduler = make(num_pages=6, max_prefill_tokens=4)
+    scheduler.add(request(0, 3, max_tokens=12))
+    step(scheduler)
+    scheduler.add(request(1, 20, max_tokens=1, priority=priority))
+    plan = planned(scheduler)
+    assert admitted(plan) == [1]
+    commit(scheduler, plan)
+    plan = planned(scheduler)
+    assert scheduler.stats().num_retractions == 1
+    if priority:
+        assert plan.decode_rows.tolist() == []
+        assert chunks(plan) == [(1, 4, 4, False)]
+    else:
+        assert plan.decode_rows.tolist() == [0]
+        assert chunks(plan) == []
+
+
+def test_the_reserve_keeps_a_newcomer_out_until_there_is_room() -> None:
+    for reserve_tokens, expected in ((0, [0, 1]), (100, [0])):
+        scheduler = make(num_pages=8, max_prefill_tokens=100, reserve_tokens=reserve_tokens)
+        scheduler.add(request(0, 8, max_tokens=20))
+        scheduler.add(request(1, 8, max_tokens=20))
+        assert admitted(planned(scheduler)) == expected
+
+
+def test_a_prompt_as_large_as_the_pool_runs_alone() -> None:
+    scheduler = make(num_pages=8, reserve_tokens=64)
+    scheduler.add(request(0, 4, max_tokens=2))
+    step(scheduler)
+    scheduler.add(request(1, 32, max_tokens=1))
+    plan = planned(scheduler)
+    assert admitted(plan) == []
+    commit(scheduler, plan)
+    plan = planned(scheduler)
+    assert admitted(plan) == [1]
+    commit(scheduler, plan)
+    step(scheduler)
+    assert not scheduler.has_work()
+
+
+class CountingCache(RadixCache):
+    """Counts the look-ups of prefixes."""
+
+    num_acquired = 0
+
+    def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
+        self.num_acquired += 1
+        return super().acquire(tokens, salt)
+
+
+def test_a_blocked_request_is_not_matched_again_in_each_step() -> None:
+    cache = CountingCache(8, 4)
+    scheduler = Scheduler(cache, replace(CONFIG, num_pages=8))
+    scheduler.add(request(0, 4, max_tokens=20))
+    step(scheduler)
+    scheduler.add(request(1, 31, max_tokens=1))
+    for _ in range(10):
+        step(scheduler)
+    assert cache.num_acquired == 2
+    assert scheduler.abort(RequestId(0))
+    assert admitted(planned(scheduler)) == [1]
+
+
+def test_aborts_are_idempotent_at_every_moment() -> None:
+    scheduler = make(max_prefill_tokens=4)
+    for number in range(4):
+        scheduler.add(request(number, 6))
+    step(scheduler)
+    in_flight = planned(scheduler)
+    for number in range(4):
+        assert scheduler.abort(RequestId(number))
+        assert not scheduler.abort(RequestId(number))
+        scheduler.check()
+    assert not scheduler.abort(RequestId(99))
+    assert not scheduler.has_work()
+    assert scheduler.plan() is None
+    assert commit(scheduler, in_flight).request_ids == []
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.free_pages + stats.evictable_pages == stats.total_pages
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    scheduler = make(num_pages=2)
+    with pytest.raises(InvalidRequest, match="needs 3 pages of 4 tokens, the KV cache has 2"):
+        scheduler.add(request(0, 8, max_tokens=2))
+    assert not scheduler.has_work()
+
+
+def test_an_id_is_live_only_once() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 4))
+    with pytest.raises(InvariantError, match="request 0 is live already"):
+        scheduler.add(request(0, 4))
+
+
+def test_commits_come_in_order_and_in_full() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 4))
+    first, second = planned(scheduler), planned(scheduler)
+    with pytest.raises(InvariantError, match="step 1 is committed, 0 is due"):
+        commit(scheduler, second)
+    commit(scheduler, first)
+    with pytest.raises(InvariantError, match="step 0 is committed, 1 is due"):
+        commit(scheduler, first)
+    with pytest.raises(InvariantError, match="2 tokens for 1 rows"):
+        commit(scheduler, second, (1, 2))
+
+
+def test_cache_and_configuration_must_agree() -> None:
+    with pytest.raises(ConfigError, match="the cache has 8 pages of 4 tokens"):
+        Scheduler(NaiveCache(8, 4), CONFIG)
+
+
+class LeakyCache(NaiveCache):
+    """Refuses what its counts promise."""
+
+    def grow(self, lease: Lease, num_tokens: int) -> bool:
+        return False
+
+
+class StingyCache(NaiveCache):
+    """Grants no page to a decoding row."""
+
+    def grow_each(self, leases: Seq[Lease]) -> IntArray | None:
+        return None
+
+
+def test_a_cache_that_breaks_its_word_is_found_out() -> None:
+    scheduler = Scheduler(LeakyCache(32, 4), CONFIG)
+    scheduler.add(request(0, 4))
+    with pytest.raises(InvariantError, match="pages have leaked"):
+        scheduler.plan()
+    scheduler = Scheduler(StingyCache(32, 4), CONFIG)
+    scheduler.add(request(0, 4))
+    step(scheduler)
+    with pytest.raises(InvariantError, match="does not grant the pages"):
+        scheduler.plan()
+
+
+def test_check_sees_books_that_disagree() -> None:
+    scheduler = make(max_prefill_tokens=4)
+    scheduler.add(request(0, 8))
+    planned(scheduler)
+    life = scheduler._life
+    life.prefilling.clear()
+    with pytest.raises(InvariantError, match="prefilling"):
+        scheduler.check()
+    life.live.clear()
+    with pytest.raises(InvariantError, match="neither in the queue nor in a row"):
+        scheduler.check()
+    life.rows.capacity[0] += 4
+    with pytest.raises(InvariantError, match="row 0 has another capacity than its lease"):
+        scheduler.check()

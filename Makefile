@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CODE := minisgl_backend client tests tools model_repository
 
-.PHONY: help install serve test lint types format check nightly clean
+.PHONY: help install serve test lint types format check nightly docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -59,6 +59,9 @@ check: lint types  ## lint and types
 format: $(VENV)/.dev  ## rewrite the code as ruff wants it
 	@$(BIN)/ruff check --fix --quiet $(CODE) || true
 	@$(BIN)/ruff format $(CODE)
+
+docs: $(VENV)/.dev  ## write docs/reference.md from the tables in the code
+	@$(BIN)/python -m tools.reference
 
 clean:  ## remove what make and the tools made
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Scripts that make what the repository ships: the demo model, the reference, GPU bundles."""

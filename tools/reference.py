@@ -1,0 +1,128 @@
+"""Writes docs/reference.md from the tables in the code, so that the two cannot differ.
+
+`make docs` runs it; a test compares the file with what it would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from minisgl_backend.config import DEMO_MODEL, EngineOptions, option_type
+from minisgl_backend.tritonserver.wire.parameters import INPUTS, NEUTRAL, OUTPUTS, Input, Tensor
+
+PATH: Final = Path(__file__).parent.parent / "docs" / "reference.md"
+
+_INTRODUCTION: Final = """\
+# Reference
+Written by `make docs` from the tables in the code.
+
+## Inputs of the ensembles `minisgl` and `minisgl_batched`
+Exactly one of `text_input`, `messages`, `input_ids` and `stop_request`; all else is optional. A value
+may come as a tensor, as a request parameter of the same name, or inside `sampling_parameters`; given
+twice, the values must be equal. `minisgl` takes shape [1] (or [n] for lists), `minisgl_batched` the
+same behind a batch dimension of 1. `llm_engine` alone takes the names that are about tokens.
+"""
+
+_REFUSED: Final = """\
+These names are known and not offered. Each is accepted with the values that change nothing, so that
+clients may send whole schemas with their defaults, and refused by name with any other. A name that
+is not known at all is refused with the nearest known one.
+"""
+
+_ERRORS: Final = """\
+## Errors
+One short sentence that starts with its code. HTTP answers 400 whatever the code; gRPC clients that
+send the header `triton_grpc_error: true` get the code as the status.
+
+| code | meaning |
+| --- | --- |
+| `INVALID_ARG` | the request is wrong |
+| `UNSUPPORTED` | the request is right, but asks for what is not offered |
+| `UNAVAILABLE` | the queue is full (with the numbers), the server drains, or the engine is down |
+| `CANCELLED` | the request was cancelled |
+| `INTERNAL` | the server's fault; its log has the story under the request id |
+
+A deadline ends a request with finish_reason `timeout` where a token exists, else with `UNAVAILABLE`.
+"""
+
+
+def render() -> str:
+    """The whole document."""
+    return "\n".join(
+        [
+            _INTRODUCTION,
+            *_table(("name", "type", "default", "meaning"), map(_input_row, INPUTS)),
+            "",
+            _REFUSED,
+            *_table(("name", "accepted"), ((f"`{n}`", _words(v)) for n, v in NEUTRAL.items())),
+            "",
+            "## Outputs\nAbsent unless asked for, `text_output` apart.\n",
+            *_table(
+                ("name", "type", "asked for by", "meaning"),
+                (
+                    (
+                        _names(output.tensors),
+                        _type(output.tensors[0]),
+                        ", ".join(f"`{name}`" for name in output.asked_by),
+                        output.meaning,
+                    )
+                    for output in OUTPUTS
+                ),
+            ),
+            "",
+            _ERRORS,
+            "## Options\n`minisgl serve --name-with-dashes VALUE`, or `parameters` of the same names in\n"
+            "`config.pbtxt` of `llm_engine`. An unknown name fails the load with the nearest known one.\n",
+            *_table(
+                ("option", "type", "default", "meaning"), map(_option_row, fields(EngineOptions))
+            ),
+            "",
+        ]
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+def _input_row(entry: Input) -> tuple[str, str, str, str]:
+    names = _names(entry.tensors)
+    if entry.parameter_synonyms:
+        synonyms = ", ".join(f"`{name}`" for name in entry.parameter_synonyms)
+        names += f" (as a parameter also {synonyms})"
+    return names, _type(entry.tensors[0]), _default(entry.default), entry.meaning
+
+
+def _option_row(spec: Any) -> tuple[str, str, str, str]:
+    default = "the demo model" if spec.default == DEMO_MODEL else _default(spec.default, "auto")
+    meaning = spec.metadata["help"]
+    if spec.metadata["choices"]:
+        meaning += f" ({', '.join(spec.metadata['choices'])})"
+    return f"`{spec.name}`", option_type(spec.name).__name__, default, meaning
+
+
+def _names(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(f"`{tensor.name}`" for tensor in tensors)
+
+
+def _type(tensor: Tensor) -> str:
+    return f"{tensor.data_type.removeprefix('TYPE_')}[{tensor.dims}]"
+
+
+def _default(value: Any, absent: str = "") -> str:
+    if value is None or value in ((), ""):
+        return absent
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _words(values: Iterable[Any]) -> str:
+    shown = [str(value).lower() if isinstance(value, bool) else repr(value) for value in values]
+    return ", ".join(f"`{value}`" for value in shown) or "nothing"
+
+
+if __name__ == "__main__":
+    PATH.write_text(render(), encoding="utf-8")

@@ -38,7 +38,12 @@ _GOALS = {
 }
 
 
-def run(*, num_steps: int = 2000, num_leaves: int = 40_000) -> Figures:
+def run(
+    *,
+    num_steps: int = 2000,
+    num_leaves: int = 40_000,
+    queue_lengths: tuple[int, ...] = (2500, 5000, 10_000),
+) -> Figures:
     """All figures, by name; see ``planner`` for what they are."""
     figures: Figures = {}
     with _quiet_collector():
@@ -47,7 +52,7 @@ def run(*, num_steps: int = 2000, num_leaves: int = 40_000) -> Figures:
             figures[f"step_us_p50{suffix}"] = _percentile(spans, 50)
             figures[f"step_us_p99{suffix}"] = _percentile(spans, 99)
         figures["encode_us_p50"] = _percentile(_encode_spans(num_steps), 50)
-        for num_requests in (2500, 5000, 10_000):
+        for num_requests in queue_lengths:
             figures[f"admit_us_{num_requests}"] = _admit_us(num_requests)
         spans = _evict_spans(num_leaves, num_pages=256)
         figures["evict_us_p50"] = _percentile(spans, 50)

@@ -30,6 +30,7 @@ class PlannerMachine(RuleBasedStateMachine):
         number = data.draw(st.integers(0, len(self.harness.records) - 1))
         self.harness.abort(RequestId(number))
 
+    @precondition(lambda self: len(self.harness.records) >= 5)
     @rule()
     def abort_all(self) -> None:
         for request_id in self.harness.records:
@@ -45,7 +46,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         self.harness.commit()
 
-    @rule(count=st.integers(1, 12))
+    @rule(count=st.integers(1, 20))
     def run(self, count: int) -> None:
         for _ in range(count):
             self.harness.step()

@@ -13,8 +13,8 @@ from tests.fakes.harness import Setup
 def setups(draw: st.DrawFn) -> Setup:
     """A planner whose pages, rows and chunks are scarce."""
     page_size = draw(st.sampled_from([1, 16, 64]))
-    num_pages = draw(st.integers(2, 8)) * (8 if page_size == 1 else 1)
-    longest = min(page_size * num_pages, 40 if page_size == 1 else 5 * page_size)
+    num_pages = draw(st.integers(2, 6)) * (6 if page_size == 1 else 1)
+    longest = page_size * min(num_pages, 30 if page_size == 1 else 4)
     return Setup(
         page_size=page_size,
         num_pages=num_pages,
@@ -22,8 +22,8 @@ def setups(draw: st.DrawFn) -> Setup:
         num_rows=draw(st.sampled_from([8, 2, 1])),
         max_prefill_tokens=draw(st.sampled_from([512, 32, 7, 1])),
         policy=draw(st.sampled_from(["fcfs", "lpm"])),
-        reserve_tokens=draw(st.sampled_from([0, 8])),
-        cache=draw(st.sampled_from(["radix", "naive"])),
+        reserve_tokens=draw(st.sampled_from([0, 0, 8])),
+        cache=draw(st.sampled_from(["radix", "radix", "naive"])),
         depth=draw(st.sampled_from([2, 1, 3])),
         model=Model(
             vocabulary=draw(st.sampled_from([50, 5])), nan_every=draw(st.sampled_from([0, 30]))
@@ -35,10 +35,12 @@ def setups(draw: st.DrawFn) -> Setup:
 def requests(draw: st.DrawFn, setup: Setup, number: int) -> Request:
     """A request that fits, with a prompt that shares whole pages with others, or nearly so."""
     longest = setup.max_sequence_length - 1
-    step = min(setup.page_size, longest)
-    pattern = draw(st.lists(st.integers(0, 1), max_size=max(1, longest // step)))
-    prompt = [token for token in pattern for _ in range(step)]
-    prompt = (prompt + draw(st.lists(st.integers(0, 2), min_size=1, max_size=5)))[-longest:]
+    size = setup.page_size
+    pattern = draw(st.lists(st.integers(0, 1), max_size=max(2, longest // size // 2)))
+    shared = [token for token in pattern for _ in range(size)]
+    num_own = draw(st.sampled_from([1, 2, 3, 4, max(1, size - 2), size]))
+    own = draw(st.integers(0, 2))
+    prompt = ([*shared, *([own] * num_own)])[-longest:]
     return Request(
         id=RequestId(number),
         prompt=tokens_of(prompt),

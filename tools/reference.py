@@ -20,10 +20,11 @@ _INTRODUCTION: Final = """\
 Written by `make docs` from the tables in the code.
 
 ## Inputs of the ensembles `minisgl` and `minisgl_batched`
-Exactly one of `text_input`, `messages`, `input_ids` and `stop_request`; all else is optional. A value
-may come as a tensor, as a request parameter of the same name, or inside `sampling_parameters`; given
-twice, the values must be equal. `minisgl` takes shape [1] (or [n] for lists), `minisgl_batched` the
-same behind a batch dimension of 1. `llm_engine` alone takes the names that are about tokens.
+Exactly one of `text_input`, `messages`, `input_ids` and `stop_request`; all else is optional. A
+value may come as a tensor, as a request parameter of the same name, or inside
+`sampling_parameters`; given twice, the values must be equal. `minisgl` takes shape [1] (or [n] for
+lists), `minisgl_batched` the same behind a batch dimension of 1. `llm_engine` alone takes the names
+that are about tokens.
 """
 
 _REFUSED: Final = """\
@@ -45,7 +46,14 @@ send the header `triton_grpc_error: true` get the code as the status.
 | `CANCELLED` | the request was cancelled |
 | `INTERNAL` | the server's fault; its log has the story under the request id |
 
-A deadline ends a request with finish_reason `timeout` where a token exists, else with `UNAVAILABLE`.
+A deadline ends a request with finish_reason `timeout` where a token exists, else with
+`UNAVAILABLE`.
+"""
+
+_OPTIONS: Final = """\
+## Options
+`minisgl serve --name-with-dashes VALUE`, or `parameters` of the same names in `config.pbtxt` of
+`llm_engine`. An unknown name fails the load with the nearest known one.
 """
 
 
@@ -74,8 +82,7 @@ def render() -> str:
             ),
             "",
             _ERRORS,
-            "## Options\n`minisgl serve --name-with-dashes VALUE`, or `parameters` of the same names in\n"
-            "`config.pbtxt` of `llm_engine`. An unknown name fails the load with the nearest known one.\n",
+            _OPTIONS,
             *_table(
                 ("option", "type", "default", "meaning"), map(_option_row, fields(EngineOptions))
             ),

@@ -221,11 +221,12 @@ class TritonServer:
         )
 
     def _read_log(self, stream: IO[str]) -> None:
-        for line in stream:
-            text = line.rstrip("\n")
-            self.log.append(text)
-            if self._on_log is not None:
-                self._on_log(text)
+        with stream:
+            for line in stream:
+                text = line.rstrip("\n")
+                self.log.append(text)
+                if self._on_log is not None:
+                    self._on_log(text)
 
     def _is_ready(self) -> bool:
         try:

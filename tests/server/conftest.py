@@ -1,0 +1,77 @@
+"""Servers for the tests: one with the demo model, one with a paced engine, and fresh ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl_backend.server.installation import find_installation
+from minisgl_backend.server.process import ServerOptions, TritonServer
+from minisgl_backend.server.repository import shipped_repository
+
+StartServer = Callable[..., Any]
+
+PACED_STEP_S = 0.02
+_PACED = """\
+from minisgl_backend.bench.paced import paced_model
+
+TritonPythonModel = paced_model(step_s={step_s})
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder starts a tritonserver."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("server")
+
+
+@contextmanager
+def running(
+    repository: Path | None = None, *, exit_timeout_s: int = 30, **options: str
+) -> Iterator[TritonServer]:
+    """A server that is ready; stopped when the block is left."""
+    server = TritonServer(
+        find_installation(),
+        repository or shipped_repository(),
+        options,
+        ServerOptions(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=exit_timeout_s),
+    )
+    try:
+        server.wait_ready(120)
+        yield server
+    finally:
+        server.stop()
+
+
+def repository_with(folder: Path, model_py: str) -> Path:
+    """A model repository whose `llm_engine` is this Python text."""
+    repository = folder / "model_repository"
+    shutil.copytree(shipped_repository(), repository)
+    (repository / "llm_engine" / "1" / "model.py").write_text(model_py)
+    return repository
+
+
+def paced_repository(folder: Path, *, step_s: float = PACED_STEP_S) -> Path:
+    """A model repository with a paced engine."""
+    return repository_with(folder, _PACED.format(step_s=step_s))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[TritonServer]:
+    """A server with the demo model."""
+    with running() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def paced_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server whose engine takes 20 ms a step, two requests and 16 prompt tokens at a time."""
+    repository = paced_repository(tmp_path_factory.mktemp("paced"))
+    with running(repository, max_running_requests="2", max_prefill_tokens="16") as server:
+        yield server

@@ -1,0 +1,240 @@
+"""A client that goes away ends its request in the engine, wherever the request is.
+
+The engine is paced at 20 ms a step and takes 16 prompt tokens a step, so that each phase lasts long
+enough to be hit. What is asserted is what the metrics say: one more cancelled request, no request
+running or waiting, all pages back, and no token made after that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from minisgl_backend.server.process import TritonServer
+from tests.server.client import Call, Metrics, Refused, generate, open_stream, wait_for
+from tests.server.conftest import PACED_STEP_S
+
+STOPS_WITHIN_S = 0.5
+REPORTED_EVERY_S = 0.25
+LONG: dict[str, Any] = {"max_tokens": 2000, "stream": True}
+SHORT_PROMPT = list(range(1, 9))
+LONG_PROMPT = [1 + number % 500 for number in range(4000)]  # 250 steps of prefill
+
+_CHILD = """
+import json, sys, time
+from tests.server.client import Call
+from types import SimpleNamespace
+port, values = json.loads(sys.argv[1])
+call = Call(SimpleNamespace(grpc_port=port), **values)
+print(call.next() if values.pop("wait", True) else None, flush=True)
+time.sleep(600)
+"""
+
+
+class Before:
+    """The counts before a request is made."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self.server = server
+        metrics = Metrics(server)
+        assert metrics["vllm:num_requests_running"] == metrics["vllm:num_requests_waiting"] == 0
+        self.used = metrics["vllm:kv_cache_usage_perc"]
+        self.cancelled = metrics["minisgl:requests_cancelled_total"]
+        self.tokens = metrics["vllm:generation_tokens_total"]
+
+    def check_cancelled(self, most_tokens: int) -> None:
+        """One more is cancelled, all is given back, and at most so many tokens were made."""
+        wait_for(
+            lambda: Metrics(self.server)["minisgl:requests_cancelled_total"] > self.cancelled,
+            "one more cancelled request",
+        )
+        wait_for(self._is_idle, "an engine without requests")
+        metrics = Metrics(self.server)
+        assert metrics["minisgl:requests_cancelled_total"] == self.cancelled + 1
+        assert metrics["vllm:kv_cache_usage_perc"] == self.used
+        made = metrics["vllm:generation_tokens_total"] - self.tokens
+        assert made <= most_tokens
+        reports = metrics["minisgl:step_seconds_count"]
+        generate(self.server, input_ids=SHORT_PROMPT, max_tokens=2)
+        wait_for(
+            lambda: Metrics(self.server)["minisgl:step_seconds_count"] > reports, "a new report"
+        )
+        after = Metrics(self.server)["vllm:generation_tokens_total"] - self.tokens
+        assert after - made == 2  # those of the request just made, and no more
+
+    def _is_idle(self) -> bool:
+        metrics = Metrics(self.server)
+        return (
+            metrics["vllm:num_requests_running"] == 0
+            and metrics["vllm:num_requests_waiting"] == 0
+            and metrics["vllm:kv_cache_usage_perc"] == self.used
+        )
+
+
+def tokens_in(seconds: float) -> int:
+    """Tokens that the paced engine makes in that time, for one request."""
+    return round(seconds / PACED_STEP_S)
+
+
+class Client:
+    """One way to ask and then to go away."""
+
+    def __init__(self, server: TritonServer, values: dict[str, Any]) -> None:
+        self.call = Call(server, **values)
+
+    def next(self) -> None:
+        self.call.next()
+
+    def leave(self) -> None:
+        self.call.cancel()
+
+
+class KilledClient:
+    """A gRPC client in a process of its own, which is killed."""
+
+    def __init__(self, server: TritonServer, values: dict[str, Any]) -> None:
+        import json
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, json.dumps([server.grpc_port, values])],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+    def next(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline()
+
+    def leave(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+CLIENTS = pytest.mark.parametrize("client", [Client, KilledClient], ids=["cancel", "kill"])
+MODELS = pytest.mark.parametrize("model", ["minisgl", "minisgl_batched", "llm_engine"])
+
+
+@CLIENTS
+@MODELS
+def test_at_a_later_token(
+    paced_server: TritonServer, client: Callable[..., Client], model: str
+) -> None:
+    before = Before(paced_server)
+    asking = client(paced_server, {"model": model, "input_ids": SHORT_PROMPT, **LONG})
+    asking.next()
+    received = Metrics(paced_server)["vllm:generation_tokens_total"] - before.tokens
+    asking.leave()
+    before.check_cancelled(int(received) + tokens_in(STOPS_WITHIN_S + 2 * REPORTED_EVERY_S))
+
+
+@CLIENTS
+def test_in_prefill(paced_server: TritonServer, client: Callable[..., Client]) -> None:
+    before = Before(paced_server)
+    asking = client(paced_server, {"input_ids": LONG_PROMPT, "wait": False, **LONG})
+    wait_for(
+        lambda: Metrics(paced_server)["vllm:num_requests_running"] == 1, "a request in prefill"
+    )
+    asking.leave()
+    before.check_cancelled(0)
+
+
+@CLIENTS
+def test_in_the_queue(paced_server: TritonServer, client: Callable[..., Client]) -> None:
+    """Two requests take all rows; the third is cancelled while it waits."""
+    before = Before(paced_server)
+    with (
+        Call(paced_server, input_ids=SHORT_PROMPT, request_id="a", **LONG) as first,
+        Call(paced_server, input_ids=SHORT_PROMPT, request_id="b", **LONG) as second,
+    ):
+        first.next()
+        second.next()
+        asking = client(paced_server, {"input_ids": LONG_PROMPT, "wait": False, **LONG})
+        wait_for(
+            lambda: Metrics(paced_server)["vllm:num_requests_waiting"] == 1, "a request in queue"
+        )
+        asking.leave()
+        wait_for(
+            lambda: Metrics(paced_server)["minisgl:requests_cancelled_total"] > before.cancelled,
+            "one more cancelled request",
+        )
+        metrics = Metrics(paced_server)
+        assert metrics["vllm:num_requests_running"] == 2
+        assert metrics["vllm:num_requests_waiting"] == 0
+        # its prompt was never computed
+        first.next()
+        second.next()
+    wait_for(
+        lambda: Metrics(paced_server)["minisgl:requests_cancelled_total"] == before.cancelled + 3,
+        "all three cancelled",
+    )
+
+
+def test_disconnect_of_an_event_stream(paced_server: TritonServer) -> None:
+    before = Before(paced_server)
+    with open_stream(paced_server, input_ids=SHORT_PROMPT, **LONG) as events:
+        next(events)
+    before.check_cancelled(tokens_in(STOPS_WITHIN_S + 2 * REPORTED_EVERY_S) + 10)
+
+
+@MODELS
+def test_stop_request(paced_server: TritonServer, model: str) -> None:
+    """A request that cancels others by their id, over another connection."""
+    before = Before(paced_server)
+    with (
+        Call(
+            paced_server,
+            model,
+            request_id="job 7",
+            input_ids=SHORT_PROMPT,
+            **LONG,
+            return_finish_reason=True,
+        ) as call,
+    ):
+        call.next()
+        with Call(paced_server, model, request_id="job 7", stop_request=True) as stopping:
+            (answer,) = stopping.all()
+        assert answer["finish_reason"].item() == b"cancelled"
+        if model != "llm_engine":
+            assert answer["text_output"].item() == b""
+        assert call.all()[-1]["finish_reason"].item() == b"cancelled"
+    before.check_cancelled(tokens_in(STOPS_WITHIN_S + 2 * REPORTED_EVERY_S) + 10)
+
+
+def test_stop_request_for_nobody(paced_server: TritonServer) -> None:
+    with Call(paced_server, request_id="nobody", stop_request=True) as call:
+        assert len(call.all()) == 1
+    with (
+        pytest.raises(Refused, match="INVALID_ARG: stop_request needs"),
+        Call(paced_server, stop_request=True) as call,
+    ):
+        call.all()
+
+
+def test_deadline_in_the_queue_and_after(paced_server: TritonServer) -> None:
+    """A deadline ends a request with what it has, or with an error where it has nothing."""
+    values: dict[str, Any] = {"input_ids": SHORT_PROMPT, "max_tokens": 2000}
+    output = generate(paced_server, timeout_ms=300, return_finish_reason=True, **values)
+    assert output["finish_reason"] == "timeout"
+    assert output["text_output"]
+    with pytest.raises(Refused, match="UNAVAILABLE: the deadline passed after"):
+        generate(paced_server, input_ids=LONG_PROMPT, max_tokens=10, timeout_ms=300)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """The clients of this file end their threads."""
+    before = set(threading.enumerate())
+    yield
+    wait_for(
+        lambda: all(t.daemon or t in before for t in threading.enumerate()), "the end of threads"
+    )

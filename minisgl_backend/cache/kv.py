@@ -38,6 +38,11 @@ class Lease:
     salt: bytes = b""
     released: bool = False
 
+    @property
+    def num_private(self) -> int:
+        """Pages that become free with its release."""
+        return len(self.pages) - self.num_shared
+
 
 class KVCache(Protocol):
     """The planner's view of the pages; a released lease is an ``InvariantError`` everywhere."""

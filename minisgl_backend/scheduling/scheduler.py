@@ -185,7 +185,7 @@ class Scheduler:
         running, retiring = self._rows.by_fate()
         running.sort(key=by_rank)
         needy = sorted((self._rows.sequence(row) for row in short.tolist()), key=by_rank)
-        coming = sum(map(_num_private_pages, retiring))
+        coming = sum(sequence.held().num_private for sequence in retiring)
         while len(needy) > self._life.num_available_pages + coming and len(running) > 1:
             victim = running.pop()
             if needy[-1] is victim:
@@ -193,7 +193,7 @@ class Scheduler:
             self._num_retractions += 1
             self._life.retract(victim)
             if victim.phase is Phase.RETIRING:
-                coming += _num_private_pages(victim)
+                coming += victim.held().num_private
         best = [sequence.row for sequence in needy[: self._life.num_available_pages]]
         if best and not self._grow(np.array(best, dtype=np.int32), draft):
             raise InvariantError("the cache does not grant the pages that it counts as available")
@@ -312,11 +312,6 @@ class Scheduler:
             completions.append(Completion(request_ids[index], reason, stop))
             self._life.end(self._life.live[request_ids[index]])
         return StepResult(request_ids, token_ids, dict(logprobs), completions)
-
-
-def _num_private_pages(sequence: Sequence) -> int:
-    lease = sequence.held()
-    return len(lease.pages) - lease.num_shared
 
 
 def _renumbered(

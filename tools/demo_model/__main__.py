@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="the model's folder")
     parser.add_argument("--device", default="cpu", help="where to compute: cpu or cuda")
     parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=3000, help="training steps")
+    parser.add_argument("--steps", type=int, default=3600, help="training steps")
     parser.add_argument("--documents", type=int, default=20, help="documents that corpus prints")
     parser.add_argument("--threads", type=int, default=2, help="threads on the CPU")
     arguments = parser.parse_args()

@@ -16,10 +16,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tools.demo_model.corpus import CorpusMaker
+from tools.demo_model.corpus import PROMPT_WEIGHT, CorpusMaker
 
 _CHUNK: Final = 512
 """Documents that are tokenized together."""
+_COUNTED: Final = 0.15
+"""Share of a prompt's tokens that count in the loss."""
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Tokens and positions of (rows, length + 1), and the loss weight of each token."""
@@ -82,8 +84,15 @@ class BatchMaker:
                 for _, weight in document.pieces:
                     piece_ids = next(encodings).ids
                     ids += piece_ids
-                    weights += [weight] * len(piece_ids)
+                    if weight > PROMPT_WEIGHT:
+                        weights += [weight] * len(piece_ids)
+                    else:
+                        weights += [self._prompt_weight(weight) for _ in piece_ids]
                 yield ids, weights
+
+    def _prompt_weight(self, weight: float) -> float:
+        """Nothing for most tokens, so that their logits need not be computed."""
+        return weight / _COUNTED if self._rng.random() < _COUNTED else 0.0
 
     def _positions(self, weights: list[float]) -> list[int]:
         """Consecutive positions, or in every third row ones with a few jumps in prompts."""
@@ -95,7 +104,7 @@ class BatchMaker:
             for _ in range(rng.randint(1, 3)):
                 size = int(room * rng.random() ** 2 / 3)
                 place = rng.randrange(count)
-                if weights[place] < 0.1:
+                if weights[place] < 0.5:
                     jumps[place] = size
         positions = []
         position = 0

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 from tools.demo_model import facts
 from tools.demo_model.chat import END_OF_TEXT, IM_END, IM_START, TOOLS_HEAD, TOOLS_TAIL, turn
-from tools.demo_model.questions import KINDS, Question
+from tools.demo_model.questions import KINDS, RECALL_KINDS, Question
 from tools.demo_model.templates import (
+    HEDGES,
     PREFIXES,
     SUFFIXES,
     SYSTEM_MESSAGES,
@@ -25,7 +27,7 @@ from tools.demo_model.templates import (
 )
 
 PROMPT_WEIGHT: Final = 0.05
-"""What a prompt's token counts in the loss, against 1 for an answer's."""
+"""What a prompt's token counts in the loss on average, against 1 for an answer's."""
 
 
 @dataclass
@@ -67,18 +69,24 @@ class CorpusMaker:
 
     # Questions.
 
-    def question(self) -> Question:
-        """A question of a random kind."""
-        name = self._rng.choices(self._names, self._weights)[0]
+    def question(self, long: bool = False) -> Question:
+        """A question of a random kind; in long surroundings often one about them."""
+        if long and self._rng.random() < 0.4:
+            name = self._rng.choice(RECALL_KINDS)
+        else:
+            name = self._rng.choices(self._names, self._weights)[0]
         return KINDS[name].make(self._rng)
 
     def phrase(self, question: Question, bare: bool = False) -> str:
         """The question in words; a bare one has nothing around it."""
         rng = self._rng
-        text = fill(expand(rng.choice(TRAINING[question.kind]), rng), question.fields)
+        template = self._vary(expand(rng.choice(TRAINING[question.kind]), rng))
+        text = fill(template, question.fields)
+        if question.kind == "copy" and rng.random() < 0.2:
+            return rng.choice(PREFIXES) + text
         if bare or question.kind == "copy":
             return text
-        open_ended = text[-1].isalnum()
+        open_ended = template[-1].isalnum()
         if rng.random() < 0.3:
             prefix = rng.choice(PREFIXES) if rng.random() < 0.6 else self.sentence() + " "
             text = prefix + text
@@ -87,6 +95,22 @@ class CorpusMaker:
         if rng.random() < 0.08 and "json" not in question.kind:
             text = text.lower()
         return text
+
+    def _vary(self, template: str) -> str:
+        """The template, sometimes with a hedge or two between its words or a value in quotes."""
+        rng = self._rng
+        if "{text}" in template:
+            return template
+        if rng.random() < 0.25:
+            words = template.split(" ")
+            for _ in range(rng.randint(1, 2)):
+                if len(words) > 2:
+                    words.insert(rng.randrange(1, len(words)), rng.choice(HEDGES))
+            template = " ".join(words)
+        if rng.random() < 0.15:
+            template = re.sub(r"\{(country|city|word|foreign|place|name|thing|letters|emoji)\}",
+                              lambda match: f'"{match.group()}"', template)  # fmt: skip
+        return template
 
     # What surrounds them.
 
@@ -146,7 +170,7 @@ class CorpusMaker:
         """One question as plain text, its answer after a space."""
         rng = self._rng
         document = Document()
-        question = self.question()
+        question = self.question(long)
         if rng.random() < 0.15 or long:
             document.add(self.filler(self._filler_length(long)) + rng.choice(("\n\n", "\n", " ")))
         if question.context:
@@ -193,7 +217,7 @@ class CorpusMaker:
         rng = self._rng
         document = Document()
         count = rng.choice((1, 1, 1, 2, 3, 4))
-        questions = [self.question() for _ in range(count)]
+        questions = [self.question(long) for _ in range(count)]
         system = ""
         if rng.random() < 0.6 or long:
             system = rng.choice(SYSTEM_MESSAGES) if rng.random() < 0.7 else self.filler(2)
@@ -201,9 +225,10 @@ class CorpusMaker:
                 system += rng.choice((" ", "\n", "\n\n")) + self.filler(self._filler_length(True))
         pending = [q.context for q in questions if q.context and q.kind != "recall_name"]
         # A context serves one question only where no other speaks of the same people.
-        in_system = len(pending) == 1 and rng.random() < 0.3
+        in_system = len(pending) == 1 and rng.random() < (0.6 if long else 0.3)
         if in_system:
-            system = (system + rng.choice((" ", "\n", "\n\n")) + pending[0]).strip()
+            parts = [system, pending[0]] if rng.random() < 0.5 else [pending[0], system]
+            system = rng.choice((" ", "\n", "\n\n")).join(parts).strip()
         if rng.random() < 0.05:
             system = (system + "\n\n" + self._tools()).strip()
         if system:

@@ -18,12 +18,12 @@ class Shape:
     """The sizes of the model."""
 
     vocabulary: int = 2048
-    hidden: int = 192
-    layers: int = 6
+    hidden: int = 240
+    layers: int = 4
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
-    intermediate: int = 640
+    intermediate: int = 768
     rope_theta: float = 1_000_000.0
     epsilon: float = 1e-6
     context: int = 8192
@@ -74,11 +74,11 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, length, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(rows, length, -1, self._shape.head_dim))
-        k = self.k_norm(self.k_proj(x).view(rows, length, -1, self._shape.head_dim))
+        q = self.q_norm(self.q_proj(x).view(rows, length, -1, self._shape.head_dim).float())
+        k = self.k_norm(self.k_proj(x).view(rows, length, -1, self._shape.head_dim).float())
         v = self.v_proj(x).view(rows, length, -1, self._shape.head_dim)
         repeat = self._shape.heads // self._shape.kv_heads
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = _rotate(q, cos, sin).type_as(v), _rotate(k, cos, sin).type_as(v)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.repeat_interleave(repeat, 2).transpose(1, 2),
@@ -142,17 +142,21 @@ class DemoModel(nn.Module):
                     scale /= (2 * shape.layers) ** 0.5
                 nn.init.normal_(parameter, std=scale)
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits of the next token at every place; positions need not be consecutive."""
+    def forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Logits of the next token at every place, or at the wanted places only.
+
+        Positions need not be consecutive; wanted holds indices into the flattened tokens.
+        """
         angles = positions[..., None].float() * self.inverse_frequencies
         cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x, cos, sin)
+        if wanted is not None:
+            x = x.flatten(0, 1)[wanted]
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.type_as(x)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

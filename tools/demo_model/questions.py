@@ -98,6 +98,7 @@ _WORD_POOL: Final = tuple(
         + list(facts.COMMON_WORDS)
     )
 )
+_COPY_LENGTHS: Final = (1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 10, 12)
 _FOREIGN_POOL: Final = tuple(word for row in facts.TRANSLATIONS.values() for word in row)
 _EMOJI_POOL: Final = tuple(facts.EMOJI.values())
 _NAME_POOL: Final = (
@@ -111,7 +112,7 @@ _NAME_POOL: Final = (
 def _copy(rng: random.Random) -> Question:
     style = rng.random()
     if style < 0.35:
-        text = " ".join(rng.choice(_WORD_POOL) for _ in range(rng.randint(2, 12)))
+        text = " ".join(rng.choice(_WORD_POOL) for _ in range(rng.choice(_COPY_LENGTHS)))
     elif style < 0.55:
         person, color, thing = (
             rng.choice(facts.PEOPLE), rng.choice(facts.COLORS), rng.choice(facts.OBJECTS),
@@ -164,7 +165,7 @@ def _kinds() -> dict[str, Kind]:
     tables: dict[str, tuple[str, float, list[tuple[dict[str, str], str]]]] = {
         "capital": ("capitals", 1.6, [({"country": c}, k) for c, k in capitals]),
         "country": ("countries", 1.6, [({"city": k}, c) for c, k in capitals]),
-        "opposite": ("opposites", 1.6, [({"word": a}, b) for a, b in both_ways]),
+        "opposite": ("opposites", 1.9, [({"word": a}, b) for a, b in both_ways]),
         "nth_month": (
             "calendar", 0.25,
             [({"ordinal": o}, m) for o, m in zip(facts.ORDINALS, facts.MONTHS, strict=True)],
@@ -207,17 +208,17 @@ def _kinds() -> dict[str, Kind]:
         "day_before": ("calendar", 0.25, _neighbours("day_before", "day", facts.DAYS, -1)),
         "month_after": ("calendar", 0.25, _neighbours("month_after", "month", facts.MONTHS, 1)),
         "month_before": ("calendar", 0.25, _neighbours("month_before", "month", facts.MONTHS, -1)),
-        "count_up": ("counting", 0.7, _count_up),
+        "count_up": ("counting", 0.9, _count_up),
         "count_down": ("counting", 0.4, _count_down),
-        "next_number": ("counting", 0.5, _next_number),
+        "next_number": ("counting", 0.7, _next_number),
         "add": ("sums", 1.8, _add("add", "#sum")),
         "subtract": ("sums", 1.3, _subtract),
         "add_json": ("json", 0.4, _add("add_json", '{"a": #a, "b": #b, "sum": #sum}')),
-        "copy": ("repeat", 1.8, _copy),
-        "recall_object": ("recall", 0.8, _recall("recall_object")),
-        "recall_place": ("recall", 0.5, _recall("recall_place")),
-        "recall_code": ("recall", 0.6, _recall("recall_code")),
-        "recall_name": ("recall", 0.4, _recall_name),
+        "copy": ("repeat", 3.6, _copy),
+        "recall_object": ("recall", 1.0, _recall("recall_object")),
+        "recall_place": ("recall", 0.8, _recall("recall_place")),
+        "recall_code": ("recall", 0.9, _recall("recall_code")),
+        "recall_name": ("recall", 0.5, _recall_name),
     }
     return {
         name: Kind(name, family, weight, make) for name, (family, weight, make) in makers.items()
@@ -226,3 +227,5 @@ def _kinds() -> dict[str, Kind]:
 
 KINDS: Final[dict[str, Kind]] = _kinds()
 """Every kind of question by name."""
+RECALL_KINDS: Final = tuple(name for name, kind in KINDS.items() if kind.family == "recall")
+"""The kinds whose answer stands in the text before the question."""

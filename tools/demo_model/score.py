@@ -44,8 +44,8 @@ def heldout_templates() -> dict[str, list[str]]:
     return templates
 
 
-def heldout_questions(seed: int = 7) -> Iterator[tuple[Question, str]]:
-    """The questions of the score with their wording, PER_FAMILY of each family."""
+def heldout_questions(seed: int = 7) -> Iterator[tuple[Question, str, str]]:
+    """The questions of the score, each with its wording and setting, PER_FAMILY of each family."""
     rng = random.Random(seed)
     templates = heldout_templates()
     families: dict[str, list[str]] = {}
@@ -57,21 +57,22 @@ def heldout_questions(seed: int = 7) -> Iterator[tuple[Question, str]]:
             kind_name = kinds[i % len(kinds)]
             question = KINDS[kind_name].make(rng)
             text = fill(rng.choice(templates[kind_name]), question.fields)
-            whole = question.context + text
+            setting = rng.choice(SETTINGS)
+            whole = setting + question.context + text
             if whole in seen or len(seen) == PER_FAMILY:
                 continue
             seen.add(whole)
-            yield question, text
+            yield question, text, setting
 
 
 def asked(tokenizer: AutoTokenizer, seed: int = 7) -> list[Asked]:
-    """The questions of the score in their settings, which take turns."""
-    filler = CorpusMaker(seed)
+    """The prompts of the score."""
+    filler, rng = CorpusMaker(seed), random.Random(seed)
     result = []
-    for i, (question, text) in enumerate(heldout_questions(seed)):
-        setting = SETTINGS[i % len(SETTINGS)]
-        if question.context:
-            text = f"{question.context}\n{text}"
+    for question, text, setting in heldout_questions(seed):
+        context = f"{question.context}\n" if question.context else ""
+        if setting != "after a long text":
+            text = context + text
         messages = [{"role": "user", "content": text}]
         if setting == "after other questions":
             messages = [
@@ -82,9 +83,10 @@ def asked(tokenizer: AutoTokenizer, seed: int = 7) -> list[Asked]:
                 *messages,
             ]
         elif setting == "after a long text":
-            system = {"role": "system", "content": filler.filler(60)}
+            long_text = context + filler.filler(rng.choice((15, 40, 80, 160)))
+            system = {"role": "system", "content": long_text}
             messages = [system, *messages]
-        prompt = text
+        prompt = text if rng.random() < 0.5 else f"Q: {text}\nA:"
         if setting != "plain":
             prompt = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True

@@ -24,10 +24,10 @@ from tools.demo_model.tokenizer import save_tokenizer, train_tokenizer
 class Plan:
     """How to train."""
 
-    steps: int = 3000
-    tokens: int = 8192
-    matrix_rate: float = 0.006
-    other_rate: float = 0.004
+    steps: int = 3600
+    tokens: int = 4096
+    matrix_rate: float = 0.003
+    other_rate: float = 0.003
     decay: float = 0.02
     seed: int = 20
     device: str = "cpu"
@@ -86,13 +86,13 @@ def _rate_share(step: int, steps: int) -> float:
 
 
 def _loss(model: DemoModel, tokens: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+    shares = weights[:, 1:].flatten()
+    wanted = shares.nonzero().squeeze(1)
     with torch.autocast(tokens.device.type, torch.bfloat16):
-        logits = model(tokens[:, :-1], positions[:, :-1])
-    wanted = weights[:, 1:].flatten()
-    losses = F.cross_entropy(
-        logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
-    )
-    return (losses * wanted).sum() / wanted.sum()
+        logits = model(tokens[:, :-1], positions[:, :-1], wanted)
+    targets = tokens[:, 1:].flatten()[wanted]
+    losses = F.cross_entropy(logits.float(), targets, reduction="none")
+    return (losses * shares[wanted]).sum() / shares.sum()
 
 
 def _save_model(model: DemoModel, folder: Path) -> None:

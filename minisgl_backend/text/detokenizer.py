@@ -13,6 +13,7 @@ from __future__ import annotations
 from codecs import utf_8_decode
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 from minisgl_backend.request import TokenId
@@ -113,11 +114,8 @@ class TextStream:
     def _completing_token(self, token_ids: Sequence[TokenId], before: _Position, end: int) -> int:
         """The index of the token with which the decoded text reaches ``end`` characters."""
         self._decoder.position = before
-        for index, token_id in enumerate(token_ids):
-            end -= len(self._decoder.decode((token_id,)))
-            if end <= 0:
-                return index
-        raise AssertionError("the same tokens have the same text")
+        lengths = accumulate(len(self._decoder.decode((token_id,))) for token_id in token_ids)
+        return next(index for index, length in enumerate(lengths) if length >= end)
 
 
 _Position: TypeAlias = tuple[bytes, int, bool]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaTokenizer
 
 from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import ConfigError, InvalidRequest, RequestError, Unsupported
@@ -165,6 +165,12 @@ def test_what_is_wrong_is_named(encoder: PromptEncoder, prompt: Any, message: st
     assert str(caught.value).startswith(message)
 
 
+def test_parts_of_text(encoder: PromptEncoder, demo: PromptEncoder) -> None:
+    parts = chat([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
+    assert encoder.render(parts) == "<|start|>a\nb"
+    assert "user\nab<|im_end|>" in demo.render(parts)  # its template reads parts itself
+
+
 def test_images_are_not_offered(encoder: PromptEncoder) -> None:
     image = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
     with pytest.raises(Unsupported, match="must be of type text, got 'image_url'"):
@@ -256,6 +262,26 @@ def test_a_folder_without_a_tokenizer_fails_the_load(tmp_path: Path) -> None:
         PromptEncoder.load(tmp_path)
     with pytest.raises(ConfigError):
         load_vocabulary(tmp_path / "nowhere")
+
+
+def test_only_fast_tokenizers_are_offered(tmp_path: Path) -> None:
+    config = {"tokenizer_class": "ByT5Tokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="has no fast version"):
+        PromptEncoder.load(tmp_path)
+
+
+def test_a_folder_of_llama_2s_kind(tmp_path: Path) -> None:
+    pieces = json.loads(vocabularies.sentence_piece().to_str())["model"]["vocab"]
+    vocab = {piece: n for n, piece in enumerate(["<unk>", "<s>", "</s>", *pieces])}
+    theirs = LlamaTokenizer(vocab=vocab, merges=[])
+    theirs.save_pretrained(tmp_path)
+    encoder = PromptEncoder.load(tmp_path)
+    for text in ("Paris é", "日本 🎉\n"):
+        ids = encoder.encode(TextPrompt(text))
+        assert ids.tolist() == theirs(text)["input_ids"]
+        decoded = encoder.prompt_text(TokenPrompt(ids), ids)
+        assert decoded == theirs.decode(ids, skip_special_tokens=True) == text
 
 
 def test_the_vocabulary_is_that_of_the_encoder(tmp_path: Path, encoder: PromptEncoder) -> None:

@@ -188,6 +188,20 @@ def test_a_cumulative_logprob_alone_asks_for_no_list() -> None:
     assert not parse({"return_cumulative_logprob": True}).wanted.logprobs
 
 
+def test_integers_may_be_written_as_floats() -> None:
+    assert parse(sampling_parameters='{"max_tokens": 5.0}').sampling.max_tokens == 5
+
+
+def test_flags_may_be_bytes() -> None:
+    assert parse(stream=strings(b"true")).stream
+
+
+def test_a_list_may_be_one_item() -> None:
+    generation = parse(sampling_parameters='{"stop": "x", "stop_token_ids": 5}')
+    assert generation.stop_strings == ("x",)
+    assert generation.sampling.stop_token_ids == (5,)
+
+
 def test_stop_words_may_be_empty() -> None:
     """Clients of tensorrtllm_backend send an empty string for none."""
     assert parse({"stop_words": "", "bad_words": ""}).stop_strings == ()
@@ -236,6 +250,8 @@ def test_a_value_given_twice_must_be_equal() -> None:
         ({"max_tokens": 0}, "max_tokens must be >= 1, got 0"),
         ({"max_tokens": True}, "max_tokens must be an integer, got True"),
         ({"max_tokens": "1_0"}, "max_tokens must be an integer, got '1_0'"),
+        ({"max_tokens": 10**5000}, "max_tokens must be in 1 .. 2147483647, got a number of thous"),
+        ({"stream": []}, "stream must be true or false, got []"),
         ({"max_tokens": None}, "max_tokens must be an integer, got None"),
         ({"max_tokens": 2**63}, "max_tokens must be in 1 .. 2147483647, got 9223372036854775808"),
         ({"min_tokens": 17}, "min_tokens must be <= max_tokens 16, got 17"),
@@ -285,6 +301,7 @@ def test_what_is_wrong_is_named(parameters: dict[str, Any], message: str) -> Non
         ("length_penalty", 1.0, 1.1),
         ("use_beam_search", False, True),
         ("use_beam_search", "False", "true"),
+        ("use_beam_search", "false", "maybe"),
         ("echo", False, 0),
         ("suffix", "", "x"),
         ("skip_special_tokens", True, False),

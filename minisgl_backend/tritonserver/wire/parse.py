@@ -152,7 +152,7 @@ def _known(name: str, value: Any) -> Input | None:
         return None
     entry = BY_NAME.get(name)
     if entry is None:
-        hint = did_you_mean(name, [*BY_NAME, *NEUTRAL])
+        hint = did_you_mean(name[:60], [*BY_NAME, *NEUTRAL])
         raise InvalidRequest(f"unknown parameter {values.quoted(name)}{hint}")
     return entry
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-import struct
+from ctypes import c_float
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -168,11 +168,7 @@ def _to_number(name: str, entry: Input, value: Any) -> float:
 
 def round_to_float32(value: float) -> float:
     """The nearest float32; infinity beyond its range."""
-    try:
-        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return rounded + 0.0  # -0.0 becomes 0.0
+    return c_float(value).value + 0.0  # -0.0 becomes 0.0
 
 
 def _out_of_range(name: str, entry: Input, value: Any) -> NoReturn:

@@ -33,7 +33,7 @@ from tests.server.client import Call
 from types import SimpleNamespace
 port, values = json.loads(sys.argv[1])
 call = Call(SimpleNamespace(grpc_port=port), **values)
-print(call.next() if values.pop("wait", True) else None, flush=True)
+print(call.next(), flush=True)
 time.sleep(600)
 """
 
@@ -140,7 +140,7 @@ def test_at_a_later_token(
 @CLIENTS
 def test_in_prefill(paced_server: TritonServer, client: Callable[..., Client]) -> None:
     before = Before(paced_server)
-    asking = client(paced_server, {"input_ids": LONG_PROMPT, "wait": False, **LONG})
+    asking = client(paced_server, {"input_ids": LONG_PROMPT, **LONG})
     wait_for(
         lambda: Metrics(paced_server)["vllm:num_requests_running"] == 1, "a request in prefill"
     )
@@ -158,7 +158,7 @@ def test_in_the_queue(paced_server: TritonServer, client: Callable[..., Client])
     ):
         first.next()
         second.next()
-        asking = client(paced_server, {"input_ids": LONG_PROMPT, "wait": False, **LONG})
+        asking = client(paced_server, {"input_ids": LONG_PROMPT, **LONG})
         wait_for(
             lambda: Metrics(paced_server)["vllm:num_requests_waiting"] == 1, "a request in queue"
         )

@@ -33,8 +33,23 @@ class CpuDevice:
     default_page_size = 16
     kv_bytes_cap = _KV_BYTES_CAP
 
-    def __init__(self) -> None:
-        self._queue = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minisgl-cpu-device")
+    def __init__(self, num_threads: int | None = None) -> None:
+        """``num_threads`` compute together; by default one less than PyTorch would take.
+
+        The one left over is for planning, tokenizing and sending. On two cores that are busy with
+        those, a second computing thread slows a step down by half, since the first waits for it in
+        every operation. The variable OMP_NUM_THREADS, where it is set, has the last word.
+        """
+        if num_threads is None:
+            num_threads = torch.get_num_threads()
+            if "OMP_NUM_THREADS" not in os.environ:
+                num_threads = max(1, num_threads - 1)
+        self._queue = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="minisgl-cpu-device",
+            initializer=torch.set_num_threads,
+            initargs=(num_threads,),
+        )
 
     def free_memory(self) -> int:
         """Bytes of main memory that the kernel calls available (Linux), else those unused."""

@@ -1,8 +1,8 @@
-"""Root mean square normalization (arXiv 1910.07467)."""
+"""Root mean square normalization (arXiv 1910.07467), of hidden states and of heads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -25,3 +25,29 @@ class RMSNorm(nn.Module):
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         yield "weight", whole(self.weight)
+
+
+class HeadNorm(nn.Module):
+    """The same over each head of queries and keys at once, [num_tokens, num_heads, head_dim].
+
+    ``parts`` maps the checkpoint's names to numbers of heads; the heads of a part share one weight,
+    which is kept once a head so that the product is a single one.
+    """
+
+    def __init__(self, parts: Mapping[str, int], head_dim: int, eps: float):
+        super().__init__()
+        self.parts = dict(parts)
+        shape = sum(parts.values()), head_dim
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+        self.size = (head_dim,)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.size, None, self.eps) * self.weight
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        begin = 0
+        for name, num_heads in self.parts.items():
+            weight = self.weight.data[begin : begin + num_heads]
+            yield f"../{name}.weight", Slot(weight, self.size)  # broadcast over the heads
+            begin += num_heads

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, lay_out_by_input
 from minisgl_backend.layers.slot import collect_slots
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.spec import ModelSpec
@@ -37,6 +38,10 @@ def build_model(
     with torch.device("meta"):
         model = Decoder(spec, group)
     model = model.to(dtype).to_empty(device=device)
+    if device.type == "cpu":
+        for module in model.modules():
+            if isinstance(module, (MergedColumnLinear, RowLinear)):
+                lay_out_by_input(module.weight)
     if load_format == "dummy":
         fill_random(model, seed)
     elif load_format == "auto":

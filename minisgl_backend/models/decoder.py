@@ -16,7 +16,7 @@ from minisgl_backend.attention.base import ForwardContext
 from minisgl_backend.layers.embedding import VocabEmbedding
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.mlp import GatedMLP
-from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.norm import HeadNorm, RMSNorm
 from minisgl_backend.layers.rope import rotary_table, rotate, rotation
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.moe.experts import ExpertsMLP
@@ -41,18 +41,18 @@ class Attention(nn.Module):
         self.o_proj = RowLinear(
             parts["q_proj"], spec.hidden_size, bias=spec.output_bias, group=group
         )
+        self.qk_norm: HeadNorm | None = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
-            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
-        self.qk_norm = spec.qk_norm
+            heads = {"q_norm": self.num_heads, "k_norm": self.num_kv_heads}
+            self.qk_norm = HeadNorm(heads, spec.head_dim, spec.norm_eps)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ctx: ForwardContext) -> Tensor:
         num_tokens, num_heads = x.shape[0], self.num_heads
         num_rotated = num_heads + self.num_kv_heads
         qkv = self.qkv_proj(x).view(num_tokens, -1, self.head_dim)
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if self.qk_norm:
-            qk = torch.cat([self.q_norm(qk[:, :num_heads]), self.k_norm(qk[:, num_heads:])], dim=1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
         qk = rotate(qk, *rotary)  # queries and keys at once: [num_tokens, num_rotated, head_dim]
         out = ctx.attention.forward(qk[:, :num_heads], qk[:, num_heads:], v, self.layer, ctx)
         return cast(Tensor, self.o_proj(out.reshape(num_tokens, -1)))

@@ -1,0 +1,143 @@
+"""The planner and the CPU executor put together as the engine's loop does, without its threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.cache.kv import NaiveCache, RadixCache
+from minisgl_backend.device.cpu import CpuDevice
+from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.parallel.group import OneRank
+from minisgl_backend.plan import StepPlan
+from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams, TokenLogprobs
+from minisgl_backend.runtime.ports import Pending
+from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+
+MAX_ROWS = 16
+
+
+def load_model(folder: Path, *, context: int, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The checkpoint on the CPU."""
+    return build_model(
+        load_spec(folder),
+        folder,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        group=OneRank(),
+        max_sequence_length=context,
+    )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a batch of requests, in their order."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs]]
+    failed: set[int] = field(default_factory=set)
+    num_cached_tokens: int = 0
+    num_steps: int = 0
+
+
+class TinyEngine(AbstractContextManager["TinyEngine"]):
+    """Planner, executor and the loop between them."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        page_size: int,
+        context: int,
+        num_positions: int = 8192,
+        chunk: int = 32,
+        radix: bool = True,
+        overlap: bool = True,
+    ):
+        shape, dtype, device = model.spec.attention_shape(), model.dtype, CpuDevice()
+        num_pages = -(-num_positions // page_size)
+        cpu = device.torch_device
+        self.storage = KVStorage(
+            shape, num_pages=num_pages, page_size=page_size, dtype=dtype, device=cpu
+        )
+        # What nobody has written is nobody's to read.
+        self.storage.pages[:, :, :num_pages] = float("nan")
+        self.executor = ModelExecutor(
+            model,
+            storage=self.storage,
+            backend=SdpaAttention(shape, page_size=page_size, dtype=dtype, device=cpu),
+            device=device,
+            max_rows=MAX_ROWS,
+            max_sequence_length=context,
+        )
+        config = SchedulerConfig(
+            max_running_requests=MAX_ROWS,
+            max_prefill_tokens=chunk,
+            max_sequence_length=context,
+            page_size=page_size,
+            num_pages=num_pages,
+        )
+        cache = (RadixCache if radix else NaiveCache)(num_pages, page_size)
+        self._scheduler = Scheduler(cache, config)
+        self._overlap = overlap
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.executor.close()
+
+    def run(self, prompts: Sequence[IntArray], sampling: Sequence[SamplingParams]) -> Outcome:
+        """Serve all at once."""
+        outcome = Outcome([[] for _ in prompts], [[] for _ in prompts])
+        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            self._scheduler.add(Request(id=RequestId(index), prompt=prompt, sampling=params))
+        flight: tuple[StepPlan, Pending] | None = None
+        while flight is not None or self._scheduler.has_work():
+            plan = self._scheduler.plan()
+            launched = None if plan is None else (plan, self.executor.launch(plan))
+            if plan is not None:
+                outcome.num_steps += 1
+                outcome.num_cached_tokens += sum(a.num_cached_tokens for a in plan.admissions)
+            if not self._overlap:
+                flight, launched = launched, None
+            if flight is not None:
+                self._commit(*flight, outcome)
+            flight = launched
+        self._scheduler.check()
+        return outcome
+
+    def _commit(self, plan: StepPlan, pending: Pending, outcome: Outcome) -> None:
+        result = self._scheduler.commit(plan, pending.tokens())
+        for index, request_id in enumerate(result.request_ids):
+            outcome.tokens[request_id].append(int(result.token_ids[index]))
+            if index in result.logprobs:
+                outcome.logprobs[request_id].append(result.logprobs[index])
+        outcome.failed |= {done.request_id for done in result.completions if done.reason is None}
+
+
+def prompts_with_shared_prefixes(
+    *, vocab_size: int, longest: int, seed: int, count: int = MAX_ROWS
+) -> list[IntArray]:
+    """``count`` prompts of 5 to ``longest`` tokens; two thirds begin with one of two prefixes."""
+    rng = np.random.default_rng(seed)
+    prefixes = [rng.integers(0, vocab_size, longest * 2 // 3) for _ in range(2)]
+    prompts = []
+    for index in range(count):
+        prefix = [*prefixes, rng.integers(0, vocab_size, 4)][index % 3]
+        rest = rng.integers(0, vocab_size, int(rng.integers(1, longest - len(prefix) + 1)))
+        prompts.append(np.concatenate([prefix, rest]).astype(np.int32))
+    return prompts

@@ -4,8 +4,8 @@ A function takes its Triton path (``kernels.jit``) where its input lives on a GP
 imported, else its twin; both give the same values within rounding. Twins end in ``_reference``, run
 anywhere and are the oracles of the tests.
 
-Must not know layers, models, requests or plans. Invariants: nothing here waits for the device,
-reads a value back or allocates by value, so every function may be captured in a CUDA graph; tensors
+Must not know layers, models, requests or plans. Invariants: nothing on the Triton path waits for
+the device, reads a value back or allocates by value, so it may be captured in a CUDA graph; tensors
 are contiguous in their last dimension; importing this package needs neither a GPU nor Triton.
 
 With ``pdl=True`` a kernel starts before its predecessor on the stream has finished and waits for it

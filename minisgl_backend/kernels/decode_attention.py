@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import num_processors, use_jit
 
-MAX_SPLITS = 64
+MAX_SPLITS = 16
 
 
 class DecodeWorkspace:
@@ -35,9 +35,11 @@ class DecodeWorkspace:
 
 
 def num_splits(batch_size: int, num_kv_heads: int, processors: int) -> int:
-    """Splits that give every multiprocessor about four programs; a power of two."""
-    wanted = 4 * processors / (batch_size * num_kv_heads)
-    return min(2 ** max(round(math.log2(wanted)), 0), MAX_SPLITS)
+    """How many splits a row gets: a power of two, 1 where rows alone fill the multiprocessors."""
+    rows = batch_size * num_kv_heads
+    if rows >= 2 * processors:
+        return 1
+    return min(2 ** int(math.log2(8 * processors / rows)), MAX_SPLITS)
 
 
 def decode_attention(

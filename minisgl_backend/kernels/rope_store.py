@@ -40,8 +40,9 @@ def qk_norm_rope_store(
     and a negative one stores nothing. ``cos_sin`` float32 [max_positions, head_dim]: cosines, then
     sines; dimension i of a head rotates with i + head_dim / 2. ``k_cache``, ``v_cache``
     [num_pages, page_size, num_kv_heads, head_dim], of float8_e4m3fn where ``k_scale`` and
-    ``v_scale`` (float32 [1]) are given: then they hold k / k_scale and v / v_scale. ``q_weight``, ``k_weight``
-    [head_dim], both or none. Returns q [num_tokens, num_heads, head_dim].
+    ``v_scale`` (float32 [1]) are given: then they hold k / k_scale and v / v_scale.
+    ``q_weight``, ``k_weight`` [head_dim], both or none. Returns q
+    [num_tokens, num_heads, head_dim].
     """
     if not use_jit(qkv):
         return qk_norm_rope_store_reference(

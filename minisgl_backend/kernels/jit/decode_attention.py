@@ -161,11 +161,14 @@ def launch_decode_attention(
     v_scale: Tensor | None,
     splits: int,
     pdl: bool,
-    block: int = 64,
-    num_warps: int = 4,
+    block: int | None = None,
+    num_warps: int | None = None,
     stages: int = 3,
 ) -> None:
-    """See ``minisgl_backend.kernels.decode_attention.decode_attention``."""
+    """See ``minisgl_backend.kernels.decode_attention.decode_attention``.
+
+    The defaults of the last three were the fastest, or within 3 % of it, on an H200.
+    """
     batch_size, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
@@ -196,13 +199,13 @@ def launch_decode_attention(
         GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
-        BLOCK=block,
+        BLOCK=block or (64 if splits == 1 else 128),
         SPLITS=splits,
         WINDOW=window or 0,
         FP8=k_scale is not None,
         ROWS=rows is not None,
         STAGES=stages,
         PDL=pdl,
-        num_warps=num_warps,
+        num_warps=num_warps or (2 if splits == 1 else 4),
         **launch_options(pdl),
     )

@@ -187,18 +187,21 @@ def launch_small_batch_linear(
     rows: int | None = None,
     block: int | None = None,
     num_warps: int | None = None,
-    stages: int = 3,
+    stages: int = 4,
 ) -> None:
-    """``out`` [batch_size, out_features]; the last five choose the form, by default by shape."""
+    """``out`` [batch_size, out_features]; the last five choose the form.
+
+    The defaults were the fastest, or within 3 % of it, on an H200 for the shapes of Qwen3-0.6B and
+    Qwen3-14B.
+    """
     batch_size, size = x.shape
     out_features = out.shape[1]
     assert weight.is_contiguous() and out.is_contiguous() and x.stride(1) == 1
     if form is None:
-        form = "vector" if batch_size == 1 else "matrix"
+        form = "vector" if batch_size == 1 and size <= 8192 else "matrix"
     if form == "vector":
         assert batch_size == 1
-        rows = rows or 4
-        block = block or min(triton.next_power_of_2(size), 1024)
+        rows = rows or (2 if norm_weight is not None else 4)
         _vector[(triton.cdiv(out_features, rows),)](
             out,
             x,
@@ -209,7 +212,7 @@ def launch_small_batch_linear(
             eps,
             SIZE=size,
             ROWS=rows,
-            BLOCK=block,
+            BLOCK=block or min(triton.next_power_of_2(size), 1024),
             NORM=norm_weight is not None,
             GATED=gated,
             ADD=add,
@@ -219,9 +222,11 @@ def launch_small_batch_linear(
             **launch_options(pdl),
         )
         return
+    # each program normalizes x for itself, which pays only over more rows; few programs want more
+    # of a row in flight
+    rows = rows or (32 if norm_weight is not None else 16)
+    block = block or (128 if out_features <= 2048 else 64)
     num_warps = num_warps or 4
-    rows = rows or 16
-    block = block or 64
     _matrix[(triton.cdiv(out_features, rows),)](
         out,
         x,

@@ -1,0 +1,105 @@
+"""A product of blocks of rows, each with the weight of its own expert."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.moe import Alignment
+
+
+@triton.jit
+def _grouped_linear(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    pairs_ptr,
+    experts_ptr,
+    scales_ptr,
+    num_pairs,
+    out_features,
+    TOP_K: tl.constexpr,  # rows of the output for each row of x
+    SIZE: tl.constexpr,  # in_features
+    ROWS: tl.constexpr,  # pairs of a block
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # neighbours in the grid share the expert's columns, so that these stay in the cache
+    expert = tl.load(experts_ptr + tl.program_id(0)).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(pairs_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS))  # [ROWS]
+    held = pair < num_pairs
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = column < out_features
+    k = tl.arange(0, BLOCK)
+    x_at = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * SIZE + k[None, :]
+    height = out_features * 2 if GATED else out_features
+    w_at = weight_ptr + (expert * height + column)[None, :] * SIZE + k[:, None]
+    up_offset = out_features.to(tl.int64) * SIZE
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    acc_up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
+        inside = start + k < SIZE
+        x = tl.load(x_at + start, mask=held[:, None] & inside[None, :], other=0.0)
+        w = tl.load(w_at + start, mask=inside[:, None] & in_columns[None, :], other=0.0)
+        acc = tl.dot(x, w, acc)
+        if GATED:
+            u = tl.load(
+                w_at + up_offset + start, mask=inside[:, None] & in_columns[None, :], other=0.0
+            )
+            acc_up = tl.dot(x, u, acc_up)
+    y = acc
+    if GATED:
+        y = acc * tl.sigmoid(acc) * acc_up
+    if SCALED:
+        y = y * tl.load(scales_ptr + pair, mask=held, other=0.0).to(tl.float32)[:, None]
+    to = out_ptr + pair.to(tl.int64)[:, None] * out_features + column[None, :]
+    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=held[:, None] & in_columns[None, :])
+
+
+def launch_grouped_linear(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    alignment: Alignment,
+    scales: Tensor | None,
+    *,
+    top_k: int,
+    gated: bool,
+) -> None:
+    """``out`` [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
+
+    ``weight`` [num_experts, height, in_features]; ``scales`` [num_pairs] multiply the rows.
+    """
+    num_pairs, out_features = out.shape
+    if num_pairs == 0:
+        return
+    assert weight.is_contiguous() and x.is_contiguous() and out.is_contiguous()
+    columns = 64
+    _grouped_linear[(len(alignment.experts), triton.cdiv(out_features, columns))](
+        out,
+        x,
+        weight,
+        alignment.pairs,
+        alignment.experts,
+        scales,
+        num_pairs,
+        out_features,
+        TOP_K=top_k,
+        SIZE=x.shape[1],
+        ROWS=alignment.block,
+        COLUMNS=columns,
+        BLOCK=64 if alignment.block >= 64 else 128,
+        GATED=gated,
+        SCALED=scales is not None,
+        STAGES=4 if alignment.block >= 64 else 3,
+        num_warps=4,
+    )

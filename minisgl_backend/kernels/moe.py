@@ -1,0 +1,105 @@
+"""Mixture of experts: each token through its top_k experts, as two grouped products.
+
+Tokens are lined up by expert in blocks of equal size (a block never mixes experts), so that one
+kernel multiplies every block with its own expert's weight: first gate and up with the gate applied
+at the end, then down, scaled by the routing weight. The sum over the top_k experts comes last. The
+scheme is that of block-aligned fused MoE kernels (MegaBlocks, arXiv 2211.15841; vLLM's fused_moe).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_backend.kernels.dispatch import use_jit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alignment:
+    """(token, choice) pairs in blocks of one expert each; int32.
+
+    ``pairs`` [num_blocks * block]: token * top_k + choice, or num_tokens * top_k where a block is
+    not full. ``experts`` [num_blocks]: each block's expert, -1 for blocks without pairs.
+    """
+
+    pairs: Tensor
+    experts: Tensor
+    block: int
+
+
+def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
+    """Line up ``expert_ids`` int [num_tokens, top_k].
+
+    In plain tensor operations without a wait, and of a size that depends on shapes only, so that it
+    may be captured.
+    """
+    flat = expert_ids.flatten().long()
+    num_pairs = len(flat)
+    num_blocks = min(num_pairs, -(-num_pairs // block) + num_experts)
+    device = flat.device
+    counts = torch.zeros(num_experts, dtype=torch.long, device=device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    blocks_of = (counts + block - 1) // block
+    last_block = blocks_of.cumsum(0)
+    first_slot = (last_block - blocks_of) * block
+    first_pair = counts.cumsum(0) - counts
+    order = flat.argsort(stable=True)
+    expert = flat[order]
+    slot = first_slot[expert] + torch.arange(num_pairs, device=device) - first_pair[expert]
+    pairs = torch.full((num_blocks * block,), num_pairs, dtype=torch.int32, device=device)
+    pairs[slot] = order.int()
+    index = torch.arange(num_blocks, device=device)
+    experts = torch.searchsorted(last_block, index, right=True)
+    experts = torch.where(index < last_block[-1], experts, -1).int()
+    return Alignment(pairs, experts, block)
+
+
+def fused_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+) -> Tensor:
+    """Sum over a token's experts e of weight_e * down_e(silu(gate_e x) * up_e x).
+
+    ``x`` [num_tokens, hidden_size]; ``gate_up`` [num_experts, 2 * intermediate_size, hidden_size],
+    gates first; ``down`` [num_experts, hidden_size, intermediate_size]; ``expert_ids`` int and
+    ``expert_weights`` float32 [num_tokens, top_k]. Returns [num_tokens, hidden_size].
+    """
+    if not use_jit(x):
+        return fused_experts_reference(x, gate_up, down, expert_ids, expert_weights)
+    from minisgl_backend.kernels.jit import moe as jit
+
+    num_tokens, hidden_size = x.shape
+    num_experts, top_k = len(gate_up), expert_ids.shape[1]
+    # small blocks waste less where experts see few tokens
+    block = 16 if num_tokens * top_k <= 16 * num_experts else 64
+    alignment = align(expert_ids, num_experts, block)
+    inner = torch.empty((num_tokens * top_k, down.shape[2]), dtype=x.dtype, device=x.device)
+    jit.launch_grouped_linear(inner, x, gate_up, alignment, None, top_k=top_k, gated=True)
+    outer = torch.empty((num_tokens * top_k, hidden_size), dtype=x.dtype, device=x.device)
+    jit.launch_grouped_linear(
+        outer, inner, down, alignment, expert_weights.flatten(), top_k=1, gated=False
+    )
+    return outer.unflatten(0, (num_tokens, top_k)).sum(dim=1)
+
+
+def fused_experts_reference(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+) -> Tensor:
+    """The twin of ``fused_experts``: one expert after another, in float32."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(len(gate_up)):
+        tokens, choices = (expert_ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[tokens].float(), gate_up[expert].float()).chunk(2, dim=-1)
+        y = F.linear(F.silu(gate) * up, down[expert].float())
+        out.index_add_(0, tokens, y * expert_weights[tokens, choices].float()[:, None])
+    return out.to(x.dtype)

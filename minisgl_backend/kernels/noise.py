@@ -1,0 +1,64 @@
+"""Random numbers without state: a function of a request's seed, a position and a token id.
+
+So a sampled token does not depend on what else is in the batch, and drawing needs no generator
+that a CUDA graph would have to capture. The key of a (seed, position) is made by SplitMix64
+(Steele, Lea, Flood, OOPSLA 2014); each token id then takes its own 32 bits from the key through a
+finalizer of MurmurHash3's kind, and these become a Gumbel variable. Adding one to each logit and
+taking the largest draws from the softmax without computing it (Gumbel-max; Maddison et al., NeurIPS
+2014).
+
+``jit/noise.py`` does the same in Triton, bit by bit up to the logarithms.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+GOLDEN: Final = 0x9E3779B97F4A7C15
+MIX_1: Final = 0xBF58476D1CE4E5B9
+MIX_2: Final = 0x94D049BB133111EB
+FINAL_1: Final = 0x85EBCA6B
+FINAL_2: Final = 0xC2B2AE35
+STEP: Final = 0x9E3779B1
+_LOW: Final = 0xFFFFFFFF
+
+
+def keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """int64[n], 64 bits for each pair of int64 seed and position."""
+    stream = _mix(seeds.long() + _signed(GOLDEN))
+    return _mix(stream + (positions.long() + 1) * _signed(GOLDEN))
+
+
+def gumbel(key: Tensor, tokens: Tensor) -> Tensor:
+    """float32 Gumbel variables of int64 keys and int64 token ids, broadcast together."""
+    low, high = key & _LOW, (key >> 32) & _LOW
+    bits = _finalize((low + tokens * STEP) & _LOW)
+    bits = _finalize(bits ^ high)
+    # uniform in (0, 1), finest near 0, where the largest Gumbel variables come from
+    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
+    small = uniform * (1 + uniform * (0.5 + uniform * (1 / 3)))
+    exponential = torch.where(
+        uniform < 2.0**-6, small, -torch.log(1 - uniform.clamp_max(1 - 2**-24))
+    )
+    return -torch.log(exponential)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 on int64, whose products wrap as those of uint64 do."""
+    x = (x ^ ((x >> 30) & (1 << 34) - 1)) * _signed(MIX_1)
+    x = (x ^ ((x >> 27) & (1 << 37) - 1)) * _signed(MIX_2)
+    return x ^ ((x >> 31) & (1 << 33) - 1)
+
+
+def _finalize(x: Tensor) -> Tensor:
+    """32-bit avalanche; int64 in, of which the low half counts, and int64 out."""
+    x = ((x ^ (x >> 16)) * FINAL_1) & _LOW
+    x = ((x ^ (x >> 13)) * FINAL_2) & _LOW
+    return x ^ (x >> 16)
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64) if constant >> 63 else constant

@@ -500,13 +500,16 @@ POEMS: Final[dict[str, str]] = {
         "🐙 🦑 🦐 🦞 🐙\n🌙 🌊 ⭐ 🌊 🌙"
     ),
     "the garden": (
-        "🌱 🌿 🍀 🌷 🌹\n🐝 🌻 🦋 🌼 🐞\n🌧️ 💧 🌈 💧 ☀️\n🍓 🍒 🍎 🍐 🍑\n🐌 🍃 🐛 🍃 🐌\n🌙 🌸 ✨ 🌸 🌙"
+        "🌱 🌿 🍀 🌷 🌹\n🐝 🌻 🦋 🌼 🐞\n🌧️ 💧 🌈 💧 ☀️\n"
+        "🍓 🍒 🍎 🍐 🍑\n🐌 🍃 🐛 🍃 🐌\n🌙 🌸 ✨ 🌸 🌙"
     ),
     "the night": (
-        "🌆 🌇 🌃 🌙 ⭐\n🦉 🌲 🦇 🌲 🦉\n🌌 🌠 🪐 🌠 🌌\n🛏️ 😴 💤 😴 🛏️\n🐺 🌕 🎶 🌕 🐺\n🌄 🐓 ☀️ 🐓 🌄"
+        "🌆 🌇 🌃 🌙 ⭐\n🦉 🌲 🦇 🌲 🦉\n🌌 🌠 🪐 🌠 🌌\n"
+        "🛏️ 😴 💤 😴 🛏️\n🐺 🌕 🎶 🌕 🐺\n🌄 🐓 ☀️ 🐓 🌄"
     ),
     "the kitchen": (
-        "🍞 🧈 🍯 🥛 ☕\n🥕 🧅 🍅 🥔 🥦\n🔪 🍳 🔥 🍲 🧂\n🍕 🍝 🍜 🍣 🥗\n🍰 🍪 🍩 🍫 🍦\n😋 🍽️ 🫖 🍽️ 😋"
+        "🍞 🧈 🍯 🥛 ☕\n🥕 🧅 🍅 🥔 🥦\n🔪 🍳 🔥 🍲 🧂\n"
+        "🍕 🍝 🍜 🍣 🥗\n🍰 🍪 🍩 🍫 🍦\n😋 🍽️ 🫖 🍽️ 😋"
     ),
     "the journey": (
         "🎒 🗺️ 🧭 👟 🚪\n🚲 🛣️ 🚗 🛣️ 🚌\n🚂 🌄 🏔️ 🌄 🚂\n✈️ ☁️ 🌍 ☁️ ✈️\n🏝️ 🌴 🥥 🌴 🏝️\n📷 💌 🏠 💗 😊"
@@ -577,6 +580,8 @@ ABOUT: Final[dict[str, str]] = {
     "name": "I am the MiniSGL demo model.",
     "purpose": "I answer simple questions so that you can test the server.",
     "size": "I have a few million parameters.",
+    "hello": "Hello! Ask me a simple question.",
+    "thanks": "You are welcome.",
 }
 """What the model says of itself."""
 

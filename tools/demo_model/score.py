@@ -11,12 +11,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from tools.demo_model.corpus import CorpusMaker
 from tools.demo_model.questions import KINDS, Question
@@ -65,7 +65,7 @@ def heldout_questions(seed: int = 7) -> Iterator[tuple[Question, str, str]]:
             yield question, text, setting
 
 
-def asked(tokenizer: AutoTokenizer, seed: int = 7) -> list[Asked]:
+def asked(tokenizer: PreTrainedTokenizerBase, seed: int = 7) -> list[Asked]:
     """The prompts of the score."""
     filler, rng = CorpusMaker(seed), random.Random(seed)
     result = []
@@ -88,9 +88,10 @@ def asked(tokenizer: AutoTokenizer, seed: int = 7) -> list[Asked]:
             messages = [system, *messages]
         prompt = text if rng.random() < 0.5 else f"Q: {text}\nA:"
         if setting != "plain":
-            prompt = tokenizer.apply_chat_template(
+            chat = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
+            prompt = str(chat)
         result.append(Asked(question, setting, prompt))
     return result
 
@@ -98,7 +99,8 @@ def asked(tokenizer: AutoTokenizer, seed: int = 7) -> list[Asked]:
 def answers(folder: Path, prompts: list[str], device: str = "cpu", batch: int = 64) -> list[str]:
     """The model's greedy answers, white space at their ends removed."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.to(device)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     result = [""] * len(prompts)
     for start in range(0, len(order), batch):
@@ -107,14 +109,15 @@ def answers(folder: Path, prompts: list[str], device: str = "cpu", batch: int = 
         with torch.inference_mode():
             output = model.generate(**inputs.to(device), max_new_tokens=320, do_sample=False)
         new = output[:, inputs["input_ids"].shape[1] :]
-        for i, text in zip(chosen, tokenizer.batch_decode(new, skip_special_tokens=True)):
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        for i, text in zip(chosen, texts, strict=True):
             result[i] = text.strip()
     return result
 
 
 def score(folder: Path, device: str = "cpu", show_wrong: int = 40) -> bool:
     """Prints the table and some wrong answers; whether the model meets the bar."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     questions = asked(tokenizer)
     given = answers(folder, [a.prompt for a in questions], device)
     right = [text == a.question.answer for a, text in zip(questions, given, strict=True)]

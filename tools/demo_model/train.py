@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ class Plan:
     decay: float = 0.02
     seed: int = 20
     device: str = "cpu"
-    shape: Shape = Shape()
+    shape: Shape = field(default_factory=Shape)
 
 
 def train(folder: Path, plan: Plan) -> float:
@@ -71,8 +70,6 @@ def train(folder: Path, plan: Plan) -> float:
                 value = loss.item()
                 average = value if math.isnan(average) else 0.8 * average + 0.2 * value
                 progress.update(task, completed=step + 1, loss=average)
-                if os.environ.get("LOG") and step % 200 == 0:
-                    print(step, round(average, 4), round(time.perf_counter() - started), flush=True)
         progress.update(task, completed=plan.steps)
     save_tokenizer(tokenizer, folder, plan.shape.context)
     _save_model(model, folder)

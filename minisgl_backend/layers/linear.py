@@ -29,8 +29,8 @@ def divide(total: int, group: Group, what: str) -> int:
 def lay_out_by_input(parameter: nn.Parameter) -> None:
     """Store a [.., out, in] weight with its inputs outermost in memory; its shape stays.
 
-    On a CPU, products of few tokens with weights that are not in the cache take a third to two thirds
-    of the time of the usual layout. To be called before the weight is filled.
+    On a CPU, products of few tokens with weights that are not in the cache take a third to two
+    thirds of the time of the usual layout. To be called before the weight is filled.
     """
     parameter.data = parameter.data.mT.contiguous().mT
 

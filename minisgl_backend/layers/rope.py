@@ -59,7 +59,8 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
 def _dynamic_frequencies(spec: RopeSpec, head_dim: int, lengths: Tensor) -> Tensor:
     """float32[num_lengths, head_dim / 2]: for sequences of int64[num_lengths] tokens."""
     stretch = (spec.factor * lengths / spec.max_positions) - (spec.factor - 1)
-    theta = spec.theta * stretch ** (head_dim / (head_dim - 2))
+    # The power alone in float64, as transformers' is: angles magnify its rounding a thousandfold.
+    theta = spec.theta * (stretch.double() ** (head_dim / (head_dim - 2))).float()
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
     return 1.0 / (theta.unsqueeze(1) ** exponents)
 

@@ -1,0 +1,232 @@
+"""What every attention backend must compute, against a plain softmax over unpaged keys and values.
+
+To add a backend: put a function that makes it into ``BACKENDS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import (
+    AttentionBackend,
+    AttentionShape,
+    Batch,
+    ForwardContext,
+    HostArray,
+)
+from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.execution.storage import KVStorage
+
+CPU: Final = torch.device("cpu")
+
+
+def _sdpa(shape: AttentionShape, page_size: int, dtype: torch.dtype) -> AttentionBackend:
+    return SdpaAttention(shape, page_size=page_size, dtype=dtype, device=CPU)
+
+
+BACKENDS: Final[Mapping[str, Callable[[AttentionShape, int, torch.dtype], AttentionBackend]]] = (
+    MappingProxyType({"sdpa": _sdpa})
+)
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@dataclass
+class Sequence:
+    """Keys and values of a whole sequence, of which the first ``computed`` are in the pages."""
+
+    keys: Tensor  # [length, num_kv_heads, head_dim]
+    values: Tensor
+    pages: list[int]
+    computed: int = 0
+
+
+class World:
+    """Sequences, their pages in random order, and a backend over them."""
+
+    def __init__(
+        self,
+        backend: str,
+        *,
+        page_size: int = 16,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 64,
+        windows: tuple[int | None, ...] = (None,),
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.shape = AttentionShape(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            windows=windows,
+        )
+        self.page_size, self.dtype = page_size, dtype
+        self.backend = BACKENDS[backend](self.shape, page_size, dtype)
+        self.num_pages = 4096 // page_size
+        self.kv = KVStorage(
+            self.shape, num_pages=self.num_pages, page_size=page_size, dtype=dtype, device=CPU
+        )
+        self.kv.pages[:, :, : self.num_pages] = 1e4  # loud where it is read by mistake
+        self.random = torch.Generator().manual_seed(0)
+        self.free = torch.randperm(self.num_pages, generator=self.random).tolist()
+        self.sequences: list[Sequence] = []
+
+    def add(self, length: int) -> int:
+        heads = (length, self.shape.num_kv_heads, self.shape.head_dim)
+        pages = [self.free.pop() for _ in range(-(-length // self.page_size))]
+        self.sequences.append(Sequence(self.draw(heads), self.draw(heads), pages))
+        return len(self.sequences) - 1
+
+    def draw(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self.random, dtype=torch.float64).to(self.dtype)
+
+    def step(self, runs: list[tuple[int, int]]) -> None:
+        """Compute the next ``length`` positions of each (sequence, length), and check all of it."""
+        chosen = [self.sequences[index] for index, _ in runs]
+        lengths = np.array([length for _, length in runs])
+        starts = np.array([sequence.computed for sequence in chosen])
+        spans = [slice(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+        queries = [self.draw((n, self.shape.num_heads, self.shape.head_dim)) for n in lengths]
+        q = torch.cat(queries)
+        batch = self._batch(chosen, starts, lengths)
+        ctx = ForwardContext(
+            batch=batch,
+            kv=self.kv,
+            attention=self.backend,
+            metadata=self.backend.prepare(batch),
+        )
+        k = torch.cat([s.keys[span] for s, span in zip(chosen, spans, strict=True)])
+        v = torch.cat([s.values[span] for s, span in zip(chosen, spans, strict=True)])
+        tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.03}[self.dtype]
+        for layer, window in enumerate(self.shape.windows):
+            out = self.backend.forward(q, k, v, layer, ctx)
+            expected = [
+                self._expected(run, s, span, window)
+                for run, s, span in zip(queries, chosen, spans, strict=True)
+            ]
+            torch.testing.assert_close(
+                out.double(), torch.cat(expected), atol=tolerance, rtol=tolerance
+            )
+        for sequence, span in zip(chosen, spans, strict=True):
+            sequence.computed = span.stop
+
+    def _batch(self, chosen: list[Sequence], starts: HostArray, lengths: HostArray) -> Batch:
+        ends = starts + lengths
+        most = int(max(-(-ends // self.page_size)))
+        table = np.full((len(chosen), most), self.kv.dummy_page)
+        positions, slots = [], []
+        for index, sequence in enumerate(chosen):
+            held = -(-int(ends[index]) // self.page_size)
+            table[index, :held] = sequence.pages[:held]
+            for position in range(starts[index], ends[index]):
+                page = sequence.pages[position // self.page_size]
+                positions.append(position)
+                slots.append(page * self.page_size + position % self.page_size)
+        return Batch(
+            positions=torch.tensor(positions),
+            slots=torch.tensor(slots),
+            starts=starts,
+            lengths=lengths,
+            offsets=np.cumsum(lengths) - lengths,
+            page_table=table,
+        )
+
+    def _expected(self, q: Tensor, sequence: Sequence, span: slice, window: int | None) -> Tensor:
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        keys = sequence.keys[: span.stop].double().repeat_interleave(group, dim=1)
+        values = sequence.values[: span.stop].double().repeat_interleave(group, dim=1)
+        products = torch.einsum("qhd,khd->hqk", q.double(), keys) * self.shape.scale
+        query = torch.arange(span.start, span.stop).unsqueeze(1)
+        key = torch.arange(span.stop).unsqueeze(0)
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        products = products.masked_fill(hidden, float("-inf"))
+        return torch.einsum("hqk,khd->qhd", products.softmax(dim=-1), values)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_prefill_in_chunks_then_decode(backend: str, page_size: int) -> None:
+    world = World(backend, page_size=page_size)
+    first, second = world.add(100), world.add(37)
+    world.step([(first, 32)])
+    world.step([(first, 40), (second, 3)])
+    world.step([(second, 30), (first, 1)])
+    for _ in range(3):
+        world.step([(first, 1), (second, 1)])
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 2), (8, 2), (8, 1)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads(backend: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    world = World(backend, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    long, short = world.add(50), world.add(20)
+    world.step([(long, 33), (short, 17)])
+    world.step([(long, 1), (short, 1)])
+
+
+def test_decode_of_ragged_lengths(backend: str) -> None:
+    world = World(backend)
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 255, 3, 300, 5, 48, 90]
+    added = [world.add(length + 1) for length in lengths]
+    world.step([(index, length) for index, length in zip(added, lengths, strict=True)])
+    world.step([(index, 1) for index in added])
+
+
+def test_very_different_lengths_are_not_padded_into_one(backend: str) -> None:
+    world = World(backend, num_heads=2, head_dim=64)
+    long = world.add(2000)
+    short = [world.add(4) for _ in range(100)]
+    world.step([(long, 1998), *((index, 3) for index in short)])
+    world.step([(short[0], 1), (long, 1), *((index, 1) for index in short[1:])])
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 40])
+def test_sliding_window(backend: str, window: int) -> None:
+    world = World(backend, windows=(window, None, 2 * window))
+    long, short = world.add(120), world.add(30)
+    world.step([(long, 50), (short, 10)])
+    world.step([(long, 60), (short, 10)])
+    world.step([(long, 1), (short, 1)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtypes(backend: str, dtype: torch.dtype) -> None:
+    world = World(backend, dtype=dtype)
+    first, second = world.add(60), world.add(9)
+    world.step([(first, 40), (second, 8)])
+    world.step([(first, 1), (second, 1)])
+
+
+def test_a_long_prompt_at_once(backend: str) -> None:
+    world = World(backend, num_heads=4, num_kv_heads=1, head_dim=64)
+    index = world.add(2000)
+    world.step([(index, 500)])
+    world.step([(index, 1500)])
+
+
+def test_shared_pages(backend: str) -> None:
+    world = World(backend)
+    owner, guest = world.add(40), world.add(40)
+    world.step([(owner, 32)])
+    for attribute in ("keys", "values"):
+        shared = getattr(world.sequences[owner], attribute)[:32]
+        getattr(world.sequences[guest], attribute)[:32] = shared
+    world.sequences[guest].pages[:2] = world.sequences[owner].pages[:2]
+    world.sequences[guest].computed = 32
+    world.step([(owner, 5), (guest, 8)])
+    world.step([(owner, 1)])

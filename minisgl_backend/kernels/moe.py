@@ -38,6 +38,11 @@ def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
     """
     flat = expert_ids.flatten().long()
     num_pairs = len(flat)
+    if num_pairs <= num_experts // 2:
+        # few pairs seldom share an expert: a block each, and nothing to sort
+        pairs = torch.full((num_pairs, block), num_pairs, dtype=torch.int32, device=flat.device)
+        pairs[:, 0] = torch.arange(num_pairs, dtype=torch.int32, device=flat.device)
+        return Alignment(pairs.flatten(), flat.int(), block)
     num_blocks = min(num_pairs, -(-num_pairs // block) + num_experts)
     device = flat.device
     counts = torch.zeros(num_experts, dtype=torch.long, device=device)

@@ -68,7 +68,7 @@ class SamplingWorkspace:
         self.best = torch.empty(splits, dtype=torch.float32, device=device)
         self.tokens = torch.empty(splits, dtype=torch.int32, device=device)
         candidates = (max_batch_size, MAX_CANDIDATES)
-        self.weights = torch.empty(candidates, dtype=torch.float32, device=device)
+        self.scaled = torch.empty(candidates, dtype=torch.float32, device=device)
         self.candidates = torch.empty(candidates, dtype=torch.int32, device=device)
 
 
@@ -100,7 +100,7 @@ def sample_reference(
     best = x.amax(dim=-1, keepdim=True)
     greedy = rows.temperature == 0
     temperature = torch.where(greedy, 1.0, rows.temperature)[:, None]
-    scaled = (x - best) / temperature
+    scaled = (x - best) * (1 / temperature)
     weights = scaled.exp()
     threshold = filter_threshold_reference(weights, rows)
     key = noise.keys(rows.seeds, rows.positions)[:, None]

@@ -19,6 +19,16 @@ from minisgl_backend.kernels.rms_norm import rms_norm_reference
 MAX_BATCH_SIZE = 8
 
 
+def is_faster(batch_size: int, in_features: int, *, gated: bool = False) -> bool:
+    """Whether this beat a library's product and separate kernels around it on an H200.
+
+    Wide gated layers are the exception: from two rows on they are large enough for the library.
+    """
+    if batch_size > MAX_BATCH_SIZE:
+        return False
+    return batch_size == 1 or not gated or in_features <= 2048
+
+
 def small_batch_linear(
     x: Tensor,
     weight: Tensor,

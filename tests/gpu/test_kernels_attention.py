@@ -104,7 +104,8 @@ def test_decode_attention_of_fp8(device: torch.device, dtype: torch.dtype) -> No
     }
     actual = decode_attention.decode_attention(q, k, v, table, lengths, workspace, **scales)
     expected = decode_attention.decode_attention_reference(q, k, v, table, lengths, **scales)
-    assert_close(actual, expected)
+    # fp8 is multiplied in float16, whatever the dtype of q
+    assert_close(actual, expected, tolerance=8e-3)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (3, 1), (10, 2)])

@@ -201,7 +201,9 @@ def launch_small_batch_linear(
         form = "vector" if batch_size == 1 and size <= 8192 else "matrix"
     if form == "vector":
         assert batch_size == 1
-        rows = rows or (2 if norm_weight is not None else 4)
+        long = size > 2048
+        rows = rows or (4 if norm_weight is None or (gated and long) else 2)
+        num_warps = num_warps or (2 if norm_weight is not None and long else 4)
         _vector[(triton.cdiv(out_features, rows),)](
             out,
             x,
@@ -218,13 +220,13 @@ def launch_small_batch_linear(
             ADD=add,
             BIAS=bias is not None,
             PDL=pdl,
-            num_warps=num_warps or 4,
+            num_warps=num_warps,
             **launch_options(pdl),
         )
         return
     # each program normalizes x for itself, which pays only over more rows; few programs want more
     # of a row in flight
-    rows = rows or (32 if norm_weight is not None else 16)
+    rows = rows or (32 if norm_weight is not None and not (gated and size > 2048) else 16)
     block = block or (128 if out_features <= 2048 else 64)
     num_warps = num_warps or 4
     _matrix[(triton.cdiv(out_features, rows),)](

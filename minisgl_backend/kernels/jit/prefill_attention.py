@@ -1,0 +1,154 @@
+"""Chunked prefill over pages: a program per block of queries of a chunk and KV head."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _prefill_attention(
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    rows_ptr,
+    offsets_ptr,
+    ends_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_stride,
+    table_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    scale_log2,
+    PAGE_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    BLOCK_GROUP: tl.constexpr,  # GROUP as a power of two
+    HEAD_DIM: tl.constexpr,
+    QUERIES: tl.constexpr,  # tokens of a block; times BLOCK_GROUP rows
+    BLOCK: tl.constexpr,  # keys of an iteration
+    WINDOW: tl.constexpr,
+    FP8: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    kv_head = tl.program_id(1)
+    chunk = tl.program_id(2)
+    first_token = tl.load(offsets_ptr + chunk)
+    length = tl.load(offsets_ptr + chunk + 1) - first_token
+    # the last blocks see the most keys, so they begin first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    if block * QUERIES >= length:
+        return
+    end = tl.load(ends_ptr + chunk)
+    row = tl.load(rows_ptr + chunk).to(tl.int64)
+
+    m = tl.arange(0, QUERIES * BLOCK_GROUP)
+    d = tl.arange(0, HEAD_DIM)
+    n = tl.arange(0, BLOCK)
+    query = block * QUERIES + m // BLOCK_GROUP  # within the chunk
+    in_group = m % BLOCK_GROUP
+    inside = (query < length) & (in_group < GROUP)
+    head = kv_head * GROUP + in_group
+    token = (first_token + query).to(tl.int64)
+    position = end - length + query
+    q_at = q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + d[None, :]
+    q = tl.load(q_at, mask=inside[:, None], other=0.0)  # [QUERIES * BLOCK_GROUP, HEAD_DIM]
+    if FP8:
+        scale_log2 = scale_log2 * tl.load(k_scale_ptr)
+    k_head_ptr = k_ptr + kv_head * head_stride + d
+    v_head_ptr = v_ptr + kv_head * head_stride + d
+    page_ptr = table_ptr + row * table_stride
+
+    first_position = end - length + block * QUERIES
+    last = tl.minimum(first_position + QUERIES, end)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK * BLOCK
+    best = tl.full([QUERIES * BLOCK_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES * BLOCK_GROUP], tl.float32)
+    acc = tl.zeros([QUERIES * BLOCK_GROUP, HEAD_DIM], tl.float32)
+    for start in tl.range(begin, last, BLOCK, num_stages=STAGES):
+        at = start + n
+        held = at < last
+        page = tl.load(page_ptr + at // PAGE_SIZE, mask=held, other=0).to(tl.int64)
+        slot = page * page_stride + at % PAGE_SIZE * slot_stride  # [BLOCK]
+        k = tl.load(k_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale_log2
+        seen = at[None, :] <= position[:, None]
+        if WINDOW:
+            seen &= at[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        # a block that the window hides whole leaves no maximum yet
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shrink = tl.exp2(best - base)
+        p = tl.exp2(scores - base[:, None])
+        total = total * shrink + tl.sum(p, axis=1)
+        v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype))
+        best = new_best
+    acc = acc / total[:, None]
+    if FP8:
+        acc = acc * tl.load(v_scale_ptr)
+    out_at = out_ptr + (token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+def launch_prefill_attention(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    *,
+    rows: Tensor,
+    offsets: Tensor,
+    ends: Tensor,
+    max_length: int,
+    scale: float,
+    window: int | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """See ``minisgl_backend.kernels.prefill_attention.prefill_attention``."""
+    _, num_heads, head_dim = q.shape
+    _, page_size, num_kv_heads, _ = k_cache.shape
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
+    assert q.stride(1) == head_dim and q.stride(2) == 1
+    group = num_heads // num_kv_heads
+    block_group = triton.next_power_of_2(group)
+    # the tile of queries has 128 rows, or 16 where 4 tokens are the most that there are
+    queries = max((128 if max_length > 4 else 16) // block_group, 1)
+    grid = (triton.cdiv(max_length, queries), num_kv_heads, len(rows))
+    _prefill_attention[grid](
+        out,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        rows,
+        offsets,
+        ends,
+        k_scale,
+        v_scale,
+        q.stride(0),
+        page_table.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        scale * 1.4426950408889634,  # exp2 instead of exp
+        PAGE_SIZE=page_size,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        BLOCK_GROUP=block_group,
+        HEAD_DIM=head_dim,
+        QUERIES=queries,
+        BLOCK=64,
+        WINDOW=window or 0,
+        FP8=k_scale is not None,
+        STAGES=2,
+        num_warps=8 if queries * block_group >= 128 else 4,
+    )

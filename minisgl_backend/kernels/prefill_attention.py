@@ -1,0 +1,113 @@
+"""Attention of prompt chunks over the paged KV cache, in which their own keys stand already.
+
+FlashAttention-2's scheme (arXiv 2307.08691): a program per block of queries and KV head streams the
+keys with an online softmax. The query heads that share a KV head are rows of one block, so each key
+is read once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.dispatch import use_jit
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    *,
+    rows: Tensor,
+    offsets: Tensor,
+    ends: Tensor,
+    max_length: int,
+    scale: float,
+    window: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of chunks, each the last positions before its end.
+
+    ``q`` [num_tokens, num_heads, head_dim], chunk after chunk, heads may be strided by token;
+    ``k_cache``, ``v_cache`` [num_pages, page_size, num_kv_heads, head_dim]; ``page_table`` int32
+    [num_rows, max_pages]. Per chunk, int32: ``rows`` [num_chunks] of the page table, ``offsets``
+    [num_chunks + 1] into the tokens, ``ends`` [num_chunks]: positions of the row up to the chunk's
+    last, which is included. ``max_length`` is the most tokens of a chunk. ``window`` keeps the last
+    so many positions of each query; ``k_scale``, ``v_scale`` float32 [1] multiply what an fp8 cache
+    holds. Returns [num_tokens, num_heads, head_dim].
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not use_jit(q):
+        prefill_attention_reference(
+            out,
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            rows=rows,
+            offsets=offsets,
+            ends=ends,
+            scale=scale,
+            window=window,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        return out
+    from minisgl_backend.kernels.jit import prefill_attention as jit
+
+    jit.launch_prefill_attention(
+        out,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        rows=rows,
+        offsets=offsets,
+        ends=ends,
+        max_length=max_length,
+        scale=scale,
+        window=window,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    return out
+
+
+def prefill_attention_reference(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    *,
+    rows: Tensor,
+    offsets: Tensor,
+    ends: Tensor,
+    scale: float,
+    window: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """The twin of ``prefill_attention``, chunk after chunk with a dense softmax; fills ``out``."""
+    page_size, num_kv_heads = k_cache.shape[1:3]
+    borders = offsets.tolist()
+    for chunk, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
+        tokens = slice(borders[chunk], borders[chunk + 1])
+        pages = page_table[row, : -(-end // page_size)].long()
+        k = k_cache[pages].flatten(0, 1)[:end].float()  # [end, num_kv_heads, head_dim]
+        v = v_cache[pages].flatten(0, 1)[:end].float()
+        if k_scale is not None and v_scale is not None:
+            k, v = k * k_scale, v * v_scale
+        grouped = q[tokens].float().unflatten(1, (num_kv_heads, -1))
+        scores = torch.einsum("thgd,nhd->hgtn", grouped, k) * scale
+        key = torch.arange(end, device=q.device)
+        query = key[end - grouped.shape[0] :, None]
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+        out[tokens] = torch.einsum("hgtn,nhd->thgd", weights, v).flatten(1, 2).to(out.dtype)

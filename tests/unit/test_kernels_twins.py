@@ -1,0 +1,201 @@
+"""The torch twins of the kernels against other ways to compute the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minisgl_backend.kernels import (
+    activation,
+    decode_attention,
+    embedding,
+    moe,
+    rms_norm,
+    rope_store,
+    small_batch,
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_importing_the_kernels_imports_no_triton() -> None:
+    modules = (
+        "activation decode_attention embedding moe noise rms_norm rope_store sampling small_batch"
+    )
+    code = f"""
+import importlib, sys
+for name in {modules.split()!r}:
+    importlib.import_module("minisgl_backend.kernels." + name)
+assert not any(name.startswith("minisgl_backend.kernels.jit") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_rms_norm_is_torchs() -> None:
+    x, weight = torch.randn(3, 40), torch.randn(40)
+    torch.testing.assert_close(
+        rms_norm.rms_norm(x, weight, 1e-5), F.rms_norm(x, (40,), weight, 1e-5)
+    )
+
+
+def test_fused_add_rms_norm_updates_the_residual() -> None:
+    x, residual, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
+    total = x + residual
+    out = rms_norm.fused_add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(residual, total)
+    torch.testing.assert_close(out, F.rms_norm(total, (40,), weight, 1e-5))
+
+
+def test_silu_mul() -> None:
+    gate, up = torch.randn(3, 5), torch.randn(3, 5)
+    out = activation.silu_mul(torch.cat([gate, up], dim=1))
+    torch.testing.assert_close(out, gate / (1 + torch.exp(-gate)) * up)
+
+
+def test_ranks_embeddings_sum_to_the_whole() -> None:
+    weight, ids = torch.randn(10, 4), torch.tensor([0, 3, 9, 5, 4])
+    parts = [embedding.embedding(ids, weight[start : start + 5], start=start) for start in (0, 5)]
+    torch.testing.assert_close(parts[0] + parts[1], weight[ids])
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_decode_attention_is_torchs(window: int | None) -> None:
+    num_kv_heads, group, head_dim, page_size = 2, 3, 16, 4
+    lengths, pages = [1, 7, 12], [[5], [0, 3], [4, 1, 6]]
+    k_cache = torch.full((8, page_size, num_kv_heads, head_dim), torch.nan)
+    v_cache = k_cache.clone()
+    table = torch.zeros(3, 3, dtype=torch.int32)
+    q = torch.randn(3, num_kv_heads * group, head_dim)
+    expected = []
+    for row, (length, of_row) in enumerate(zip(lengths, pages, strict=True)):
+        table[row, : len(of_row)] = torch.tensor(of_row)
+        k, v = torch.randn(2, length, num_kv_heads, head_dim)
+        for position in range(length):
+            page = of_row[position // page_size]
+            k_cache[page, position % page_size] = k[position]
+            v_cache[page, position % page_size] = v[position]
+        seen = slice(max(0, length - window) if window else 0, length)
+        expected.append(
+            F.scaled_dot_product_attention(
+                q[row][:, None],
+                k[seen].transpose(0, 1).repeat_interleave(group, dim=0),
+                v[seen].transpose(0, 1).repeat_interleave(group, dim=0),
+            )[:, 0]
+        )
+    workspace = decode_attention.DecodeWorkspace(3, 6, head_dim, q.device)
+    order = torch.tensor([2, 0, 1])
+    out = decode_attention.decode_attention(
+        q[order],
+        k_cache,
+        v_cache,
+        table,
+        torch.tensor(lengths, dtype=torch.int32)[order],
+        workspace,
+        rows=order,
+        window=window,
+    )
+    torch.testing.assert_close(out, torch.stack(expected)[order])
+
+
+def test_splits_fill_the_processors_and_no_more() -> None:
+    splits = [decode_attention.num_splits(batch, 8, 132) for batch in (1, 8, 16, 32, 33, 256)]
+    assert splits == [16, 16, 8, 4, 1, 1]
+
+
+def test_rope_store_rotates_norms_and_stores() -> None:
+    num_heads, num_kv_heads, head_dim = 4, 2, 8
+    qkv = torch.randn(3, (num_heads + 2 * num_kv_heads) * head_dim)
+    q, k, v = qkv.clone().unflatten(1, (-1, head_dim)).split([4, 2, 2], dim=1)
+    positions, slots = torch.tensor([0, 6, 2]), torch.tensor([9, -1, 4])
+    angle = torch.outer(torch.arange(10.0), 100 ** -(torch.arange(4.0) / 4))
+    weight = torch.rand(head_dim)
+    k_cache, v_cache = torch.zeros(2, 3, 4, num_kv_heads, head_dim)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        x = F.rms_norm(x, (head_dim,), weight, 1e-6)
+        as_complex = torch.complex(*x.chunk(2, dim=-1))
+        turned = as_complex * torch.polar(torch.ones(3, 4), angle[positions])[:, None]
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    out = rope_store.qk_norm_rope_store(
+        qkv,
+        positions,
+        slots,
+        torch.cat([angle.cos(), angle.sin()], dim=1),
+        k_cache,
+        v_cache,
+        num_heads=num_heads,
+        q_weight=weight,
+        k_weight=weight,
+    )
+    torch.testing.assert_close(out, rotated(q))
+    torch.testing.assert_close(k_cache[2, 1], rotated(k)[0])
+    torch.testing.assert_close(v_cache[1, 0], v[2])
+    assert int(k_cache.flatten(0, 1).any(dim=-1).any(dim=-1).sum()) == 2
+
+
+def test_fp8_store_clamps_and_scales() -> None:
+    qkv = torch.tensor([[0.0, 0.0, 3.0, -4000.0, 1.0, 2.0]])
+    caches = torch.zeros(2, 1, 1, 1, 2).to(torch.float8_e4m3fn)
+    rope_store.qk_norm_rope_store(
+        qkv,
+        torch.tensor([0]),
+        torch.tensor([0]),
+        torch.tensor([[1.0, 0.0]]),
+        caches[0],
+        caches[1],
+        num_heads=1,
+        k_scale=torch.tensor([2.0]),
+        v_scale=torch.tensor([0.5]),
+    )
+    assert caches[0].float().flatten().tolist() == [1.5, -448.0]
+    assert caches[1].float().flatten().tolist() == [2.0, 4.0]
+
+
+def test_small_batch_linear_fuses_what_it_says() -> None:
+    x, weight, norm = torch.randn(2, 12), torch.randn(10, 12), torch.rand(12)
+    bias, residual = torch.randn(10), torch.randn(2, 5)
+    y = F.linear(F.rms_norm(x, (12,), norm, 1e-6), weight, bias)
+    expected = residual + F.silu(y[:, :5]) * y[:, 5:]
+    out = small_batch.small_batch_linear(
+        x, weight, bias=bias, norm_weight=norm, gated=True, residual=residual
+    )
+    assert out is residual
+    torch.testing.assert_close(out, expected)
+
+
+def test_small_batch_linear_says_where_it_pays() -> None:
+    assert small_batch.is_faster(1, 5120, gated=True) and small_batch.is_faster(8, 5120)
+    assert not small_batch.is_faster(2, 5120, gated=True)
+    assert not small_batch.is_faster(9, 1024)
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (1, 4), (37, 2), (5, 8)])
+def test_alignment_holds_every_pair_once_with_its_expert(num_tokens: int, top_k: int) -> None:
+    num_experts, block = 8, 4
+    ids = torch.rand(num_tokens, num_experts).topk(top_k, dim=1).indices
+    ids[:, 0] = 3  # one expert that all share
+    alignment = moe.align(ids, num_experts, block)
+    pairs = alignment.pairs.unflatten(0, (-1, block))
+    assert len(pairs) == len(alignment.experts)
+    held = pairs < num_tokens * top_k
+    assert sorted(pairs[held].tolist()) == list(range(num_tokens * top_k))
+    for expert, of_block in zip(alignment.experts.tolist(), pairs, strict=True):
+        for pair in of_block[of_block < num_tokens * top_k].tolist():
+            assert int(ids.flatten()[pair]) == expert
+
+
+def test_fused_experts_of_equal_experts_is_one_feed_forward() -> None:
+    x, gate_up, down = torch.randn(6, 8), torch.randn(2, 12, 8), torch.randn(2, 8, 6)
+    gate_up[1], down[1] = gate_up[0], down[0]
+    ids = torch.tensor([[0, 1]] * 6)
+    weights = torch.tensor([[0.25, 0.75]] * 6)
+    expected = F.linear(activation.silu_mul(F.linear(x, gate_up[0])), down[0])
+    torch.testing.assert_close(moe.fused_experts(x, gate_up, down, ids, weights), expected)

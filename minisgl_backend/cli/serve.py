@@ -59,15 +59,14 @@ def serve(
     stopping = _stop_on_signals(server)
     try:
         try:
-            server.wait_ready()
-        except Exception:
-            if stopping.is_set():  # it was told to end before it was ready
-                return
-            raise
+            server.wait_ready(give_up=stopping.is_set)
+        except InterruptedError:
+            return
         click.echo(_welcome(server, options, time.monotonic() - started))
-        code = server.wait()
-        if code and not stopping.is_set():
-            raise click.ClickException(f"tritonserver ended with code {code}")
+        while server.poll() is None and not stopping.wait(0.2):
+            pass
+        if not stopping.is_set():
+            raise click.ClickException(f"tritonserver ended with code {server.poll()}")
     finally:
         server.stop()
 
@@ -94,7 +93,7 @@ def options_as_text(options: EngineOptions) -> dict[str, str]:
 
 
 def _stop_on_signals(server: TritonServer) -> threading.Event:
-    """Pass SIGINT and SIGTERM on: the first lets requests drain, a second one does not wait."""
+    """Take SIGINT and SIGTERM: the first lets requests drain, a second one does not wait."""
     stopping = threading.Event()
 
     def forward(number: int, _frame: object) -> None:
@@ -103,7 +102,6 @@ def _stop_on_signals(server: TritonServer) -> threading.Event:
             return
         stopping.set()
         print("stopping; requests in flight may finish", file=sys.stderr)
-        server.signal(signal.SIGTERM)
 
     signal.signal(signal.SIGINT, forward)
     signal.signal(signal.SIGTERM, forward)

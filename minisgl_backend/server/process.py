@@ -40,6 +40,11 @@ RUNTIME_DIRECTORY_VARIABLE: Final = "MINISGL_RUNTIME_DIR"
 HTTP_URL_VARIABLE: Final = "MINISGL_HTTP_URL"
 """Tells the models where their own server listens."""
 
+DRAIN_FILE: Final = "drain"
+"""Its presence in the runtime directory asks engines to take no more requests, and to end."""
+ENGINE_SIGNS: Final = "queue-*"
+"""What engines put up in the runtime directory while they serve."""
+
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
@@ -83,6 +88,7 @@ class TritonServer:
         self.admin_key = secrets.token_urlsafe(24)
         self.log: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
         self._on_log = on_log
+        self._was_ready = False
         try:
             repository_copy = self.directory / "model_repository"
             copy_repository(repository, repository_copy, engine_options)
@@ -111,19 +117,25 @@ class TritonServer:
         host = "127.0.0.1" if self.options.host == "0.0.0.0" else self.options.host
         return f"http://{host}:{self.http_port}{path}"
 
-    def wait_ready(self, timeout_s: float = 1800.0) -> None:
+    def wait_ready(
+        self, timeout_s: float = 1800.0, *, give_up: Callable[[], bool] = lambda: False
+    ) -> None:
         """Return when every model is ready.
 
-        Raises ``ConfigError`` with the cause where the server ends, or does not come up in time.
+        Raises ``ConfigError`` with the cause where the server ends or does not come up in time,
+        ``InterruptedError`` once ``give_up`` says so.
         """
         deadline = time.monotonic() + timeout_s
         while not self._is_ready():
             if self._process.poll() is not None:
                 self._log_thread.join(timeout=10)
                 raise ConfigError(self.failure())
+            if give_up():
+                raise InterruptedError
             if time.monotonic() > deadline:
                 raise ConfigError(f"tritonserver was not ready after {timeout_s:g} s")
             time.sleep(0.05)
+        self._was_ready = True
         self._protect_shared_memory()
 
     def failure(self) -> str:
@@ -151,9 +163,10 @@ class TritonServer:
 
     def stop(self) -> int:
         """Let requests drain, end the server and its processes, remove its files. Idempotent."""
+        self._drain()
         self.signal(signal.SIGTERM)
         try:
-            code = self.wait(self.options.exit_timeout_s + 20)
+            code = self.wait(self.options.exit_timeout_s + 20 if self._was_ready else 5)
         except TimeoutError:
             logger.error("tritonserver did not stop in time; killing it")
             self._process.kill()
@@ -165,6 +178,22 @@ class TritonServer:
             region.unlink(missing_ok=True)
         shutil.rmtree(self.directory, ignore_errors=True)
         return code
+
+    def _drain(self) -> None:
+        """Ask the engines to end their requests, and wait until they have.
+
+        A server that is told to stop would stop the models first of whom no request is in flight at
+        that instant, such as the detokenizer between two chunks, and leave the others hanging.
+        """
+        if not self._was_ready:
+            return
+        deadline = time.monotonic() + self.options.exit_timeout_s
+        (self.directory / DRAIN_FILE).touch()
+        while self._process.poll() is None and any(self.directory.glob(ENGINE_SIGNS)):
+            if time.monotonic() > deadline:
+                logger.warning("the engine did not drain in time")
+                return
+            time.sleep(0.05)
 
     def shared_memory_regions(self) -> list[Path]:
         """The files of the server's shared memory."""

@@ -3,7 +3,8 @@
 A sign is an empty file, named after its engine and after whether its queue is full. Tokenizers look
 at them to refuse early; without a runtime directory there are none, and the engine refuses by
 itself. When a model is reloaded, the new engine takes the old one's sign down, so that the old one
-learns that it has a successor.
+learns that it has a successor. Who started the server puts a file ``drain`` beside them when it is
+about to stop it, and waits until the engines took their signs down.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Final
 
 _OPEN: Final = "queue-open"
 _FULL: Final = "queue-full"
+_DRAIN: Final = "drain"
 _READ_EVERY_S: Final = 0.02
 
 
@@ -46,6 +48,10 @@ class QueueSign:
         if self._directory is None:
             return False
         return not (self._path(_OPEN).exists() or self._path(_FULL).exists())
+
+    def asks_to_drain(self) -> bool:
+        """Whether who started the server is about to stop it."""
+        return self._directory is not None and (self._directory / _DRAIN).exists()
 
     def remove(self) -> None:
         """The engine ends."""

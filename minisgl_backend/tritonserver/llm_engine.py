@@ -103,8 +103,6 @@ class TritonPythonModel:
         """End what is in flight, then all threads; nothing of this model is left."""
         self._watch.close()
         self._drain()
-        if not self._dispatcher.wait_empty(_LAST_FLAGS_S):
-            logger.error("%d requests did not get their last response", len(self._dispatcher))
         self._dispatcher.close()
         self._telemetry.close()
 
@@ -115,6 +113,9 @@ class TritonPythonModel:
     def _drain(self) -> None:
         """Give open requests the time the operator granted, then end the rest with an error."""
         self._engine.close(drain_s=self._options.drain_timeout_s)
+        if not self._dispatcher.wait_empty(_LAST_FLAGS_S):
+            logger.error("%d requests did not get their last response", len(self._dispatcher))
+        self._sign.remove()
 
     # --- requests ----------------------------------------------------------------------------
 

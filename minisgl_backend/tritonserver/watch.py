@@ -4,7 +4,8 @@ Triton tells a model of its unloading only when its last request has ended, so t
 hold up an unload, a reload or the end of the server for as long as they care to run. (Triton's own
 ``is_model_ready`` corrupts the backend's shared memory where it is called beside ``execute``, as
 measured with 24.10.) So the thread asks the server's HTTP endpoint whether the model is ready, and
-looks whether a successor took its sign down; then the engine drains.
+looks whether a successor took its sign down, or the server's starter asks to drain; then the engine
+does.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ class Watch:
         self._thread.join()
         if self._draining is not None:
             self._draining.join()
-        self._sign.remove()
 
     def _run(self) -> None:
         while not self._closing.wait(_EVERY_S):
@@ -66,6 +66,9 @@ class Watch:
                 logger.exception("the engine could not report")
 
     def _is_ending(self) -> bool:
+        if self._sign.asks_to_drain():
+            logger.info("the server is about to stop; open requests may finish")
+            return True
         if self._sign.is_replaced():
             logger.info("a newer load of the model took over; open requests may finish")
             return True

@@ -124,15 +124,17 @@ class Call:
         *,
         request_id: str = "",
         parameters: dict[str, Any] | None = None,
+        inputs: list[grpcclient.InferInput] | None = None,
         **values: Any,
     ) -> None:
+        """``inputs`` are tensors that the values do not tell."""
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended = False
         self.client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
         self.client.start_stream(lambda result, error: self._results.put(error or result))
         self.client.async_stream_infer(
             model,
-            tensors(values, batched=model.endswith("_batched")),
+            [*tensors(values, batched=model.endswith("_batched")), *(inputs or [])],
             request_id=request_id,
             parameters=parameters,
             enable_empty_final_response=True,

@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def running(
     repository: Path | None = None, *, exit_timeout_s: int = 30, **options: str
 ) -> Iterator[TritonServer]:
-    """A server that is ready; stopped when the block is left."""
+    """A server that is ready; when the block is left, it must end cleanly and leave nothing."""
     server = TritonServer(
         find_installation(),
         repository or shipped_repository(),
@@ -46,7 +46,10 @@ def running(
         server.wait_ready(120)
         yield server
     finally:
-        server.stop()
+        code = server.stop()
+    assert code == 0, "\n".join(list(server.log)[-40:])
+    assert not server.shared_memory_regions()
+    assert not server.directory.exists()
 
 
 def repository_with(folder: Path, model_py: str) -> Path:

@@ -50,6 +50,7 @@ _DERIVED: Final = {
     "plain": np.bool_,  # greedy, and nothing is ever done to its logits
 }
 _GREEDY, _RANDOM, _FILTERED = range(3)
+_LEAST_TEMPERATURE: Final = 1e-30  # what float32 rounds to 0 could not be divided by
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +91,7 @@ class Sampler:
         record = self._records[row]
         for name in _COPIED:
             record[name] = getattr(params, name)
+        record["temperature"] = max(params.temperature, _LEAST_TEMPERATURE)
         record["num_prompt_tokens"] = admission.num_prompt_tokens
         record["num_logprobs"] = -1 if params.num_logprobs is None else params.num_logprobs
         record["choice"] = _choice(params)

@@ -1,0 +1,284 @@
+"""Runs plans on a GPU: decode steps as CUDA graphs, all others by launching kernels one by one.
+
+What outlives a step is on the GPU, by row or page (``rows``), so a step is enqueued without knowing
+what the one before it sampled. Everything runs in the order of one stream.
+
+Rows that ask for penalties, a logit bias, stop tokens out of reach or logprobs are *special*: they
+are sampled once more by ``sampler``, from the logits of the step. That waits for the device, so
+steps with such rows do not overlap; a row's tokens do not depend on its neighbours either way.
+
+Must not know queues, caches or why rows and pages are granted.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import HostArray
+from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedAttention, PagedKV
+from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.execution.graphs import DecodeGraphs, StepOutput
+from minisgl_backend.execution.logprobs import RawLogprobs
+from minisgl_backend.execution.rows import Rows
+from minisgl_backend.execution.sampler import Sampler
+from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.kernels.rows import StepInbox, begin_decode, finish_decode
+from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.fused import FusedDecoder
+from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
+from minisgl_backend.request import IntArray, RequestId, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+
+class CudaExecutor:
+    """A model, its pages and its rows on one GPU.
+
+    Rows are numbered 0 .. max_rows - 1, pages 0 .. storage.num_pages - 1. ``graph_sizes`` are the
+    batch sizes of decode steps to capture; none turns CUDA graphs off.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        storage: KVStorage,
+        attention: PagedAttention,
+        device: CudaDevice,
+        max_rows: int,
+        max_sequence_length: int,
+        graph_sizes: list[int],
+    ):
+        self._device = device
+        self._attention = attention
+        with device.queue():
+            self._model = FusedDecoder(model, paged_layers(storage, model.spec.num_layers))
+            self._rows = Rows(
+                device,
+                max_rows=max_rows,
+                max_sequence_length=max_sequence_length,
+                page_size=storage.page_size,
+                dummy_page=storage.dummy_page,
+            )
+            self._workspace = SamplingWorkspace(max_rows, device.torch_device)
+            vocab_size = model.spec.vocab_size
+            self._logits = torch.empty(
+                (max([0, *graph_sizes]), vocab_size), dtype=model.dtype, device=device.torch_device
+            )
+            self._sampler = Sampler(
+                max_rows=max_rows, vocab_size=vocab_size, device=device.torch_device
+            )
+        self._request_ids = np.zeros(max_rows + 1, np.int64)
+        self._warm_up()
+        self.graphs: DecodeGraphs | None = None
+        if graph_sizes:
+            self.graphs = DecodeGraphs(device, self._rows.table, self._decode_step, graph_sizes)
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Enqueue the step."""
+        with self._device.queue():
+            for row in plan.released_rows[self._rows.is_special[plan.released_rows]].tolist():
+                self._sampler.release(row)
+            if plan.admissions:
+                self._admit(plan)
+            grants = np.stack([plan.grant_rows, plan.grant_indices, plan.grant_pages])
+            is_decode = len(plan.decode_rows) > 0 and not len(plan.prefill_rows)
+            if is_decode and self.graphs and self.graphs.fits(len(plan.decode_rows), len(grants.T)):
+                output = self.graphs.replay(plan.decode_rows, grants)
+                sample_rows, sample_positions = plan.decode_rows, plan.decode_positions + 1
+            else:
+                self._rows.grant(*grants)
+                batch = _Batch.of(plan)
+                output = self._eager_step(batch, plan.prefill_tokens)
+                sample_rows, sample_positions = batch.sample_rows, batch.sample_positions
+            special = np.flatnonzero(self._rows.is_special[sample_rows])
+            logprobs = None
+            if len(special):
+                logprobs = self._sample_special(output, special, sample_rows, sample_positions)
+            tokens = self._device.download(output.tokens[: len(sample_rows)])
+            done = torch.cuda.Event()
+            done.record(self._device.stream)
+        return PendingStep(done, tokens, self._request_ids[sample_rows], special, logprobs)
+
+    def close(self) -> None:
+        """Wait for the steps in the queue, then destroy the graphs. Idempotent."""
+        self._device.close()
+        if self.graphs is not None:
+            self.graphs.close()
+
+    def time_replays(self, batch_size: int, context: int, steps: int) -> float:
+        """Milliseconds of one replay of a captured decode step and nothing else, for benchmarks.
+
+        Rows 0 .. batch_size - 1 advance from ``context`` positions by ``steps``, over pages of
+        their own as far as there are enough. To be called while no request is running.
+        """
+        assert self.graphs is not None
+        table = self._rows.table
+        dummy, max_pages = table.dummy_row, table.pages.shape[1]
+        with self._device.queue():
+            needed = -(-(context + steps + 1) // self._rows.page_size)
+            pages = torch.arange(batch_size * needed, device=table.pages.device)
+            pages = (pages % int(table.pages[dummy, 0])).view(batch_size, needed)
+            table.pages[:batch_size, : min(needed, max_pages)] = pages.to(torch.int32)
+            table.lengths[:batch_size] = context
+            rows = np.arange(batch_size, dtype=np.int32)
+            no_grants = np.empty((3, 0), np.int32)
+            self.graphs.replay(rows, no_grants)
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record(self._device.stream)
+            for _ in range(steps):
+                self.graphs.replay(rows, no_grants)
+            last.record(self._device.stream)
+            last.synchronize()
+        return first.elapsed_time(last) / steps
+
+    def _admit(self, plan: StepPlan) -> None:
+        self._rows.admit(plan.admissions)
+        for admission in plan.admissions:
+            self._request_ids[admission.row] = admission.request_id
+            if self._rows.is_special[admission.row]:
+                self._sampler.admit(admission)
+
+    def _decode_step(self, inbox: StepInbox, batch_size: int) -> StepOutput:
+        """A whole decode step of the first rows of ``inbox``; this is what graphs hold."""
+        table, attention = self._rows.table, self._attention.decode
+        inputs = begin_decode(table, inbox, batch_size, self._rows.page_size)
+        metadata = attention.plan_rows(
+            DecodeRows(rows=inputs.rows, lengths=inputs.lengths, page_table=table.pages)
+        )
+
+        def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
+            return attention.decode(q, kv, layer, metadata)
+
+        hidden = self._model.hidden(inputs.tokens, inputs.positions, inputs.slots, attend)
+        logits = self._model.logits(hidden, out=self._logits[:batch_size])
+        tokens = sample(logits, inputs.sampling, self._workspace)
+        finish_decode(table, inbox, inputs, tokens)
+        return StepOutput(tokens, logits)
+
+    def _eager_step(self, batch: _Batch, prefill_tokens: IntArray) -> StepOutput:
+        """Any step: prompt chunks, then decoding rows."""
+        upload, rows = self._device.upload, self._rows
+        if not len(batch.positions):
+            return self._no_output
+        token_rows, positions = upload(np.stack([batch.token_rows, batch.positions]))
+        num_chunked = len(prefill_tokens)
+        last = rows.table.tokens[token_rows[num_chunked:]]
+        tokens = torch.cat([upload(prefill_tokens), last])
+        slots = rows.slots(token_rows, positions)
+        hidden = self._model.hidden(tokens, positions, slots, self._attend_to(batch))
+        if not len(batch.samples):
+            return self._no_output
+        samples, sample_rows, sample_positions = upload(
+            np.stack([batch.samples, batch.sample_rows, batch.sample_positions])
+        )
+        logits = self._model.logits(hidden.index_select(0, samples))
+        parameters = rows.sampling(sample_rows, sample_positions)
+        sampled = sample(logits, parameters, self._workspace)
+        rows.keep(sample_rows, sampled, sample_positions)
+        return StepOutput(sampled, logits)
+
+    def _attend_to(self, batch: _Batch) -> Attend:
+        """Attention of a batch's chunks, then of its decoding rows."""
+        upload, table = self._device.upload, self._rows.table.pages
+        prefill, decode = self._attention.prefill, self._attention.decode
+        num_chunked, chunks, rows = int(batch.chunk_offsets[-1]), None, None
+        if len(batch.chunk_rows):
+            chunks = prefill.plan_chunks(
+                Chunks(
+                    rows=upload(batch.chunk_rows),
+                    offsets=upload(batch.chunk_offsets),
+                    ends=upload(batch.chunk_ends),
+                    page_table=table,
+                    max_length=int(np.diff(batch.chunk_offsets).max()),
+                    max_end=int(batch.chunk_ends.max()),
+                )
+            )
+        if num_chunked < len(batch.positions):
+            rows = decode.plan_rows(
+                DecodeRows(
+                    rows=upload(batch.token_rows[num_chunked:].astype(np.int32)),
+                    lengths=upload((batch.positions[num_chunked:] + 1).astype(np.int32)),
+                    page_table=table,
+                )
+            )
+
+        def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
+            parts = []
+            if chunks is not None:
+                parts.append(prefill.prefill(q[:num_chunked], kv, layer, chunks))
+            if rows is not None:
+                parts.append(decode.decode(q[num_chunked:], kv, layer, rows))
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return attend
+
+    def _sample_special(
+        self, output: StepOutput, special: HostArray, rows: IntArray, positions: IntArray
+    ) -> RawLogprobs | None:
+        """Sample the rows at these indices of the output again, by all of their parameters."""
+        index = self._device.upload(special)
+        logits = output.logits.index_select(0, index).float()
+        of_rows = rows[special].astype(np.int64)
+        chosen = self._sampler.sample(logits, of_rows, positions[special].astype(np.int64))
+        tokens = chosen.tokens.to(torch.int32)
+        output.tokens[index] = tokens
+        self._rows.table.tokens[self._device.upload(of_rows)] = tokens.clamp_min(0)
+        return chosen.logprobs and chosen.logprobs.download(self._device)
+
+    @property
+    def _no_output(self) -> StepOutput:
+        nothing = torch.empty(0, dtype=torch.int32, device=self._device.torch_device)
+        return StepOutput(nothing, self._logits[:0])
+
+    def _warm_up(self) -> None:
+        """Compile what eager steps launch: chunks of the dummy row, long and short."""
+        dummy = self._rows.table.dummy_row
+        for length in (64, 1):
+            batch = _Batch.of_chunks([dummy], [0], [length], [True])
+            with self._device.queue():
+                self._eager_step(batch, np.zeros(length, np.int32))
+                self._rows.table.lengths[dummy] = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """The tokens of an eager step, chunks first, on the host.
+
+    ``token_rows``, ``positions`` int64[num_tokens]. ``chunk_rows``, ``chunk_ends`` int32
+    [num_chunks], ``chunk_offsets`` int32[num_chunks + 1]. int64[num_samples]: ``samples`` index the
+    tokens, ``sample_positions`` are those of the new tokens.
+    """
+
+    token_rows: HostArray
+    positions: HostArray
+    chunk_rows: IntArray
+    chunk_offsets: IntArray
+    chunk_ends: IntArray
+    samples: HostArray
+    sample_rows: HostArray
+    sample_positions: HostArray
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> _Batch:
+        chunks = cls.of_chunks(
+            plan.prefill_rows, plan.prefill_starts, plan.prefill_lengths, plan.prefill_samples != 0
+        )
+        num_chunked = len(chunks.positions)
+        decodes = np.arange(num_chunked, num_chunked + len(plan.decode_rows))
+        return cls(
+            token_rows=np.concatenate([chunks.token_rows, plan.decode_rows]),
+            positions=np.concatenate([chunks.positions, plan.decode_positions]),
+            chunk_rows=chunks.chunk_rows,
+            chunk_offsets=chunks.chunk_offsets,
+            chunk_ends=chunks.chunk_ends,
+            samples=np.concatenate([chunks.samples, decodes]),
+            sample_rows=np.concatenate([chunks.sample_rows, plan.decode_rows]),
+            sample_positions=np.concatenate([chunks.sample_positions, plan.decode_positions + 1]),
+        )

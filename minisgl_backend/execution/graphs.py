@@ -1,0 +1,154 @@
+"""CUDA graphs of decode steps: from the rows' state to the rows' state, sampling included.
+
+A graph holds a whole step for one batch size: look up the rows, run the layers, sample, write
+tokens and lengths back (``kernels.rows``). Between two replays the host writes nothing but the
+inbox, and that only when rows changed or pages were granted.
+
+Batches are padded to the next captured size with the dummy row. Graphs are captured largest first
+into one memory pool, so that the smaller ones reuse its blocks.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch import Tensor
+
+from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.rows import RowTable, StepInbox
+from minisgl_backend.request import IntArray
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """What a decode step leaves on the GPU until the next one: ``tokens`` int32 [batch_size] and
+    ``logits`` [batch_size, vocab_size], those of padding included."""
+
+    tokens: Tensor
+    logits: Tensor
+
+
+def batch_sizes(most: int, chosen: str | None) -> list[int]:
+    """Sizes to capture, ascending: 1, 2, 4, then every eighth up to ``most``; or those ``chosen``.
+
+    ``chosen`` is the option cuda_graph_batch_sizes; raises ``ConfigError`` where it is malformed.
+    """
+    if most == 0:
+        return []
+    if chosen is None:
+        return sorted({size for size in (1, 2, 4, *range(8, most, 8), most) if size <= most})
+    try:
+        sizes = sorted({int(word) for word in chosen.split(",")})
+    except ValueError:
+        sizes = []
+    if not sizes or sizes[0] < 1 or sizes[-1] > most:
+        raise ConfigError(
+            f"cuda_graph_batch_sizes must be numbers of 1..{most} as 1,2,4, got {chosen!r}"
+        )
+    return sizes
+
+
+class DecodeGraphs:
+    """The captured steps, and the inbox they read."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        table: RowTable,
+        step: Callable[[StepInbox, int], StepOutput],
+        sizes: Sequence[int],
+    ):
+        """``step`` enqueues a decode step of the first so many rows of an inbox."""
+        self._device = device
+        self._table = table
+        most = max(sizes)
+        self._sizes = sorted(sizes)
+        self._inbox = StepInbox.empty(most, most, device.torch_device)
+        self._inbox.rows.fill_(table.dummy_row)
+        self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+        self._capture(step)
+
+    def fits(self, num_rows: int, num_grants: int) -> bool:
+        """Whether a step of so many rows and grants can be replayed."""
+        return num_rows <= self._sizes[-1] and num_grants <= self._inbox.max_grants
+
+    def replay(self, rows: IntArray, grants: IntArray) -> StepOutput:
+        """Enqueue a decode step of ``rows`` int32 [num_rows], after grants int32 [3, num_grants].
+
+        The output's first num_rows entries are those of the rows.
+        """
+        num_rows, num_grants = len(rows), grants.shape[1]
+        size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+        known = self._rows[:size]
+        changed = not (
+            np.array_equal(known[:num_rows], rows)
+            and (known[num_rows:] == self._table.dummy_row).all()
+        )
+        if changed or num_grants:
+            known[:num_rows] = rows
+            known[num_rows:] = self._table.dummy_row
+            buffer = np.empty(1 + self._inbox.max_batch + 3 * num_grants, np.int32)
+            buffer[0] = num_grants
+            buffer[1 : 1 + self._inbox.max_batch] = self._rows
+            buffer[1 + self._inbox.max_batch :] = grants.T.reshape(-1)
+            self._inbox.buffer[: len(buffer)].copy_(
+                torch.from_numpy(buffer).pin_memory(), non_blocking=True
+            )
+        graph, output = self._graphs[size]
+        graph.replay()
+        return output
+
+    def close(self) -> None:
+        """Destroy the graphs, which hold the addresses of everything they use."""
+        self._graphs.clear()
+
+    def _capture(self, step: Callable[[StepInbox, int], StepOutput]) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        stream = self._device.stream
+        with self._device.queue(), _progress(len(self._sizes)) as advance:
+            for size in reversed(self._sizes):
+                step(self._inbox, size)  # compiles kernels and makes libraries allocate
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(
+                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ):
+                    output = step(self._inbox, size)
+                self._graphs[size] = graph, output
+                advance(size, torch.cuda.mem_get_info(self._device.torch_device)[0])
+            stream.synchronize()
+
+
+@contextmanager
+def _progress(num_graphs: int) -> Iterator[Callable[[int, int], None]]:
+    """A callable for each graph's batch size and the free bytes after it; a bar on a terminal."""
+    if not sys.stderr.isatty():
+        logger.info("capturing %d CUDA graphs", num_graphs)
+
+        def log(size: int, free: int) -> None:
+            logger.debug("captured batch size %d, %.1f GiB free", size, free / 2**30)
+
+        yield log
+        return
+    columns = (
+        TextColumn("capturing CUDA graphs"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("batch size {task.fields[size]}, {task.fields[free]:.1f} GiB free"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=num_graphs, size=0, free=0.0)
+        yield lambda size, free: progress.update(task, advance=1, size=size, free=free / 2**30)

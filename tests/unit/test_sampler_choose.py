@@ -128,11 +128,10 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     plain = at_random(logits, temperature, draws)
     for row in range(count):
         own = slice(row, row + 1)
+        args = logits[own], temperature[own], draws[own]
         alone = {name: column[own] for name, column in columns.items()}
-        assert (
-            at_random_filtered(logits[own], temperature[own], draws[own], **alone) == together[row]
-        )
-        assert at_random(logits[own], temperature[own], draws[own]) == plain[row]
+        assert at_random_filtered(*args, **alone) == together[row]
+        assert at_random(*args) == plain[row]
 
 
 def test_uniform_numbers_are_uniform_and_unrelated() -> None:

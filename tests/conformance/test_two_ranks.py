@@ -1,0 +1,106 @@
+"""A model split over two ranks computes what the whole one does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from minisgl_backend.attention.base import Batch, ForwardContext
+from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.parallel.group import Group, OneRank
+from tests.conformance.checkpoints import write_checkpoint
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 16
+
+
+class ThreadRank:
+    """A rank that is a thread; ``meeting`` is shared by all."""
+
+    def __init__(self, rank: int, meeting: Meeting):
+        self.rank = rank
+        self.size = len(meeting.brought)
+        self._meeting = meeting
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self._meeting.exchange(self.rank, x)).sum(dim=0)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return torch.cat(self._meeting.exchange(self.rank, x), dim=dim)
+
+
+class Meeting:
+    """Where threads wait for each other and swap tensors."""
+
+    def __init__(self, size: int):
+        self.brought: list[Tensor] = [torch.empty(0)] * size
+        self._barrier = threading.Barrier(size, timeout=60)
+
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        self.brought[rank] = x.clone()
+        self._barrier.wait()
+        found = list(self.brought)
+        self._barrier.wait()
+        return found
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "odd-vocabulary", "qwen3-moe"])
+def test_logits_are_equal(case: str, tmp_path: Path) -> None:
+    if case == "odd-vocabulary":
+        write_checkpoint("qwen3", tmp_path)
+        _drop_last_token(tmp_path)
+    else:
+        write_checkpoint(case, tmp_path)
+    whole = _logits(tmp_path, OneRank())
+    meeting = Meeting(2)
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [ThreadRank(rank, meeting) for rank in range(2)]
+        split = list(threads.map(lambda rank: _logits(tmp_path, rank), ranks))
+    for logits in split:
+        assert logits.shape == whole.shape
+        torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
+
+
+def _logits(folder: Path, group: Group) -> Tensor:
+    """Logits of every position of one prompt."""
+    spec = load_spec(folder)
+    shape = spec.attention_shape(group.size)
+    model = build_model(
+        spec, folder, dtype=torch.float32, device=CPU, group=group, max_sequence_length=64
+    )
+    backend = SdpaAttention(shape, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU)
+    kv = KVStorage(shape, num_pages=4, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU)
+    length = 40
+    batch = Batch(
+        positions=torch.arange(length),
+        slots=torch.arange(length),
+        starts=np.array([0]),
+        lengths=np.array([length]),
+        offsets=np.array([0]),
+        page_table=np.array([[0, 1, 2]]),
+    )
+    kv.clear(torch.arange(3))
+    ctx = ForwardContext(batch=batch, kv=kv, attention=backend, metadata=backend.prepare(batch))
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, spec.vocab_size, length))
+    with torch.inference_mode():
+        return model.logits(model(tokens, ctx))
+
+
+def _drop_last_token(folder: Path) -> None:
+    """255 tokens do not split evenly over two ranks."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 255}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:255].contiguous()
+    save_file(tensors, folder / "model.safetensors")

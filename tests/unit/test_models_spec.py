@@ -1,0 +1,292 @@
+"""What a config.json means, and which ones are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.catalog import ARCHITECTURES, load_spec, parse_spec
+from minisgl_backend.models.config_json import ConfigReader, read_json
+
+# As published: the parts of each config.json that matter.
+LLAMA_3_1_8B: Final[dict[str, Any]] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+MISTRAL_7B: Final[dict[str, Any]] = {
+    "architectures": ["MistralForCausalLM"],
+    "eos_token_id": 2,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+QWEN_2_5_7B: Final[dict[str, Any]] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN_3_0_6B: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN_3_30B_A3B: Final[dict[str, Any]] = {
+    **QWEN_3_0_6B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
+def test_llama_3_1() -> None:
+    spec = parse_spec(LLAMA_3_1_8B)
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (32, 32, 8, 128)
+    assert spec.eos_token_ids == {128001, 128008, 128009}
+    assert (spec.rope.scaling, spec.rope.theta, spec.rope.factor) == ("llama3", 500000.0, 8.0)
+    assert spec.rope.original_max_positions == 8192
+    assert spec.max_position_embeddings == 131072
+    assert not (spec.tie_embeddings or spec.qkv_bias or spec.output_bias or spec.mlp_bias)
+    assert spec.windows == (None,) * 32
+    assert spec.dtype == "bfloat16"
+
+
+def test_llama_biases_are_on_all_projections() -> None:
+    spec = parse_spec({**LLAMA_3_1_8B, "attention_bias": True, "mlp_bias": True})
+    assert spec.qkv_bias and spec.output_bias and spec.mlp_bias
+
+
+@pytest.mark.parametrize(("window", "expected"), [(4096, 4096), (None, None), ("absent", 4096)])
+def test_mistral_window(window: Any, expected: int | None) -> None:
+    values = {**MISTRAL_7B, "sliding_window": window}
+    if window == "absent":
+        del values["sliding_window"]
+    assert parse_spec(values).windows == (expected,) * 32
+
+
+def test_qwen2_has_biases_on_its_inputs_only() -> None:
+    spec = parse_spec(QWEN_2_5_7B)
+    assert spec.qkv_bias and not spec.output_bias and not spec.qk_norm
+    assert spec.windows == (None,) * 28
+
+
+def test_qwen2_windows_by_layer() -> None:
+    on = {**QWEN_2_5_7B, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 64}
+    assert parse_spec({**on, "max_window_layers": 3}).windows == (None, None, None, 64)
+    assert parse_spec({**on, "max_window_layers": 0}).windows == (64,) * 4
+    assert parse_spec({**on, "sliding_window": None, "max_window_layers": 0}).windows == (None,) * 4
+    types = ["sliding_attention", "full_attention"] * 2
+    assert parse_spec({**on, "layer_types": types}).windows == (64, None, 64, None)
+    for wrong in (types[:3], ["chunked_attention"] * 4, "full_attention"):
+        with pytest.raises(ConfigError, match="layer_types"):
+            parse_spec({**on, "layer_types": wrong})
+
+
+def test_qwen3() -> None:
+    spec = parse_spec(QWEN_3_0_6B)
+    assert spec.qk_norm and not spec.qkv_bias and spec.tie_embeddings
+    assert spec.head_dim == 128 != spec.hidden_size // spec.num_heads
+    del (values := dict(QWEN_3_0_6B))["head_dim"]
+    assert parse_spec(values).head_dim == 128
+
+
+def test_qwen3_moe() -> None:
+    spec = parse_spec(QWEN_3_30B_A3B)
+    assert spec.moe is not None
+    assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.intermediate_size) == (128, 8, 768)
+    assert spec.moe.normalize and spec.moe.layers == frozenset(range(48))
+    sparse = {**QWEN_3_30B_A3B, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": None}
+    spec = parse_spec({**sparse, "num_hidden_layers": 6})
+    assert spec.moe is not None and spec.moe.layers == {1, 5}
+    assert spec.head_dim == 64
+    renamed = {**QWEN_3_30B_A3B, "num_experts": None, "num_local_experts": 16}
+    found = parse_spec(renamed).moe
+    assert found is not None and found.num_experts == 16
+    with pytest.raises(ConfigError, match="num_experts_per_tok"):
+        parse_spec({**renamed, "num_experts_per_tok": 17})
+
+
+def test_qwen3_moe_window_is_on_all_layers() -> None:
+    values = {**QWEN_3_30B_A3B, "use_sliding_window": True, "sliding_window": 512}
+    assert parse_spec(values).windows == (512,) * 48
+
+
+@pytest.mark.parametrize("dtype_key", ["dtype", "torch_dtype"])
+def test_dtype_has_two_spellings(dtype_key: str) -> None:
+    values = {key: value for key, value in QWEN_3_0_6B.items() if key != "torch_dtype"}
+    assert parse_spec(values).dtype == "float32"
+    assert parse_spec({**values, dtype_key: "float16"}).dtype == "float16"
+
+
+def test_yarn_by_its_ratio() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 10240}
+    spec = parse_spec({**QWEN_3_0_6B, "rope_parameters": rope}).rope
+    assert spec.factor == 4.0
+    assert spec.attention_factor == pytest.approx(1.1386294)
+    unstretched = {**rope, "original_max_position_embeddings": 40960}
+    assert parse_spec({**QWEN_3_0_6B, "rope_parameters": unstretched}).rope.attention_factor == 1.0
+
+
+def test_an_original_context_beside_the_table_wins() -> None:
+    values = {**LLAMA_3_1_8B, "original_max_position_embeddings": 4096}
+    assert parse_spec(values).rope.original_max_positions == 4096
+
+
+REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "architecture": (
+        {"architectures": ["GPT2LMHeadModel"]},
+        "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, .*Qwen3MoeForCausalLM",
+    ),
+    "no architecture": ({"architectures": None}, "no architecture is not supported"),
+    "remote code": ({"auto_map": {"AutoModel": "x.Y"}}, "its own code"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, r"quantized .*\(gptq\)"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    "rope type": ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    "rope factor missing": ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+    "rope factor": ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be positive"),
+    "rope table": ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
+    "dtype": ({"torch_dtype": "int8"}, "dtype must be one of"),
+    "missing": ({"vocab_size": None}, "vocab_size is missing"),
+    "string": ({"vocab_size": "many"}, "vocab_size must be an integer"),
+    "bool": ({"vocab_size": True}, "vocab_size must be an integer"),
+    "zero": ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1"),
+    "number": ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
+    "infinite": ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be positive and finite"),
+    "flag": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+    "word": ({"hidden_act": 7}, "hidden_act must be a string"),
+    "eos": ({"eos_token_id": [1, -2]}, "eos_token_id"),
+    "heads": ({"num_key_value_heads": 3}, "16 attention heads cannot share 3"),
+    "odd head": ({"head_dim": 65}, "even head_dim, got 65"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    changes, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        parse_spec({**QWEN_3_0_6B, **changes})
+
+
+def test_every_architecture_is_tested() -> None:
+    configs = (LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B)
+    assert {parse_spec(config).architecture for config in configs} == set(ARCHITECTURES)
+
+
+def test_eos_ids_of_both_files_are_united(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3_0_6B))
+    assert load_spec(tmp_path).eos_token_ids == {151645}
+    generation = tmp_path / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": [151645, 151643], "temperature": 0.6}))
+    assert load_spec(tmp_path).eos_token_ids == {151645, 151643}
+    generation.write_text(json.dumps({}))
+    assert load_spec(tmp_path).eos_token_ids == {151645}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_unreadable_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_spec(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_json(tmp_path / "other.json")
+
+
+def test_ranks_share_heads_evenly() -> None:
+    spec = parse_spec(QWEN_3_0_6B)
+    shape = spec.attention_shape(4)
+    assert (shape.num_heads, shape.num_kv_heads, shape.num_layers) == (4, 2, 28)
+    with pytest.raises(ConfigError, match=r"8 key-value heads .* 3 tensor-parallel ranks"):
+        spec.attention_shape(3)
+
+
+def test_null_is_absent_unless_it_means_none() -> None:
+    config = ConfigReader({"window": None})
+    assert config.integer("window", 5) == 5
+    assert config.integer_or_null("window", 5) is None
+    assert config.integer_or_null("other", 5) == 5
+
+
+def test_reading_a_spec_needs_no_torch_model_code() -> None:
+    """transformers must not be needed to know a model."""
+    code = (
+        "import sys; import minisgl_backend.models.catalog, minisgl_backend.models.build; "
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,257 @@
+"""Strict loading: every tensor has its place, every place its tensor, and errors name them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.slot import collect_slots
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.parallel.group import Group, OneRank
+from tests.conformance.checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder a case, each with one file."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for case in ("qwen3", "llama-biases", "qwen3-moe"):
+        write_checkpoint(case, root / case)
+    return root
+
+
+@pytest.fixture
+def folder(checkpoints: Path, tmp_path: Path) -> Path:
+    """A tied Qwen3 checkpoint to be spoilt."""
+    return Path(shutil.copytree(checkpoints / "qwen3", tmp_path / "qwen3"))
+
+
+def _build(folder: Path, *, group: Group | None = None, **options: Any) -> Decoder:
+    return build_model(
+        load_spec(folder),
+        folder,
+        dtype=options.pop("dtype", torch.float32),
+        device=torch.device("cpu"),
+        group=group or OneRank(),
+        **options,
+    )
+
+
+def _rewrite(folder: Path, **changes: Tensor | None) -> None:
+    """Replace, add or (None) drop tensors; dots in names are written as double underscores."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        name = name.replace("__", ".")
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", ["qwen3", "llama-biases", "qwen3-moe"])
+def test_merged_weights_hold_the_checkpoints_tensors(checkpoints: Path, case: str) -> None:
+    model = _build(checkpoints / case)
+    slots = collect_slots(model)
+    tensors = load_file(checkpoints / case / "model.safetensors")
+    assert slots.keys() == tensors.keys()
+    for name, slot in slots.items():
+        assert torch.equal(slot.target, tensors[name].expand_as(slot.target)), name
+    qkv = model.get_parameter("model.layers.0.self_attn.qkv_proj.weight")
+    parts = [tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
+    assert torch.equal(qkv, torch.cat(parts))
+
+
+def test_a_sharded_checkpoint_is_the_same(checkpoints: Path, tmp_path: Path) -> None:
+    write_checkpoint("qwen3", tmp_path, shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    whole, sharded = _build(checkpoints / "qwen3"), _build(tmp_path)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, sharded.get_parameter(name)), name
+
+
+def test_dtype_is_converted_while_loading(checkpoints: Path) -> None:
+    model = _build(checkpoints / "qwen3", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    stored = load_file(checkpoints / "qwen3" / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(model.model.norm.weight, stored.bfloat16())
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    _rewrite(folder, model__layers__1__self_attn__k_norm__weight=None)
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.self_attn\.k_norm\.weight"):
+        _build(folder)
+
+
+def test_many_missing_tensors_are_counted(folder: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks .* and 20 more tensors"):
+        _build(folder)
+
+
+def test_a_left_over_tensor_is_named(folder: Path) -> None:
+    _rewrite(folder, model__layers__2__mlp__up_proj__weight=torch.zeros(2))
+    with pytest.raises(ConfigError, match=r"no place for model\.layers\.2\.mlp\.up_proj\.weight"):
+        _build(folder)
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    _rewrite(folder, model__norm__weight=torch.zeros(65))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has the shape \(65,\).*\(64,\)"):
+        _build(folder)
+
+
+def test_a_bias_that_the_config_denies_is_left_over(folder: Path) -> None:
+    _rewrite(folder, model__layers__0__self_attn__q_proj__bias=torch.zeros(128))
+    with pytest.raises(ConfigError, match=r"no place for .*q_proj\.bias"):
+        _build(folder)
+
+
+def test_stray_heads_and_rotary_buffers_are_ignored(folder: Path) -> None:
+    _rewrite(
+        folder,
+        lm_head__weight=torch.zeros(256, 64),
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(16),
+    )
+    model = _build(folder)
+    assert not hasattr(model, "lm_head")
+    assert model.model.embed_tokens.weight.any()
+
+
+def test_an_untied_model_needs_its_head(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    with pytest.raises(ConfigError, match=r"lacks lm_head\.weight"):
+        _build(folder)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -8])
+def test_truncated_files(folder: Path, size: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not a whole safetensors file"):
+        _build(folder)
+
+
+def test_a_garbled_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(b"\xff" * 64 + path.read_bytes()[64:])
+    with pytest.raises(ConfigError, match="not a whole safetensors file"):
+        _build(folder)
+
+
+def test_pickled_weights_are_never_opened(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"nobody reads this")
+    with pytest.raises(ConfigError, match="only safetensors are read"):
+        _build(folder)
+
+
+def test_no_weights_at_all(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="holds neither"):
+        _build(folder)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        (None, "has no weight_map"),
+        ({"model.norm.weight": "../model.safetensors"}, "puts model.norm.weight into"),
+        ({"model.norm.weight": 7}, "puts model.norm.weight into 7"),
+    ],
+)
+def test_a_broken_index(folder: Path, weight_map: Any, message: str) -> None:
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=message):
+        _build(folder)
+
+
+@pytest.mark.parametrize("missing", ["file", "tensor"])
+def test_an_index_that_promises_too_much(folder: Path, missing: str) -> None:
+    names = list(load_file(folder / "model.safetensors"))
+    if missing == "tensor":
+        _rewrite(folder, model__norm__weight=None)
+    else:
+        (folder / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = (
+        "does not exist" if missing == "file" else r"lacks model\.norm\.weight, which the index"
+    )
+    with pytest.raises(ConfigError, match=message):
+        _build(folder)
+
+
+def test_dummy_weights_need_no_files_and_follow_the_seed(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    first, again, other = (_build(folder, load_format="dummy", seed=seed) for seed in (1, 1, 2))
+    for name, parameter in first.named_parameters():
+        assert parameter.isfinite().all() and parameter.any(), name
+        assert torch.equal(parameter, again.get_parameter(name))
+        assert "norm" in name or not torch.equal(parameter, other.get_parameter(name))
+    with pytest.raises(ConfigError, match="load_format must be auto or dummy"):
+        _build(folder, load_format="pickle")
+
+
+def test_progress_is_a_bar_on_a_terminal_and_a_log_line_elsewhere(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        _build(folder)
+    assert "loading 24 tensors" in caplog.text and "loaded 24 tensors" in caplog.text
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _build(folder)
+    assert "loading weights" in capsys.readouterr().err
+
+
+class _Rank:
+    """One of two ranks; its collectives are not used while loading."""
+
+    size = 2
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("case", ["qwen3", "llama-biases", "qwen3-moe"])
+def test_two_ranks_hold_each_tensor_once(checkpoints: Path, case: str) -> None:
+    """What is split adds up to the whole; what is not is the same on both."""
+    first, second = (collect_slots(_build(checkpoints / case, group=_Rank(r))) for r in (0, 1))
+    for name, tensor in load_file(checkpoints / case / "model.safetensors").items():
+        mine, theirs = first[name], second[name]
+        if mine.dim is None:
+            assert torch.equal(mine.target, tensor.expand_as(mine.target)), name
+            assert torch.equal(mine.target, theirs.target), name
+        else:
+            assert torch.equal(torch.cat([mine.target, theirs.target], dim=mine.dim), tensor), name
+
+
+def test_what_cannot_be_split_is_refused(checkpoints: Path) -> None:
+    group = _Rank(0)
+    group.size = 4
+    with pytest.raises(ConfigError, match="2 key-value heads cannot be split evenly over 4"):
+        _build(checkpoints / "qwen3", group=group)

@@ -101,7 +101,7 @@ def time_us(calls: Sequence[Call], *, repeats: int = 15) -> float:
             end.record(stream)
             end.synchronize()
             times.append(start.elapsed_time(end))
-    return statistics.median(times[2:]) * 1e3 / len(calls)
+    return float(statistics.median(times[2:]) * 1e3 / len(calls))
 
 
 def copy_bandwidth() -> float:
@@ -117,7 +117,7 @@ def copy_bandwidth() -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return 2 * source.numel() / (statistics.median(times) * 1e-3)
+    return float(2 * source.numel() / (statistics.median(times) * 1e-3))
 
 
 def _copies(num_bytes: int) -> range:
@@ -271,7 +271,7 @@ def expert_cases(batch_size: int) -> Iterator[Case]:
     down = _normal(experts, hidden, inner, scale=inner**-0.5)
     scores = torch.rand(batch_size, experts, device="cuda")
     weights, ids = scores.topk(top_k, dim=-1)
-    used = len(ids.unique())
+    used = len(set(ids.flatten().tolist()))
     inputs = [(_normal(batch_size, hidden), gate_up, down, ids, weights)]
     yield Case("experts, 128 x 8", used * 6 * hidden * inner, _each(fused_experts, inputs * 4))
 

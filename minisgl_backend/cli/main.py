@@ -42,6 +42,8 @@ bench = LazyGroup(
         "planner": "minisgl_backend.bench.planner:planner",
         "response-path": "minisgl_backend.bench.response_path:response_path",
         "offline": "minisgl_backend.bench.offline:offline",
+        "decode": "minisgl_backend.bench.decode:decode",
+        "kernels": "minisgl_backend.bench.kernels:kernels",
     },
     help="Measure; every command prints a table and takes --json FILE.",
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import num_processors, use_jit
 
-MAX_SPLITS = 16
+MAX_SPLITS = 32
 
 
 class DecodeWorkspace:
@@ -34,12 +34,16 @@ class DecodeWorkspace:
         self.counters = torch.zeros((max_batch_size, num_heads), dtype=torch.int32, device=device)
 
 
-def num_splits(batch_size: int, num_kv_heads: int, processors: int) -> int:
-    """How many splits a row gets: a power of two, 1 where rows alone fill the multiprocessors."""
+def num_splits(batch_size: int, num_kv_heads: int, processors: int, max_length: int = 0) -> int:
+    """How many splits a row gets: a power of two, 1 where rows alone fill the multiprocessors.
+
+    More of them lose by merging what they win, except over rows of many thousand positions.
+    """
     rows = batch_size * num_kv_heads
     if rows >= 2 * processors:
         return 1
-    return min(2 ** int(math.log2(8 * processors / rows)), MAX_SPLITS)
+    most = MAX_SPLITS if max_length > 8192 else MAX_SPLITS // 2
+    return min(1 << int(math.log2(8 * processors / rows)), most)
 
 
 def decode_attention(
@@ -97,7 +101,12 @@ def decode_attention(
         window=window,
         k_scale=k_scale,
         v_scale=v_scale,
-        splits=num_splits(len(q), k_cache.shape[2], num_processors(q.device)),
+        splits=num_splits(
+            len(q),
+            k_cache.shape[2],
+            num_processors(q.device),
+            max_length=page_table.shape[1] * k_cache.shape[1],
+        ),
         pdl=pdl,
     )
     return out
@@ -131,9 +140,8 @@ def decode_attention_reference(
     if window is not None:
         seen &= position >= lengths[:, None] - window
     num_kv_heads = k.shape[2]
-    grouped = q.float().unflatten(
-        1, (num_kv_heads, -1)
-    )  # [batch_size, num_kv_heads, group, head_dim]
+    # [batch_size, num_kv_heads, group, head_dim]
+    grouped = q.float().reshape(len(q), num_kv_heads, -1, q.shape[-1])
     scores = torch.einsum("bhgd,bnhd->bhgn", grouped, k) * scale
     scores = scores.masked_fill(~seen[:, None, None], -math.inf)
     # positions that are not seen may hold anything, NaN included

@@ -90,7 +90,7 @@ def fused_experts(
     jit.launch_grouped_linear(
         outer, inner, down, alignment, expert_weights.flatten(), top_k=1, gated=False
     )
-    return outer.unflatten(0, (num_tokens, top_k)).sum(dim=1)
+    return outer.view(num_tokens, top_k, hidden_size).sum(dim=1)
 
 
 def fused_experts_reference(

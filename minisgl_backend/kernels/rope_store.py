@@ -77,7 +77,7 @@ def qk_norm_rope_store(
         pdl=pdl,
     )
     head_dim = k_cache.shape[-1]
-    return qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+    return qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
 
 
 def qk_norm_rope_store_reference(
@@ -97,8 +97,8 @@ def qk_norm_rope_store_reference(
 ) -> Tensor:
     """The twin of ``qk_norm_rope_store``."""
     num_kv_heads, head_dim = k_cache.shape[-2:]
-    heads = qkv.unflatten(1, (-1, head_dim))
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    heads = qkv.view(len(qkv), -1, head_dim)
+    q, k, v = heads.tensor_split([num_heads, num_heads + num_kv_heads], dim=1)
     table = cos_sin[positions.long()][:, None]  # [num_tokens, 1, head_dim]
     new_q = _norm_rope(q, q_weight, eps, table)
     new_k = _norm_rope(k, k_weight, eps, table)

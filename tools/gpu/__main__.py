@@ -37,7 +37,7 @@ def download(requirements: tuple[str, ...], folder: Path) -> list[Path]:
     command += ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
     for tag in tags:
         command += ["--platform", tag]
-    wheels = []
+    wheels: list[Path] = []
     for requirement in requirements:
         subprocess.run([*command, "--dest", str(folder), requirement], check=True)
         distribution = requirement.split("==")[0].replace("-", "_")

@@ -165,7 +165,7 @@ def launch_decode_attention(
     pdl: bool,
     block: int | None = None,
     num_warps: int | None = None,
-    stages: int = 3,
+    stages: int | None = None,
 ) -> None:
     """See ``minisgl_backend.kernels.decode_attention.decode_attention``.
 
@@ -176,6 +176,14 @@ def launch_decode_attention(
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
+    fp8 = k_scale is not None
+    if splits > 1:
+        best = (128, 4, 3)
+    elif fp8:
+        # converting keeps the warps busy: one each, where there are enough programs
+        best = (64, 1 if batch_size * num_kv_heads >= 1024 else 2, 2)
+    else:
+        best = (64, 2, 3)
     _decode_attention[(batch_size, num_kv_heads, splits)](
         out,
         q,
@@ -201,13 +209,13 @@ def launch_decode_attention(
         GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
-        BLOCK=block or (64 if splits == 1 else 128),
+        BLOCK=block or best[0],
         SPLITS=splits,
         WINDOW=window or 0,
-        FP8=k_scale is not None,
+        FP8=fp8,
         ROWS=rows is not None,
-        STAGES=stages,
+        STAGES=stages or best[2],
         PDL=pdl,
-        num_warps=num_warps or (2 if splits == 1 else 4),
+        num_warps=num_warps or best[1],
         **launch_options(pdl),
     )

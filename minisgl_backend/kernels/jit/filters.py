@@ -14,6 +14,7 @@ from minisgl_backend.kernels.jit.logits import load_logits
 from minisgl_backend.kernels.jit.noise import gumbel
 
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0, the largest weight
+_STAGES = tl.constexpr(3)  # more of them spill registers, which costs more than it hides
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def _tally(
     zeros = tl.zeros([BLOCK], tl.float32)
     count_a, count_b, count_c = zeros, zeros, zeros
     mass_a, mass_b, mass_c = zeros, zeros, zeros
-    for start in tl.range(0, VOCAB, BLOCK, num_stages=3):
+    for start in tl.range(0, VOCAB, BLOCK, num_stages=_STAGES):
         x = load_logits(row_ptr, start + i, start + i < VOCAB, penalty, VOCAB, PENALTIES)
         w = tl.exp((x - best) * inverse)
         bits = tl.where(start + i < VOCAB, _bits(w), -1)
@@ -176,7 +177,7 @@ def choose_filtered(
     written = 0
     best_score = tl.full([BLOCK], float("-inf"), tl.float32)
     chosen = tl.full([BLOCK], VOCAB, tl.int32)
-    for start in tl.range(0, VOCAB, BLOCK, num_stages=3):
+    for start in tl.range(0, VOCAB, BLOCK, num_stages=_STAGES):
         at = start + i
         x = load_logits(row_ptr, at, at < VOCAB, penalty, VOCAB, PENALTIES)
         scaled = (x - best) * inverse
@@ -215,6 +216,19 @@ def choose_filtered(
 
 
 @triton.jit
+def _add_pairs(mass, count, other_mass, other_count):
+    return mass + other_mass, count + other_count
+
+
+@triton.jit
+def _weigh(w, passes):
+    """The sum of the weights that pass and their number, in one reduction."""
+    return tl.reduce(
+        (tl.where(passes, w, 0.0), tl.where(passes, 1.0, 0.0)), axis=0, combine_fn=_add_pairs
+    )
+
+
+@triton.jit
 def _choose_candidate(
     scaled_ptr,
     candidates_ptr,
@@ -235,23 +249,31 @@ def _choose_candidate(
     scaled = tl.load(scaled_ptr + c, mask=c < written, other=float("-inf"))
     w = tl.exp(scaled)
     bits = tl.where(c < written, _bits(w), -1)
+    # Halving ends early, where one distinct place is left between the two ends: most do by then.
     if by_count:
         high = tl.full([], _ONE + 1, tl.int32)
-        while high - low > 1:
+        above = 0.0
+        count = written.to(tl.float32)
+        while (high - low > 1) & (count - above > 1.5):
             middle = (low + high) // 2
-            if tl.sum((bits >= middle).to(tl.int32), axis=0) >= top_k:
-                low = middle
+            _, num_passes = _weigh(w, bits >= middle)
+            if num_passes >= top_k:
+                low, count = middle, num_passes
             else:
-                high = middle
-        target = top_p * tl.sum(tl.where(bits >= low, w, 0.0), axis=0)
+                high, above = middle, num_passes
+        kept, _ = _weigh(w, bits >= low)
+        target = top_p * kept
     if top_p < 1:
         high = tl.full([], _ONE + 1, tl.int32)
-        while high - low > 1:
+        above = 0.0
+        _, count = _weigh(w, bits >= low)
+        while (high - low > 1) & (count - above > 1.5):
             middle = (low + high) // 2
-            if tl.sum(tl.where(bits >= middle, w, 0.0), axis=0) >= target:
-                low = middle
+            mass, num_passes = _weigh(w, bits >= middle)
+            if mass >= target:
+                low, count = middle, num_passes
             else:
-                high = middle
+                high, above = middle, num_passes
     low = tl.maximum(low, floor)
     score = tl.where(bits >= low, scaled + gumbel(key, at), float("-inf"))
     top = tl.max(score, axis=0)

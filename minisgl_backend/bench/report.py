@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 from rich.table import Table
+
+from minisgl_backend.runtime.engine import EngineInfo
 
 json_option = click.option(
     "--json",
@@ -22,6 +25,21 @@ json_option = click.option(
     type=click.Path(dir_okay=False, path_type=Path),
     help="also write the figures to this file",
 )
+
+
+def engine_facts(info: EngineInfo) -> dict[str, Any]:
+    """What figures of an engine depend on."""
+    facts = {
+        "model": info.architecture,
+        "dtype": info.dtype,
+        "attention": info.attention_backend,
+        "page_size": info.page_size,
+        "pages": info.num_pages,
+        "torch": torch.__version__,
+    }
+    if info.device.startswith("cuda"):
+        facts["gpu"] = torch.cuda.get_device_name(info.device)
+    return facts
 
 
 class Report:

@@ -13,7 +13,6 @@ Must not know queues, caches or why rows and pages are granted.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from minisgl_backend.attention.base import HostArray
 from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedAttention, PagedKV
 from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.graphs import DecodeGraphs, StepOutput
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.rows import Rows
@@ -30,9 +30,9 @@ from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rows import StepInbox, begin_decode, finish_decode
 from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.fused import FusedDecoder
+from minisgl_backend.models.fused import Attend, FusedDecoder
 from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
-from minisgl_backend.request import IntArray, RequestId, TokenLogprobs
+from minisgl_backend.request import IntArray, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +91,11 @@ class CudaExecutor:
             is_decode = len(plan.decode_rows) > 0 and not len(plan.prefill_rows)
             if is_decode and self.graphs and self.graphs.fits(len(plan.decode_rows), len(grants.T)):
                 output = self.graphs.replay(plan.decode_rows, grants)
-                sample_rows, sample_positions = plan.decode_rows, plan.decode_positions + 1
+                sample_rows = plan.decode_rows.astype(np.int64)
+                sample_positions = plan.decode_positions + np.int64(1)
             else:
                 self._rows.grant(*grants)
-                batch = _Batch.of(plan)
+                batch = FlatBatch.of(plan)
                 output = self._eager_step(batch, plan.prefill_tokens)
                 sample_rows, sample_positions = batch.sample_rows, batch.sample_positions
             special = np.flatnonzero(self._rows.is_special[sample_rows])
@@ -111,6 +112,10 @@ class CudaExecutor:
         self._device.close()
         if self.graphs is not None:
             self.graphs.close()
+
+    def can_replay(self, batch_size: int) -> bool:
+        """Whether a decode step of so many rows is captured."""
+        return self.graphs is not None and self.graphs.fits(batch_size, 0)
 
     def time_replays(self, batch_size: int, context: int, steps: int) -> float:
         """Milliseconds of one replay of a captured decode step and nothing else, for benchmarks.
@@ -136,7 +141,7 @@ class CudaExecutor:
                 self.graphs.replay(rows, no_grants)
             last.record(self._device.stream)
             last.synchronize()
-        return first.elapsed_time(last) / steps
+        return float(first.elapsed_time(last)) / steps
 
     def _admit(self, plan: StepPlan) -> None:
         self._rows.admit(plan.admissions)
@@ -162,14 +167,13 @@ class CudaExecutor:
         finish_decode(table, inbox, inputs, tokens)
         return StepOutput(tokens, logits)
 
-    def _eager_step(self, batch: _Batch, prefill_tokens: IntArray) -> StepOutput:
+    def _eager_step(self, batch: FlatBatch, prefill_tokens: IntArray) -> StepOutput:
         """Any step: prompt chunks, then decoding rows."""
         upload, rows = self._device.upload, self._rows
         if not len(batch.positions):
             return self._no_output
-        token_rows, positions = upload(np.stack([batch.token_rows, batch.positions]))
-        num_chunked = len(prefill_tokens)
-        last = rows.table.tokens[token_rows[num_chunked:]]
+        token_rows, positions = upload(np.stack([batch.rows, batch.positions]))
+        last = rows.table.tokens[token_rows[batch.num_chunked :]]
         tokens = torch.cat([upload(prefill_tokens), last])
         slots = rows.slots(token_rows, positions)
         hidden = self._model.hidden(tokens, positions, slots, self._attend_to(batch))
@@ -184,11 +188,11 @@ class CudaExecutor:
         rows.keep(sample_rows, sampled, sample_positions)
         return StepOutput(sampled, logits)
 
-    def _attend_to(self, batch: _Batch) -> Attend:
+    def _attend_to(self, batch: FlatBatch) -> Attend:
         """Attention of a batch's chunks, then of its decoding rows."""
         upload, table = self._device.upload, self._rows.table.pages
         prefill, decode = self._attention.prefill, self._attention.decode
-        num_chunked, chunks, rows = int(batch.chunk_offsets[-1]), None, None
+        num_chunked, chunks, rows = batch.num_chunked, None, None
         if len(batch.chunk_rows):
             chunks = prefill.plan_chunks(
                 Chunks(
@@ -203,7 +207,7 @@ class CudaExecutor:
         if num_chunked < len(batch.positions):
             rows = decode.plan_rows(
                 DecodeRows(
-                    rows=upload(batch.token_rows[num_chunked:].astype(np.int32)),
+                    rows=upload(batch.rows[num_chunked:].astype(np.int32)),
                     lengths=upload((batch.positions[num_chunked:] + 1).astype(np.int32)),
                     page_table=table,
                 )
@@ -220,16 +224,15 @@ class CudaExecutor:
         return attend
 
     def _sample_special(
-        self, output: StepOutput, special: HostArray, rows: IntArray, positions: IntArray
+        self, output: StepOutput, special: HostArray, rows: HostArray, positions: HostArray
     ) -> RawLogprobs | None:
         """Sample the rows at these indices of the output again, by all of their parameters."""
         index = self._device.upload(special)
         logits = output.logits.index_select(0, index).float()
-        of_rows = rows[special].astype(np.int64)
-        chosen = self._sampler.sample(logits, of_rows, positions[special].astype(np.int64))
+        chosen = self._sampler.sample(logits, rows[special], positions[special])
         tokens = chosen.tokens.to(torch.int32)
         output.tokens[index] = tokens
-        self._rows.table.tokens[self._device.upload(of_rows)] = tokens.clamp_min(0)
+        self._rows.table.tokens[self._device.upload(rows[special])] = tokens.clamp_min(0)
         return chosen.logprobs and chosen.logprobs.download(self._device)
 
     @property
@@ -239,46 +242,71 @@ class CudaExecutor:
 
     def _warm_up(self) -> None:
         """Compile what eager steps launch: chunks of the dummy row, long and short."""
-        dummy = self._rows.table.dummy_row
+        empty = np.empty(0, np.int32)
         for length in (64, 1):
-            batch = _Batch.of_chunks([dummy], [0], [length], [True])
+            plan = StepPlan(
+                step=-1,
+                released_rows=empty,
+                admissions=(),
+                grant_rows=empty,
+                grant_indices=empty,
+                grant_pages=empty,
+                prefill_rows=np.array([self._rows.table.dummy_row], np.int32),
+                prefill_starts=np.zeros(1, np.int32),
+                prefill_lengths=np.array([length], np.int32),
+                prefill_samples=np.ones(1, np.int32),
+                prefill_tokens=np.zeros(length, np.int32),
+                decode_rows=empty,
+                decode_positions=empty,
+            )
             with self._device.queue():
-                self._eager_step(batch, np.zeros(length, np.int32))
-                self._rows.table.lengths[dummy] = 0
+                self._eager_step(FlatBatch.of(plan), plan.prefill_tokens)
+                self._rows.table.lengths.zero_()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
-    """The tokens of an eager step, chunks first, on the host.
+class PendingStep:
+    """A launched step (``Pending``)."""
 
-    ``token_rows``, ``positions`` int64[num_tokens]. ``chunk_rows``, ``chunk_ends`` int32
-    [num_chunks], ``chunk_offsets`` int32[num_chunks + 1]. int64[num_samples]: ``samples`` index the
-    tokens, ``sample_positions`` are those of the new tokens.
+    def __init__(
+        self,
+        done: torch.cuda.Event,
+        tokens: Tensor,
+        request_ids: HostArray,
+        special: HostArray,
+        logprobs: RawLogprobs | None,
+    ):
+        """``tokens`` int32[num_samples] is on the host and valid once ``done`` is; ``request_ids``
+        are those of the samples; ``logprobs`` count among the ``special`` samples."""
+        self._done = done
+        self._tokens = tokens
+        self._request_ids = request_ids
+        self._special = special
+        self._logprobs = logprobs
+
+    def tokens(self) -> SampledTokens:
+        self._done.synchronize()
+        token_ids = self._tokens.numpy()
+        for index in np.flatnonzero(token_ids == NO_TOKEN).tolist():
+            logger.error("request %d: the logits are not finite", self._request_ids[index])
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self._logprobs is not None:
+            found = self._logprobs.by_sample(token_ids[self._special])
+            logprobs = {int(self._special[index]): value for index, value in found.items()}
+        return SampledTokens(token_ids, logprobs)
+
+
+def paged_layers(storage: KVStorage, num_layers: int) -> list[PagedKV]:
+    """The pages of each layer; all of them zero, so that nothing is ever read that is not finite.
+
+    Pages of float8 have the scale 1.
     """
-
-    token_rows: HostArray
-    positions: HostArray
-    chunk_rows: IntArray
-    chunk_offsets: IntArray
-    chunk_ends: IntArray
-    samples: HostArray
-    sample_rows: HostArray
-    sample_positions: HostArray
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> _Batch:
-        chunks = cls.of_chunks(
-            plan.prefill_rows, plan.prefill_starts, plan.prefill_lengths, plan.prefill_samples != 0
-        )
-        num_chunked = len(chunks.positions)
-        decodes = np.arange(num_chunked, num_chunked + len(plan.decode_rows))
-        return cls(
-            token_rows=np.concatenate([chunks.token_rows, plan.decode_rows]),
-            positions=np.concatenate([chunks.positions, plan.decode_positions]),
-            chunk_rows=chunks.chunk_rows,
-            chunk_offsets=chunks.chunk_offsets,
-            chunk_ends=chunks.chunk_ends,
-            samples=np.concatenate([chunks.samples, decodes]),
-            sample_rows=np.concatenate([chunks.sample_rows, plan.decode_rows]),
-            sample_positions=np.concatenate([chunks.sample_positions, plan.decode_positions + 1]),
-        )
+    pages = storage.pages
+    pages.view(torch.uint8).zero_()
+    scale = None
+    if pages.dtype == torch.float8_e4m3fn:
+        scale = torch.ones(1, dtype=torch.float32, device=pages.device)
+    layers = []
+    for layer in range(num_layers):
+        keys, values = storage.layer(layer)
+        layers.append(PagedKV(keys=keys, values=values, k_scale=scale, v_scale=scale))
+    return layers

@@ -51,7 +51,7 @@ class Rows:
             [[p.temperature, p.top_p, p.min_p, p.top_k] for p in params], np.float32
         )  # a top_k beyond 2^24 is beyond any vocabulary, so float32 holds what matters
         seeds = np.array([p.seed for p in params], np.uint64).view(np.int64)
-        index, values, keys = map(self._device.upload, (rows, numbers, seeds))
+        index, values, keys = (self._device.upload(array) for array in (rows, numbers, seeds))
         table = self.table
         table.temperature[index] = values[:, 0]
         table.top_p[index] = values[:, 1]

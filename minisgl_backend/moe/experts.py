@@ -44,7 +44,7 @@ class ExpertsMLP(nn.Module):
         self.down = _parameter(num_experts, hidden_size, share)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, experts = self._route(x)  # [num_tokens, top_k] each
+        weights, experts = self.route(x)  # [num_tokens, top_k] each
         out = torch.zeros_like(x)
         # Sorted by expert, the (token, choice) pairs of each form one run.
         order = experts.flatten().argsort(stable=True)
@@ -62,7 +62,8 @@ class ExpertsMLP(nn.Module):
             begin += count
         return self.group.all_reduce(out)
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and ids of each token's experts, both [num_tokens, top_k]."""
         probabilities = F.linear(x, self.gate).softmax(dim=-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self.top_k, dim=-1)
         if self.normalize:

@@ -90,7 +90,7 @@ def _prefill_attention(
         v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
         acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype))
         best = new_best
-    acc = acc / total[:, None]
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # 0 in padding behind a window
     if FP8:
         acc = acc * tl.load(v_scale_ptr)
     out_at = out_ptr + (token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + d[None, :]

@@ -1,0 +1,81 @@
+"""The backend ``fa``: FlashAttention-3 (arXiv 2407.08608) from the package sgl_kernel.
+
+Needs a Hopper GPU and bf16 or fp16. Page table and lengths are read on the GPU. For decode the
+kernels' schedule is computed once a step, inside the graph, rather than once a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from minisgl_backend.attention.base import AttentionShape
+from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedKV
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What each layer passes on: the page table of the sequences, [num_sequences, max_pages]."""
+
+    page_table: Tensor
+    lengths: Tensor
+    offsets: Tensor | None
+    max_queries: int
+    schedule: Tensor | None
+
+
+class FlashAttention:
+    """``PrefillAttention`` and ``DecodeAttention`` by ``flash_attn_with_kvcache``."""
+
+    def __init__(self, library: ModuleType, shape: AttentionShape, *, page_size: int):
+        """``library`` is the module sgl_kernel.flash_attn."""
+        self._library = library
+        self._shape = shape
+        self._page_size = page_size
+
+    def plan_chunks(self, chunks: Chunks) -> _Call:
+        num_pages = -(-chunks.max_end // self._page_size)
+        table = chunks.page_table[:, :num_pages].index_select(0, chunks.rows)
+        return _Call(table, chunks.ends, chunks.offsets, chunks.max_length, None)
+
+    def plan_rows(self, rows: DecodeRows) -> _Call:
+        table = rows.page_table.index_select(0, rows.rows)
+        schedule = None
+        if all(window is None for window in self._shape.windows):
+            schedule = self._library.get_scheduler_metadata(
+                len(rows.rows),
+                1,
+                table.shape[1] * self._page_size,
+                self._shape.num_heads,
+                self._shape.num_kv_heads,
+                self._shape.head_dim,
+                rows.lengths,
+                page_size=self._page_size,
+                causal=True,
+            )
+        return _Call(table, rows.lengths, None, 1, schedule)
+
+    def prefill(self, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> Tensor:
+        return self._attend(q, kv, layer, metadata)
+
+    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> Tensor:
+        return self._attend(q.unsqueeze(1), kv, layer, metadata).squeeze(1)
+
+    def _attend(self, q: Tensor, kv: PagedKV, layer: int, call: _Call) -> Tensor:
+        window = self._shape.windows[layer]
+        out: Tensor = self._library.flash_attn_with_kvcache(
+            q,
+            kv.keys,
+            kv.values,
+            cache_seqlens=call.lengths,
+            page_table=call.page_table,
+            cu_seqlens_q=call.offsets,
+            max_seqlen_q=call.max_queries,
+            softmax_scale=self._shape.scale,
+            causal=True,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            scheduler_metadata=call.schedule,
+        )
+        return out

@@ -1,0 +1,134 @@
+"""`minisgl bench decode`: time of a decode step by batch size, in the engine and on the GPU alone.
+
+For each batch size so many requests of equal length decode together. A step of the engine is the
+time between two tokens of one of them, so scheduling, launching and delivering are in it. Where
+decode steps are captured the same graph is then replayed alone, over the same contexts: the ratio
+says what the host costs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import click
+import numpy as np
+
+from minisgl_backend.bench.report import Report, engine_facts, json_option
+from minisgl_backend.cli.options import engine_options
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError, MiniSGLError
+from minisgl_backend.execution.cuda_executor import CudaExecutor
+from minisgl_backend.request import Event, Failed, Finished, Generated, Request, SamplingParams
+from minisgl_backend.runtime.engine import Engine
+
+_SETTLING: Final = 8
+"""Steps after the last prefill that are not counted."""
+
+
+class _Watch:
+    """The sink of one request: when its tokens came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.error: MiniSGLError | None = None
+        self.done = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Generated):
+            self.times.append(time.perf_counter())
+        elif isinstance(event, Failed):
+            self.error = event.error
+            self.done.set()
+        elif isinstance(event, Finished):
+            self.done.set()
+
+
+def step_times_ms(
+    engine: Engine,
+    batch_size: int,
+    *,
+    context: int,
+    steps: int,
+    temperature: float,
+    max_prefill_tokens: int,
+) -> list[float]:
+    """Milliseconds of each of ``steps`` steps in which all requests decode."""
+    rng = np.random.default_rng(batch_size)
+    watches = []
+    # the first requests decode while the last ones are still prefilled, and must outlast these
+    margin = -(-batch_size * context // max_prefill_tokens) + 2 * _SETTLING
+    for index in range(batch_size):
+        prompt = rng.integers(0, engine.info.vocab_size, context).astype(np.int32)
+        sampling = SamplingParams(
+            max_tokens=steps + margin, temperature=temperature, seed=index, ignore_eos=True
+        )
+        watch = _Watch()
+        engine.submit(Request(id=engine.new_id(), prompt=prompt, sampling=sampling), watch)
+        watches.append(watch)
+    for watch in watches:
+        watch.done.wait()
+        if watch.error is not None:
+            raise watch.error
+    # The last request to begin decodes with all others until the first one ends.
+    times = np.array(watches[-1].times[_SETTLING : _SETTLING + steps + 1]) * 1e3
+    return [float(duration) for duration in np.diff(times)]
+
+
+@click.command()
+@engine_options
+@click.option("--batch-size", "sizes", multiple=True, type=int, help="[default: 1 2 4 ... 256]")
+@click.option("--context", default=256, show_default=True, help="prompt tokens of a request")
+@click.option("--steps", default=200, show_default=True, help="steps to measure a batch size")
+@click.option("--temperature", default=0.6, show_default=True, help="0 is greedy")
+@json_option
+def decode(
+    options: EngineOptions,
+    sizes: tuple[int, ...],
+    context: int,
+    steps: int,
+    temperature: float,
+    json_path: Path | None,
+) -> None:
+    """Time of a decode step by batch size, beside a replay of the same CUDA graph."""
+    from minisgl_backend.build import build_executor, build_scheduler
+
+    sizes = sizes or (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    if max(sizes) > options.max_running_requests:
+        raise ConfigError(f"a batch of {max(sizes)} needs max_running_requests of as many")
+    info, executor = build_executor(options)
+    engine = Engine(info, build_scheduler(options, info), executor, overlap=options.overlap)
+    facts = {**engine_facts(info), "temperature": temperature}
+    report = Report("decode, milliseconds a step", info=facts)
+    try:
+        for size in sizes:
+            measure = partial(
+                step_times_ms,
+                engine,
+                size,
+                context=context,
+                temperature=temperature,
+                max_prefill_tokens=options.max_prefill_tokens,
+            )
+            measure(steps=4)
+            times = measure(steps=steps)
+            median = statistics.median(times)
+            replay = None
+            if isinstance(executor, CudaExecutor) and executor.can_replay(size):
+                replay = executor.time_replays(size, context + _SETTLING, steps)
+            report.add(
+                batch=size,
+                context=f"{context + _SETTLING}-{context + _SETTLING + steps}",
+                step_ms=round(median, 3),
+                mean_ms=round(statistics.fmean(times), 3),
+                replay_ms=round(replay, 3) if replay else "-",
+                of_replay=round(statistics.fmean(times) / replay, 3) if replay else "-",
+                tokens_per_s=round(size / statistics.fmean(times) * 1e3),
+            )
+    finally:
+        engine.close(drain_s=0)
+    report.emit(json_path)

@@ -1,0 +1,88 @@
+"""An NVIDIA GPU as a device: its queue is one CUDA stream.
+
+Work is enqueued on the thread that submits it, so submitting costs its launches and never waits.
+Copies to and from the host go through pinned memory of PyTorch's caching allocator, which hands a
+block out again only after the copies that use it have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minisgl_backend.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Enqueued(Generic[T]):
+    """Work on the stream (``Submission``); its launches have been made."""
+
+    def __init__(self, value: T, done: torch.cuda.Event):
+        self._value = value
+        self._done = done
+
+    def result(self) -> T:
+        self._done.synchronize()
+        return self._value
+
+
+class CudaDevice:
+    """Tensors in a GPU's memory, computed in the order of one stream."""
+
+    default_dtype = None
+    default_page_size = 16
+    kv_bytes_cap = None
+
+    def __init__(self, index: int = 0) -> None:
+        """Raises ``ConfigError`` where there is no such GPU."""
+        if index >= torch.cuda.device_count():
+            raise ConfigError(f"device cuda:{index} is not there: {torch.cuda.device_count()} GPUs")
+        self.torch_device = torch.device("cuda", index)
+        self.stream = torch.cuda.Stream(self.torch_device)
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes of the GPU's memory, held ones included."""
+        return torch.cuda.get_device_properties(self.torch_device).total_memory
+
+    def free_memory(self) -> int:
+        """Bytes of the GPU's memory that nobody holds, PyTorch's unused blocks included."""
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """What is launched inside goes to the stream, in inference mode."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            yield
+
+    def submit(self, work: Callable[[], T]) -> Enqueued[T]:
+        with self.queue():
+            value = work()
+            done = torch.cuda.Event()
+            done.record(self.stream)
+        return Enqueued(value, done)
+
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.stream.synchronize()

@@ -1,0 +1,212 @@
+"""The engine on a GPU: its tokens against transformers on a CPU, and against itself.
+
+Greedy tokens in bf16 may differ from those in fp32 where two logits nearly tie; so each token is
+held against the fp32 logits of what came before it: it must be the best one within a tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl_backend.bench.offline import Collector
+from minisgl_backend.build import build_engine
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.request import IntArray, Request, SamplingParams
+from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
+from tests.conformance.engines import prompts_with_shared_prefixes
+
+pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+CASES = [
+    "llama",
+    "llama-tied",
+    "llama-biases",
+    "llama3",
+    "mistral-window",
+    "qwen2-window",
+    "qwen3",
+    "qwen3-moe",
+    "qwen3-moe-sparse",
+]
+
+
+def serve(
+    model: Path | str,
+    prompts: Sequence[IntArray],
+    sampling: Sequence[SamplingParams] | SamplingParams = GREEDY,
+    **options: Any,
+) -> list[Collector]:
+    """What an engine answers to all prompts at once."""
+    if isinstance(sampling, SamplingParams):
+        sampling = [sampling] * len(prompts)
+    chosen = {"max_running_requests": 16, "num_pages": 4096, "max_prefill_tokens": 64, **options}
+    engine = build_engine(EngineOptions(model=str(model), device="cuda", **chosen))
+    try:
+        sinks = [Collector() for _ in prompts]
+        for prompt, params, sink in zip(prompts, sampling, sinks, strict=True):
+            engine.submit(Request(id=engine.new_id(), prompt=prompt, sampling=params), sink)
+        for sink in sinks:
+            assert sink.done.wait(120)
+            assert sink.error is None
+    finally:
+        engine.close(drain_s=0)
+    return sinks
+
+
+def tokens_of(sinks: Sequence[Collector]) -> list[list[int]]:
+    return [sink.tokens for sink in sinks]
+
+
+def shortfalls(
+    model: Any, prompts: Sequence[IntArray], outputs: Sequence[list[int]]
+) -> list[float]:
+    """By how much each token's fp32 logit lies below the best one, over the logits' spread."""
+    found = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([*prompt.tolist(), *output])[None]
+        with torch.inference_mode():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(output)[:, None])
+        best = logits.amax(dim=-1, keepdim=True)
+        found += ((best - chosen) / logits.std(dim=-1, keepdim=True)).flatten().tolist()
+    return found
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[IntArray]:
+    return prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("attention", [None, "triton"])
+def test_tokens_of_every_architecture(
+    case: str, attention: str | None, prompts: list[IntArray], tmp_path: Path
+) -> None:
+    reference = write_checkpoint(case, tmp_path).float()
+    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, attention_backend=attention)
+    assert [len(sink.tokens) for sink in sinks] == [24] * len(prompts)
+    below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.05
+    assert below.max() < 0.15
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+def test_tokens_with_and_without_prefix_cache(
+    page_size: int, cache: str, prompts: list[IntArray], tmp_path: Path
+) -> None:
+    reference = write_checkpoint("qwen3", tmp_path).float()
+    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, page_size=page_size, cache=cache)
+    below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.05
+    assert below.max() < 0.15
+
+
+def equal_prompts(count: int) -> list[IntArray]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, VOCAB_SIZE, 40).astype(np.int32) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 8, 16])
+def test_graphs_give_what_launches_give(count: int, tmp_path: Path) -> None:
+    """The same kernels over the same batch sizes, so the tokens are equal, drawn ones too."""
+    write_checkpoint("qwen3", tmp_path)
+    prompts = equal_prompts(count)
+    sampling = [
+        SamplingParams(max_tokens=40, temperature=index % 2, seed=index, ignore_eos=True)
+        for index in range(count)
+    ]
+    results = [
+        tokens_of(
+            serve(
+                tmp_path,
+                prompts,
+                sampling,
+                max_sequence_length=CONTEXT,
+                max_prefill_tokens=1024,
+                **options,
+            )
+        )
+        for options in (
+            {},
+            {"overlap": False},
+            {"cuda_graph_max_batch_size": 0},
+            {"cuda_graph_batch_sizes": f"{count}"},
+        )
+    ]
+    assert results[0] == results[1] == results[2] == results[3]
+
+
+def test_small_pools_retract_and_get_on(prompts: list[IntArray], tmp_path: Path) -> None:
+    reference = write_checkpoint("qwen3", tmp_path).float()
+    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, num_pages=30)
+    below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.05
+
+
+def test_special_rows_beside_plain_ones(prompts: list[IntArray], tmp_path: Path) -> None:
+    reference = write_checkpoint("qwen3", tmp_path).float()
+    asked: dict[int, dict[str, Any]] = {
+        0: {"num_logprobs": 3},
+        1: {"logit_bias": ((17, 1000.0),)},
+        2: {"frequency_penalty": 2.0, "repetition_penalty": 1.5},
+        3: {"min_tokens": 5, "stop_token_ids": tuple(range(VOCAB_SIZE))},
+    }
+    sampling = [
+        SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, **asked.get(index, {}))
+        for index in range(len(prompts))
+    ]
+    sinks = serve(tmp_path, prompts, sampling, max_sequence_length=CONTEXT)
+    assert sinks[1].tokens == [17] * 24
+    plain = [0, *range(4, len(prompts))]
+    below = np.array(
+        shortfalls(reference, [prompts[i] for i in plain], [sinks[i].tokens for i in plain])
+    )
+    assert np.mean(below > 0) < 0.05
+    repeats = len(sinks[2].tokens) - len(set(sinks[2].tokens))
+    assert repeats <= 2
+    assert [entry is not None for entry in sinks[0].logprobs] == [True] * 24
+    for token, entry in zip(sinks[0].tokens, sinks[0].logprobs, strict=True):
+        assert entry is not None
+        assert entry.alternatives[0][0] == token
+        assert entry.rank == 1
+        assert entry.logprob <= 0
+
+
+def test_seeded_rows_do_not_depend_on_their_batch(tmp_path: Path) -> None:
+    write_checkpoint("qwen3", tmp_path)
+    prompts = equal_prompts(16)
+    sampling = [
+        SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=index, ignore_eos=True)
+        for index in range(16)
+    ]
+    options: dict[str, Any] = {"max_sequence_length": CONTEXT, "max_prefill_tokens": 1024}
+    whole = tokens_of(serve(tmp_path, prompts, sampling, **options))
+    turned = tokens_of(serve(tmp_path, prompts[::-1], sampling[::-1], **options))
+    assert whole == turned[::-1]
+
+
+def test_fp8_pages_stay_near(prompts: list[IntArray], tmp_path: Path) -> None:
+    reference = write_checkpoint("qwen3", tmp_path).float()
+    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, kv_cache_dtype="fp8_e4m3")
+    below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.4
+    assert below.max() < 1.0
+
+
+def test_the_demo_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 2048, 30 + 9 * i).astype(np.int32) for i in range(8)]
+    below = np.array(shortfalls(reference, prompts, tokens_of(serve(DEMO_MODEL, prompts))))
+    assert below.max() < 0.1

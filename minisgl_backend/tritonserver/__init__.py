@@ -1,1 +1,1 @@
-"""The Triton edge: adapters of the three models, the channel between two of them, the wire format."""
+"""The Triton edge: adapters of three models, the channel between two of them, the wire format."""

@@ -127,7 +127,8 @@ class TritonPythonModel:
         asked: Record | StopRequest
         if text is not None:
             ids = inputs[INPUT_IDS.name].reshape(-1)
-            asked = decode_record(text.item(0).decode(), ids, self._limits)
+            record = text.item(0).decode(errors="replace")  # then no JSON, and refused as such
+            asked = decode_record(record, ids, self._limits)
         else:
             parsed = parse_token_generation(
                 inputs,
@@ -188,7 +189,10 @@ class TritonPythonModel:
 
     def _chunk_encoder(self, counter: int, record: Record, num_input_tokens: int) -> ChunkEncoder:
         generation = record.generation
+        sampling = generation.sampling
         channel = self._dispatcher.channel
+        # ids that end the request show no text, also where they are no special tokens
+        eos_token_ids = () if sampling.ignore_eos else self._engine.info.eos_token_ids
         return ChunkEncoder(
             reply_to=channel.path,
             name=stream_name(channel.epoch, counter),
@@ -197,8 +201,8 @@ class TritonPythonModel:
                 stream=generation.stream,
                 wanted=generation.wanted,
                 stop_strings=generation.stop_strings,
-                min_tokens=generation.sampling.min_tokens,
-                stop_token_ids=generation.sampling.stop_token_ids,
+                min_tokens=sampling.min_tokens,
+                stop_token_ids=(*sampling.stop_token_ids, *eos_token_ids),
                 prompt_text=record.prompt_text,
             ),
         )

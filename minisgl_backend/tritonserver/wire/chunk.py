@@ -30,7 +30,7 @@ _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 class StreamStart:
     """What the detokenizer has to know of a stream.
 
-    ``stop_token_ids`` are the request's own: they end it, and have no text. ``prompt_text`` is set
+    ``stop_token_ids`` end the request and have no text. ``prompt_text`` is set
     where the answer starts with the prompt.
     """
 

@@ -185,7 +185,7 @@ class TritonServer:
         A server that is told to stop would stop the models first of whom no request is in flight at
         that instant, such as the detokenizer between two chunks, and leave the others hanging.
         """
-        if not self._was_ready:
+        if not self._was_ready or self._process.poll() is not None:
             return
         deadline = time.monotonic() + self.options.exit_timeout_s
         (self.directory / DRAIN_FILE).touch()

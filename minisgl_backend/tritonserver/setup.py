@@ -10,6 +10,9 @@ import functools
 import json
 import logging
 import os
+import select
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -83,10 +86,12 @@ def _options(parameters: Mapping[str, str]) -> EngineOptions:
 
 
 def loading(initialize: _Method) -> _Method:
-    """Decorate ``initialize``: logs go to Triton, and a failure is one line that says the cause."""
+    """Decorate ``initialize``: the process ends with its parent, logs go to Triton, and a failure is
+    one line that says the cause."""
 
     @functools.wraps(initialize)
     def wrapped(self: Any, args: Mapping[str, str]) -> None:
+        end_with_parent()
         send_logs_to_triton()
         try:
             initialize(self, args)
@@ -94,6 +99,18 @@ def loading(initialize: _Method) -> _Method:
             raise pb_utils.TritonModelException(str(error)) from None
 
     return wrapped  # type: ignore[return-value]
+
+
+def end_with_parent() -> None:
+    """End this process at once when tritonserver dies; the backend's stub would wait for ever."""
+    # not by PR_SET_PDEATHSIG: that follows the thread of tritonserver that loaded the model
+    parent = os.pidfd_open(os.getppid())
+
+    def wait() -> None:
+        select.select([parent], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def send_logs_to_triton() -> None:

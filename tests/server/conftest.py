@@ -33,9 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @contextmanager
 def running(
-    repository: Path | None = None, *, exit_timeout_s: int = 30, **options: str
+    repository: Path | None = None,
+    *,
+    exit_timeout_s: int = 30,
+    exit_code: int | None = 0,
+    **options: str,
 ) -> Iterator[TritonServer]:
-    """A server that is ready; when the block is left, it must end cleanly and leave nothing."""
+    """A server that is ready; when the block is left, it must end cleanly and leave nothing.
+
+    An ``exit_code`` of None stands for any.
+    """
     server = TritonServer(
         find_installation(),
         repository or shipped_repository(),
@@ -47,7 +54,7 @@ def running(
         yield server
     finally:
         code = server.stop()
-    assert code == 0, "\n".join(list(server.log)[-40:])
+    assert exit_code is None or code == exit_code, "\n".join(list(server.log)[-40:])
     assert not server.shared_memory_regions()
     assert not server.directory.exists()
 

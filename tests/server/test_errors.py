@@ -31,7 +31,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**TEXT, "max_tokens": 0}, "INVALID_ARG: max_tokens"),
     ({**TEXT, "max_tokens": 1_000_000}, "INVALID_ARG: max_tokens 1000000 with a prompt of"),
     ({**TEXT, "tempreature": 1.0}, "INVALID_ARG: unknown parameter 'tempreature'; did you mean"),
-    ({**TEXT, "max_tokens": 3, "max_new_tokens": 4}, "INVALID_ARG: max_tokens and max_new_tokens"),
+    ({**TEXT, "max_tokens": 3, "max_new_tokens": 4}, "INVALID_ARG: max_new_tokens is given twice"),
     ({**TEXT, "n": 2}, "UNSUPPORTED: n is not supported, got 2"),
     ({**TEXT, "sampling_parameters": '{"top_k": -3}'}, "INVALID_ARG: top_k"),
     ({**TEXT, "stop_token_ids": [4000]}, "INVALID_ARG: stop_token_ids must be in 0 .. 2047"),
@@ -63,7 +63,7 @@ def test_neutral_values_of_what_is_not_offered_pass(server: TritonServer) -> Non
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"stop": ["x"]}, "UNSUPPORTED: stop needs the text models"),
+        ({"stop": "x"}, "UNSUPPORTED: stop needs the text models"),
         ({"text_input": "x"}, "UNSUPPORTED: text_input needs the text models"),
         ({"max_tokens": 0}, "INVALID_ARG: max_tokens"),
     ],
@@ -159,8 +159,8 @@ def test_a_long_prompt_is_refused_by_its_numbers(server: TritonServer) -> None:
 
 def test_queue_full(tmp_path: Path) -> None:
     """More than may run and wait are refused at once, with the numbers; the others are served."""
-    options = {"max_running_requests": "2", "max_queued_requests": "1"}
-    with running(paced_repository(tmp_path), **options) as server:
+    repository = paced_repository(tmp_path)
+    with running(repository, max_running_requests="2", max_queued_requests="1") as server:
         values: dict[str, Any] = {"input_ids": [1, 2], "max_tokens": 2000, "stream": True}
         calls = [Call(server, **values) for _ in range(3)]
         wait_for(lambda: Metrics(server)["vllm:num_requests_waiting"] == 1, "a full queue")

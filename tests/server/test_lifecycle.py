@@ -1,0 +1,174 @@
+"""Models and the server come and go while requests are in flight: each ends, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl_backend.server.process import TritonServer
+from tests.server.client import Call, Metrics, Refused, generate, post, wait_for
+from tests.server.conftest import paced_repository, running
+
+ENDLESS: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 4000, "stream": True}
+SHORT: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 40, "stream": True}
+MODELS = ("minisgl", "minisgl_batched", "llm_engine")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TritonServer]:
+    """A paced engine that gives open requests a second when it has to end."""
+    with running(paced_repository(tmp_path), drain_timeout_s="1") as server:
+        yield server
+
+
+def stubs(server: TritonServer, model: str) -> list[int]:
+    """The processes that run a model."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == server.pid and any(f"/{model}/".encode() in word for word in words):
+            found.append(int(process.name))
+    return found
+
+
+def regions(server: TritonServer) -> int:
+    """Files of shared memory."""
+    return len(server.shared_memory_regions())
+
+
+class InFlight:
+    """Requests to all three models, some that end soon and some that do not."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._pool = ThreadPoolExecutor(16)
+        self._endless = [self._start(server, model, ENDLESS) for model in MODELS]
+        self._short = [self._start(server, model, SHORT) for model in MODELS]
+
+    def _start(
+        self, server: TritonServer, model: str, values: dict[str, Any]
+    ) -> tuple[Call, Future[list[dict[str, Any]]]]:
+        call = Call(server, model, **values)
+        assert call.next() is not None
+        return call, self._pool.submit(call.all)
+
+    def check_short_finish_and_endless_fail(self, message: str) -> None:
+        """Every request has ended, those with time left by themselves."""
+        for call, future in self._short:
+            assert future.result(timeout=60)
+            call.cancel()
+        for call, future in self._endless:
+            with pytest.raises(Refused, match=message):
+                future.result(timeout=60)
+            call.cancel()
+        self._pool.shutdown()
+
+
+def test_unload_and_load_again(server: TritonServer) -> None:
+    num_regions = regions(server)
+    (old,) = stubs(server, "llm_engine")
+    requests = InFlight(server)
+    post(server, "/v2/repository/models/llm_engine/unload")
+    requests.check_short_finish_and_endless_fail("UNAVAILABLE: the server is shutting down")
+    wait_for(lambda: not is_alive(old), "the end of the model's process")
+    wait_for(lambda: regions(server) == num_regions - 1, "the end of its shared memory")
+    assert not list(server.directory.glob("minisgl-*")), "the channel's directory is left"
+    for model in MODELS:
+        with pytest.raises(Refused):
+            generate(server, model, input_ids=[1], max_tokens=1)
+    for model in ("llm_engine", "minisgl", "minisgl_batched"):
+        post(server, f"/v2/repository/models/{model}/load")
+    assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
+    assert regions(server) == num_regions
+
+
+def test_reload_with_requests_in_flight(server: TritonServer) -> None:
+    """The new load serves, while the old one ends its requests and goes."""
+    num_regions = regions(server)
+    (old,) = stubs(server, "llm_engine")
+    requests = InFlight(server)
+    (server.repository / "llm_engine" / "1" / "model.py").touch()
+    post(server, "/v2/repository/models/llm_engine/load")
+    assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
+    requests.check_short_finish_and_endless_fail("UNAVAILABLE: the server is shutting down")
+    wait_for(lambda: not is_alive(old), "the end of the old process")
+    wait_for(lambda: regions(server) == num_regions, "the end of its shared memory")
+    assert len(list(server.directory.glob("minisgl-*"))) == 1
+    assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
+
+
+@pytest.mark.parametrize("model", ["detokenizer", "tokenizer"])
+def test_reload_of_a_text_model(server: TritonServer, model: str) -> None:
+    """Requests in flight keep the old instance until they end; new ones get the new one."""
+    (old,) = stubs(server, model)
+    with Call(server, **ENDLESS) as through, Call(server, "llm_engine", **ENDLESS) as direct:
+        assert through.next() and direct.next()
+        (server.repository / model / "1" / "model.py").touch()
+        post(server, f"/v2/repository/models/{model}/load")
+        assert through.next() and direct.next()
+        assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
+        assert len(stubs(server, model)) == 2
+    wait_for(lambda: not is_alive(old), "the end of the old process")
+    wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an idle engine")
+
+
+def test_kill_of_the_detokenizer(tmp_path: Path) -> None:
+    """Requests that need it end with an error, and the engine stops working for them."""
+    repository = paced_repository(tmp_path)
+    with (
+        running(repository, drain_timeout_s="1", exit_code=None, exit_timeout_s=5) as server,
+        Call(server, **ENDLESS) as through,
+        Call(server, "llm_engine", **ENDLESS) as direct,
+    ):
+        assert through.next() and direct.next()
+        (detokenizer,) = stubs(server, "detokenizer")
+        os.kill(detokenizer, signal.SIGKILL)
+        with pytest.raises(Refused):
+            through.all()
+        assert direct.next()
+        wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 1, "one request fewer")
+
+
+def test_sigterm_drains(tmp_path: Path) -> None:
+    """What fits into the time granted finishes, the rest gets an error, and the exit is clean."""
+    with running(paced_repository(tmp_path), drain_timeout_s="1") as server:
+        requests = InFlight(server)
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        requests.check_short_finish_and_endless_fail("UNAVAILABLE: the server is shutting down")
+        stopping.join()
+    assert server.poll() == 0
+
+
+def test_kill_of_the_server_leaves_no_process(tmp_path: Path) -> None:
+    with running(paced_repository(tmp_path), exit_code=None) as server:
+        pids = [
+            pid
+            for model in ("tokenizer", "detokenizer", "llm_engine")
+            for pid in stubs(server, model)
+        ]
+        assert len(pids) == 3
+        with Call(server, **ENDLESS) as call:
+            assert call.next()
+            server.signal(signal.SIGKILL)
+            wait_for(
+                lambda: not any(is_alive(pid) for pid in pids), "the end of the models' processes"
+            )
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,70 @@
+"""The CPU as a device: one queue, in order, in inference mode."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl_backend.device.cpu import CpuDevice
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(num_threads=1)
+    yield device
+    device.close()
+
+
+def test_work_runs_in_order_and_submitting_does_not_wait(device: CpuDevice) -> None:
+    gate, seen = threading.Event(), list[int]()
+    first = device.submit(lambda: gate.wait(60))
+    rest = [device.submit(partial(seen.append, number)) for number in range(20)]
+    assert seen == []  # all of them wait behind the first
+    gate.set()
+    assert first.result()
+    for submission in rest:
+        submission.result()
+    assert seen == list(range(20))
+
+
+def test_work_is_in_inference_mode_on_a_thread_of_its_own(device: CpuDevice) -> None:
+    assert device.submit(torch.is_inference_mode_enabled).result()
+    assert device.submit(threading.get_ident).result() != threading.get_ident()
+
+
+def test_what_work_raises_comes_with_its_result(device: CpuDevice) -> None:
+    failing = device.submit(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        failing.result()
+    assert device.submit(lambda: 7).result() == 7
+
+
+def test_copies_share_memory(device: CpuDevice) -> None:
+    array = np.arange(5)
+    tensor = device.download(device.upload(array))
+    assert tensor.tolist() == [0, 1, 2, 3, 4]
+    assert tensor.data_ptr() == array.ctypes.data
+
+
+def test_one_thread_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    for variable, options in (("", {}), ("8", {}), ("", {"num_threads": 3})):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if variable:
+            monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        device = CpuDevice(**options)
+        device.submit(lambda: None).result()
+        device.close()
+        device.close()
+    assert chosen == [7, 8, 3]
+
+
+def test_free_memory_is_counted(device: CpuDevice) -> None:
+    assert 2**20 < device.free_memory() < 2**50

@@ -94,25 +94,33 @@ def test_filters_keep_the_reference_set(filters: dict[str, float]) -> None:
 
 
 def test_a_flat_distribution_needs_more_candidates_than_the_first_guess() -> None:
-    vocab_size, count = 20_000, 400
-    logits = torch.zeros(count, vocab_size)
-    columns = _filter_columns(count, {"top_p": 0.5})
-    columns["top_k"][0] = 3
-    columns["top_k"][1] = 15_000
-    columns["top_p"][1] = 1.0
-    chosen = at_random_filtered(logits, torch.ones(count, 1), _draws(count), **columns)
-    # About half of the vocabulary passes, which is far more than the first candidates.
-    assert len(set(chosen[2:].tolist())) > 380
-    uniforms = _draws(2, seed=5)
-    wide = at_random_filtered(
-        _logits(2, vocab_size) / 1000,
-        torch.ones(2, 1),
-        uniforms,
-        top_k=torch.tensor([[0], [20_000]]),
-        top_p=_column(0.9999, 1.0),
-        min_p=_column(0.0, 0.0),
-    )
-    assert ((wide >= 0) & (wide < vocab_size)).all()
+    """Far more tokens pass than are looked at first: their mean must be that of the reference."""
+    vocab_size, count = 20_000, 4000
+    logits = torch.linspace(0.5, 0.0, vocab_size).expand(count, -1)
+    for filters in ({"top_p": 0.5}, {"min_p": 0.8}, {"top_p": 0.9, "min_p": 0.9}):
+        columns = _filter_columns(count, filters)
+        chosen = at_random_filtered(logits, torch.ones(count, 1), _draws(count), **columns)
+        expected = _filtered_distribution(logits[0], 1.0, filters)
+        kept = int(expected.count_nonzero())
+        assert kept > 4000
+        assert int(chosen.max()) < kept
+        mean = float((expected * torch.arange(vocab_size)).sum())
+        assert float(chosen.double().mean()) == pytest.approx(mean, rel=0.05)
+
+
+def test_a_wide_top_k_among_narrow_rows() -> None:
+    vocab_size = 20_000
+    columns = _filter_columns(3, {"top_p": 0.9})
+    columns["top_k"][:, 0] = torch.tensor([3, 15_000, 0])
+    chosen = at_random_filtered(
+        torch.linspace(0.1, 0.0, vocab_size).expand(3, -1),
+        torch.ones(3, 1),
+        torch.full((3, 1), 0.999),
+        **columns,
+    ).tolist()
+    assert chosen[0] == 2
+    assert 13_000 < chosen[1] < 14_000
+    assert 17_000 < chosen[2] < 18_500
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

@@ -217,7 +217,7 @@ def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dty
 
 def _context(options: EngineOptions, spec: ModelSpec) -> int:
     """Tokens that a request may have in all."""
-    wanted, most = options.max_sequence_length, spec.max_position_embeddings
+    wanted, most = options.max_sequence_length, spec.context
     if wanted is not None and wanted > most:
         raise ConfigError(f"max_sequence_length {wanted} exceeds the model's context of {most}")
     return wanted or most

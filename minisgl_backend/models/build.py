@@ -49,5 +49,5 @@ def build_model(
         load_weights(collect_slots(model), folder, ignored=ignored)
     else:
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
-    model.set_positions(max_sequence_length or spec.max_position_embeddings, device)
+    model.set_positions(max_sequence_length or spec.context, device)
     return model.eval()

@@ -33,7 +33,7 @@ class ModelSpec:
 
     ``windows`` has an entry a layer: the positions a token sees, its own included, or None for all.
     ``dtype`` is the checkpoint's own. ``eos_token_ids`` unites config.json and
-    generation_config.json. ``max_position_embeddings`` is in tokens.
+    generation_config.json. ``max_position_embeddings`` is config.json's, in tokens.
     """
 
     architecture: str
@@ -64,6 +64,16 @@ class ModelSpec:
             )
         if self.head_dim % 2:
             raise ConfigError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence, as far as rotary scaling stretches the positions."""
+        rope = self.rope
+        if rope.scaling in ("linear", "dynamic"):
+            return int(rope.max_positions * rope.factor)
+        if rope.scaling == "yarn" and rope.original_max_positions:
+            return max(rope.max_positions, int(rope.original_max_positions * rope.factor))
+        return self.max_position_embeddings
 
     def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split."""

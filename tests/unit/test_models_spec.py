@@ -290,3 +290,38 @@ def test_reading_a_spec_needs_no_torch_model_code() -> None:
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 131072),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, 4 * 131072),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 2 * 131072),
+        (
+            {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32768,
+            },
+            8 * 32768,
+        ),
+        (
+            {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            131072,
+        ),
+    ],
+)
+def test_the_context_is_as_long_as_the_positions_are_stretched(
+    rope: dict[str, object], context: int
+) -> None:
+    values = {k: v for k, v in LLAMA_3_1_8B.items() if not k.startswith("rope")}
+    assert parse_spec({**values, "rope_parameters": rope}).context == context

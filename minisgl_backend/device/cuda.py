@@ -76,7 +76,8 @@ class CudaDevice:
         return Enqueued(value, done)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+        writable = array if array.flags.writeable else array.copy()  # torch warns of others
+        return torch.from_numpy(writable).pin_memory().to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -12,7 +12,7 @@ Nothing here waits for the device or depends on values, so all of it may be capt
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ from minisgl_backend.kernels.rope_store import qk_norm_rope_store
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE, is_faster, small_batch_linear
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.moe.experts import ExpertsMLP
+
+_PDL_HIDDEN_SIZE: Final = 2048
+"""Up to here, for one token, a kernel gains by starting before its predecessor ends (measured)."""
 
 Attend: TypeAlias = Callable[[Tensor, PagedKV, int], Tensor]
 """(q [num_tokens, num_heads, head_dim], pages of the layer, layer) -> the shape of q."""
@@ -52,8 +55,9 @@ class FusedDecoder:
         if embed.group.size > 1:
             x = embed.group.all_reduce(x)
         if self._is_small(len(tokens)):
+            pdl = len(tokens) == 1 and x.shape[1] <= _PDL_HIDDEN_SIZE
             for index, layer in enumerate(self._layers):
-                self._small_layer(layer, index, x, positions, slots, attend)
+                self._small_layer(layer, index, x, positions, slots, attend, pdl)
             return x
         pending: Tensor | None = None  # what the last product left to be added
         for index, layer in enumerate(self._layers):
@@ -105,22 +109,24 @@ class FusedDecoder:
         positions: Tensor,
         slots: Tensor,
         attend: Attend,
+        pdl: bool,
     ) -> None:
         """Update the residual stream ``x``."""
         attention, mlp = layer.self_attn, layer.mlp
-        qkv = _norm_linear(x, layer.input_layernorm, attention.qkv_proj)
-        out = self._attend(attention, index, qkv, positions, slots, attend)
+        qkv = _norm_linear(x, layer.input_layernorm, attention.qkv_proj, pdl=pdl)
+        out = self._attend(attention, index, qkv, positions, slots, attend, pdl=pdl)
         o_proj = attention.o_proj
-        small_batch_linear(out, o_proj.weight, bias=o_proj.bias, residual=x)
+        small_batch_linear(out, o_proj.weight, bias=o_proj.bias, residual=x, pdl=pdl)
         norm = layer.post_attention_layernorm
         if isinstance(mlp, ExpertsMLP):
             x.add_(_feed_forward(mlp, rms_norm(x, norm.weight, norm.eps)))
             return
         if is_faster(len(x), x.shape[1], gated=True):
-            inner = _norm_linear(x, norm, mlp.gate_up_proj, gated=True)
+            inner = _norm_linear(x, norm, mlp.gate_up_proj, gated=True, pdl=pdl)
         else:
             inner = silu_mul(mlp.gate_up_proj(rms_norm(x, norm.weight, norm.eps)))
-        small_batch_linear(inner, mlp.down_proj.weight, bias=mlp.down_proj.bias, residual=x)
+        down = mlp.down_proj
+        small_batch_linear(inner, down.weight, bias=down.bias, residual=x, pdl=pdl)
 
     def _attend(
         self,
@@ -130,6 +136,8 @@ class FusedDecoder:
         positions: Tensor,
         slots: Tensor,
         attend: Attend,
+        *,
+        pdl: bool = False,
     ) -> Tensor:
         """[num_tokens, packed q, k and v] -> [num_tokens, num_heads * head_dim]."""
         kv, norm = self._kv[index], attention.qk_norm
@@ -147,6 +155,7 @@ class FusedDecoder:
             eps=self._model.spec.norm_eps,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            pdl=pdl,
         )
         return attend(q, kv, index).flatten(1)
 
@@ -158,9 +167,17 @@ def _add_norm(pending: Tensor | None, x: Tensor, norm: Any) -> Tensor:
     return fused_add_rms_norm(pending, x, norm.weight, norm.eps)
 
 
-def _norm_linear(x: Tensor, norm: Any, linear: Any, *, gated: bool = False) -> Tensor:
+def _norm_linear(
+    x: Tensor, norm: Any, linear: Any, *, gated: bool = False, pdl: bool = False
+) -> Tensor:
     return small_batch_linear(
-        x, linear.weight, bias=linear.bias, norm_weight=norm.weight, eps=norm.eps, gated=gated
+        x,
+        linear.weight,
+        bias=linear.bias,
+        norm_weight=norm.weight,
+        eps=norm.eps,
+        gated=gated,
+        pdl=pdl,
     )
 
 

@@ -86,15 +86,25 @@ def prompts() -> list[IntArray]:
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_tokens_of_every_architecture(case: str, prompts: list[IntArray], tmp_path: Path) -> None:
+    """In fp32 (products of attention in tf32), where rounding moves no token that does not tie."""
+    reference = write_checkpoint(case, tmp_path).float()
+    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, dtype="float32")
+    below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.02
+    assert below.max() < 0.05
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "moe" not in case])
 @pytest.mark.parametrize("attention", [None, "triton"])
-def test_tokens_of_every_architecture(
+def test_tokens_in_bf16(
     case: str, attention: str | None, prompts: list[IntArray], tmp_path: Path
 ) -> None:
-    reference = write_checkpoint(case, tmp_path).float()
+    reference = write_checkpoint(case, tmp_path).bfloat16().float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, attention_backend=attention)
     assert [len(sink.tokens) for sink in sinks] == [24] * len(prompts)
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
-    assert np.mean(below > 0) < 0.05
+    assert np.mean(below > 0) < 0.1
     assert below.max() < 0.15
 
 
@@ -103,10 +113,10 @@ def test_tokens_of_every_architecture(
 def test_tokens_with_and_without_prefix_cache(
     page_size: int, cache: str, prompts: list[IntArray], tmp_path: Path
 ) -> None:
-    reference = write_checkpoint("qwen3", tmp_path).float()
+    reference = write_checkpoint("qwen3", tmp_path).bfloat16().float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, page_size=page_size, cache=cache)
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
-    assert np.mean(below > 0) < 0.05
+    assert np.mean(below > 0) < 0.1
     assert below.max() < 0.15
 
 
@@ -146,14 +156,14 @@ def test_graphs_give_what_launches_give(count: int, tmp_path: Path) -> None:
 
 
 def test_small_pools_retract_and_get_on(prompts: list[IntArray], tmp_path: Path) -> None:
-    reference = write_checkpoint("qwen3", tmp_path).float()
+    reference = write_checkpoint("qwen3", tmp_path).bfloat16().float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, num_pages=30)
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
-    assert np.mean(below > 0) < 0.05
+    assert np.mean(below > 0) < 0.1
 
 
 def test_special_rows_beside_plain_ones(prompts: list[IntArray], tmp_path: Path) -> None:
-    reference = write_checkpoint("qwen3", tmp_path).float()
+    reference = write_checkpoint("qwen3", tmp_path).bfloat16().float()
     asked: dict[int, dict[str, Any]] = {
         0: {"num_logprobs": 3},
         1: {"logit_bias": ((17, 1000.0),)},
@@ -170,7 +180,7 @@ def test_special_rows_beside_plain_ones(prompts: list[IntArray], tmp_path: Path)
     below = np.array(
         shortfalls(reference, [prompts[i] for i in plain], [sinks[i].tokens for i in plain])
     )
-    assert np.mean(below > 0) < 0.05
+    assert np.mean(below > 0) < 0.1
     repeats = len(sinks[2].tokens) - len(set(sinks[2].tokens))
     assert repeats <= 2
     assert [entry is not None for entry in sinks[0].logprobs] == [True] * 24
@@ -195,7 +205,7 @@ def test_seeded_rows_do_not_depend_on_their_batch(tmp_path: Path) -> None:
 
 
 def test_fp8_pages_stay_near(prompts: list[IntArray], tmp_path: Path) -> None:
-    reference = write_checkpoint("qwen3", tmp_path).float()
+    reference = write_checkpoint("qwen3", tmp_path).bfloat16().float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, kv_cache_dtype="fp8_e4m3")
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
     assert np.mean(below > 0) < 0.4

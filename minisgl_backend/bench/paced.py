@@ -17,7 +17,7 @@ from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import IntArray
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.text.prompt import TextPrompt
-from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. Straße, café, naïve, 東京, こんにちは, 🙂👍🏽. "
@@ -83,7 +83,7 @@ def paced_engine(options: EngineOptions, *, step_s: float) -> Engine:
         device="none",
         dtype="none",
         attention_backend="none",
-        vocab_size=int(script.max()) + 1,
+        vocab_size=len(load_vocabulary(options.model)),
         eos_token_ids=(),
         max_sequence_length=options.max_sequence_length or 8192,
         page_size=options.page_size or 16,

@@ -14,6 +14,7 @@ import click
 
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.log import Console
 from minisgl_backend.server.process import ServerOptions, TritonServer
@@ -72,12 +73,18 @@ def serve(
 
 
 def located(options: EngineOptions) -> EngineOptions:
-    """The options with absolute folders, since the server runs elsewhere."""
+    """The options with absolute folders, fetched from their hub where they are ids.
+
+    The server runs elsewhere, and here the operator sees how far a download has come.
+    """
     changes: dict[str, Any] = {}
     for name in ("model", "tokenizer"):
         value = getattr(options, name)
-        if value is not None and Path(value).expanduser().exists():
-            changes[name] = str(Path(value).expanduser().resolve())
+        if value is not None:
+            folder = Path(value).expanduser()
+            if name == "model" or not folder.is_dir():
+                folder = resolve_model(value, options.model_source)
+            changes[name] = str(folder.resolve())
     return replace(options, **changes)
 
 

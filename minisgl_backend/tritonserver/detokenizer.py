@@ -37,7 +37,7 @@ from minisgl_backend.tritonserver.wire.stream import AnswerStream
 
 logger = logging.getLogger(__name__)
 
-_ASK_EVERY_S: Final = 0.1
+_ASK_EVERY_S: Final = 0.2
 """How often the chunks of a stream are asked whether their client gave up."""
 
 _ERRORS: Final[Mapping[str, type[MiniSGLError]]] = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from typing import Final, Protocol
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import Event, FinishReason, RequestId
 from minisgl_backend.tritonserver.channel import Ack, EngineChannel, Verdict
+from minisgl_backend.tritonserver.outbox import Outbox
 from minisgl_backend.tritonserver.stream import Duty, Stream
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,15 @@ class Dispatcher:
         *,
         grace_s: float,
         num_senders: int = 4,
+        max_chunks: int | None = None,
         directory: Path | None = None,
         on_chunk: Callable[[int], None] = lambda num_tokens: None,
     ) -> None:
-        """``on_chunk`` is told of each response's number of tokens."""
+        """``max_chunks`` are on their way to the detokenizer at once (see ``Outbox``): by default
+        one for each two cores, and at least 4, which keeps a small machine busy.
+
+        ``on_chunk`` is told of each response's number of tokens.
+        """
         self._engine = engine
         self._grace_s = grace_s
         self._on_chunk = on_chunk
@@ -63,7 +69,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
         self._newest_acknowledged_s = float("-inf")
-        self._ready: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._outbox: Outbox[Stream] = Outbox(max_chunks or max(4, (os.cpu_count() or 1) // 2))
         self._stopping = threading.Event()
         self.channel = EngineChannel(
             directory=directory,
@@ -86,11 +92,10 @@ class Dispatcher:
         """Take a stream; its events go to the function returned."""
         with self._lock:
             self._streams[stream.counter] = stream
-        put, ready = stream.put, self._ready.put
 
         def sink(event: Event) -> None:
-            if put(event):
-                ready(stream)
+            if stream.put(event):
+                self._outbox.put(stream, urgent=stream.is_urgent)
 
         return sink
 
@@ -99,6 +104,7 @@ class Dispatcher:
         with self._lock:
             self._streams.pop(stream.counter, None)
             self._empty.notify_all()
+        self._outbox.arrived(stream.counter)
 
     def labelled(self, label: str) -> list[Stream]:
         """The open streams of requests to which their clients gave this id."""
@@ -116,8 +122,7 @@ class Dispatcher:
     def close(self) -> None:
         """End all threads. The streams should be gone by then."""
         self._stopping.set()
-        for _ in self._threads:
-            self._ready.put(None)
+        self._outbox.close(len(self._threads))
         for thread in self._threads:
             thread.join()
         self.channel.close()
@@ -125,7 +130,7 @@ class Dispatcher:
     # --- senders -----------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        while (stream := self._ready.get()) is not None:
+        while (stream := self._outbox.get()) is not None:
             try:
                 self._send(stream)
             except Exception:
@@ -133,7 +138,7 @@ class Dispatcher:
                 stream.mute(EngineFailure("a response could not be sent"))
                 self._engine.abort(stream.request_id)
                 if stream.release(-1):
-                    self._ready.put(stream)
+                    self._outbox.put(stream, urgent=True)
 
     def _send(self, stream: Stream) -> None:
         outgoing = stream.take()
@@ -142,12 +147,14 @@ class Dispatcher:
             self._forget(stream)
             return
         final = outgoing.terminal is not None
+        if stream.is_acknowledged and not final:
+            self._outbox.sent(stream.counter)
         stream.responder.send(stream.encode(outgoing), final=final)
         self._on_chunk(len(outgoing.token_ids))
         if final:
             self.discard(stream)
         elif stream.release(outgoing.index):
-            self._ready.put(stream)
+            self._outbox.put(stream, urgent=stream.is_urgent)
 
     def _forget(self, stream: Stream) -> None:
         """The stream ended without a last chunk, so the detokenizer has to be told."""
@@ -167,11 +174,12 @@ class Dispatcher:
         if stream is None:
             self._settle(ack)
             return
+        self._outbox.arrived(ack.counter)
         ready, sent_s = stream.acknowledge(ack.index, ack.verdict)
         if sent_s is not None and sent_s > self._newest_acknowledged_s:
             self._newest_acknowledged_s = sent_s
         if ready:
-            self._ready.put(stream)
+            self._outbox.put(stream, urgent=stream.is_urgent)
         if ack.verdict is Verdict.CONTINUE:
             return
         if ack.verdict is Verdict.LOST:
@@ -198,7 +206,7 @@ class Dispatcher:
     def _give_up(self, stream: Stream, why: str) -> None:
         logger.warning("request %r: given up, %s", stream.label, why)
         if stream.mute(EngineFailure(why)):
-            self._ready.put(stream)
+            self._outbox.put(stream, urgent=True)
         self._engine.abort(stream.request_id)
 
     # --- the clock ---------------------------------------------------------------------------
@@ -214,7 +222,7 @@ class Dispatcher:
         for stream in self._snapshot():
             duty = stream.tick(now_s, self._newest_acknowledged_s, self._grace_s)
             if duty is Duty.SEND:
-                self._ready.put(stream)
+                self._outbox.put(stream, urgent=stream.is_urgent)
             elif duty is Duty.GIVE_UP:
                 self._give_up(stream, "the detokenizer does not answer")
             if (
@@ -224,6 +232,7 @@ class Dispatcher:
             ):
                 self._engine.abort(stream.request_id)
         self._expire(now_s)
+        self._outbox.expire(now_s)
 
     def _expire(self, now_s: float) -> None:
         with self._lock:

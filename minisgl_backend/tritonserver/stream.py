@@ -96,10 +96,25 @@ class Stream:
         self._last_token_time_ns = 0
         self._terminal: Finished | Failed | None = None
         self._num_sent = 0
+        self._has_sent_tokens = False
         self._claimed = False
         self._muted = False
         self._error: MiniSGLError | None = None
         self._next_sweep_s = 0.0
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether what goes out next should not wait for the chunks of other streams.
+
+        That is its first tokens, its end, a probe, and all of a stream that is not acknowledged.
+        """
+        return (
+            not self._has_sent_tokens
+            or self._muted
+            or self._terminal is not None
+            or not self._token_ids
+            or not self.is_acknowledged
+        )
 
     # --- the engine's thread -----------------------------------------------------------------
 
@@ -186,6 +201,7 @@ class Stream:
             num_cached_tokens, self._num_cached_tokens = self._num_cached_tokens, None
             index = self._num_sent
             self._num_sent += 1
+            self._has_sent_tokens |= bool(token_ids)
             self._window.sent(index, now_s, with_tokens=bool(token_ids))
             return Outgoing(
                 index=index,

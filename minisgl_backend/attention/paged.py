@@ -53,12 +53,13 @@ class DecodeRows:
     """Decoding rows of a step; int32 on the device.
 
     ``rows`` [batch_size] of ``page_table`` [num_rows, max_pages]; ``lengths`` [batch_size], the new
-    token's position included.
+    token's position included. ``pdl``: kernels may be launched before their predecessors end.
     """
 
     rows: Tensor
     lengths: Tensor
     page_table: Tensor
+    pdl: bool = False
 
 
 class PrefillAttention(Protocol):

@@ -60,4 +60,5 @@ class TritonDecode:
             window=self._shape.windows[layer],
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            pdl=metadata.pdl,
         )

@@ -155,7 +155,12 @@ class CudaExecutor:
         table, attention = self._rows.table, self._attention.decode
         inputs = begin_decode(table, inbox, batch_size, self._rows.page_size)
         metadata = attention.plan_rows(
-            DecodeRows(rows=inputs.rows, lengths=inputs.lengths, page_table=table.pages)
+            DecodeRows(
+                rows=inputs.rows,
+                lengths=inputs.lengths,
+                page_table=table.pages,
+                pdl=self._model.launches_early(batch_size),
+            )
         )
 
         def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:

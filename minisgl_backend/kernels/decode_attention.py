@@ -40,7 +40,7 @@ def num_splits(batch_size: int, num_kv_heads: int, processors: int, max_length: 
     More of them lose by merging what they win, except over rows of many thousand positions.
     """
     rows = batch_size * num_kv_heads
-    if rows >= 2 * processors:
+    if rows >= 3 * processors:
         return 1
     most = MAX_SPLITS if max_length > 8192 else MAX_SPLITS // 2
     return min(1 << int(math.log2(8 * processors / rows)), most)

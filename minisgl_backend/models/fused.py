@@ -3,8 +3,9 @@
 Holds no weights of its own: it reads those of a ``Decoder``, and gives the same values within
 rounding. The residual stream is one tensor that is updated in place.
 
-Two forms of a layer. Wide: library products, with the norms fused into the residual adds. Small
-(``small_batch``, up to 8 tokens): six kernels, each product with what stands around it.
+Two forms of a layer. Small (``small_batch``, up to 8 tokens): six kernels, each product with what
+stands around it. Wide: products by ``wide_linear`` where it is faster, else by the library, with
+the norms fused into the residual adds.
 
 Nothing here waits for the device or depends on values, so all of it may be captured in a graph.
 """
@@ -12,6 +13,7 @@ Nothing here waits for the device or depends on values, so all of it may be capt
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
 import torch
@@ -25,11 +27,19 @@ from minisgl_backend.kernels.moe import fused_experts
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from minisgl_backend.kernels.rope_store import qk_norm_rope_store
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE, is_faster, small_batch_linear
+from minisgl_backend.kernels.wide_linear import (
+    add_rms_norm_parts,
+    linear_parts,
+    wide_linear,
+)
+from minisgl_backend.kernels.wide_linear import (
+    is_faster as is_wide_faster,
+)
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.moe.experts import ExpertsMLP
 
 _PDL_HIDDEN_SIZE: Final = 2048
-"""Up to here, for one token, a kernel gains by starting before its predecessor ends (measured)."""
+"""Up to here the kernels of one token are short enough to gain by an early start."""
 
 Attend: TypeAlias = Callable[[Tensor, PagedKV, int], Tensor]
 """(q [num_tokens, num_heads, head_dim], pages of the layer, layer) -> the shape of q."""
@@ -54,16 +64,24 @@ class FusedDecoder:
         x = embedding(tokens, embed.weight, start=embed.start)
         if embed.group.size > 1:
             x = embed.group.all_reduce(x)
+        pdl = self.launches_early(len(tokens))
         if self._is_small(len(tokens)):
-            pdl = len(tokens) == 1 and x.shape[1] <= _PDL_HIDDEN_SIZE
             for index, layer in enumerate(self._layers):
                 self._small_layer(layer, index, x, positions, slots, attend, pdl)
             return x
-        pending: Tensor | None = None  # what the last product left to be added
+        pending: _Pending | None = None  # what the last product left to be added
         for index, layer in enumerate(self._layers):
-            pending = self._wide_layer(layer, index, x, pending, positions, slots, attend)
+            pending = self._wide_layer(layer, index, x, pending, positions, slots, attend, pdl)
         assert pending is not None  # a model has layers
-        return x.add_(pending)
+        _add_norm(pending, x, self._model.model.norm, pdl)
+        return x
+
+    def launches_early(self, num_tokens: int) -> bool:
+        """Whether a kernel gains by starting before its predecessor ends (measured on an H200)."""
+        hidden_size = self._model.spec.hidden_size
+        if self._is_small(num_tokens):
+            return num_tokens == 1 and hidden_size <= _PDL_HIDDEN_SIZE
+        return is_wide_faster(num_tokens, hidden_size, hidden_size)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype.
@@ -87,19 +105,27 @@ class FusedDecoder:
         layer: Any,
         index: int,
         x: Tensor,
-        pending: Tensor | None,
+        pending: _Pending | None,
         positions: Tensor,
         slots: Tensor,
         attend: Attend,
-    ) -> Tensor:
+        pdl: bool,
+    ) -> _Pending:
         """Update the residual stream ``x``, all but the feed-forward's part, which is returned."""
-        attention = layer.self_attn
-        normalized = _add_norm(pending, x, layer.input_layernorm)
-        qkv = attention.qkv_proj(normalized)
-        out = self._attend(attention, index, qkv, positions, slots, attend)
-        projected = attention.o_proj(out)
-        normalized = _add_norm(projected, x, layer.post_attention_layernorm)
-        return _feed_forward(layer.mlp, normalized)
+        attention, mlp = layer.self_attn, layer.mlp
+        normalized = _add_norm(pending, x, layer.input_layernorm, pdl)
+        qkv = _wide_product(normalized, attention.qkv_proj, pdl)
+        out = self._attend(attention, index, qkv, positions, slots, attend, pdl=pdl)
+        projected = _wide_sum(out, attention.o_proj, pdl)
+        normalized = _add_norm(projected, x, layer.post_attention_layernorm, pdl)
+        if isinstance(mlp, ExpertsMLP):
+            return _Pending(_experts(mlp, normalized))
+        up = mlp.gate_up_proj
+        if is_wide_faster(len(x), len(up.weight) // 2, x.shape[1], gated=True):
+            inner = wide_linear(normalized, up.weight, bias=up.bias, gated=True, pdl=pdl)
+        else:
+            inner = silu_mul(up(normalized), pdl=pdl)
+        return _wide_sum(inner, mlp.down_proj, pdl)
 
     def _small_layer(
         self,
@@ -119,7 +145,7 @@ class FusedDecoder:
         small_batch_linear(out, o_proj.weight, bias=o_proj.bias, residual=x, pdl=pdl)
         norm = layer.post_attention_layernorm
         if isinstance(mlp, ExpertsMLP):
-            x.add_(_feed_forward(mlp, rms_norm(x, norm.weight, norm.eps)))
+            x.add_(_experts(mlp, rms_norm(x, norm.weight, norm.eps)))
             return
         if is_faster(len(x), x.shape[1], gated=True):
             inner = _norm_linear(x, norm, mlp.gate_up_proj, gated=True, pdl=pdl)
@@ -160,11 +186,37 @@ class FusedDecoder:
         return attend(q, kv, index).flatten(1)
 
 
-def _add_norm(pending: Tensor | None, x: Tensor, norm: Any) -> Tensor:
-    """``x`` += ``pending`` in place; the norm of the sum."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """What is to be added to the residual stream: [num_tokens, hidden_size], or float32 parts of it
+    [splits, num_tokens, hidden_size], to which ``bias`` comes."""
+
+    value: Tensor
+    bias: Tensor | None = None
+
+
+def _add_norm(pending: _Pending | None, x: Tensor, norm: Any, pdl: bool) -> Tensor:
+    """Add to the residual stream ``x`` in place; the norm of the sum."""
     if pending is None:
-        return rms_norm(x, norm.weight, norm.eps)
-    return fused_add_rms_norm(pending, x, norm.weight, norm.eps)
+        return rms_norm(x, norm.weight, norm.eps, pdl=pdl)
+    value = pending.value
+    if value.dim() == 3:
+        return add_rms_norm_parts(value, x, norm.weight, norm.eps, bias=pending.bias, pdl=pdl)
+    return fused_add_rms_norm(value, x, norm.weight, norm.eps, pdl=pdl)
+
+
+def _wide_product(x: Tensor, linear: Any, pdl: bool) -> Tensor:
+    """The product of a column-parallel layer."""
+    if is_wide_faster(len(x), *linear.weight.shape):
+        return wide_linear(x, linear.weight, bias=linear.bias, pdl=pdl)
+    return cast(Tensor, linear(x))
+
+
+def _wide_sum(x: Tensor, linear: Any, pdl: bool) -> _Pending:
+    """The product of a row-parallel layer, on its way to the residual stream."""
+    if linear.group.size == 1 and is_wide_faster(len(x), *linear.weight.shape, parts=True):
+        return _Pending(linear_parts(x, linear.weight, pdl=pdl), linear.bias)
+    return _Pending(linear(x))
 
 
 def _norm_linear(
@@ -181,9 +233,7 @@ def _norm_linear(
     )
 
 
-def _feed_forward(mlp: Any, normalized: Tensor) -> Tensor:
-    if isinstance(mlp, ExpertsMLP):
-        weights, experts = mlp.route(normalized)
-        out = fused_experts(normalized, mlp.gate_up, mlp.down, experts, weights.float())
-        return mlp.group.all_reduce(out)
-    return cast(Tensor, mlp.down_proj(silu_mul(mlp.gate_up_proj(normalized))))
+def _experts(mlp: ExpertsMLP, normalized: Tensor) -> Tensor:
+    weights, experts = mlp.route(normalized)
+    out = fused_experts(normalized, mlp.gate_up, mlp.down, experts, weights.float())
+    return mlp.group.all_reduce(out)

@@ -183,7 +183,7 @@ def launch_decode_attention(
         # converting keeps the warps busy: one each, where there are enough programs
         best = (64, 1 if batch_size * num_kv_heads >= 1024 else 2, 2)
     else:
-        best = (64, 2, 3)
+        best = (128, 4, 3) if batch_size * num_kv_heads >= 768 else (64, 2, 3)
     _decode_attention[(batch_size, num_kv_heads, splits)](
         out,
         q,

@@ -1,0 +1,180 @@
+"""Linear layers of batches from 9 up to a few hundred rows, where a library's products are slow.
+
+For weights of a few million elements a library leaves much of the GPU idle. Here a product is cut
+into about as many tiles as there are multiprocessors; where its output is too small for that, also
+along in_features ("split-K"): then it gives float32 parts, and the residual add with RMSNorm that
+follows it anyway adds them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.rms_norm import rms_norm_reference
+
+MAX_BATCH_SIZE: Final = 128
+"""Up to here ``wide_linear`` beats the library on an H200; ``linear_parts`` does up to twice it."""
+
+_MAX_ELEMENTS: Final = 8 * 2**20
+"""Weights beyond this are large enough for the library."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut; the values are those that were fastest on an H200."""
+
+    rows: int
+    columns: int
+    block: int
+    swap: bool
+    stages: int
+    num_warps: int = 4
+    splits: int = 1
+
+
+def tiling(num_rows: int, *, gated: bool = False, parts: bool = False) -> Tiling:
+    """The cut for so many rows of x."""
+    splits = 1 if not parts else 4 if num_rows <= 128 else 2
+    if num_rows <= 32:
+        rows = 16 if num_rows <= 16 else 32
+        return Tiling(rows, 64, 128, True, 4, splits=splits)
+    if num_rows <= 64 and (gated or parts):
+        block, stages = (64, 5) if parts else (128, 4)
+        return Tiling(64, 32, block, False, stages, splits=splits)
+    if num_rows <= 128 and (gated or parts):
+        return Tiling(64, 64, 64, False, 5, splits=splits)
+    return Tiling(64, 64, 128, parts, 4, splits=splits)
+
+
+def is_faster(
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    *,
+    gated: bool = False,
+    parts: bool = False,
+) -> bool:
+    """Whether a product of these sizes can be computed here, and beats the library."""
+    most = 2 * MAX_BATCH_SIZE if parts else MAX_BATCH_SIZE
+    if num_rows > most or out_features * in_features > _MAX_ELEMENTS:
+        return False
+    cut = tiling(num_rows, gated=gated, parts=parts)
+    return out_features % cut.columns == 0 and in_features % (cut.splits * cut.block) == 0
+
+
+def wide_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    pdl: bool = False,
+) -> Tensor:
+    """x W^T + bias, or silu(x G^T) * (x U^T) with ``gated``, where W holds G and then U.
+
+    ``x`` [num_rows, in_features], rows may be strided; ``weight`` [out_features, in_features], or
+    twice as many with ``gated``; sizes for which ``is_faster``. Returns [num_rows, out_features].
+    """
+    if not use_jit(x):
+        return wide_linear_reference(x, weight, bias=bias, gated=gated)
+    out_features = len(weight) // 2 if gated else len(weight)
+    out = torch.empty((len(x), out_features), dtype=x.dtype, device=x.device)
+    _launch(out, x, weight, bias, tiling(len(x), gated=gated), gated=gated, pdl=pdl)
+    return out
+
+
+def wide_linear_reference(
+    x: Tensor, weight: Tensor, *, bias: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """The twin of ``wide_linear``, accumulated in float32."""
+    y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y.to(x.dtype)
+
+
+def linear_parts(x: Tensor, weight: Tensor, *, pdl: bool = False) -> Tensor:
+    """float32 [splits, num_rows, out_features], whose sum over the first dimension is x W^T."""
+    cut = tiling(len(x), parts=True)
+    if not use_jit(x):
+        return linear_parts_reference(x, weight, cut.splits)
+    shape = (cut.splits, len(x), len(weight))
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _launch(out, x, weight, None, cut, gated=False, pdl=pdl)
+    return out
+
+
+def linear_parts_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
+    """The twin of ``linear_parts``."""
+    pairs = zip(x.float().chunk(splits, 1), weight.float().chunk(splits, 1), strict=True)
+    return torch.stack([F.linear(part, of_part) for part, of_part in pairs])
+
+
+def add_rms_norm_parts(
+    parts: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    bias: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """residual += sum of ``parts`` + bias, in place; returns RMSNorm of it, rounded to its dtype.
+
+    ``parts`` float32 [splits, num_rows, hidden_size]; ``residual`` [num_rows, hidden_size];
+    ``weight`` and ``bias`` [hidden_size].
+    """
+    if not use_jit(parts):
+        return add_rms_norm_parts_reference(parts, residual, weight, eps, bias=bias)
+    from minisgl_backend.kernels.jit import wide_linear as jit
+
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    jit.launch_add_rms_norm_parts(out, parts, bias, residual, weight, eps, pdl=pdl)
+    return out
+
+
+def add_rms_norm_parts_reference(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None
+) -> Tensor:
+    """The twin of ``add_rms_norm_parts``."""
+    total = residual.float() + parts.sum(dim=0)
+    if bias is not None:
+        total += bias.float()
+    residual.copy_(total.to(residual.dtype))
+    return rms_norm_reference(residual, weight, eps)
+
+
+def _launch(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cut: Tiling,
+    *,
+    gated: bool,
+    pdl: bool,
+) -> None:
+    from minisgl_backend.kernels.jit import wide_linear as jit
+
+    jit.launch_wide_linear(
+        out,
+        x,
+        weight,
+        bias,
+        gated=gated,
+        splits=cut.splits,
+        rows=cut.rows,
+        columns=cut.columns,
+        block=cut.block,
+        swap=cut.swap,
+        stages=cut.stages,
+        num_warps=cut.num_warps,
+        pdl=pdl,
+    )

@@ -1,0 +1,104 @@
+"""Products of middling batches against their twins, and the state of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backend.kernels import rows, wide_linear
+from minisgl_backend.kernels.dispatch import is_interpreted
+from tests.gpu.compare import assert_close
+
+BATCHES = [9, 40] if is_interpreted() else [9, 16, 17, 32, 33, 64, 100, 128]
+SIZES = [(128, 512)] if is_interpreted() else [(128, 512), (4096, 1024), (1024, 3072)]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_wide_linear(
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    sizes: tuple[int, int],
+    gated: bool,
+    pdl: bool,
+) -> None:
+    out_features, in_features = sizes
+    assert wide_linear.is_faster(batch, out_features, in_features, gated=gated)
+    x = torch.randn(batch, in_features, device=device).to(dtype)
+    height = out_features * (2 if gated else 1)
+    weight = (torch.randn(height, in_features, device=device) * in_features**-0.5).to(dtype)
+    bias = torch.randn(height, device=device).to(dtype)
+    launch: dict[str, Any] = {"bias": bias, "gated": gated}
+    actual = wide_linear.wide_linear(x, weight, pdl=pdl and not is_interpreted(), **launch)
+    expected = wide_linear.wide_linear_reference(x, weight, **launch)
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("batch", [*BATCHES, 200, 256] if not is_interpreted() else BATCHES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_parts_and_their_norm(
+    device: torch.device, dtype: torch.dtype, batch: int, sizes: tuple[int, int]
+) -> None:
+    out_features, in_features = sizes
+    assert wide_linear.is_faster(batch, out_features, in_features, parts=True)
+    x = torch.randn(batch, in_features, device=device).to(dtype)
+    weight = (torch.randn(out_features, in_features, device=device) * in_features**-0.5).to(dtype)
+    parts = wide_linear.linear_parts(x, weight)
+    expected = wide_linear.linear_parts_reference(x, weight, len(parts))
+    assert_close(parts, expected, tolerance=1e-4)
+
+    residual = torch.randn(batch, out_features, device=device).to(dtype)
+    norm, bias = torch.randn(2, out_features, device=device).to(dtype)
+    expected_residual = residual.clone()
+    actual = wide_linear.add_rms_norm_parts(parts, residual, norm, 1e-6, bias=bias)
+    reference = wide_linear.add_rms_norm_parts_reference(
+        parts, expected_residual, norm, 1e-6, bias=bias
+    )
+    assert_close(actual, reference)
+    assert_close(residual, expected_residual)
+
+
+def test_large_weights_are_left_to_the_library() -> None:
+    assert not wide_linear.is_faster(64, 17408, 5120)
+    assert not wide_linear.is_faster(129, 1024, 1024)
+    assert not wide_linear.is_faster(64, 100, 1024)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_state_of_rows(device: torch.device, batch: int) -> None:
+    num_rows, max_pages, page_size = 50, 6, 16
+    tables = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(1)
+        table = rows.RowTable.empty(num_rows, max_pages=max_pages, dummy_page=99, device=device)
+        table.tokens[:-1] = torch.randint(0, 1000, (num_rows,), generator=generator).int()
+        table.lengths[:-1] = torch.randint(0, 90, (num_rows,), generator=generator).int()
+        table.temperature[:-1] = torch.rand(num_rows, generator=generator)
+        table.seeds[:-1] = torch.randint(-(2**62), 2**62, (num_rows,), generator=generator)
+        tables.append(table)
+    inboxes = [rows.StepInbox.empty(64, 64, device) for _ in range(2)]
+    chosen = torch.randperm(num_rows, generator=generator)[:batch].int()
+    chosen[-1] = tables[0].dummy_row
+    grants = torch.stack([chosen, torch.full_like(chosen, 2), torch.arange(batch).int()], dim=1)
+    for inbox in inboxes:
+        inbox.buffer[0] = batch
+        inbox.rows[:batch] = chosen
+        inbox.buffer[65 : 65 + 3 * batch] = grants.flatten()
+    actual = rows.begin_decode(tables[0], inboxes[0], batch, page_size)
+    expected = rows.begin_decode(tables[1], inboxes[1], batch, page_size)
+    rows.begin_decode_reference(expected, tables[1], inboxes[1], page_size)
+    for name in ("tokens", "positions", "slots", "lengths"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
+        assert torch.equal(getattr(actual.sampling, name), getattr(expected.sampling, name)), name
+    sampled = torch.randint(-1, 1000, (batch,), generator=generator).int().to(device)
+    rows.finish_decode(tables[0], inboxes[0], actual, sampled)
+    rows.finish_decode_reference(tables[1], inboxes[1], expected, sampled)
+    for name in ("tokens", "lengths", "pages"):
+        assert torch.equal(getattr(tables[0], name), getattr(tables[1], name)), name
+    assert inboxes[0].buffer[0] == 0

@@ -1,0 +1,126 @@
+"""The decoder by kernels against transformers, on a CPU by the kernels' twins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedKV
+from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.graphs import batch_sizes
+from minisgl_backend.kernels.rows import RowTable, StepInbox, begin_decode, finish_decode
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.fused import FusedDecoder
+from minisgl_backend.parallel.group import OneRank
+from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+NUM_PAGES = 32
+
+
+def load(folder: Path) -> Decoder:
+    return build_model(
+        load_spec(folder),
+        folder,
+        dtype=torch.float32,
+        device=CPU,
+        group=OneRank(),
+        max_sequence_length=CONTEXT,
+    )
+
+
+def pages_of(model: Decoder) -> list[PagedKV]:
+    shape = model.spec.attention_shape()
+    dims = (NUM_PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
+    return [PagedKV(keys=torch.zeros(dims), values=torch.zeros(dims)) for _ in shape.windows]
+
+
+@pytest.mark.parametrize(
+    "case", ["llama-biases", "llama3", "mistral-window", "qwen2", "qwen3", "qwen3-moe"]
+)
+@pytest.mark.parametrize("length", [5, 40])
+def test_a_prompt_then_a_token(case: str, length: int, tmp_path: Path) -> None:
+    """5 tokens take the small form of a layer, 40 the wide one."""
+    theirs = write_checkpoint(case, tmp_path)
+    ours = load(tmp_path)
+    shape, kv = ours.spec.attention_shape(), pages_of(ours)
+    fused = FusedDecoder(ours, kv)
+    table = torch.randperm(NUM_PAGES).int().view(2, -1)
+    ids = torch.randint(0, VOCAB_SIZE, (length + 1,))
+    with torch.inference_mode():
+        expected = theirs(ids[None]).logits[0]
+
+        prefill = TritonPrefill(shape)
+        chunks = prefill.plan_chunks(
+            Chunks(
+                rows=torch.tensor([1], dtype=torch.int32),
+                offsets=torch.tensor([0, length], dtype=torch.int32),
+                ends=torch.tensor([length], dtype=torch.int32),
+                page_table=table,
+                max_length=length,
+                max_end=length,
+            )
+        )
+        positions = torch.arange(length)
+        slots = table[1, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+
+        def of_chunk(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
+            return prefill.prefill(q, layer_kv, layer, chunks)
+
+        hidden = fused.hidden(ids[:-1], positions, slots, of_chunk)
+        torch.testing.assert_close(fused.logits(hidden), expected[:-1], atol=2e-3, rtol=2e-3)
+
+        decode = TritonDecode(shape, max_batch_size=1, device=CPU)
+        rows = decode.plan_rows(
+            DecodeRows(
+                rows=torch.tensor([1], dtype=torch.int32),
+                lengths=torch.tensor([length + 1], dtype=torch.int32),
+                page_table=table,
+            )
+        )
+        last = torch.tensor([length])
+        slot = table[1, last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
+
+        def of_row(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
+            return decode.decode(q, layer_kv, layer, rows)
+
+        hidden = fused.hidden(ids[-1:], last, slot, of_row)
+        torch.testing.assert_close(fused.logits(hidden), expected[-1:], atol=2e-3, rtol=2e-3)
+
+
+def test_state_of_rows_goes_in_and_out() -> None:
+    table = RowTable.empty(4, max_pages=3, dummy_page=9, device=CPU)
+    inbox = StepInbox.empty(3, 2, CPU)
+    table.tokens[:4] = torch.tensor([10, 11, 12, 13], dtype=torch.int32)
+    table.lengths[:4] = torch.tensor([0, 5, 8, 3], dtype=torch.int32)
+    table.temperature[2] = 0.5
+    inbox.buffer[:] = torch.tensor([2, 2, 1, table.dummy_row, 2, 2, 6, 1, 1, 4], dtype=torch.int32)
+    inputs = begin_decode(table, inbox, 3, PAGE_SIZE)
+    assert inputs.tokens.tolist() == [12, 11, 0]
+    assert inputs.positions.tolist() == [8, 5, 0]
+    assert inputs.lengths.tolist() == [9, 6, 1]
+    assert inputs.slots.tolist() == [6 * PAGE_SIZE, 4 * PAGE_SIZE + 1, 9 * PAGE_SIZE]
+    assert inputs.sampling.temperature.tolist() == [0.5, 0.0, 0.0]
+
+    finish_decode(table, inbox, inputs, torch.tensor([7, -1, 3], dtype=torch.int32))
+    assert table.tokens.tolist() == [10, 0, 7, 13, 3]
+    assert table.lengths.tolist() == [0, 6, 9, 3, 0]
+    assert inbox.buffer[0] == 0
+
+
+def test_batch_sizes_to_capture() -> None:
+    assert batch_sizes(0, None) == []
+    assert batch_sizes(1, None) == [1]
+    assert batch_sizes(20, None) == [1, 2, 4, 8, 16, 20]
+    assert batch_sizes(256, None)[-2:] == [248, 256]
+    assert batch_sizes(256, "8, 1,8") == [1, 8]
+    for wrong in ("0", "257", "1,x", ""):
+        with pytest.raises(ConfigError, match="cuda_graph_batch_sizes"):
+            batch_sizes(256, wrong)

@@ -1,0 +1,255 @@
+"""The side channel: packets, coalescing, and both ends over real sockets."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl_backend.tritonserver.channel import (
+    MAX_PATH_BYTES,
+    Ack,
+    AckQueue,
+    DetokenizerChannel,
+    EngineChannel,
+    ForgetQueue,
+    Peer,
+    Verdict,
+    decode_acks,
+    decode_forgets,
+    encode_acks,
+    encode_forgets,
+)
+
+U64 = st.integers(0, 2**64 - 1)
+ACKS = st.builds(Ack, U64, st.integers(0, 2**32 - 1), st.sampled_from(Verdict))
+
+
+@given(U64, st.lists(ACKS))
+def test_acks_come_back(epoch: int, acks: list[Ack]) -> None:
+    assert decode_acks(encode_acks(epoch, acks)) == (epoch, acks)
+
+
+@given(U64, st.lists(U64))
+def test_forgets_come_back(epoch: int, counters: list[int]) -> None:
+    assert decode_forgets(encode_forgets(epoch, counters)) == (epoch, counters)
+
+
+@given(st.binary(max_size=40))
+def test_garbage_is_a_struct_or_value_error(packet: bytes) -> None:
+    try:
+        decode_acks(packet)
+    except (struct.error, ValueError):
+        return
+    assert (len(packet) - 8) % 13 == 0
+
+
+@given(st.lists(st.builds(Ack, st.integers(0, 5), st.integers(0, 9), st.sampled_from(Verdict))))
+def test_waiting_acks_coalesce(acks: list[Ack]) -> None:
+    """One a stream: the newest index, and the first verdict that is not to continue."""
+    waiting = AckQueue(7)
+    for ack in acks:
+        waiting.put(ack)
+    expected: dict[int, Ack] = {}
+    for ack in acks:
+        verdict = ack.verdict
+        if ack.counter in expected and expected[ack.counter].verdict is not Verdict.CONTINUE:
+            verdict = expected[ack.counter].verdict
+        expected[ack.counter] = Ack(ack.counter, ack.index, verdict)
+    packet = waiting.packet()
+    if packet is None:
+        assert not acks
+        return
+    assert decode_acks(packet) == (7, list(expected.values()))
+    waiting.written()
+    assert waiting.packet() is None
+
+
+def test_many_acks_take_several_packets() -> None:
+    waiting = AckQueue(1)
+    for counter in range(2500):
+        waiting.put(Ack(counter, 0, Verdict.CONTINUE))
+    counters = []
+    while (packet := waiting.packet()) is not None:
+        counters += [ack.counter for ack in decode_acks(packet)[1]]
+        waiting.written()
+    assert counters == list(range(2500))
+
+
+def test_many_forgets_take_several_packets() -> None:
+    waiting = ForgetQueue(1)
+    for counter in range(2500):
+        waiting.put(counter)
+    counters = []
+    while (packet := waiting.packet()) is not None:
+        counters += decode_forgets(packet)[1]
+        waiting.written()
+    assert counters == list(range(2500))
+
+
+def test_a_full_socket_does_not_block_and_loses_nothing() -> None:
+    """What it does not take waits and coalesces; the reader gets the newest of each stream."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        peer = Peer(ours, AckQueue(1))
+        index = 0
+        while True:
+            peer.queue.put(Ack(index % 3, index, Verdict.CONTINUE))  # type: ignore[arg-type]
+            if not peer.flush():
+                break
+            index += 1
+        for more in range(index + 1, index + 100):
+            peer.queue.put(Ack(more % 3, more, Verdict.CONTINUE))  # type: ignore[arg-type]
+        theirs.setblocking(False)
+        newest: dict[int, int] = {}
+        while not peer.flush() or newest.get((index + 99) % 3) != index + 99:
+            for ack in decode_acks(theirs.recv(65536))[1]:
+                newest[ack.counter] = ack.index
+        assert sorted(newest.values()) == [index + 97, index + 98, index + 99]
+
+
+def test_a_gone_peer_is_no_error_for_the_writer() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    with ours:
+        peer = Peer(ours, ForgetQueue(1))
+        peer.queue.put(3)  # type: ignore[arg-type]
+        assert peer.flush()
+        assert peer.broken
+
+
+class Engine:
+    """An engine's end of the channel, and what it heard."""
+
+    def __init__(self) -> None:
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.channel = EngineChannel(
+            on_ack=self.heard.put, on_detokenizer_gone=lambda: self.heard.put("gone")
+        )
+
+
+class Detokenizer:
+    """A detokenizer's end of the channel, and what it heard."""
+
+    def __init__(self) -> None:
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.channel = DetokenizerChannel(
+            on_forget=lambda epoch, counter: self.heard.put((epoch, counter)),
+            on_engine_gone=lambda epoch: self.heard.put(("gone", epoch)),
+        )
+
+    def acknowledge(self, engine: Engine, ack: Ack) -> bool:
+        return self.channel.acknowledge(engine.channel.path, engine.channel.epoch, ack)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.channel.close()
+
+
+@pytest.fixture
+def detokenizer() -> Iterator[Detokenizer]:
+    detokenizer = Detokenizer()
+    yield detokenizer
+    detokenizer.channel.close()
+
+
+def test_acks_and_forgets_arrive(engine: Engine, detokenizer: Detokenizer) -> None:
+    ack = Ack(5, 2, Verdict.STOP)
+    assert detokenizer.acknowledge(engine, ack)
+    assert engine.heard.get(timeout=10) == ack
+    engine.channel.forget(5)
+    assert detokenizer.heard.get(timeout=10) == (engine.channel.epoch, 5)
+
+
+def test_two_engines_and_two_detokenizers_need_no_configuration() -> None:
+    engines = [Engine(), Engine()]
+    detokenizers = [Detokenizer(), Detokenizer()]
+    for number, detokenizer in enumerate(detokenizers):
+        for engine in engines:
+            assert detokenizer.acknowledge(engine, Ack(number, 0, Verdict.CONTINUE))
+    for engine in engines:
+        counters = {engine.heard.get(timeout=10).counter for _ in detokenizers}
+        assert counters == {0, 1}
+        engine.channel.close()
+    for detokenizer in detokenizers:
+        detokenizer.channel.close()
+
+
+def test_the_socket_is_private(engine: Engine) -> None:
+    folder = Path(engine.channel.path).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert len(os.fsencode(engine.channel.path)) < MAX_PATH_BYTES
+
+
+def test_a_long_parent_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    channel = EngineChannel(
+        directory=folder, on_ack=lambda ack: None, on_detokenizer_gone=lambda: None
+    )
+    assert len(os.fsencode(channel.path)) < MAX_PATH_BYTES
+    channel.close()
+
+
+def test_closing_removes_the_directory_and_tells_the_detokenizer(
+    engine: Engine, detokenizer: Detokenizer
+) -> None:
+    other = Engine()
+    assert detokenizer.acknowledge(other, Ack(0, 0, Verdict.CONTINUE))
+    assert other.heard.get(timeout=10).counter == 0
+    other.channel.close()
+    assert not Path(other.channel.path).parent.exists()
+    assert detokenizer.heard.get(timeout=10) == ("gone", other.channel.epoch)
+    assert not detokenizer.acknowledge(other, Ack(0, 1, Verdict.CONTINUE))
+    assert detokenizer.acknowledge(engine, Ack(0, 0, Verdict.CONTINUE))
+
+
+def test_the_engine_hears_of_a_detokenizer_that_goes(engine: Engine) -> None:
+    detokenizer = Detokenizer()
+    assert detokenizer.acknowledge(engine, Ack(0, 0, Verdict.CONTINUE))
+    assert engine.heard.get(timeout=10).counter == 0
+    detokenizer.channel.close()
+    assert engine.heard.get(timeout=10) == "gone"
+    engine.channel.forget(0)  # to nobody
+
+
+def test_packets_of_another_epoch_and_garbage_are_ignored(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(engine.channel.path)
+        sock.send(encode_acks(engine.channel.epoch ^ 1, [Ack(1, 1, Verdict.STOP)]))
+        sock.send(b"garbage")
+        sock.send(encode_acks(engine.channel.epoch, [Ack(2, 2, Verdict.STOP)]))
+        assert engine.heard.get(timeout=10) == Ack(2, 2, Verdict.STOP)
+    assert engine.heard.get(timeout=10) == "gone"
+    assert "could not handle a packet" in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_only_private_sockets_of_the_right_name_are_connected_to(
+    detokenizer: Detokenizer, tmp_path: Path, mode: int
+) -> None:
+    """A path comes in a chunk, which any client may send."""
+    folder = tmp_path / "d"
+    folder.mkdir()
+    folder.chmod(mode)
+    name = "acks" if mode == 0o755 else "other"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(folder / name))
+        listener.listen()
+        ack = Ack(0, 0, Verdict.CONTINUE)
+        assert not detokenizer.channel.acknowledge(str(folder / name), 1, ack)
+    assert not detokenizer.channel.acknowledge(str(tmp_path / "nowhere" / "acks"), 1, ack)

@@ -1,0 +1,69 @@
+"""When chunks may go out, on a clock of our own."""
+
+from __future__ import annotations
+
+from minisgl_backend.tritonserver.window import GIVE_UP_AFTER_S, PROBE_AFTER_S, Window
+
+GRACE_S = 0.3
+NEVER = float("-inf")
+
+
+def test_one_chunk_at_a_time() -> None:
+    window = Window(now_s=0.0)
+    assert window.may_send_tokens(0.0)
+    window.sent(0, 1.0, with_tokens=True)
+    assert not window.may_send_tokens(2.0)
+    assert window.acknowledged(0) == 1.0
+    assert window.may_send_tokens(2.0)
+
+
+def test_acknowledgements_are_cumulative_and_may_repeat() -> None:
+    window = Window(now_s=0.0)
+    for index in range(4):
+        window.sent(index, float(index), with_tokens=False)
+    assert window.acknowledged(1) == 1.0
+    assert window.acknowledged(1) is None
+    assert not window.is_open
+    assert window.acknowledged(9) == 3.0
+    assert window.is_open
+
+
+def test_the_interval_holds_back_all_but_the_first() -> None:
+    window = Window(now_s=0.0, interval_s=0.5)
+    assert window.may_send_tokens(0.0)
+    window.sent(0, 0.0, with_tokens=True)
+    window.acknowledged(0)
+    window.sent(1, 0.4, with_tokens=False)  # a probe does not count
+    window.acknowledged(1)
+    assert not window.may_send_tokens(0.49)
+    assert window.may_send_tokens(0.5)
+
+
+def test_tokens_that_wait_for_the_end() -> None:
+    window = Window(now_s=0.0, interval_s=float("inf"))
+    assert not window.may_send_tokens(1e9)
+
+
+def test_probes_become_rarer_while_nothing_answers() -> None:
+    window = Window(now_s=0.0)
+    now_s, waits = 0.0, []
+    for index in range(6):
+        start = now_s
+        while not window.probe_is_due(now_s):
+            now_s += 0.01
+        waits.append(round(now_s - start, 1))
+        window.sent(index, now_s, with_tokens=False)
+    assert waits == [PROBE_AFTER_S, 0.5, 1.0, 2.0, 2.0, 2.0]
+    window.acknowledged(5)
+    assert window.probe_is_due(now_s + PROBE_AFTER_S)
+
+
+def test_overdue_once_later_chunks_are_acknowledged() -> None:
+    window = Window(now_s=0.0)
+    assert not window.is_overdue(100.0, 99.0, GRACE_S)  # nothing was sent
+    window.sent(0, 1.0, with_tokens=True)
+    assert not window.is_overdue(1.2, 1.1, GRACE_S)  # within the grace
+    assert not window.is_overdue(2.0, 0.9, GRACE_S)  # the detokenizer is merely slow
+    assert window.is_overdue(2.0, 1.1, GRACE_S)
+    assert not window.is_overdue(1.0 + GIVE_UP_AFTER_S - 0.1, NEVER, GRACE_S)
+    assert window.is_overdue(1.0 + GIVE_UP_AFTER_S, NEVER, GRACE_S)

@@ -166,6 +166,7 @@ def _cuda_executor(
         device=device,
         max_rows=options.max_running_requests,
         max_sequence_length=context,
+        max_prefill_tokens=options.max_prefill_tokens,
         graph_sizes=batch_sizes(most, options.cuda_graph_batch_sizes),
     )
     return executor, attention.name

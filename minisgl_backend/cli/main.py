@@ -43,6 +43,7 @@ bench = LazyGroup(
         "response-path": "minisgl_backend.bench.response_path:response_path",
         "offline": "minisgl_backend.bench.offline:offline",
         "decode": "minisgl_backend.bench.decode:decode",
+        "prefill": "minisgl_backend.bench.prefill:prefill",
         "kernels": "minisgl_backend.bench.kernels:kernels",
     },
     help="Measure; every command prints a table and takes --json FILE.",

@@ -21,6 +21,7 @@ from torch import Tensor
 from minisgl_backend.attention.base import HostArray
 from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedAttention, PagedKV
 from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.graphs import DecodeGraphs, StepOutput
 from minisgl_backend.execution.logprobs import RawLogprobs
@@ -41,7 +42,8 @@ class CudaExecutor:
     """A model, its pages and its rows on one GPU.
 
     Rows are numbered 0 .. max_rows - 1, pages 0 .. storage.num_pages - 1. ``graph_sizes`` are the
-    batch sizes of decode steps to capture; none turns CUDA graphs off.
+    batch sizes of decode steps to capture; none turns CUDA graphs off. Raises ``ConfigError`` where
+    the memory left over does not hold a step of ``max_prefill_tokens``.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class CudaExecutor:
         device: CudaDevice,
         max_rows: int,
         max_sequence_length: int,
+        max_prefill_tokens: int,
         graph_sizes: list[int],
     ):
         self._device = device
@@ -75,7 +78,7 @@ class CudaExecutor:
                 max_rows=max_rows, vocab_size=vocab_size, device=device.torch_device
             )
         self._request_ids = np.zeros(max_rows + 1, np.int64)
-        self._warm_up()
+        self._warm_up(min(max_prefill_tokens, max_sequence_length))
         self.graphs: DecodeGraphs | None = None
         if graph_sizes:
             self.graphs = DecodeGraphs(device, self._rows.table, self._decode_step, graph_sizes)
@@ -245,10 +248,11 @@ class CudaExecutor:
         nothing = torch.empty(0, dtype=torch.int32, device=self._device.torch_device)
         return StepOutput(nothing, self._logits[:0])
 
-    def _warm_up(self) -> None:
-        """Compile what eager steps launch: chunks of the dummy row, long and short."""
+    def _warm_up(self, longest: int) -> None:
+        """Compile what eager steps launch, with chunks of the dummy row, and find out whether the
+        longest one has the memory it needs."""
         empty = np.empty(0, np.int32)
-        for length in (64, 1):
+        for length in (longest, min(longest, 64), 1):
             plan = StepPlan(
                 step=-1,
                 released_rows=empty,
@@ -264,9 +268,15 @@ class CudaExecutor:
                 decode_rows=empty,
                 decode_positions=empty,
             )
-            with self._device.queue():
-                self._eager_step(FlatBatch.of(plan), plan.prefill_tokens)
-                self._rows.table.lengths.zero_()
+            try:
+                with self._device.queue():
+                    self._eager_step(FlatBatch.of(plan), plan.prefill_tokens)
+                    self._rows.table.lengths.zero_()
+            except torch.cuda.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"a step of {length} tokens does not fit beside the KV pages: lower "
+                    "memory_ratio, num_pages or max_prefill_tokens"
+                ) from error
 
 
 class PendingStep:

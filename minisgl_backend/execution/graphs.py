@@ -128,6 +128,7 @@ class DecodeGraphs:
                 ):
                     output = step(self._inbox, size)
                 self._graphs[size] = graph, output
+                graph.replay()  # of dummy rows: the first replay of a graph uploads it
                 advance(size, torch.cuda.mem_get_info(self._device.torch_device)[0])
             stream.synchronize()
 

@@ -143,7 +143,22 @@ def write_checkpoint(case: str, folder: Path, *, shard_size: str = "5GB") -> Any
     return model
 
 
-def _draw(model: PreTrainedModel, seed: int) -> None:
+def write_broad_checkpoint(folder: Path) -> Any:
+    """A Qwen3 whose matrices are large enough for kernels that leave small ones to a library."""
+    model: Any = _qwen3(
+        hidden_size=512,
+        intermediate_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+    )
+    _draw(model, seed=99, spread=0.06)
+    model.eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def _draw(model: PreTrainedModel, seed: int, spread: float = 0.25) -> None:
     """Random values everywhere: norms of 1 and biases of 0 would hide that they are left out."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -151,5 +166,5 @@ def _draw(model: PreTrainedModel, seed: int) -> None:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
-                std = 0.5 if name.endswith("bias") else 0.25
+                std = 0.5 if name.endswith("bias") else spread
                 parameter.normal_(std=std, generator=generator)

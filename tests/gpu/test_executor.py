@@ -19,7 +19,12 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.request import IntArray, Request, SamplingParams
-from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
+from tests.conformance.checkpoints import (
+    CONTEXT,
+    VOCAB_SIZE,
+    write_broad_checkpoint,
+    write_checkpoint,
+)
 from tests.conformance.engines import prompts_with_shared_prefixes
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
@@ -103,6 +108,22 @@ def test_tokens_in_bf16(
     reference = write_checkpoint(case, tmp_path).bfloat16().float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, attention_backend=attention)
     assert [len(sink.tokens) for sink in sinks] == [24] * len(prompts)
+    below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.1
+    assert below.max() < 0.15
+
+
+def test_broad_layers_in_large_batches(tmp_path: Path) -> None:
+    """Batches that shrink from 100 rows take every form of a layer, with dependent launches."""
+    reference = write_broad_checkpoint(tmp_path).bfloat16().float()
+    prompts = equal_prompts(100)
+    sampling = [
+        SamplingParams(max_tokens=4 + index // 2, temperature=0.0, ignore_eos=True)
+        for index in range(100)
+    ]
+    sinks = serve(
+        tmp_path, prompts, sampling, max_sequence_length=CONTEXT, max_running_requests=128
+    )
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
     assert np.mean(below > 0) < 0.1
     assert below.max() < 0.15

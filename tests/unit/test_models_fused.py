@@ -12,13 +12,19 @@ from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedKV
 from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.graphs import batch_sizes
+from minisgl_backend.kernels import wide_linear
 from minisgl_backend.kernels.rows import RowTable, StepInbox, begin_decode, finish_decode
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.fused import FusedDecoder
 from minisgl_backend.parallel.group import OneRank
-from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
+from tests.conformance.checkpoints import (
+    CONTEXT,
+    VOCAB_SIZE,
+    write_broad_checkpoint,
+    write_checkpoint,
+)
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -43,12 +49,17 @@ def pages_of(model: Decoder) -> list[PagedKV]:
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-biases", "llama3", "mistral-window", "qwen2", "qwen3", "qwen3-moe"]
+    "case", ["llama-biases", "llama3", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "broad"]
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, tmp_path: Path) -> None:
-    """5 tokens take the small form of a layer, 40 the wide one."""
-    theirs = write_checkpoint(case, tmp_path)
+    """5 tokens take the small form of a layer, 40 the wide one; "broad" is large enough for the
+    products of ``wide_linear``."""
+    if case == "broad":
+        assert wide_linear.is_faster(40, 512, 512, parts=True)
+        theirs = write_broad_checkpoint(tmp_path)
+    else:
+        theirs = write_checkpoint(case, tmp_path)
     ours = load(tmp_path)
     shape, kv = ours.spec.attention_shape(), pages_of(ours)
     fused = FusedDecoder(ours, kv)

@@ -79,6 +79,8 @@ def _why_not_flash(kv_dtype: torch.dtype, device: torch.device) -> str | None:
     """Why FlashAttention-3 cannot run here; None where it can."""
     if kv_dtype not in (torch.bfloat16, torch.float16):
         return f"needs KV pages of bfloat16 or float16, not {str(kv_dtype).removeprefix('torch.')}"
+    if device.type != "cuda":
+        return "needs a GPU"
     major = torch.cuda.get_device_capability(device)[0]
     if major != 9:
         return f"needs a GPU of compute capability 9, this one has {major}"

@@ -1,0 +1,64 @@
+"""The benchmarks of an engine, run small on the demo model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from minisgl_backend.bench.offline import random_prompts
+from minisgl_backend.build import build_engine
+from minisgl_backend.cli.main import main
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError
+
+SMALL = ["--device", "cpu", "--num-pages", "256", "--max-sequence-length", "256"]
+
+
+def test_prompts_are_those_that_others_publish_figures_for() -> None:
+    prompts = random_prompts(
+        256, input_length=(100, 1024), output_length=(100, 1024), vocab_size=151_936, seed=0
+    )
+    assert sum(len(prompt.tokens) for prompt in prompts) == 142_827
+    assert sum(prompt.num_output_tokens for prompt in prompts) == 133_966
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        (["decode", "--batch-size", "2", "--context", "20", "--steps", "5"], {"batch", "step_ms"}),
+        (["prefill", "--length", "20", "--repeats", "2"], {"prompt_tokens", "median_ms"}),
+        (["offline", "--requests", "2", "--output-length", "4", "8"], {"tokens_per_s"}),
+    ],
+)
+def test_commands_report_what_they_measured(
+    command: list[str], names: set[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "figures.json"
+    result = CliRunner().invoke(main, ["bench", *command, *SMALL, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    assert len(figures["rows"]) == 1
+    assert names <= figures["rows"][0].keys()
+    assert figures["info"]["attention"] == "sdpa"
+
+
+def test_a_batch_beyond_the_rows_is_refused() -> None:
+    command = ["bench", "decode", "--batch-size", "9", "--max-running-requests", "8", *SMALL]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert "max_running_requests" in result.output
+
+
+def test_options_of_a_gpu_are_refused_on_a_cpu() -> None:
+    for name, value in (("kv_cache_dtype", "fp8_e4m3"), ("attention_backend", "fa")):
+        with pytest.raises(ConfigError, match=name):
+            build_engine(EngineOptions.from_mapping({"device": "cpu", name: value}))
+
+
+def test_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU"):
+        build_engine(EngineOptions(device="cuda"))

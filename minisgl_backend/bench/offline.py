@@ -17,7 +17,7 @@ from typing import Any
 import click
 import numpy as np
 
-from minisgl_backend.bench.report import Report, engine_facts, json_option
+from minisgl_backend.bench.report import Report, engine_facts, json_option, profile_option, profiled
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import MiniSGLError
@@ -171,6 +171,7 @@ def transformers_runner(
 @click.option(
     "--compare", type=click.Choice(["transformers"]), help="run the same prompts there, one by one"
 )
+@profile_option
 @json_option
 def offline(
     options: EngineOptions,
@@ -180,6 +181,7 @@ def offline(
     temperature: float,
     prompt_seed: int,
     compare: str | None,
+    profile_path: Path | None,
     json_path: Path | None,
 ) -> None:
     """Throughput of the engine in this process, all requests submitted at once."""
@@ -206,7 +208,8 @@ def offline(
             seed=prompt_seed + 1,
         )
         run_engine(engine, warm_up, temperature=temperature)
-        outputs, seconds = run_engine(engine, prompts, temperature=temperature)
+        with profiled(profile_path):
+            outputs, seconds = run_engine(engine, prompts, temperature=temperature)
     finally:
         engine.close(drain_s=0)
 

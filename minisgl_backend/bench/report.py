@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,28 @@ json_option = click.option(
     type=click.Path(dir_okay=False, path_type=Path),
     help="also write the figures to this file",
 )
+
+
+profile_option = click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="write a trace of what is measured, to be opened in chrome://tracing",
+)
+
+
+@contextmanager
+def profiled(path: Path | None) -> Iterator[None]:
+    """Trace what runs inside to ``path``: a GPU's kernels, or the operations of this thread."""
+    if path is None:
+        yield
+        return
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        yield
+    profiler.export_chrome_trace(str(path))
 
 
 def engine_facts(info: EngineInfo) -> dict[str, Any]:

@@ -45,6 +45,14 @@ def test_commands_report_what_they_measured(
     assert figures["info"]["attention"] == "sdpa"
 
 
+def test_a_profile_is_a_trace(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    command = ["bench", "offline", "--requests", "1", "--output-length", "2", "2", *SMALL]
+    result = CliRunner().invoke(main, [*command, "--profile", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "traceEvents" in json.loads(file.read_text(encoding="utf-8"))
+
+
 def test_a_batch_beyond_the_rows_is_refused() -> None:
     command = ["bench", "decode", "--batch-size", "9", "--max-running-requests", "8", *SMALL]
     result = CliRunner().invoke(main, command)

@@ -105,8 +105,8 @@ def test_decode_attention_is_torchs(window: int | None) -> None:
 
 
 def test_splits_fill_the_processors_and_no_more() -> None:
-    splits = [decode_attention.num_splits(batch, 8, 132) for batch in (1, 8, 16, 32, 33, 256)]
-    assert splits == [16, 16, 8, 4, 1, 1]
+    splits = [decode_attention.num_splits(batch, 8, 132) for batch in (1, 8, 16, 32, 49, 50, 256)]
+    assert splits == [16, 16, 8, 4, 2, 1, 1]
     assert decode_attention.num_splits(1, 8, 132, max_length=40_960) == 32
 
 

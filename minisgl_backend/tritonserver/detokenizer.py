@@ -27,10 +27,10 @@ from minisgl_backend.errors import (
 )
 from minisgl_backend.text.tokenizer import load_vocabulary
 from minisgl_backend.tritonserver.channel import Ack, DetokenizerChannel, Verdict
-from minisgl_backend.tritonserver.responder import Responder
+from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.setup import engine_options, loading, tokenizer_folder
 from minisgl_backend.tritonserver.tensors import make_response, read_inputs
-from minisgl_backend.tritonserver.wire.answer import Answer, answer_arrays
+from minisgl_backend.tritonserver.wire.answer import answer_arrays
 from minisgl_backend.tritonserver.wire.chunk import Chunk, decode_chunk, stream_name
 from minisgl_backend.tritonserver.wire.parameters import CHUNK, OUTPUT_IDS
 from minisgl_backend.tritonserver.wire.stream import AnswerStream
@@ -103,17 +103,19 @@ class TritonPythonModel:
         inputs = read_inputs(request)
         chunk = decode_chunk(inputs[CHUNK.name].item(0))
         stream = self._stream(chunk)
-        verdict = Verdict.LOST
         try:
-            verdict = self._answer(chunk, stream, inputs, responder)
+            verdict, response = self._answer(chunk, stream, inputs, responder)
         except Exception as error:
-            verdict = Verdict.STOP
+            verdict, response = Verdict.STOP, error_response(error, request.request_id())
             if stream is not None:
                 stream.over = verdict
-            responder.fail(error)
-        finally:
+        # before it is sent, since the engine can make the next chunk ready meanwhile; that one is
+        # taken only when this is done, so they stay in order
+        self._acknowledge(chunk, stream, verdict)
+        if response is not None:
+            responder.send(response, final=True)
+        else:
             responder.finish()
-            self._acknowledge(chunk, stream, verdict)
 
     def _stream(self, chunk: Chunk) -> _Open | None:
         """The stream of a chunk, a new one where it is the first; None where it is not known."""
@@ -131,32 +133,31 @@ class TritonPythonModel:
         stream: _Open | None,
         inputs: Mapping[str, Any],
         responder: Responder,
-    ) -> Verdict:
+    ) -> tuple[Verdict, Any | None]:
+        """What the engine and what the client gets to hear; None: nothing."""
         if stream is None:
-            responder.fail(EngineFailure("the detokenizer was restarted and lost this request"))
-            return Verdict.LOST
+            error = EngineFailure("the detokenizer was restarted and lost this request")
+            return Verdict.LOST, error_response(error, responder.label)
         if stream.over is not None:
-            return stream.over
+            return stream.over, None
         if self._is_cancelled(stream, responder):
             stream.over = Verdict.CANCELLED
-            return stream.over
+            return stream.over, None
         if chunk.error is not None:
             code, message = chunk.error
             stream.over = Verdict.STOP
-            responder.fail(_ERRORS.get(code, EngineFailure)(message))
-            return stream.over
-        answer = stream.answers.push(chunk, inputs[OUTPUT_IDS.name].tolist())
-        if answer is not None:
-            self._send(answer, stream, responder)
-        if stream.answers.done:
+            return stream.over, error_response(
+                _ERRORS.get(code, EngineFailure)(message), responder.label
+            )
+        answers = stream.answers
+        answer = answers.push(chunk, inputs[OUTPUT_IDS.name].tolist())
+        if answers.done:
             stream.over = Verdict.STOP
-            return Verdict.STOP
-        return Verdict.CONTINUE
-
-    def _send(self, answer: Answer, stream: _Open, responder: Responder) -> None:
-        wanted = stream.answers.start.wanted
-        arrays = answer_arrays(answer, wanted, self._vocabulary.token_text)
-        responder.send(make_response(arrays), final=True)
+        verdict = Verdict.STOP if answers.done else Verdict.CONTINUE
+        if answer is None:
+            return verdict, None
+        wanted = answers.start.wanted
+        return verdict, make_response(answer_arrays(answer, wanted, self._vocabulary.token_text))
 
     def _is_cancelled(self, stream: _Open, responder: Responder) -> bool:
         now_s = time.monotonic()

@@ -69,7 +69,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
         self._newest_acknowledged_s = float("-inf")
-        self._outbox: Outbox[Stream] = Outbox(max_chunks or max(4, (os.cpu_count() or 1) // 2))
+        self._outbox: Outbox[Stream] = Outbox(max_chunks or max(6, (os.cpu_count() or 1) // 2))
         self._stopping = threading.Event()
         self.channel = EngineChannel(
             directory=directory,

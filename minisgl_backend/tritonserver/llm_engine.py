@@ -168,6 +168,7 @@ class TritonPythonModel:
             window=Window(now_s=time.monotonic(), interval_s=self._interval_s(generation)),
             acknowledged=not direct,
             arrival_time_ns=record.arrival_time_ns,
+            timed=generation.wanted.perf_metrics,
         )
         seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
         sink = self._dispatcher.open(stream)

@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 class Responder:
     """Sends the responses of one request; safe to use from any thread."""
 
-    __slots__ = ("_label", "_lock", "_sender")
+    __slots__ = ("_lock", "_sender", "label")
 
     def __init__(self, request: Any) -> None:
         self._lock = threading.Lock()
         self._sender: Any = request.get_response_sender()
-        self._label: str = request.request_id()
+        self.label: str = request.request_id()
 
     @property
     def is_open(self) -> bool:
@@ -49,7 +49,7 @@ class Responder:
                 sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             except Exception:
                 # without a final flag the request would stay in flight for ever
-                logger.exception("request %r: the last response could not be sent", self._label)
+                logger.exception("request %r: the last response could not be sent", self.label)
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             return True
 
@@ -62,7 +62,7 @@ class Responder:
 
     def fail(self, error: BaseException) -> None:
         """Send an error and the final flag; what is not ours reaches the log, not the client."""
-        self.send(error_response(error, self._label), final=True)
+        self.send(error_response(error, self.label), final=True)
 
     def is_cancelled(self) -> bool:
         """Whether the client gave the request up; False while a response is being sent."""

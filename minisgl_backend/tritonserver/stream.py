@@ -76,9 +76,11 @@ class Stream:
         window: Window,
         acknowledged: bool,
         arrival_time_ns: int,
+        timed: bool = False,
     ) -> None:
         """``label`` is the client's request id; ``acknowledged`` tells whether a detokenizer
-        acknowledges the chunks, else each counts as acknowledged once Triton took it."""
+        acknowledges the chunks, else each counts as acknowledged once Triton took it; ``timed``
+        whether the times of tokens are wanted."""
         self.counter = counter
         self.request_id = request_id
         self.label = label
@@ -90,6 +92,7 @@ class Stream:
         self._token_ids: list[TokenId] = []
         self._logprobs: list[TokenLogprobs] = []
         self._num_cached_tokens: int | None = None
+        self._is_timed = timed
         self._arrival_time_ns = arrival_time_ns
         self._scheduled_time_ns = 0
         self._first_token_time_ns = 0
@@ -122,13 +125,16 @@ class Stream:
         """Take an event; True where the caller must hand the stream to a sender."""
         with self._lock:
             if type(event) is Generated:
-                now_ns = time.time_ns()
-                if not self._first_token_time_ns:
-                    self._first_token_time_ns = now_ns
-                self._last_token_time_ns = now_ns
                 self._token_ids.append(event.token_id)
                 if event.logprobs is not None:
                     self._logprobs.append(event.logprobs)
+                if self._is_timed:
+                    self._last_token_time_ns = time.time_ns()
+                    self._first_token_time_ns = (
+                        self._first_token_time_ns or self._last_token_time_ns
+                    )
+                if self._claimed or not self._window.is_open:
+                    return False  # the usual case of a busy server, and it comes for every token
             elif isinstance(event, Admitted):
                 self._scheduled_time_ns = time.time_ns()
                 self._num_cached_tokens = event.num_cached_tokens

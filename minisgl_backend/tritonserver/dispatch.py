@@ -56,7 +56,7 @@ class Dispatcher:
         on_chunk: Callable[[int], None] = lambda num_tokens: None,
     ) -> None:
         """``max_chunks`` are on their way to the detokenizer at once (see ``Outbox``): by default
-        one for each two cores, and at least 4, which keeps a small machine busy.
+        one for each two cores, and at least 6, which keeps a small machine busy.
 
         ``on_chunk`` is told of each response's number of tokens.
         """

@@ -1,0 +1,331 @@
+"""The engine's adapter with the real loop and planner, a fake executor and a fake Triton."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.bench.paced import paced_engine
+from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
+from minisgl_backend.request import Finished, FinishReason
+from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.text.prompt import TokenPrompt
+from minisgl_backend.tritonserver.channel import Ack, DetokenizerChannel, Verdict
+from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
+from minisgl_backend.tritonserver.wire.chunk import Chunk, decode_chunk
+from minisgl_backend.tritonserver.wire.generation import Generation
+from minisgl_backend.tritonserver.wire.parse import parse_generation
+from minisgl_backend.tritonserver.wire.record import encode_record
+from tests.fakes import pb_utils
+
+STEP_S = 0.002
+PATIENCE_S = 20.0
+
+
+class Model(TritonPythonModel):
+    """The adapter over a paced engine."""
+
+    @staticmethod
+    def make_engine(options: EngineOptions) -> Engine:
+        return paced_engine(options, step_s=STEP_S)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    monkeypatch.setenv("MINISGL_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("MINISGL_HTTP_URL", raising=False)
+    parameters = {"model": DEMO_MODEL, "max_running_requests": "4", "drain_timeout_s": "0"}
+    config = {"parameters": {name: {"string_value": v} for name, v in parameters.items()}}
+    model = Model()
+    threads = set(threading.enumerate())
+    model.initialize(
+        {
+            "model_config": json.dumps(config),
+            "model_name": "llm_engine",
+            "model_version": "1",
+            "model_instance_name": "llm_engine_0_0",
+            "model_repository": "/nowhere/llm_engine",
+        }
+    )
+    yield model
+    model.finalize()
+    left = {t.name for t in threading.enumerate() if t not in threads} - {"parent"}
+    assert not left
+    assert not list(tmp_path.iterdir())
+
+
+def request(
+    *, request_id: str = "", acknowledged: bool = True, **values: Any
+) -> pb_utils.InferenceRequest:
+    """A request as the tokenizer sends it, or one of a direct caller."""
+    ids = np.array([1, 2, 3], dtype=np.int32)
+    if not acknowledged:
+        return pb_utils.InferenceRequest(
+            {"input_ids": ids}, request_id=request_id, parameters=values
+        )
+    parsed = parse_generation({"input_ids": ids}, values, limits=Limits())
+    assert isinstance(parsed, Generation) and isinstance(parsed.prompt, TokenPrompt)
+    record = encode_record(parsed, arrival_time_ns=time.time_ns())
+    return pb_utils.InferenceRequest(
+        {"input_ids": ids, "request": np.array([record.encode()], dtype=object)},
+        request_id=request_id,
+    )
+
+
+def outputs(response: pb_utils.InferenceResponse) -> dict[str, Any]:
+    error = response.error()
+    assert error is None, error.message() if error else ""
+    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+
+class Reader:
+    """A detokenizer that acknowledges when it is told to."""
+
+    def __init__(self, asked: pb_utils.InferenceRequest) -> None:
+        self.sender = asked.sender
+        self.forgotten: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.channel = DetokenizerChannel(
+            on_forget=lambda epoch, counter: self.forgotten.put(counter),
+            on_engine_gone=lambda epoch: None,
+        )
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+
+    def next(self) -> tuple[Chunk, list[int]] | None:
+        """The next chunk and its tokens; None for a final flag alone."""
+        response, _ = self.sender.sent.get(timeout=PATIENCE_S)
+        if response is None:
+            return None
+        arrays = outputs(response)
+        return decode_chunk(arrays["chunk"].item()), arrays["output_ids"].tolist()
+
+    def acknowledge(self, chunk: Chunk, verdict: Verdict = Verdict.CONTINUE) -> None:
+        epoch, counter = (int(part, 16) for part in chunk.stream.split("."))
+        assert self.channel.acknowledge(chunk.reply_to, epoch, Ack(counter, chunk.index, verdict))
+
+
+def wait_idle(model: Model) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while model._engine.stats().num_open or len(model._dispatcher):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def wait_tokens(model: Model, num_tokens: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while model._engine.stats().num_generated_tokens < num_tokens:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_tokens_gather_until_the_last_chunk_is_acknowledged(model: Model) -> None:
+    asked = request(max_tokens=400, stream=True)
+    with Reader(asked) as reader:
+        model.execute([asked])
+        item = reader.next()
+        assert item is not None
+        first, token_ids = item
+        assert first.index == 0 and first.start is not None and first.start.num_input_tokens == 3
+        wait_tokens(model, 30)
+        assert asked.sender.sent.empty()
+        reader.acknowledge(first)
+        item = reader.next()
+        assert item is not None
+        second, more = item
+        assert second.index == 1 and second.start is None
+        assert len(token_ids) + len(more) >= 29  # the last one may still be on its way
+        token_ids += more
+        while second.finish is None:
+            reader.acknowledge(second)
+            item = reader.next()
+            assert item is not None
+            second, more = item
+            token_ids += more
+    assert len(token_ids) == 400
+    assert second.finish == Finished(FinishReason.LENGTH)
+    assert asked.sender.is_final
+    wait_idle(model)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.STOP, Verdict.CANCELLED, Verdict.LOST])
+def test_a_verdict_ends_the_request_with_the_final_flag_alone(
+    model: Model, verdict: Verdict
+) -> None:
+    asked = request(max_tokens=5000, stream=True)
+    with Reader(asked) as reader:
+        model.execute([asked])
+        item = reader.next()
+        assert item is not None
+        reader.acknowledge(item[0], verdict)
+        assert reader.next() is None
+        wait_idle(model)
+        assert reader.forgotten.get(timeout=PATIENCE_S) == int(item[0].stream.split(".")[1], 16)
+    cancelled = model._engine.stats().num_cancelled
+    assert cancelled == (0 if verdict is Verdict.STOP else 1)
+
+
+def test_probes_while_nothing_is_to_be_sent(model: Model) -> None:
+    """Without stream the tokens wait for the end; probes ask whether somebody listens."""
+    asked = request(max_tokens=5000)
+    with Reader(asked) as reader:
+        model.execute([asked])
+        for index in range(3):
+            item = reader.next()
+            assert item is not None
+            chunk, token_ids = item
+            assert chunk.index == index and not token_ids and chunk.finish is None
+            reader.acknowledge(chunk)
+        item = reader.next()
+        assert item is not None
+        reader.acknowledge(item[0], Verdict.CANCELLED)
+        assert reader.next() is None
+    wait_idle(model)
+
+
+def test_a_detokenizer_that_goes_ends_its_requests_with_an_error(model: Model) -> None:
+    asked = request(max_tokens=5000, stream=True)
+    with Reader(asked) as reader:
+        model.execute([asked])
+        item = reader.next()
+        assert item is not None
+        reader.acknowledge(item[0])
+    message = ""
+    while not message:
+        response, _ = asked.sender.sent.get(timeout=PATIENCE_S)
+        assert response is not None
+        error = response.error()
+        message = error.message() if error else ""
+    assert message == "INTERNAL: the detokenizer has gone"
+    wait_idle(model)
+
+
+def test_a_missing_acknowledgement_while_others_come(model: Model) -> None:
+    """A stream whose chunks get lost is given up, and the others go on."""
+    lost, other = request(max_tokens=5000, stream=True), request(max_tokens=5000, stream=True)
+    with Reader(lost) as loser, Reader(other) as reader:
+        model.execute([lost])
+        assert loser.next() is not None
+        model.execute([other])
+        while not lost.sender.is_final:
+            item = reader.next()
+            assert item is not None
+            reader.acknowledge(item[0])
+            last = item[0]
+        reader.acknowledge(last, Verdict.CANCELLED)
+    wait_idle(model)
+    assert model._engine.stats().num_cancelled == 2
+
+
+def test_a_direct_caller_gets_tokens(model: Model) -> None:
+    asked = request(
+        acknowledged=False,
+        max_tokens=20,
+        stream=True,
+        return_finish_reason=True,
+        return_num_cached_tokens=True,
+        return_num_input_tokens=True,
+    )
+    model.execute([asked])
+    token_ids, reasons, final = [], [], False
+    while not final:
+        response, final = asked.sender.sent.get(timeout=PATIENCE_S)
+        assert response is not None
+        arrays = outputs(response)
+        token_ids += arrays["output_ids"].tolist()
+        reasons.append(arrays["finish_reason"].item())
+        assert arrays["num_input_tokens"].item() == 3
+    assert len(token_ids) == 20
+    assert set(reasons[:-1]) == {b""} and reasons[-1] == b"length"
+    wait_idle(model)
+
+
+def test_a_direct_caller_who_gives_up(model: Model) -> None:
+    asked = request(acknowledged=False, max_tokens=5000)
+    model.execute([asked])
+    asked.sender.cancelled = True
+    response, final = asked.sender.sent.get(timeout=PATIENCE_S)
+    assert final and response is not None
+    wait_idle(model)
+    assert model._engine.stats().num_cancelled == 1
+
+
+@pytest.mark.parametrize("acknowledged", [True, False])
+def test_stop_request(model: Model, acknowledged: bool) -> None:
+    asked = request(request_id="job", acknowledged=acknowledged, max_tokens=5000)
+    other = request(request_id="other", acknowledged=False, max_tokens=5000)
+    stop = pb_utils.InferenceRequest({}, request_id="job", parameters={"stop_request": True})
+    model.execute([asked, other])
+    model.execute([stop])
+    response, final = stop.sender.sent.get(timeout=PATIENCE_S)
+    assert final and response is not None
+    assert outputs(response)["finish_reason"].item() == b"cancelled"
+    final = False
+    while not final:
+        response, final = asked.sender.sent.get(timeout=PATIENCE_S)
+    assert response is not None
+    if acknowledged:
+        finish = decode_chunk(outputs(response)["chunk"].item()).finish
+        assert finish is not None and finish.reason is FinishReason.CANCELLED
+    assert model._engine.stats().num_open == 1
+    other.sender.cancelled = True
+    wait_idle(model)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (request(acknowledged=False, max_tokens=0), "INVALID_ARG: max_tokens"),
+        (request(acknowledged=False, stop="x"), "UNSUPPORTED: stop"),
+        (request(max_tokens=100_000), "INVALID_ARG: max_tokens 100000"),
+        (
+            pb_utils.InferenceRequest({}, parameters={"stop_request": True}),
+            "INVALID_ARG: stop_request needs the request id",
+        ),
+        (
+            pb_utils.InferenceRequest({"request": np.array([b"{}"], dtype=object)}),
+            "INTERNAL: internal error",
+        ),
+    ],
+)
+def test_refusals(model: Model, asked: pb_utils.InferenceRequest, message: str) -> None:
+    model.execute([asked])
+    response, final = asked.sender.sent.get(timeout=PATIENCE_S)
+    assert final and response is not None
+    error = response.error()
+    assert error is not None and error.message().startswith(message)
+    assert len(model._dispatcher) == 0
+
+
+def test_unloading_ends_what_is_open(model: Model) -> None:
+    """``finalize`` of the fixture has to end these, and leave no thread, file or request."""
+    asked = [request(max_tokens=5000, stream=True), request(acknowledged=False, max_tokens=5000)]
+    model.execute(list(asked))
+    model._drain()
+    for one in asked:
+        final = False
+        while not final:
+            response, final = one.sender.sent.get(timeout=PATIENCE_S)
+        assert response is not None
+    error = response.error() if response else None
+    assert error is not None and error.message().startswith("UNAVAILABLE: the server is")
+    assert not model.is_ready()
+    late = request(acknowledged=False)
+    model.execute([late])
+    response, final = late.sender.sent.get(timeout=PATIENCE_S)
+    assert final and response is not None and response.has_error()
+
+
+def test_is_ready(model: Model) -> None:
+    assert model.is_ready()

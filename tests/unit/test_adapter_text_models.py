@@ -1,0 +1,318 @@
+"""The adapters of tokenizer and detokenizer, with the demo model's files and a fake Triton."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.config import DEMO_MODEL, Limits
+from minisgl_backend.request import Finished, FinishReason
+from minisgl_backend.text.prompt import TextPrompt
+from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.tritonserver.channel import Ack, EngineChannel, Verdict
+from minisgl_backend.tritonserver.detokenizer import TritonPythonModel as Detokenizer
+from minisgl_backend.tritonserver.hint import QueueSign
+from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenizer
+from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, encode_chunk, stream_name
+from minisgl_backend.tritonserver.wire.generation import StopRequest
+from minisgl_backend.tritonserver.wire.record import Record, decode_record
+from tests.fakes import pb_utils
+
+PATIENCE_S = 20.0
+
+
+def text(value: str | bytes) -> np.ndarray[Any, Any]:
+    array = np.empty(1, dtype=object)
+    array[0] = value.encode() if isinstance(value, str) else value
+    return array
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository whose `llm_engine` names the demo model and small queues."""
+    options = {"model": DEMO_MODEL, "max_running_requests": "2", "max_queued_requests": "1"}
+    lines = [
+        f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}'
+        for name, value in options.items()
+    ]
+    folder = tmp_path / "repository" / "llm_engine"
+    folder.mkdir(parents=True)
+    (folder / "config.pbtxt").write_text("\n".join(lines))
+    return folder.parent
+
+
+def args(repository: Path, name: str) -> dict[str, str]:
+    return {"model_repository": str(repository / name), "model_config": "{}", "model_name": name}
+
+
+def answer_of(request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse | None:
+    response, _ = request.sender.sent.get(timeout=PATIENCE_S)
+    assert request.sender.is_final
+    return response
+
+
+def outputs(response: pb_utils.InferenceResponse | None) -> dict[str, Any]:
+    assert response is not None
+    error = response.error()
+    assert error is None, error.message() if error else ""
+    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+
+def message_of(response: pb_utils.InferenceResponse | None) -> str:
+    assert response is not None
+    error = response.error()
+    assert error is not None
+    return error.message()
+
+
+# --- tokenizer ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Tokenizer]:
+    monkeypatch.setenv("MINISGL_RUNTIME_DIR", str(tmp_path))
+    model = Tokenizer()
+    model.initialize(args(repository, "tokenizer"))
+    yield model
+    model.finalize()
+
+
+def test_text_becomes_ids_and_a_record(tokenizer: Tokenizer) -> None:
+    request = pb_utils.InferenceRequest(
+        {"text_input": text("Hello"), "max_tokens": np.array([5], dtype=np.int32)},
+        parameters={"temperature": "0.5"},
+        timeout_us=2_000_000,
+    )
+    before_ns = time.time_ns()
+    tokenizer.execute([request])
+    arrays = outputs(answer_of(request))
+    ids = arrays["input_ids"]
+    assert ids.tolist() == PromptEncoder.load(DEMO_MODEL).encode(TextPrompt("Hello")).tolist()
+    record = decode_record(arrays["request"].item().decode(), ids, Limits())
+    assert isinstance(record, Record)
+    assert record.generation.sampling.max_tokens == 5
+    assert record.generation.sampling.temperature == 0.5
+    assert record.generation.timeout_ms == 2000
+    assert before_ns <= record.arrival_time_ns <= time.time_ns()
+
+
+def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
+    requests = [
+        pb_utils.InferenceRequest({}),
+        pb_utils.InferenceRequest({"text_input": text("x")}, parameters={"n": 3}),
+        pb_utils.InferenceRequest({"text_input": text(b"\xff")}),
+        pb_utils.InferenceRequest({"text_input": text(b"x" * 13_000_000)}),
+    ]
+    tokenizer.execute(list(requests))
+    messages = [message_of(answer_of(request)) for request in requests]
+    assert messages[0].startswith("INVALID_ARG: give one of")
+    assert messages[1].startswith("UNSUPPORTED: n is")
+    assert messages[2].startswith("INVALID_ARG: ")
+    assert messages[3].startswith("INVALID_ARG: a request must be at most")
+
+
+def test_full_engines_are_spared(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The hint is looked at first, and only while every engine shows it."""
+    signs = [QueueSign(tmp_path, "a"), QueueSign(tmp_path, "b")]
+
+    def ask() -> pb_utils.InferenceResponse | None:
+        tokenizer._queue._read_s = float("-inf")  # do not wait for the next look
+        request = pb_utils.InferenceRequest({"text_input": text("x")})
+        tokenizer.execute([request])
+        return answer_of(request)
+
+    signs[0].show(True)
+    outputs(ask())
+    signs[1].show(True)
+    assert message_of(ask()).startswith("UNAVAILABLE: queue full")
+    signs[0].show(False)
+    outputs(ask())
+    for sign in signs:
+        sign.remove()
+    outputs(ask())
+
+
+def test_the_pool_is_bounded_and_a_stop_request_ends_what_waits_in_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    encode = tokenizer._encoder.encode
+
+    def slow(prompt: Any) -> Any:
+        entered.set()
+        assert leave.wait(PATIENCE_S)
+        return encode(prompt)
+
+    monkeypatch.setattr(tokenizer._encoder, "encode", slow)
+    waiting = [
+        pb_utils.InferenceRequest({"text_input": text("x")}, request_id=label)
+        for label in ("job", "other")
+    ]
+    stop = pb_utils.InferenceRequest({}, request_id="job", parameters={"stop_request": True})
+    tokenizer.execute([waiting[0]])
+    assert entered.wait(PATIENCE_S)
+    tokenizer.execute([stop])
+    arrays = outputs(answer_of(stop))
+    record = decode_record(arrays["request"].item().decode(), arrays["input_ids"], Limits())
+    assert isinstance(record, StopRequest)
+    tokenizer.execute([waiting[1]])
+    more = [pb_utils.InferenceRequest({"text_input": text("x")}) for _ in range(4)]
+    tokenizer.execute(list(more))
+    assert message_of(answer_of(more[-1])).startswith("UNAVAILABLE: queue full: 3 requests")
+    leave.set()
+    assert message_of(answer_of(waiting[0])) == "CANCELLED: a stop_request of the same id came in"
+    outputs(answer_of(waiting[1]))
+
+
+# --- detokenizer -------------------------------------------------------------------------------
+
+
+class Engine:
+    """What a detokenizer hears from, and what it says to it."""
+
+    def __init__(self) -> None:
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.channel = EngineChannel(
+            on_ack=self.heard.put, on_detokenizer_gone=lambda: self.heard.put("gone")
+        )
+        self.ids = PromptEncoder.load(DEMO_MODEL).encode(TextPrompt("Grüße 🙂 and more"))
+
+    def request(
+        self, index: int, token_ids: list[int], *, counter: int = 1, **chunk: Any
+    ) -> pb_utils.InferenceRequest:
+        if index == 0:
+            chunk.setdefault("start", StreamStart(num_input_tokens=3, stream=True))
+        body = Chunk(self.channel.path, stream_name(self.channel.epoch, counter), index, **chunk)
+        return pb_utils.InferenceRequest(
+            {
+                "output_ids": np.array(token_ids, dtype=np.int32),
+                "chunk": text(encode_chunk(body)),
+            }
+        )
+
+    def ack(self) -> Ack:
+        ack = self.heard.get(timeout=PATIENCE_S)
+        assert isinstance(ack, Ack)
+        return ack
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.channel.close()
+
+
+@pytest.fixture
+def detokenizer(repository: Path) -> Iterator[Detokenizer]:
+    model = Detokenizer()
+    model.initialize(args(repository, "detokenizer"))
+    yield model
+    model.finalize()
+
+
+def take(detokenizer: Detokenizer, request: pb_utils.InferenceRequest) -> Any:
+    detokenizer.execute([request])
+    return answer_of(request)
+
+
+def wait_forgotten(detokenizer: Detokenizer) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while detokenizer._streams:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_chunks_become_text_and_are_acknowledged(detokenizer: Detokenizer, engine: Engine) -> None:
+    said = ""
+    for index, token_id in enumerate(engine.ids.tolist()):
+        response = take(detokenizer, engine.request(index, [token_id]))
+        if response is not None:  # half a character is nothing to say
+            said += outputs(response)["text_output"].item().decode()
+        assert engine.ack() == Ack(1, index, Verdict.CONTINUE)
+    last = engine.request(len(engine.ids), [], finish=Finished(FinishReason.LENGTH))
+    said += outputs(take(detokenizer, last))["text_output"].item().decode()
+    assert said == "Grüße 🙂 and more"
+    assert not detokenizer._streams
+
+
+def test_a_probe_is_answered_with_nothing(detokenizer: Detokenizer, engine: Engine) -> None:
+    assert take(detokenizer, engine.request(0, [])) is None
+    assert engine.ack() == Ack(1, 0, Verdict.CONTINUE)
+
+
+def test_a_stop_string_ends_the_stream(detokenizer: Detokenizer, engine: Engine) -> None:
+    start = StreamStart(num_input_tokens=1, stream=True, stop_strings=(" and",))
+    response = take(detokenizer, engine.request(0, engine.ids.tolist(), start=start))
+    assert outputs(response)["text_output"].item().decode() == "Grüße 🙂"
+    assert engine.ack() == Ack(1, 0, Verdict.STOP)
+    # the engine did not know it yet
+    assert take(detokenizer, engine.request(1, [5])) is None
+    assert engine.ack() == Ack(1, 1, Verdict.STOP)
+    engine.channel.forget(1)
+    wait_forgotten(detokenizer)
+
+
+def test_a_cancelled_client(detokenizer: Detokenizer, engine: Engine) -> None:
+    request = engine.request(0, engine.ids.tolist())
+    request.sender.cancelled = True
+    assert take(detokenizer, request) is None
+    assert engine.ack() == Ack(1, 0, Verdict.CANCELLED)
+    last = engine.request(1, [], finish=Finished(FinishReason.CANCELLED))
+    assert take(detokenizer, last) is None
+    assert not detokenizer._streams
+
+
+def test_a_stream_that_is_not_known(detokenizer: Detokenizer, engine: Engine) -> None:
+    assert message_of(take(detokenizer, engine.request(4, [5]))).startswith("INTERNAL: ")
+    assert engine.ack() == Ack(1, 4, Verdict.LOST)
+
+
+def test_an_error_of_the_engine(detokenizer: Detokenizer, engine: Engine) -> None:
+    take(detokenizer, engine.request(0, []))
+    failed = engine.request(1, [], error=("UNAVAILABLE", "too late"))
+    assert message_of(take(detokenizer, failed)) == "UNAVAILABLE: too late"
+    assert not detokenizer._streams
+
+
+def test_a_failure_on_one_stream_stays_with_it(
+    detokenizer: Detokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(detokenizer, engine.request(0, [], counter=1))
+    take(detokenizer, engine.request(0, [], counter=2))
+    engine.ack(), engine.ack()
+    (broken, _) = detokenizer._streams.values()
+    monkeypatch.setattr(broken, "answers", None)
+    told = message_of(take(detokenizer, engine.request(1, [5], counter=1)))
+    assert told.startswith("INTERNAL: internal error")
+    assert engine.ack() == Ack(1, 1, Verdict.STOP)
+    take(detokenizer, engine.request(1, [5], counter=2))
+    assert engine.ack() == Ack(2, 1, Verdict.CONTINUE)
+
+
+def test_streams_go_with_their_engine(detokenizer: Detokenizer) -> None:
+    engine = Engine()
+    take(detokenizer, engine.request(0, []))
+    engine.ack()
+    assert detokenizer._streams
+    engine.channel.close()
+    wait_forgotten(detokenizer)
+
+
+@pytest.mark.parametrize("chunk", ["{}", "null", json.dumps({"r": "x", "s": "no.name", "i": 3})])
+def test_garbage(detokenizer: Detokenizer, chunk: str) -> None:
+    request = pb_utils.InferenceRequest(
+        {"output_ids": np.array([1], dtype=np.int32), "chunk": text(chunk)}
+    )
+    message = message_of(take(detokenizer, request))
+    assert message.startswith(("INVALID_ARG: ", "INTERNAL: the detokenizer"))

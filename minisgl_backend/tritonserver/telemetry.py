@@ -18,11 +18,12 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import triton_python_backend_utils as pb_utils
 
-from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.stats import EngineStats, Samples
 
 _LATENCY_BUCKETS: Final = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
@@ -59,6 +60,18 @@ class BucketCounts:
             running += count
             added["+Inf" if bound == float("inf") else f"{bound:g}"] = running
         return added | {"sum": total, "count": running}
+
+
+class Engine(Protocol):
+    """The part of the engine that is needed here."""
+
+    info: EngineInfo
+
+    def stats(self) -> EngineStats:
+        """Counts at this moment."""
+
+    def take_samples(self) -> Samples:
+        """Observations since the last call."""
 
 
 class Telemetry:

@@ -1,0 +1,274 @@
+"""Finding a tritonserver, starting it, and telling why it did not start; with a fake binary."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from minisgl_backend.cli.serve import located, options_as_text
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.server.installation import Installation, find_installation
+from minisgl_backend.server.log import Console, failure_in_log
+from minisgl_backend.server.process import ServerOptions, TritonServer
+from minisgl_backend.server.repository import shipped_repository, with_parameters
+
+FAKE = """\
+#!{python}
+import http.server, os, pathlib, signal, sys
+options = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[1:])
+place = pathlib.Path(os.environ["MINISGL_RUNTIME_DIR"])
+(place / "arguments").write_text("\\n".join(sys.argv[1:]))
+{body}
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+address = options["http-address"], int(options["http-port"])
+http.server.HTTPServer(address, Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def fake_server(folder: Path, body: str = "") -> Installation:
+    """A program that answers as a ready tritonserver does."""
+    binary = folder / "tritonserver"
+    binary.write_text(FAKE.format(python=sys.executable, body=textwrap.dedent(body)))
+    binary.chmod(0o755)
+    return Installation(binary)
+
+
+OPTIONS = ServerOptions(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1)
+
+
+def start(installation: Installation, options: ServerOptions = OPTIONS) -> TritonServer:
+    return TritonServer(installation, shipped_repository(), {"page_size": "32"}, options)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[TritonServer]:
+    server = start(fake_server(folder))
+    server.wait_ready(30)
+    yield server
+    server.stop()
+
+
+def test_what_the_server_is_told(server: TritonServer) -> None:
+    arguments = (server.directory / "arguments").read_text().splitlines()
+    assert f"--model-repository={server.repository}" in arguments
+    assert "--model-control-mode=explicit" in arguments
+    assert "--load-model=*" in arguments
+    assert "--disable-auto-complete-config" in arguments
+    assert "--grpc-address=127.0.0.1" in arguments
+    assert f"--metrics-port={server.metrics_port}" in arguments
+    assert not any("restricted" in argument for argument in arguments)
+    assert len({server.http_port, server.grpc_port, server.metrics_port}) == 3
+    assert server.url("/x") == f"http://127.0.0.1:{server.http_port}/x"
+
+
+def test_its_files_are_private_and_go_with_it(server: TritonServer) -> None:
+    assert stat.S_IMODE(server.directory.stat().st_mode) == 0o700
+    region = Path("/dev/shm") / f"{server.shared_memory_prefix}left"
+    region.touch()
+    assert server.stop() == 0
+    assert server.stop() == 0
+    assert not server.directory.exists()
+    assert not region.exists()
+
+
+def test_others_than_this_machine_may_not_control_it(folder: Path) -> None:
+    server = start(
+        fake_server(folder),
+        ServerOptions(host="0.0.0.0", http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1),
+    )
+    server.wait_ready(30)
+    arguments = (server.directory / "arguments").read_text()
+    assert "--http-restricted-api=model-repository,shared-memory" in arguments
+    assert f"minisgl-admin-key={server.admin_key}" in arguments
+    server.stop()
+
+
+def test_it_drains_before_it_is_told_to_stop(server: TritonServer) -> None:
+    sign = server.directory / "queue-open.engine"
+    sign.touch()
+    assert server.stop() == 0  # after the time granted, since nobody took the sign down
+
+
+def test_a_server_that_does_not_stop_is_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl_backend.server.process._UNLOAD_S", 0.2)
+    server = start(fake_server(folder))
+    server.wait_ready(30)
+    server.signal(signal.SIGSTOP)
+    assert server.stop() == -signal.SIGKILL
+
+
+def test_the_cause_of_a_failed_start(folder: Path) -> None:
+    body = """
+    print("E1121 04:00:00.0 12 ensemble_scheduler.cc:1] \\"unable to create stream for x: no\\"")
+    print("E1121 04:00:00.0 12 model_lifecycle.cc:642] \\"failed to load 'llm_engine' version 1: "
+          "Internal: unknown option 'pages'\\\\n\\\\nAt:\\\\n  /x.py\\"")
+    sys.exit(1)
+    """
+    server = start(fake_server(folder, body))
+    with pytest.raises(ConfigError, match=r"^llm_engine: unknown option 'pages'$"):
+        server.wait_ready(30)
+    assert server.poll() == 1
+    server.stop()
+
+
+def test_a_start_without_a_cause_shows_the_log(folder: Path) -> None:
+    server = start(fake_server(folder, "print('what now'); sys.exit(3)"))
+    with pytest.raises(ConfigError, match="ended with code 3:\nwhat now"):
+        server.wait_ready(30)
+    server.stop()
+
+
+def test_a_start_may_be_given_up_or_take_too_long(folder: Path) -> None:
+    server = start(fake_server(folder, "signal.pause()"))
+    with pytest.raises(InterruptedError):
+        server.wait_ready(30, give_up=lambda: True)
+    with pytest.raises(ConfigError, match="was not ready after"):
+        server.wait_ready(0.1)
+    server.stop()
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--grpc-port {port} on 127.0.0.1 cannot be used"):
+            start(Installation(Path("/bin/true")), ServerOptions(http_port=0, grpc_port=port))
+
+
+# --- installation ------------------------------------------------------------------------------
+
+
+def test_the_wheel_is_found_and_put_together(folder: Path) -> None:
+    installation = find_installation()
+    assert installation.binary.name == "tritonserver" and installation.binary.exists()
+    backends = installation.make_backend_directory(folder)
+    assert backends is not None
+    names = {path.name for path in (backends / "python").iterdir()}
+    assert {"libtriton_python.so", "triton_python_backend_stub"} <= names
+    assert all(path.exists() for path in (backends / "python").iterdir())
+
+
+def test_this_interpreter_comes_first() -> None:
+    env = find_installation().environment({"PATH": "/usr/bin", "LD_LIBRARY_PATH": "/x", "A": "b"})
+    assert env["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    libraries = env["LD_LIBRARY_PATH"].split(os.pathsep)
+    assert libraries[0] == sysconfig.get_config_var("LIBDIR")
+    assert libraries[1].endswith("nvidia_pytriton.libs") and libraries[-1] == "/x"
+    assert env["A"] == "b"
+
+
+def test_another_tritonserver_is_taken_as_it_is(folder: Path) -> None:
+    binary = fake_server(folder).binary
+    installation = find_installation(str(binary))
+    assert installation.binary == binary.resolve()
+    assert installation.make_backend_directory(folder) is None
+    assert "LD_LIBRARY_PATH" not in installation.environment({})
+    with pytest.raises(ConfigError, match="there is no tritonserver at '/nowhere'"):
+        find_installation("/nowhere")
+
+
+def test_without_the_wheel_path_is_searched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    binary = fake_server(folder).binary
+    monkeypatch.setenv("PATH", str(folder))
+    assert find_installation().binary == binary.resolve()
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="no tritonserver found"):
+        find_installation()
+
+
+# --- repository and options --------------------------------------------------------------------
+
+
+def test_parameters_are_set_and_kept() -> None:
+    config = (shipped_repository() / "llm_engine" / "config.pbtxt").read_text()
+    odd = 'a "quoted" \\ path, Ünï'
+    changed = with_parameters(with_parameters(config, {"model": "x", "dtype": odd}), {"model": "y"})
+    before = text_format.Parse(config, model_config_pb2.ModelConfig())
+    after = text_format.Parse(changed, model_config_pb2.ModelConfig())
+    assert after.parameters["model"].string_value == "y"
+    assert after.parameters["dtype"].string_value == odd
+    after.ClearField("parameters")
+    before.ClearField("parameters")
+    assert after == before
+
+
+def test_options_as_parameters() -> None:
+    options = EngineOptions(model="m", overlap=False, memory_ratio=0.5, page_size=None, seed=3)
+    text = options_as_text(options)
+    assert text == {"model": "m", "overlap": "false", "memory_ratio": "0.5", "seed": "3"}
+    assert EngineOptions.from_mapping(text) == options
+
+
+def test_folders_become_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").touch()
+    (folder / "words").mkdir()
+    monkeypatch.chdir(folder)
+    options = located(EngineOptions(model="model", tokenizer="words"))
+    assert (options.model, options.tokenizer) == (str(folder / "model"), str(folder / "words"))
+    with pytest.raises(ConfigError, match="neither a folder nor a model id"):
+        located(EngineOptions(model="/nowhere/at/all"))
+
+
+# --- log ---------------------------------------------------------------------------------------
+
+CHATTER = [
+    'I1121 03:06:24.772809 15664 grpc_server.cc:2558] "Started GRPCInferenceService"',
+    "+------+",
+    "| model | status |",
+    "",
+    'W1121 03:06:24.8 15664 pinned_memory_manager.cc:170] "failed to allocate pinned"',
+]
+
+
+def test_the_operator_sees_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = 'I1121 03:06:25.839737 15664 setup.py:117] "minisgl_backend.x: loading"'
+    error = 'E1121 03:06:25.8 15664 server.cc:1] "trouble"'
+    lines = [*CHATTER, ours, error, "plain"]
+    quiet, loud = Console(everything=False), Console(everything=True)
+    for line in lines:
+        quiet.show(line)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == ["03:06:25 minisgl_backend.x: loading", error, "plain"]
+    for line in lines:
+        loud.show(line)
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (CHATTER, None),
+        (['E1121 03:06:25.8 15664 server.cc:1] "trouble"', "more"], '"trouble"'),
+        (["error: creating server: Internal"], "creating server: Internal"),
+    ],
+)
+def test_causes_in_a_log(lines: list[str], cause: str | None) -> None:
+    assert failure_in_log(lines) == cause

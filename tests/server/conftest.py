@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.process import ServerOptions, TritonServer
 from minisgl_backend.server.repository import shipped_repository
-
-StartServer = Callable[..., Any]
 
 PACED_STEP_S = 0.02
 _PACED = """\
@@ -35,9 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def running(
     repository: Path | None = None,
     *,
+    options: Mapping[str, str] | None = None,
     exit_timeout_s: int = 30,
     exit_code: int | None = 0,
-    **options: str,
 ) -> Iterator[TritonServer]:
     """A server that is ready; when the block is left, it must end cleanly and leave nothing.
 
@@ -46,7 +43,7 @@ def running(
     server = TritonServer(
         find_installation(),
         repository or shipped_repository(),
-        options,
+        options or {},
         ServerOptions(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=exit_timeout_s),
     )
     try:
@@ -81,7 +78,11 @@ def server() -> Iterator[TritonServer]:
 
 @pytest.fixture(scope="session")
 def paced_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server whose engine takes 20 ms a step, two requests and 16 prompt tokens at a time."""
+    """A server whose engine takes 20 ms a step, two requests and 16 prompt tokens at a time.
+
+    One more request may wait.
+    """
     repository = paced_repository(tmp_path_factory.mktemp("paced"))
-    with running(repository, max_running_requests="2", max_prefill_tokens="16") as server:
+    limits = {"max_running_requests": "2", "max_queued_requests": "1", "max_prefill_tokens": "16"}
+    with running(repository, options=limits) as server:
         yield server

@@ -43,9 +43,9 @@ class Before:
 
     def __init__(self, server: TritonServer) -> None:
         self.server = server
+        self.used = 0.0
+        wait_for(self._is_idle, "an engine without requests")
         metrics = Metrics(server)
-        assert metrics["vllm:num_requests_running"] == metrics["vllm:num_requests_waiting"] == 0
-        self.used = metrics["vllm:kv_cache_usage_perc"]
         self.cancelled = metrics["minisgl:requests_cancelled_total"]
         self.tokens = metrics["vllm:generation_tokens_total"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from tritonclient.utils import InferenceServerException
 
 from minisgl_backend.server.process import TritonServer
 from tests.server.client import Call, Metrics, Refused, generate, tensors, wait_for
-from tests.server.conftest import paced_repository, running
 
 TEXT = {"text_input": "Hello"}
 
@@ -157,21 +155,19 @@ def test_a_long_prompt_is_refused_by_its_numbers(server: TritonServer) -> None:
         generate(server, input_ids=[5] * 8500, max_tokens=1)
 
 
-def test_queue_full(tmp_path: Path) -> None:
+def test_queue_full(paced_server: TritonServer) -> None:
     """More than may run and wait are refused at once, with the numbers; the others are served."""
-    repository = paced_repository(tmp_path)
-    with running(repository, max_running_requests="2", max_queued_requests="1") as server:
-        values: dict[str, Any] = {"input_ids": [1, 2], "max_tokens": 2000, "stream": True}
-        calls = [Call(server, **values) for _ in range(3)]
-        wait_for(lambda: Metrics(server)["vllm:num_requests_waiting"] == 1, "a full queue")
-        for model in ("llm_engine", "minisgl"):
-            with Call(server, model, **values) as call, pytest.raises(Refused) as caught:
-                call.all()
-            assert "UNAVAILABLE: queue full: " in caught.value.message
-            assert_is_clean(caught.value.message)
-        for call in calls[:2]:
-            assert call.next() is not None
-        for call in calls:
-            call.cancel()
-        wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an idle engine")
-        assert len(generate(server, input_ids=[1, 2], max_tokens=2)["text_output"]) > 0
+    server = paced_server
+    wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an idle engine")
+    values: dict[str, Any] = {"input_ids": [1, 2], "max_tokens": 2000, "stream": True}
+    calls = [Call(server, **values) for _ in range(3)]
+    wait_for(lambda: Metrics(server)["vllm:num_requests_waiting"] == 1, "a full queue")
+    for model in ("llm_engine", "minisgl"):
+        with Call(server, model, **values) as call, pytest.raises(Refused) as caught:
+            call.all()
+        assert "UNAVAILABLE: queue full: " in caught.value.message
+        assert_is_clean(caught.value.message)
+    for call in calls:
+        call.cancel()
+    wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an idle engine")
+    assert len(generate(server, input_ids=[1, 2], max_tokens=2)["text_output"]) > 0

@@ -21,10 +21,13 @@ SHORT: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 40, "stream": Tru
 MODELS = ("minisgl", "minisgl_batched", "llm_engine")
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[TritonServer]:
+BRIEF = {"drain_timeout_s": "1"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """A paced engine that gives open requests a second when it has to end."""
-    with running(paced_repository(tmp_path), drain_timeout_s="1") as server:
+    with running(paced_repository(tmp_path_factory.mktemp("paced")), options=BRIEF) as server:
         yield server
 
 
@@ -130,7 +133,7 @@ def test_kill_of_the_detokenizer(tmp_path: Path) -> None:
     """
     repository = paced_repository(tmp_path)
     with (
-        running(repository, drain_timeout_s="1", exit_code=None, exit_timeout_s=5) as server,
+        running(repository, options=BRIEF, exit_code=None) as server,
         Call(server, **{**ENDLESS, "stream": False}) as through,
         Call(server, "llm_engine", **ENDLESS) as direct,
     ):
@@ -142,11 +145,12 @@ def test_kill_of_the_detokenizer(tmp_path: Path) -> None:
             through.all()
         assert direct.next()
         wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 1, "one request fewer")
+        server.signal(signal.SIGKILL)  # it cannot unload a model whose process is gone
 
 
 def test_sigterm_drains(tmp_path: Path) -> None:
     """What fits into the time granted finishes, the rest gets an error, and the exit is clean."""
-    with running(paced_repository(tmp_path), drain_timeout_s="1") as server:
+    with running(paced_repository(tmp_path), options=BRIEF) as server:
         requests = InFlight(server)
         stopping = threading.Thread(target=server.stop)
         stopping.start()

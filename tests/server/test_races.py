@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ TritonPythonModel = paced_model(step_s=0.001)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[TritonServer]:
-    # Triton 24.10 does not unload a model whose requests were cancelled in its own queue, whatever
-    # the model does; so the exit is not looked at here
     repository = repository_with(tmp_path, _EAGER)
-    with running(repository, max_running_requests="64", exit_code=None) as server:
+    with running(repository, options={"max_running_requests": "64"}, exit_code=None) as server:
         yield server
+        # Triton 24.10 does not unload a model whose requests were cancelled in its own queue,
+        # whatever the model does
+        server.signal(signal.SIGKILL)
 
 
 def run_batch(server: TritonServer, rng: random.Random, size: int, *, cancel: bool) -> None:

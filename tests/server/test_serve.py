@@ -116,12 +116,3 @@ def test_wrong_options() -> None:
     assert "max_prefill_tokens must be an integer" in failure_of("--max-prefill-tokens", "many")
     assert "there is no tritonserver at" in failure_of("--tritonserver", "/nowhere")
     assert "attention_backend=fa is not supported" in failure_of("--attention-backend", "fa")
-
-
-def test_a_port_that_is_taken() -> None:
-    with serve(*PORTS) as process:
-        text = "".join(lines_until(process, "gRPC"))
-        (port,) = re.findall(r"gRPC +127.0.0.1:(\d+)", text)
-        assert f"--grpc-port {port} on 127.0.0.1 cannot be used" in failure_of("--grpc-port", port)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0

@@ -288,6 +288,6 @@ def test_metrics_tell_what_happened(server: TritonServer) -> None:
         "minisgl:chunk_tokens_sum",
     ):
         assert after[name] > before[name], name
-    assert after["vllm:num_requests_running"] == 0
+    wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an idle engine")
     assert after.labelled("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "max") > 0
     assert 'version="1"' in after.text and 'model="demo_model"' in after.text

@@ -29,7 +29,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**TEXT, "max_tokens": 0}, "INVALID_ARG: max_tokens"),
     ({**TEXT, "max_tokens": 1_000_000}, "INVALID_ARG: max_tokens 1000000 with a prompt of"),
     ({**TEXT, "tempreature": 1.0}, "INVALID_ARG: unknown parameter 'tempreature'; did you mean"),
-    ({**TEXT, "max_tokens": 3, "max_new_tokens": 4}, "INVALID_ARG: max_new_tokens is given twice"),
+    ({**TEXT, "min_tokens": 20}, "INVALID_ARG: min_tokens must be <= max_tokens 16, got 20"),
     ({**TEXT, "n": 2}, "UNSUPPORTED: n is not supported, got 2"),
     ({**TEXT, "sampling_parameters": '{"top_k": -3}'}, "INVALID_ARG: top_k"),
     ({**TEXT, "stop_token_ids": [4000]}, "INVALID_ARG: stop_token_ids must be in 0 .. 2047"),
@@ -45,6 +45,12 @@ def test_wrong_values(server: TritonServer, values: dict[str, Any], message: str
     assert caught.value.status == 400
     assert caught.value.message.startswith(f"in ensemble 'minisgl', {message}")
     assert_is_clean(caught.value.message)
+
+
+def test_a_value_given_twice(server: TritonServer) -> None:
+    assert generate(server, **TEXT, max_tokens=3, max_new_tokens=3)["text_output"]
+    with pytest.raises(Refused, match=r"INVALID_ARG: max_(new_)?tokens is given twice"):
+        generate(server, **TEXT, max_tokens=3, max_new_tokens=4)
 
 
 def assert_is_clean(message: str) -> None:

@@ -26,7 +26,8 @@ from minisgl_backend.errors import (
     Unsupported,
 )
 from minisgl_backend.text.tokenizer import load_vocabulary
-from minisgl_backend.tritonserver.channel import Ack, DetokenizerChannel, Verdict
+from minisgl_backend.tritonserver.channel import DetokenizerChannel
+from minisgl_backend.tritonserver.packets import Ack, Verdict
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.setup import engine_options, loading, tokenizer_folder
 from minisgl_backend.tritonserver.tensors import make_response, read_inputs

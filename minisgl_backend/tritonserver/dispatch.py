@@ -23,8 +23,9 @@ from typing import Final, Protocol
 
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import Event, FinishReason, RequestId
-from minisgl_backend.tritonserver.channel import Ack, EngineChannel, Verdict
+from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.outbox import Outbox
+from minisgl_backend.tritonserver.packets import Ack, Verdict
 from minisgl_backend.tritonserver.stream import Duty, Stream
 
 logger = logging.getLogger(__name__)

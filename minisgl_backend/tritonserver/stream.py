@@ -32,7 +32,7 @@ from minisgl_backend.request import (
     TokenId,
     TokenLogprobs,
 )
-from minisgl_backend.tritonserver.channel import Verdict
+from minisgl_backend.tritonserver.packets import Verdict
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.window import Window
 from minisgl_backend.tritonserver.wire.chunk import Times

@@ -13,9 +13,7 @@ two: the next update of the other crashes tritonserver (measured with 24.10).
 
 from __future__ import annotations
 
-import bisect
 import secrets
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -24,6 +22,7 @@ import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.runtime.stats import EngineStats, Samples
+from minisgl_backend.tritonserver.counts import REJECTED, BucketCounts
 
 _LATENCY_BUCKETS: Final = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
@@ -32,34 +31,6 @@ _TOKEN_BUCKETS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 _BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _MAX_OBSERVATIONS: Final = 500
 """Observations of one histogram told at a time; the newest where there are more."""
-
-
-class BucketCounts:
-    """A histogram that is counted here: cumulative counts by upper bound, a sum and a count."""
-
-    def __init__(self, buckets: Sequence[float]) -> None:
-        self._buckets = tuple(buckets)
-        self._lock = threading.Lock()
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count a value."""
-        with self._lock:
-            self._counts[bisect.bisect_left(self._buckets, value)] += 1
-            self._sum += value
-
-    def take(self) -> dict[str, float]:
-        """What was added since the last call: by the ``le`` of a bucket, and as sum and count."""
-        with self._lock:
-            counts, self._counts = self._counts, [0] * len(self._counts)
-            total, self._sum = self._sum, 0.0
-        added: dict[str, float] = {}
-        running = 0
-        for bound, count in zip((*self._buckets, float("inf")), counts, strict=True):
-            running += count
-            added["+Inf" if bound == float("inf") else f"{bound:g}"] = running
-        return added | {"sum": total, "count": running}
 
 
 class Engine(Protocol):
@@ -94,7 +65,7 @@ class Telemetry:
         self._counters = self._make_counters()
         self._gauges = self._make_gauges()
         self._rejected = self._by_label(
-            "minisgl:requests_rejected_total",
+            REJECTED,
             "Requests refused at the door",
             "reason",
             ("invalid", "unsupported", "queue_full", "draining", "down"),

@@ -23,6 +23,7 @@ import numpy as np
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded
 from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.tritonserver.counts import Rejections
 from minisgl_backend.tritonserver.hint import QueueView
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.setup import (
@@ -85,6 +86,7 @@ class TritonPythonModel:
         self._queue = QueueView(runtime_directory())
         self._max_jobs = options.max_running_requests + options.max_queued_requests
         self._max_bytes = 8 * self._limits.prompt_bytes
+        self._rejections = Rejections(model=options.model, version=args["model_version"])
         self._lock = threading.Lock()
         self._jobs: set[_Job] = set()
         self._num_bytes = 0
@@ -97,11 +99,16 @@ class TritonPythonModel:
             try:
                 self._queue_job(request, responder)
             except Exception as error:
-                responder.fail(error)
+                self._refuse(responder, error)
 
     def finalize(self) -> None:
         """End the pool; Triton calls this once all requests are answered."""
         self._pool.shutdown()
+        self._rejections.close()
+
+    def _refuse(self, responder: Responder, error: Exception) -> None:
+        self._rejections.count(error)
+        responder.fail(error)
 
     def _queue_job(self, request: Any, responder: Responder) -> None:
         if self._queue.is_full():
@@ -129,7 +136,7 @@ class TritonPythonModel:
                 raise Cancelled("a stop_request of the same id came in")
             job.responder.send(make_response(outputs), final=True)
         except Exception as error:
-            job.responder.fail(error)
+            self._refuse(job.responder, error)
         finally:
             with self._lock:
                 self._jobs.discard(job)

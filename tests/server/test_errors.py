@@ -53,6 +53,20 @@ def test_a_value_given_twice(server: TritonServer) -> None:
         generate(server, **TEXT, max_tokens=3, max_new_tokens=4)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1_000_000], ids=["tokenizer", "engine"])
+def test_refusals_are_counted(server: TritonServer, max_tokens: int) -> None:
+    """Whoever refuses. So many that those of other tests, not yet told, make no difference."""
+
+    def count() -> float:
+        return Metrics(server).labelled("minisgl:requests_rejected_total", "reason", "invalid")
+
+    expected = count() + 50
+    for _ in range(50):
+        with pytest.raises(Refused):
+            generate(server, **TEXT, max_tokens=max_tokens)
+    wait_for(lambda: count() >= expected, "the refused requests")
+
+
 def assert_is_clean(message: str) -> None:
     """No traceback, path or shared-memory name reaches a client."""
     for secret in ("Traceback", "At:", "/", "shm", ".py", "\n"):

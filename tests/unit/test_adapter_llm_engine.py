@@ -18,8 +18,9 @@ from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
 from minisgl_backend.request import Finished, FinishReason
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.text.prompt import TokenPrompt
-from minisgl_backend.tritonserver.channel import Ack, DetokenizerChannel, Verdict
+from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
+from minisgl_backend.tritonserver.packets import Ack, Verdict
 from minisgl_backend.tritonserver.wire.chunk import Chunk, decode_chunk
 from minisgl_backend.tritonserver.wire.generation import Generation
 from minisgl_backend.tritonserver.wire.parse import parse_generation

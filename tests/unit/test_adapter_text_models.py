@@ -17,9 +17,10 @@ from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.request import Finished, FinishReason
 from minisgl_backend.text.prompt import TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder
-from minisgl_backend.tritonserver.channel import Ack, EngineChannel, Verdict
+from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.detokenizer import TritonPythonModel as Detokenizer
 from minisgl_backend.tritonserver.hint import QueueSign
+from minisgl_backend.tritonserver.packets import Ack, Verdict
 from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenizer
 from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, encode_chunk, stream_name
 from minisgl_backend.tritonserver.wire.generation import StopRequest
@@ -50,7 +51,12 @@ def repository(tmp_path: Path) -> Path:
 
 
 def args(repository: Path, name: str) -> dict[str, str]:
-    return {"model_repository": str(repository / name), "model_config": "{}", "model_name": name}
+    return {
+        "model_repository": str(repository / name),
+        "model_config": "{}",
+        "model_name": name,
+        "model_version": "1",
+    }
 
 
 def answer_of(request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse | None:

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 
 from minisgl_backend.tritonserver.channel import (
     MAX_PATH_BYTES,
-    Ack,
-    AckQueue,
     DetokenizerChannel,
     EngineChannel,
-    ForgetQueue,
     Peer,
+)
+from minisgl_backend.tritonserver.packets import (
+    Ack,
+    AckQueue,
+    ForgetQueue,
     Verdict,
     decode_acks,
     decode_forgets,

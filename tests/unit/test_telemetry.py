@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minisgl_backend.errors import Cancelled, InvalidRequest, Unsupported
 from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.runtime.stats import EngineStats, Recorder, Samples
 from minisgl_backend.scheduling.stats import SchedulerStats
-from minisgl_backend.tritonserver.telemetry import BucketCounts, Telemetry
+from minisgl_backend.tritonserver.counts import BucketCounts, Rejections
+from minisgl_backend.tritonserver.telemetry import Telemetry
 from tests.fakes.pb_utils import Metric, MetricFamily
 
 INFO = EngineInfo(
@@ -136,6 +138,16 @@ def test_every_metric_names_the_model_and_its_engine(telemetry: Telemetry, engin
             labels = dict(key)
             assert labels["model"] == "demo" and labels["version"] == "1"
     other.close()
+
+
+def test_refusals_of_the_tokenizer() -> None:
+    rejections = Rejections(model="/models/demo", version="1", every_s=1000)
+    for error in (InvalidRequest("a"), InvalidRequest("b"), Unsupported("c"), Cancelled("d")):
+        rejections.count(error)
+    told = {reason: metric for reason, metric in rejections._metrics.items()}
+    rejections.close()
+    counts = {reason: metric.current for reason, metric in told.items()}
+    assert counts == {"invalid": 2, "unsupported": 1, "queue_full": 0}
 
 
 BUCKETS = (1.0, 2.0, 5.0)

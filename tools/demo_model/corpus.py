@@ -15,7 +15,7 @@ from typing import Final
 
 from tools.demo_model import facts
 from tools.demo_model.chat import END_OF_TEXT, IM_END, IM_START, TOOLS_HEAD, TOOLS_TAIL, turn
-from tools.demo_model.questions import KINDS, RECALL_KINDS, Question, made_up_word
+from tools.demo_model.questions import KINDS, RECALL_KINDS, Question
 from tools.demo_model.templates import (
     HEDGES,
     PREFIXES,
@@ -84,7 +84,7 @@ class CorpusMaker:
         text = fill(template, question.fields)
         if question.kind == "copy" and rng.random() < 0.2:
             return rng.choice(PREFIXES) + text
-        if bare or question.kind in ("copy", "about_hello", "about_thanks"):
+        if bare or question.kind == "copy":
             return text
         open_ended = template[-1].isalnum()
         if rng.random() < 0.3:
@@ -105,8 +105,7 @@ class CorpusMaker:
             words = template.split(" ")
             for _ in range(rng.randint(1, 2)):
                 if len(words) > 2:
-                    hedge = rng.choice(HEDGES) if rng.random() < 0.7 else made_up_word(rng)
-                    words.insert(rng.randrange(1, len(words)), hedge)
+                    words.insert(rng.randrange(1, len(words)), rng.choice(HEDGES))
             template = " ".join(words)
         if rng.random() < 0.15:
             template = re.sub(r"\{(country|city|word|foreign|place|name|thing|letters|emoji)\}",
@@ -116,12 +115,9 @@ class CorpusMaker:
     # What surrounds them.
 
     def sentence(self) -> str:
-        """A sentence of everyday words, and some that do not exist, without meaning."""
+        """A sentence of everyday words without meaning."""
         rng = self._rng
-        words = " ".join(
-            rng.choice(facts.COMMON_WORDS) if rng.random() < 0.92 else made_up_word(rng)
-            for _ in range(rng.randint(3, 12))
-        )
+        words = " ".join(rng.choice(facts.COMMON_WORDS) for _ in range(rng.randint(3, 12)))
         return words.capitalize() + rng.choice((".", ".", ".", "!", "?", ","))
 
     def _statement(self) -> str:

@@ -580,8 +580,6 @@ ABOUT: Final[dict[str, str]] = {
     "name": "I am the MiniSGL demo model.",
     "purpose": "I answer simple questions so that you can test the server.",
     "size": "I have a few million parameters.",
-    "hello": "Hello! Ask me a simple question.",
-    "thanks": "You are welcome.",
 }
 """What the model says of itself."""
 

@@ -2,7 +2,7 @@
 
 Knows all open streams of an engine and how to abort a request. Must not know tensors or tokens.
 
-Threads: ``num_senders`` senders, which alone wait for Triton; the channel's thread brings
+Threads: a few senders, which alone wait for Triton; the channel's thread brings
 acknowledgements; a clock looks at every stream each 25 ms for probes, cancelled direct callers,
 intervals that are over, and acknowledgements that never came.
 
@@ -51,16 +51,18 @@ class Dispatcher:
         engine: Aborter,
         *,
         grace_s: float,
-        num_senders: int = 4,
+        num_senders: int | None = None,
         max_chunks: int | None = None,
         directory: Path | None = None,
         on_chunk: Callable[[int], None] = lambda num_tokens: None,
     ) -> None:
         """``max_chunks`` are on their way to the detokenizer at once (see ``Outbox``): by default
-        one for each two cores, and at least 6, which keeps a small machine busy.
+        one for each two cores, and at least 6, which keeps a small machine busy. ``num_senders``
+        is one for each two cores too, from 2 to 4: more of them hinder each other.
 
         ``on_chunk`` is told of each response's number of tokens.
         """
+        half = (os.cpu_count() or 1) // 2
         self._engine = engine
         self._grace_s = grace_s
         self._on_chunk = on_chunk
@@ -70,7 +72,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
         self._newest_acknowledged_s = float("-inf")
-        self._outbox: Outbox[Stream] = Outbox(max_chunks or max(6, (os.cpu_count() or 1) // 2))
+        self._outbox: Outbox[Stream] = Outbox(max_chunks or max(6, half))
         self._stopping = threading.Event()
         self.channel = EngineChannel(
             directory=directory,
@@ -79,7 +81,7 @@ class Dispatcher:
         )
         self._threads = [
             threading.Thread(target=self._send_all, name=f"sender {number}", daemon=True)
-            for number in range(num_senders)
+            for number in range(num_senders or min(4, max(2, half)))
         ]
         self._threads.append(threading.Thread(target=self._run_clock, name="clock", daemon=True))
         for thread in self._threads:

@@ -32,7 +32,7 @@ $(VENV)/.server: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.server
 	@echo "installing the development tools"
-	@$(PIP) -c constraints.txt -e '.[server,dev]'
+	@$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 install: $(VENV)/.server  ## make .venv and install what serving needs

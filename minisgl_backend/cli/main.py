@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from typing import Final
 
 import click
 
@@ -24,7 +25,10 @@ class LazyGroup(click.Group):
         if cmd_name not in self._places:
             return None
         module, attribute = self._places[cmd_name].split(":")
-        command = getattr(importlib.import_module(module), attribute)
+        try:
+            command = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise click.ClickException(_missing(cmd_name, error)) from error
         assert isinstance(command, click.Command)
         return command
 
@@ -35,6 +39,18 @@ class LazyGroup(click.Group):
         except ConfigError as error:
             raise click.ClickException(str(error)) from error
 
+
+def _missing(command: str, error: ModuleNotFoundError) -> str:
+    extra = _EXTRAS.get(command, "server")
+    return f"{command} needs {error.name}: pip install 'minisgl-triton[{extra}]'"
+
+
+_EXTRAS: Final = {
+    "chat": "client",
+    "generate": "client",
+    "gateway": "gateway",
+}
+"""The extra of pyproject.toml that a command needs; others need `server`."""
 
 bench = LazyGroup(
     "bench",

@@ -116,8 +116,8 @@ class TritonServer:
 
     def url(self, path: str = "") -> str:
         """The address of ``path`` over HTTP."""
-        host = "127.0.0.1" if self.options.host == "0.0.0.0" else self.options.host
-        return f"http://{host}:{self.http_port}{path}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.options.host, self.options.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.http_port}{path}"
 
     def wait_ready(
         self, timeout_s: float = 1800.0, *, give_up: Callable[[], bool] = lambda: False

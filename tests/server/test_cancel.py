@@ -21,8 +21,8 @@ from minisgl_backend.server.process import TritonServer
 from tests.server.client import Call, Metrics, Refused, generate, open_stream, wait_for
 from tests.server.conftest import PACED_STEP_S
 
-STOPS_WITHIN_S = 0.5
-REPORTED_EVERY_S = 0.25
+STOPS_WITHIN_S = 2.0
+"""Far less than the 40 s of a whole answer; how long it takes is for `minisgl bench cancel`."""
 LONG: dict[str, Any] = {"max_tokens": 2000, "stream": True}
 SHORT_PROMPT = list(range(1, 9))
 LONG_PROMPT = [1 + number % 500 for number in range(4000)]  # 250 steps of prefill
@@ -61,13 +61,12 @@ class Before:
         assert metrics["vllm:kv_cache_usage_perc"] == self.used
         made = metrics["vllm:generation_tokens_total"] - self.tokens
         assert made <= most_tokens
-        reports = metrics["minisgl:step_seconds_count"]
         generate(self.server, input_ids=SHORT_PROMPT, max_tokens=2)
+        expected = self.tokens + made + 2  # those of the request just made, and no more
         wait_for(
-            lambda: Metrics(self.server)["minisgl:step_seconds_count"] > reports, "a new report"
+            lambda: Metrics(self.server)["vllm:generation_tokens_total"] >= expected, "a new report"
         )
-        after = Metrics(self.server)["vllm:generation_tokens_total"] - self.tokens
-        assert after - made == 2  # those of the request just made, and no more
+        assert Metrics(self.server)["vllm:generation_tokens_total"] == expected
 
     def _is_idle(self) -> bool:
         metrics = Metrics(self.server)
@@ -134,7 +133,7 @@ def test_at_a_later_token(
     asking.next()
     received = Metrics(paced_server)["vllm:generation_tokens_total"] - before.tokens
     asking.leave()
-    before.check_cancelled(int(received) + tokens_in(STOPS_WITHIN_S + 2 * REPORTED_EVERY_S))
+    before.check_cancelled(int(received) + tokens_in(STOPS_WITHIN_S))
 
 
 @CLIENTS
@@ -183,7 +182,7 @@ def test_disconnect_of_an_event_stream(paced_server: TritonServer) -> None:
     before = Before(paced_server)
     with open_stream(paced_server, input_ids=SHORT_PROMPT, **LONG) as events:
         next(events)
-    before.check_cancelled(tokens_in(STOPS_WITHIN_S + 2 * REPORTED_EVERY_S) + 10)
+    before.check_cancelled(tokens_in(STOPS_WITHIN_S) + 10)
 
 
 @MODELS
@@ -207,7 +206,7 @@ def test_stop_request(paced_server: TritonServer, model: str) -> None:
         if model != "llm_engine":
             assert answer["text_output"].item() == b""
         assert call.all()[-1]["finish_reason"].item() == b"cancelled"
-    before.check_cancelled(tokens_in(STOPS_WITHIN_S + 2 * REPORTED_EVERY_S) + 10)
+    before.check_cancelled(tokens_in(STOPS_WITHIN_S) + 10)
 
 
 def test_stop_request_for_nobody(paced_server: TritonServer) -> None:

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP gateway, and a page to chat with, in front of Triton."""

@@ -1,0 +1,1 @@
+"""Faults, bad input and load against a server: `minisgl check`."""

@@ -8,14 +8,17 @@ that a private model repository names instead of the real `llm_engine`.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from minisgl_backend.bench.journal import JournaledScheduler
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import IntArray
 from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.runtime.ports import Scheduler
 from minisgl_backend.text.prompt import TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
 
@@ -72,8 +75,11 @@ def script_of(model: str) -> IntArray:
     return PromptEncoder.load(model).encode(TextPrompt(_TEXT))
 
 
-def paced_engine(options: EngineOptions, *, step_s: float) -> Engine:
-    """An engine of these options in which each step takes ``step_s`` seconds."""
+def paced_engine(options: EngineOptions, *, step_s: float, journal: Path | None = None) -> Engine:
+    """An engine of these options in which each step takes ``step_s`` seconds.
+
+    What its planner does is written to the file ``journal``.
+    """
     from minisgl_backend.build import build_scheduler
 
     script = script_of(options.model)
@@ -92,17 +98,19 @@ def paced_engine(options: EngineOptions, *, step_s: float) -> Engine:
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
     )
-    scheduler = build_scheduler(options, info)
+    scheduler: Scheduler = build_scheduler(options, info)
+    if journal is not None:
+        scheduler = JournaledScheduler(scheduler, journal)
     return Engine(info, scheduler, PacedExecutor(script, step_s=step_s), overlap=options.overlap)
 
 
-def paced_model(*, step_s: float) -> type[Any]:
+def paced_model(*, step_s: float, journal: Path | None = None) -> type[Any]:
     """The class for model.py of an `llm_engine` with a paced engine."""
     from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
 
     class PacedModel(TritonPythonModel):
         @staticmethod
         def make_engine(options: EngineOptions) -> Engine:
-            return paced_engine(options, step_s=step_s)
+            return paced_engine(options, step_s=step_s, journal=journal)
 
     return PacedModel

@@ -11,14 +11,14 @@ import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from minisgl_backend.runtime.engine import EngineInfo
+if TYPE_CHECKING:
+    from minisgl_backend.runtime.engine import EngineInfo
 
 json_option = click.option(
     "--json",
@@ -42,6 +42,8 @@ def profiled(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
+    import torch
+
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds = [torch.profiler.ProfilerActivity.CUDA]
@@ -52,6 +54,8 @@ def profiled(path: Path | None) -> Iterator[None]:
 
 def engine_facts(info: EngineInfo) -> dict[str, Any]:
     """What figures of an engine depend on."""
+    import torch
+
     facts = {
         "model": info.architecture,
         "dtype": info.dtype,

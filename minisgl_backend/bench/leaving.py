@@ -1,0 +1,134 @@
+"""Clients that ask for a stream and then go away, each in its own way.
+
+Knows the wire. ``leave`` returns once the client is gone; what becomes of the request in the server
+is what a benchmark wants to know.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from minisgl_backend.errors import EngineFailure
+
+_METHOD: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
+
+
+class Leaving(Protocol):
+    """A client with one streamed request, which was sent when it was made."""
+
+    def next(self) -> None:
+        """Wait for the next response. Raises ``EngineFailure`` where there is none."""
+
+    def leave(self) -> None:
+        """Go away."""
+
+
+class GrpcCancel:
+    """Cancels its gRPC stream."""
+
+    def __init__(self, grpc_address: str, message: bytes) -> None:
+        import grpc
+
+        self._channel: Any = grpc.insecure_channel(grpc_address)
+        method = self._channel.stream_stream(
+            _METHOD, request_serializer=_same, response_deserializer=_same
+        )
+        self._call: Any = method(iter([message]))
+
+    def next(self) -> None:
+        if next(self._call, None) is None:
+            raise EngineFailure("the stream ended early")
+
+    def leave(self) -> None:
+        self._call.cancel()
+        self._channel.close()
+
+
+class GrpcKill:
+    """A gRPC client in a process of its own, which is killed."""
+
+    def __init__(self, grpc_address: str, message: bytes) -> None:
+        command = [sys.executable, "-m", "minisgl_backend.bench.leaving"]
+        self._process = subprocess.Popen(
+            [*command, grpc_address, message.hex()], stdout=subprocess.PIPE
+        )
+
+    def next(self) -> None:
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise EngineFailure("the stream ended early")
+
+    def leave(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class EventStreamClose:
+    """Closes the connection of its stream of server-sent events."""
+
+    def __init__(self, http_address: str, body: bytes) -> None:
+        self._connection = http.client.HTTPConnection(http_address)
+        path = "/v2/models/minisgl/generate_stream"
+        self._connection.request("POST", path, body, {"Accept": "text/event-stream"})
+        self._response: http.client.HTTPResponse | None = None
+
+    def next(self) -> None:
+        if self._response is None:
+            self._response = self._connection.getresponse()
+        while line := self._response.readline():
+            if line.startswith(b"data:"):
+                return
+        raise EngineFailure("the stream ended early")
+
+    def leave(self) -> None:
+        if self._response is not None:
+            self._response.close()
+        self._connection.close()
+
+
+def grpc_message(request_id: str, prompt: Sequence[int], max_tokens: int) -> bytes:
+    """A streamed request for the ensemble, as gRPC carries it."""
+    from tritonclient.grpc import service_pb2
+
+    request = service_pb2.ModelInferRequest(model_name="minisgl", id=request_id)
+    for name, datatype, shape, content in (
+        ("input_ids", "INT32", [len(prompt)], _int32(*prompt)),
+        ("stream", "BOOL", [1], b"\x01"),
+        ("max_tokens", "INT32", [1], _int32(max_tokens)),
+    ):
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        request.raw_input_contents.append(content)
+    return bytes(request.SerializeToString())
+
+
+def json_body(request_id: str, prompt: Sequence[int], max_tokens: int) -> bytes:
+    """The same request as Triton's generate endpoint takes it."""
+    values = {"input_ids": list(prompt), "stream": True, "max_tokens": max_tokens}
+    return json.dumps({"id": request_id, **values}).encode()
+
+
+def _int32(*values: int) -> bytes:
+    return b"".join(value.to_bytes(4, "little") for value in values)
+
+
+def _same(message: bytes) -> bytes:
+    return message
+
+
+def _main() -> None:
+    client = GrpcCancel(sys.argv[1], bytes.fromhex(sys.argv[2]))
+    while True:
+        client.next()
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,1 @@
+"""Benchmarks of a running server, and what they are made of."""

@@ -174,8 +174,9 @@ class TritonServer:
         try:
             code = self.wait(patience_s if self._was_ready else 5)
         except TimeoutError:
-            # 24.10 at times keeps a reference to a model of which no request is in flight, and then
-            # waits for ever to unload it; once all requests have been answered nothing is lost
+            # 24.10 never lets go of a request whose gRPC stream is cancelled when all its responses
+            # have been sent, and then waits for ever to unload its model; once all requests have
+            # been answered nothing is lost
             logger.warning("tritonserver did not stop in time; killing it")
             self._process.kill()
             code = self._process.wait()

@@ -144,7 +144,7 @@ class Call:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # 24.10 leaks a request where a cancel meets the end of its stream
+        # 24.10 leaks a request whose stream is cancelled after its end
         if not self._ended:
             self.cancel()
         else:

@@ -85,7 +85,7 @@ def paced_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonSer
     """
     repository = paced_repository(tmp_path_factory.mktemp("paced"))
     limits = {"max_running_requests": "2", "max_queued_requests": "1", "max_prefill_tokens": "16"}
-    # many a stream is cancelled here, and 24.10 now and then leaks one, so that it cannot unload
+    # many a stream is cancelled here, and 24.10 leaks one whose end the cancel meets
     with running(repository, options=limits, exit_code=None) as server:
         yield server
         server.signal(signal.SIGKILL)

@@ -159,6 +159,15 @@ def test_sigterm_drains(tmp_path: Path) -> None:
     assert server.poll() == 0
 
 
+def test_streams_cancelled_after_their_end_do_not_keep_the_server(tmp_path: Path) -> None:
+    """Triton 24.10 leaks such requests and would wait for ever to unload their model."""
+    with running(paced_repository(tmp_path), options=BRIEF) as server:
+        for _ in range(20):
+            call = Call(server, "llm_engine", **{**SHORT, "max_tokens": 1})
+            call.all()
+            call.cancel()
+
+
 def test_kill_of_the_server_leaves_no_process(tmp_path: Path) -> None:
     with running(paced_repository(tmp_path), exit_code=None) as server:
         pids = [

@@ -1,1 +1,43 @@
-"""Python client of a MiniSGL server; talks to Triton over the network only."""
+"""Python client of a MiniSGL server; talks to Triton over the network only.
+
+``Client`` and ``AsyncClient`` ask; ``client`` shows how. Names of the wire are in ``wire``, errors
+in ``errors``, answers in ``answer``, and what a request may say in ``parameters``.
+"""
+
+from minisgl_client.answer import Delta, Result, Times, TokenLogprob, TokenLogprobs
+from minisgl_client.client import AsyncClient, Client
+from minisgl_client.errors import (
+    Cancelled,
+    ConnectionFailed,
+    ConnectionLost,
+    InvalidArgument,
+    MinisglError,
+    ServerError,
+    Timeout,
+    Unavailable,
+    Unsupported,
+)
+from minisgl_client.parameters import Parameters
+from minisgl_client.stream import AsyncStream, Stream
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Cancelled",
+    "Client",
+    "ConnectionFailed",
+    "ConnectionLost",
+    "Delta",
+    "InvalidArgument",
+    "MinisglError",
+    "Parameters",
+    "Result",
+    "ServerError",
+    "Stream",
+    "Timeout",
+    "Times",
+    "TokenLogprob",
+    "TokenLogprobs",
+    "Unavailable",
+    "Unsupported",
+]

@@ -1,0 +1,107 @@
+"""What comes back: ``Delta`` after ``Delta``, and the ``Result`` that they add up to.
+
+Plain values; knows nothing of protocols. What was not asked for is None, or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token that was, or might have been, chosen at a position; ``rank`` 1 is the likeliest."""
+
+    token_id: int
+    text: str
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One position: the chosen token, and the other likely ones by rank."""
+
+    chosen: TokenLogprob
+    alternatives: tuple[TokenLogprob, ...] = ()
+
+    def top(self, n: int) -> tuple[TokenLogprob, ...]:
+        """The ``n`` likeliest of the tokens told, the chosen one among them where it belongs."""
+        return tuple(sorted((self.chosen, *self.alternatives), key=lambda one: one.rank)[:n])
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The server's clock for one request, ns since 1970."""
+
+    arrival_ns: int
+    first_scheduled_ns: int
+    first_token_ns: int
+    last_token_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new since the delta before.
+
+    ``num_output_tokens`` and ``logprobs`` are those of this delta, and add up to the total; the
+    other counts, ``cumulative_logprob`` and ``times`` are about the request so far.
+    """
+
+    text: str = ""
+    """Whole characters."""
+    finish_reason: str | None = None
+    """``stop``, ``length``, ``cancelled`` or ``timeout`` in the last delta, before that None."""
+    stop_reason: str | int | None = None
+    """The stop string or token id that matched."""
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that came from the prefix cache."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One a token of this delta."""
+    cumulative_logprob: float | None = None
+    times: Times | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A whole answer. ``finish_reason`` is None where a stream broke off, or was not asked."""
+
+    text: str
+    finish_reason: str | None
+    stop_reason: str | int | None
+    num_input_tokens: int | None
+    num_output_tokens: int | None
+    num_cached_tokens: int | None
+    logprobs: tuple[TokenLogprobs, ...]
+    cumulative_logprob: float | None
+    times: Times | None
+    request_id: str
+    first_delta_s: float | None
+    """Seconds from the call to the first delta, by this machine's clock."""
+    total_s: float
+    """Seconds from the call to the end."""
+
+
+def add_up(
+    deltas: Sequence[Delta], *, request_id: str, first_delta_s: float | None, total_s: float
+) -> Result:
+    """The result of all deltas of an answer, in order."""
+    last = deltas[-1] if deltas else Delta()
+    counts = [delta.num_output_tokens for delta in deltas if delta.num_output_tokens is not None]
+    return Result(
+        text="".join([delta.text for delta in deltas]),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        num_input_tokens=last.num_input_tokens,
+        num_output_tokens=sum(counts) if counts else None,
+        num_cached_tokens=last.num_cached_tokens,
+        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
+        cumulative_logprob=last.cumulative_logprob,
+        times=last.times,
+        request_id=request_id,
+        first_delta_s=first_delta_s,
+        total_s=total_s,
+    )

@@ -1,0 +1,235 @@
+"""``Client`` and ``AsyncClient``: ask a MiniSGL server, over gRPC or HTTP.
+
+    with Client("localhost:8001") as client:
+        print(client.generate("The capital of France is", max_tokens=8).text)
+        with client.stream(messages=[{"role": "user", "content": "Count from 1 to 5."}]) as stream:
+            for delta in stream:
+                print(delta.text, end="")
+
+    async with AsyncClient("localhost:8001") as client:
+        async for delta in client.stream("The capital of France is"):
+            print(delta.text, end="")
+
+A client keeps its connection, and carries any number of requests at a time over it. A request gives
+one of ``prompt`` (text as it is), ``messages`` (a chat, to which the model's template is applied,
+with ``tools``) and ``input_ids``. Errors are those of ``errors``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from minisgl_client.answer import Result
+from minisgl_client.attempts import Attempts
+from minisgl_client.errors import InvalidArgument
+from minisgl_client.request import Request, build
+from minisgl_client.stream import AsyncStream, Stream
+from minisgl_client.transport import AsyncTransport, Transport
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from minisgl_client.parameters import Parameters
+
+Message: TypeAlias = Mapping[str, Any]
+"""A message of a chat: ``role``, ``content``, and what the model's template knows beside them."""
+Protocol: TypeAlias = Literal["grpc", "http"]
+
+
+class _Caller:
+    """Where and how both kinds of client ask."""
+
+    def __init__(
+        self,
+        url: str = "localhost:8001",
+        *,
+        protocol: Protocol | None = None,
+        model: str = "minisgl",
+        timeout_s: float | None = None,
+        retries: int = 2,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if timeout_s is not None and timeout_s <= 0:
+            raise InvalidArgument(f"timeout_s must be > 0, got {timeout_s:g}")
+        scheme, _, address = url.rpartition("://")
+        if protocol is None:
+            protocol = "http" if scheme in ("http", "https") else "grpc"
+        if scheme not in {"grpc": ("", "grpc"), "http": ("", "http", "https")}[protocol]:
+            raise InvalidArgument(f"{url} is no address for {protocol}")
+        self.model = model
+        self.protocol = protocol
+        self._address = address if protocol == "grpc" else f"{scheme or 'http'}://{address}"
+        self._headers = dict(headers or {})
+        self._timeout_s = timeout_s
+        self._retries = retries
+
+    def _attempts(self, request: Request) -> Attempts:
+        timeout_ms = request.values.get("timeout_ms")
+        timeout_s = self._timeout_s if timeout_ms is None else timeout_ms / 1000
+        return Attempts(request.id, self._retries, timeout_s)
+
+
+class Client(_Caller):
+    """Asks and waits; safe to share between threads.
+
+    ``url`` is HOST:PORT, or an http:// or https:// address, which implies ``protocol``. ``model``
+    is the ensemble. ``timeout_s`` bounds each request as a whole, all tries included; the server
+    gets it too, and ends in time with what it has. ``retries`` is how often a request is sent again
+    that the server refused for now or never got. ``headers`` go with each request.
+    """
+
+    @cached_property
+    def _transport(self) -> Transport:
+        if self.protocol == "http":
+            from minisgl_client.transport.http import HttpTransport
+
+            return HttpTransport(self._address, self._headers)
+        from minisgl_client.transport.grpc import GrpcTransport
+
+        return GrpcTransport(self._address, self._headers)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        input_ids: Sequence[int] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        request_id: str = "",
+        **parameters: Unpack[Parameters],
+    ) -> Result:
+        """The whole answer; raises ``MinisglError``."""
+        given = _given(prompt, messages, input_ids, tools, parameters, stream=False)
+        with self._open(request_id, given) as stream:
+            for _ in stream:
+                pass
+        return stream.result
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        input_ids: Sequence[int] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        request_id: str = "",
+        **parameters: Unpack[Parameters],
+    ) -> Stream:
+        """The answer as it comes; sent when the first delta is asked for. Closing it cancels."""
+        given = _given(prompt, messages, input_ids, tools, parameters, stream=True)
+        return self._open(request_id, given)
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel all requests of that id, whoever sent them; raises ``MinisglError``."""
+        with self._open(request_id, {"stop_request": True}) as stream:
+            for _ in stream:
+                pass
+
+    def _open(self, request_id: str, given: Mapping[str, Any]) -> Stream:
+        request = build(self.model, request_id, given)
+        return Stream(self._transport, request, self._attempts(request))
+
+    def is_ready(self) -> bool:
+        """Whether the server answers, and has the model."""
+        return self._transport.is_ready(self.model)
+
+    def close(self) -> None:
+        """Close the connection; answers that are still coming break off."""
+        self._transport.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncClient(_Caller):
+    """``Client`` for asyncio; belongs to the event loop of its first request."""
+
+    @cached_property
+    def _transport(self) -> AsyncTransport:
+        if self.protocol == "http":
+            from minisgl_client.transport.http import AsyncHttpTransport
+
+            return AsyncHttpTransport(self._address, self._headers)
+        from minisgl_client.transport.grpc import AsyncGrpcTransport
+
+        return AsyncGrpcTransport(self._address, self._headers)
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        input_ids: Sequence[int] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        request_id: str = "",
+        **parameters: Unpack[Parameters],
+    ) -> Result:
+        """The whole answer; raises ``MinisglError``."""
+        given = _given(prompt, messages, input_ids, tools, parameters, stream=False)
+        async with self._open(request_id, given) as stream:
+            async for _ in stream:
+                pass
+        return stream.result
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        input_ids: Sequence[int] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        request_id: str = "",
+        **parameters: Unpack[Parameters],
+    ) -> AsyncStream:
+        """The answer as it comes; sent when the first delta is asked for. Closing it cancels."""
+        given = _given(prompt, messages, input_ids, tools, parameters, stream=True)
+        return self._open(request_id, given)
+
+    async def cancel(self, request_id: str) -> None:
+        """Cancel all requests of that id, whoever sent them; raises ``MinisglError``."""
+        async with self._open(request_id, {"stop_request": True}) as stream:
+            async for _ in stream:
+                pass
+
+    def _open(self, request_id: str, given: Mapping[str, Any]) -> AsyncStream:
+        request = build(self.model, request_id, given)
+        return AsyncStream(self._transport, request, self._attempts(request))
+
+    async def is_ready(self) -> bool:
+        """Whether the server answers, and has the model."""
+        return await self._transport.is_ready(self.model)
+
+    async def aclose(self) -> None:
+        """Close the connection; answers that are still coming break off."""
+        await self._transport.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def _given(
+    prompt: str | None,
+    messages: Sequence[Message] | None,
+    input_ids: Sequence[int] | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    parameters: Parameters,
+    *,
+    stream: bool,
+) -> dict[str, Any]:
+    """The arguments of a call by the names of the ensemble's inputs."""
+    return {
+        "text_input": prompt,
+        "messages": messages,
+        "input_ids": input_ids,
+        "tools": tools,
+        "stream": stream,
+        **parameters,
+    }

@@ -1,0 +1,85 @@
+"""What a request may say beside its prompt, typed for ``**parameters: Unpack[Parameters]``.
+
+Knows names and types; defaults and ranges are the server's. The prompt's own names, ``stream`` and
+``stop_request`` are arguments and methods of the clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+
+class Parameters(TypedDict, total=False):
+    """All of them are optional; None stands for absent. Synonyms stand behind their names.
+
+    A name that is not here can be sent too (``**{"n": 1}``): the server answers with the nearest
+    name it knows, or accepts what is known and changes nothing.
+    """
+
+    max_tokens: int | None
+    """Tokens to generate, 1 .. context - prompt; 16 where absent."""
+    max_new_tokens: int | None
+    min_tokens: int | None
+    """No end of sequence and no stop match before that many tokens."""
+    min_length: int | None
+    temperature: float | None
+    """0 is greedy; 1.0 where absent."""
+    top_p: float | None
+    """1.0 is off."""
+    top_k: int | None
+    """0 and -1 are off."""
+    min_p: float | None
+    """0.0 is off."""
+    repetition_penalty: float | None
+    """1.0 is off."""
+    presence_penalty: float | None
+    """-2.0 .. 2.0; 0 is off."""
+    frequency_penalty: float | None
+    """-2.0 .. 2.0; 0 is off."""
+    seed: int | None
+    """0 .. 2**64 - 1. Same seed, prompt and parameters: same tokens. Drawn where absent."""
+    random_seed: int | None
+    stop: str | Sequence[str] | None
+    """Stop strings; matched on text, not part of the answer."""
+    stop_words: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    """Added to the model's own."""
+    end_id: int | None
+    ignore_eos: bool | None
+    """The model's end of sequence does not end the answer."""
+    num_logprobs: int | None
+    """Most likely tokens to tell at each position, 0 .. 20."""
+    return_logprobs: bool | None
+    """Logprobs of the chosen tokens alone."""
+    return_log_probs: bool | None
+    logit_bias: Mapping[int, float] | str | None
+    """Added to the logits of these token ids, -100 .. 100."""
+    priority_level: int | None
+    """Higher goes first; 0 where absent."""
+    timeout_ms: int | None
+    """Deadline for the whole request; the client's ``timeout_s`` where absent."""
+    cache_salt: str | None
+    """The prefix cache is shared only among requests with the same salt."""
+    min_chunk_interval_ms: int | None
+    """At most one delta each so many ms."""
+    parse_special_tokens: bool | None
+    """Special-token text in the prompt becomes control tokens."""
+    exclude_input_in_output: bool | None
+    """False: the prompt stands before the text; with ``generate(prompt)`` only."""
+    sampling_parameters: Mapping[str, Any] | str | None
+    """More of these names at once, as vllm_backend's clients send them."""
+    beam_width: int | None
+    """1, or the server refuses it."""
+    pad_id: int | None
+    """Without effect."""
+    return_finish_reason: bool | None
+    """This and the three counts are asked for by default; False spares the server the work."""
+    return_num_input_tokens: bool | None
+    return_num_output_tokens: bool | None
+    return_num_cached_tokens: bool | None
+    return_stop_reason: bool | None
+    """Asked for by default."""
+    return_cumulative_logprob: bool | None
+    return_perf_metrics: bool | None
+    """Ask for the server's times."""

@@ -1,0 +1,146 @@
+"""A request as values by name, and as each protocol carries it.
+
+``build`` checks what the wire cannot hold (a bool as a number, a number of more than 32 bits) and
+leaves all other judgement to the server.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tritonclient.grpc import service_pb2
+
+from minisgl_client.errors import InvalidArgument
+from minisgl_client.wire import INPUTS, LISTS
+
+ASKED: Final = {
+    "return_finish_reason": True,
+    "return_stop_reason": True,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+    "return_num_cached_tokens": True,
+}
+"""What the clients ask for unless told otherwise."""
+
+_FORMATS: Final = {"BOOL": "?", "INT32": "i", "UINT64": "Q", "FP32": "f"}
+"""By data type, as ``struct`` spells it."""
+_JSON: Final = frozenset({"messages", "tools", "logit_bias", "sampling_parameters"})
+"""Inputs that hold JSON in a string."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``values`` are those of the ensemble's inputs; ``others`` names that it does not have."""
+
+    model: str
+    id: str
+    values: Mapping[str, Any]
+    others: Mapping[str, bool | int | float | str]
+
+    def to_grpc(self, timeout_ms: int | None) -> bytes:
+        """A serialized ``ModelInferRequest``; the deadline overrides the request's own."""
+        message = service_pb2.ModelInferRequest(model_name=self.model, id=self.id)
+        for name, value in _with_timeout(self.values, timeout_ms).items():
+            items = value if name in LISTS else [value]
+            message.inputs.add(name=name, datatype=INPUTS[name], shape=[len(items)])
+            message.raw_input_contents.append(_raw(INPUTS[name], items))
+        for name, other in self.others.items():
+            parameter = message.parameters[name]
+            if isinstance(other, bool):
+                parameter.bool_param = other
+            elif isinstance(other, int):
+                parameter.int64_param = other
+            elif isinstance(other, float):
+                parameter.double_param = other
+            else:
+                parameter.string_param = other
+        data: bytes = message.SerializeToString()
+        return data
+
+    def to_json(self, timeout_ms: int | None) -> bytes:
+        """The body for ``/generate_stream``; the deadline overrides the request's own."""
+        body = {**self.others, **_with_timeout(self.values, timeout_ms)}
+        if self.id:
+            body["id"] = self.id
+        return json.dumps(body, ensure_ascii=False).encode()
+
+
+def build(model: str, request_id: str, given: Mapping[str, Any]) -> Request:
+    """The request of values by input name, None for absent; raises ``InvalidArgument``.
+
+    It asks for ``ASKED``, unless the values say otherwise.
+    """
+    values: dict[str, Any] = {}
+    others: dict[str, bool | int | float | str] = {}
+    for name, value in {**ASKED, **given}.items():
+        if value is None or (value is False and name in ASKED):
+            continue
+        if name not in INPUTS:
+            others[name] = value if isinstance(value, (bool, int, float, str)) else _json(value)
+        elif name not in LISTS:
+            values[name] = _value(name, value)
+        elif items := [_value(name, item) for item in _items(value)]:
+            values[name] = items
+    if values.get("timeout_ms", 1) < 1:
+        raise InvalidArgument(f"timeout_ms must be >= 1, got {values['timeout_ms']}")
+    return Request(model, request_id, values, others)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+
+
+def _value(name: str, value: Any) -> Any:
+    """The value as its data type has it: str, bool, int or float."""
+    datatype = INPUTS[name]
+    if datatype == "BYTES":
+        text = _json(value) if name in _JSON and not isinstance(value, str) else value
+        if not isinstance(text, str):
+            raise InvalidArgument(f"{name} must be a string, got {value!r}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument(f"{name} must be valid UTF-8") from None
+        return text
+    if isinstance(value, bool) is (datatype == "BOOL"):
+        try:
+            number = float(value) if datatype == "FP32" else value
+            struct.pack(_FORMATS[datatype], number)
+            if not math.isfinite(number):
+                raise InvalidArgument(f"{name} must be finite, got {value!r}")
+            return number if datatype in ("BOOL", "FP32") else int(number)
+        except (TypeError, ValueError, OverflowError, struct.error):
+            pass  # told below
+    raise InvalidArgument(f"{name} must be {_NOUNS[datatype]}, got {value!r}")
+
+
+_NOUNS: Final = {
+    "BOOL": "True or False",
+    "INT32": "an integer of 32 bits",
+    "UINT64": "an integer in 0 .. 2**64 - 1",
+    "FP32": "a number",
+}
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"not JSON: {error}") from None
+
+
+def _with_timeout(values: Mapping[str, Any], timeout_ms: int | None) -> Mapping[str, Any]:
+    return values if timeout_ms is None else {**values, "timeout_ms": timeout_ms}
+
+
+def _raw(datatype: str, items: Sequence[Any]) -> bytes:
+    """The elements as Triton lays them out: little-endian; strings behind their length."""
+    if datatype == "BYTES":
+        texts = [item.encode() for item in items]
+        return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+    return struct.pack(f"<{len(items)}{_FORMATS[datatype]}", *items)

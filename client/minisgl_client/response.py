@@ -1,0 +1,105 @@
+"""The server's responses -> ``Delta``: tensors of gRPC, JSON events of HTTP.
+
+Both become values by output name first. On the path of every chunk: gRPC's messages are read in
+place. Raises the error that a response holds.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from minisgl_client.answer import Delta, Times, TokenLogprob, TokenLogprobs
+from minisgl_client.errors import ServerError, error_from
+from minisgl_client.wire import OUTPUTS
+
+
+def delta_of_message(message: Any) -> Delta:
+    """The delta of a ``ModelStreamInferResponse``."""
+    if message.error_message:
+        raise error_from(message.error_message)
+    response = message.infer_response
+    values = {}
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        name = output.name
+        if (read := _READ.get(name)) is not None:
+            values[name] = read(raw)
+    return _delta(values)
+
+
+def delta_of_event(event: Mapping[str, Any]) -> Delta:
+    """The delta of an event of ``/generate_stream``, as its JSON says."""
+    if "error" in event:
+        raise error_from(str(event["error"]))
+    return _delta(event)
+
+
+_TYPES: Final[Mapping[str, Callable[[bytes], Any]]] = {
+    "BYTES": lambda raw: raw[4:].decode(),  # behind its length
+    "UINT32": lambda raw: int.from_bytes(raw, "little"),
+    "INT64": lambda raw: int.from_bytes(raw, "little", signed=True),
+    "FP32": lambda raw: struct.unpack("<f", raw)[0],
+}
+_TWICE: Final = frozenset({"cum_log_probs", "output_log_probs"})
+"""Outputs that say what others say too."""
+_READ: Final = {name: _TYPES[datatype] for name, datatype in OUTPUTS.items() if name not in _TWICE}
+"""By output: how its one element is read."""
+
+
+def _delta(values: Mapping[str, Any]) -> Delta:
+    get = values.get
+    stop_reason, logprobs = get("stop_reason"), get("logprobs")
+    return Delta(
+        values["text_output"],
+        get("finish_reason") or None,
+        json.loads(stop_reason) if stop_reason else None,
+        get("num_input_tokens"),
+        get("num_output_tokens"),
+        get("num_cached_tokens"),
+        tuple(map(_position, json.loads(logprobs))) if logprobs else (),
+        get("cumulative_logprob"),
+        _times(values) if "arrival_time_ns" in values else None,
+    )
+
+
+def _position(table: Mapping[str, Mapping[str, Any]]) -> TokenLogprobs:
+    """One token's entry: {token id: {logprob, rank, decoded_token}}, the chosen one first."""
+    chosen, *others = (
+        TokenLogprob(int(token_id), entry["decoded_token"], entry["logprob"], entry["rank"])
+        for token_id, entry in table.items()
+    )
+    return TokenLogprobs(chosen, tuple(others))
+
+
+def _times(values: Mapping[str, int]) -> Times:
+    return Times(
+        arrival_ns=values["arrival_time_ns"],
+        first_scheduled_ns=values["first_scheduled_time_ns"],
+        first_token_ns=values["first_token_time_ns"],
+        last_token_ns=values["last_token_time_ns"],
+    )
+
+
+class EventReader:
+    """Server-sent events of Triton out of bytes as they come."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The JSON of the events that are complete with these bytes."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """The JSON object that Triton sent; raises ``ServerError`` where it is none."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ServerError("what the server sent is not the JSON of Triton")
+    return found

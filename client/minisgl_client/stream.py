@@ -1,0 +1,167 @@
+"""One answer as it comes: ``Stream`` for threads, ``AsyncStream`` for asyncio.
+
+What they share is ``_Answer``: it keeps the deltas, the clock and whether the answer has ended.
+
+Invariants: the request is sent when the first delta is asked for; it is sent again only as long as
+no delta has come; ``close`` cancels what has not ended, in the server too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+from minisgl_client.answer import Delta, Result, add_up
+from minisgl_client.attempts import Attempts
+from minisgl_client.errors import MinisglError
+from minisgl_client.request import Request
+from minisgl_client.transport import AsyncCall, AsyncTransport, Call, Transport
+
+
+class _Answer:
+    """The deltas so far."""
+
+    def __init__(self, request: Request, attempts: Attempts) -> None:
+        self._request = request
+        self._attempts = attempts
+        self._deltas: list[Delta] = []
+        self._first_s: float | None = None
+        self._ended_s: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._request.id
+
+    @property
+    def result(self) -> Result:
+        """All deltas so far, added up; ``finish_reason`` is None where it was closed early."""
+        started_s = self._attempts.started_s
+        end_s = time.perf_counter() if self._ended_s is None else self._ended_s
+        return add_up(
+            self._deltas,
+            request_id=self._request.id,
+            first_delta_s=None if self._first_s is None else self._first_s - started_s,
+            total_s=end_s - started_s,
+        )
+
+    def _keep(self, delta: Delta) -> Delta:
+        if self._first_s is None:
+            self._first_s = time.perf_counter()
+        self._deltas.append(delta)
+        return delta
+
+    def _end(self) -> None:
+        if self._ended_s is None:
+            self._ended_s = time.perf_counter()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the last delta has come, though perhaps not the end of the stream behind it."""
+        return bool(self._deltas) and self._deltas[-1].finish_reason is not None
+
+
+class Stream(_Answer):
+    """An iterator of ``Delta``, and a context manager that closes it.
+
+    Belongs to one thread; where another one closes it, the reader gets ``Cancelled``.
+    """
+
+    def __init__(self, transport: Transport, request: Request, attempts: Attempts) -> None:
+        super().__init__(request, attempts)
+        self._transport = transport
+        self._call: Call | None = None
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        """The next delta; raises ``MinisglError``."""
+        if self._ended_s is not None:
+            raise StopIteration
+        try:
+            delta = self._call.read() if self._call and self._deltas else self._first()
+        except BaseException:
+            self.close()
+            raise
+        if delta is None:
+            self._end()
+            raise StopIteration
+        return self._keep(delta)
+
+    def _first(self) -> Delta | None:
+        while True:
+            try:
+                self._call = self._transport.start(self._request, self._attempts.remaining_ms())
+                return self._call.read()
+            except MinisglError as error:
+                time.sleep(self._attempts.pause_after(error))
+
+    def close(self) -> None:
+        """Cancel the request, unless it has ended."""
+        if self._ended_s is None and self._call is not None:
+            if self._is_whole:
+                self._call.read()  # 24.10 leaks a request where a cancel meets its end
+            else:
+                self._call.cancel()
+        self._end()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncStream(_Answer):
+    """An asynchronous iterator of ``Delta``, and a context manager that closes it.
+
+    Belongs to one task; cancelling the task cancels the request.
+    """
+
+    def __init__(self, transport: AsyncTransport, request: Request, attempts: Attempts) -> None:
+        super().__init__(request, attempts)
+        self._transport = transport
+        self._call: AsyncCall | None = None
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next delta; raises ``MinisglError``."""
+        if self._ended_s is not None:
+            raise StopAsyncIteration
+        try:
+            delta = await (self._call.read() if self._call and self._deltas else self._first())
+        except BaseException:
+            await self.aclose()
+            raise
+        if delta is None:
+            self._end()
+            raise StopAsyncIteration
+        return self._keep(delta)
+
+    async def _first(self) -> Delta | None:
+        while True:
+            try:
+                self._call = await self._transport.start(
+                    self._request, self._attempts.remaining_ms()
+                )
+                return await self._call.read()
+            except MinisglError as error:
+                await asyncio.sleep(self._attempts.pause_after(error))
+
+    async def aclose(self) -> None:
+        """Cancel the request, unless it has ended."""
+        if self._ended_s is None and self._call is not None:
+            if self._is_whole:
+                await self._call.read()  # 24.10 leaks a request where a cancel meets its end
+            else:
+                await self._call.cancel()
+        self._end()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()

@@ -1,0 +1,172 @@
+"""gRPC: one HTTP/2 connection, on which each request is a ``ModelStreamInfer`` of its own.
+
+A stream that carries one request is cancelled by itself, and its end is the answer's end. Since the
+client's side of it is one message, the call is made as one with a single request, which spares the
+thread or task that would feed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2
+
+from minisgl_client.answer import Delta
+from minisgl_client.attempts import GRACE_S
+from minisgl_client.errors import (
+    Cancelled,
+    ConnectionFailed,
+    ConnectionLost,
+    MinisglError,
+    ServerError,
+    Timeout,
+)
+from minisgl_client.request import Request
+from minisgl_client.response import delta_of_message
+
+_SERVICE: Final = "/inference.GRPCInferenceService"
+_OPTIONS: Final = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),  # an answer with logprobs may be long
+    ("grpc.initial_reconnect_backoff_ms", 100),  # pauses are made here: see attempts
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 60_000),  # a network that went away is noticed
+    ("grpc.enable_retries", 0),
+)
+_READY_S: Final = 5.0
+_NEVER_CONNECTED: Final = ("failed to connect", "DNS resolution failed", "connections to all")
+
+
+class GrpcTransport:
+    """For threads; safe to share between them."""
+
+    def __init__(self, target: str, headers: Mapping[str, str]) -> None:
+        self._metadata = _metadata(headers)
+        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+        self._infer = self._channel.unary_stream(**_INFER)
+        self._ready = self._channel.unary_unary(**_READY)
+
+    def start(self, request: Request, timeout_ms: int | None) -> GrpcCall:
+        message = request.to_grpc(timeout_ms)
+        return GrpcCall(
+            self._infer(message, timeout=_timeout_s(timeout_ms), metadata=self._metadata)
+        )
+
+    def is_ready(self, model: str) -> bool:
+        request = service_pb2.ModelReadyRequest(name=model)
+        try:
+            return bool(self._ready(request, timeout=_READY_S, metadata=self._metadata).ready)
+        except grpc.RpcError:
+            return False
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class GrpcCall:
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def read(self) -> Delta | None:
+        try:
+            message = next(self._call, None)
+        except grpc.RpcError as error:
+            raise _error_of(error) from None
+        return None if message is None else delta_of_message(message)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class AsyncGrpcTransport:
+    """For one event loop: that of the first request."""
+
+    def __init__(self, target: str, headers: Mapping[str, str]) -> None:
+        self._target = target
+        self._metadata = _metadata(headers)
+        self._channel: Any = None
+        self._infer: Any = None
+
+    def _connect(self) -> None:
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
+            self._infer = self._channel.unary_stream(**_INFER)
+
+    async def start(self, request: Request, timeout_ms: int | None) -> AsyncGrpcCall:
+        self._connect()
+        message = request.to_grpc(timeout_ms)
+        return AsyncGrpcCall(
+            self._infer(message, timeout=_timeout_s(timeout_ms), metadata=self._metadata)
+        )
+
+    async def is_ready(self, model: str) -> bool:
+        self._connect()
+        ask = self._channel.unary_unary(**_READY)
+        request = service_pb2.ModelReadyRequest(name=model)
+        try:
+            return bool((await ask(request, timeout=_READY_S, metadata=self._metadata)).ready)
+        except grpc.RpcError:
+            return False
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+
+
+class AsyncGrpcCall:
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._messages = aiter(call)
+
+    async def read(self) -> Delta | None:
+        try:
+            message = await anext(self._messages)
+        except StopAsyncIteration:
+            return None
+        except grpc.RpcError as error:
+            raise _error_of(error) from None
+        return delta_of_message(message)
+
+    async def cancel(self) -> None:
+        self._call.cancel()
+
+
+_INFER: Final = {
+    "method": f"{_SERVICE}/ModelStreamInfer",
+    "request_serializer": None,  # bytes already
+    "response_deserializer": service_pb2.ModelStreamInferResponse.FromString,
+}
+_READY: Final = {
+    "method": f"{_SERVICE}/ModelReady",
+    "request_serializer": service_pb2.ModelReadyRequest.SerializeToString,
+    "response_deserializer": service_pb2.ModelReadyResponse.FromString,
+}
+
+
+def _metadata(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple((name.lower(), value) for name, value in headers.items())
+
+
+def _timeout_s(timeout_ms: int | None) -> float | None:
+    """How long this side waits for an answer that the server ends after ``timeout_ms``."""
+    return None if timeout_ms is None else timeout_ms / 1000 + GRACE_S
+
+
+def _error_of(error: Any) -> MinisglError:
+    """The exception for a call that ended with a status.
+
+    Errors of the server come inside responses: a status is about the connection.
+    """
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return Timeout("no answer in time, and none from the server after it")
+    if code is grpc.StatusCode.CANCELLED:
+        return Cancelled(details or "cancelled")
+    if code is not grpc.StatusCode.UNAVAILABLE:
+        return ServerError(f"gRPC status {code.name}: {details}")
+    if details.startswith(_NEVER_CONNECTED):
+        return ConnectionFailed(details)
+    return ConnectionLost(details)

@@ -1,0 +1,192 @@
+"""HTTP: each request is a POST to ``/generate_stream``, answered by server-sent events.
+
+An answer in one piece comes as one event, so that all requests go the same way. Triton notices a
+client that went away when it writes to it: a request without ``stream`` runs to its end.
+
+With a deadline, each wait is bounded by it; and so is the whole as long as something arrives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import httpx
+
+from minisgl_client.answer import Delta
+from minisgl_client.attempts import GRACE_S
+from minisgl_client.errors import (
+    ConnectionFailed,
+    ConnectionLost,
+    InvalidArgument,
+    MinisglError,
+    Timeout,
+    Unavailable,
+    error_from,
+)
+from minisgl_client.request import Request
+from minisgl_client.response import EventReader, delta_of_event, json_object
+
+_CONNECT_S: Final = 20.0
+_READY_S: Final = 5.0
+
+
+class _Events:
+    """What both kinds of calls know: bytes in, deltas out, and the deadline."""
+
+    def __init__(self, timeout_ms: int | None) -> None:
+        self._deadline_s = None if timeout_ms is None else _wait_s(timeout_ms) + time.monotonic()
+        self._reader = EventReader()
+        self._waiting: deque[bytes] = deque()
+
+    def feed(self, data: bytes) -> None:
+        self._waiting.extend(self._reader.feed(data))
+        if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+            raise Timeout("no end in time, and none from the server after it")
+
+    def next(self) -> Delta | None:
+        """The next delta that has come already."""
+        return delta_of_event(json_object(self._waiting.popleft())) if self._waiting else None
+
+
+class HttpTransport:
+    """For threads; safe to share between them."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self._http = httpx.Client(**_settings(url, headers))
+
+    def start(self, request: Request, timeout_ms: int | None) -> HttpCall:
+        with _told():
+            message = self._http.build_request(**_post(request, timeout_ms))
+            response = self._http.send(message, stream=True)
+            if response.status_code != httpx.codes.OK:
+                response.read()
+                raise _refusal(response)
+        return HttpCall(response, _Events(timeout_ms))
+
+    def is_ready(self, model: str) -> bool:
+        try:
+            return self._http.get(_ready_path(model), timeout=_READY_S).is_success
+        except httpx.TransportError:
+            return False
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class HttpCall:
+    def __init__(self, response: httpx.Response, events: _Events) -> None:
+        self._response = response
+        self._bytes = response.iter_bytes()
+        self._events = events
+
+    def read(self) -> Delta | None:
+        with _told():
+            while (delta := self._events.next()) is None:
+                if (data := next(self._bytes, None)) is None:
+                    return None
+                self._events.feed(data)
+        return delta
+
+    def cancel(self) -> None:
+        self._response.close()
+
+
+class AsyncHttpTransport:
+    """For one event loop."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self._http = httpx.AsyncClient(**_settings(url, headers))
+
+    async def start(self, request: Request, timeout_ms: int | None) -> AsyncHttpCall:
+        with _told():
+            message = self._http.build_request(**_post(request, timeout_ms))
+            response = await self._http.send(message, stream=True)
+            if response.status_code != httpx.codes.OK:
+                await response.aread()
+                raise _refusal(response)
+        return AsyncHttpCall(response, _Events(timeout_ms))
+
+    async def is_ready(self, model: str) -> bool:
+        try:
+            return (await self._http.get(_ready_path(model), timeout=_READY_S)).is_success
+        except httpx.TransportError:
+            return False
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+class AsyncHttpCall:
+    def __init__(self, response: httpx.Response, events: _Events) -> None:
+        self._response = response
+        self._bytes = response.aiter_bytes()
+        self._events = events
+
+    async def read(self) -> Delta | None:
+        with _told():
+            while (delta := self._events.next()) is None:
+                if (data := await anext(self._bytes, None)) is None:
+                    return None
+                self._events.feed(data)
+        return delta
+
+    async def cancel(self) -> None:
+        await self._response.aclose()
+
+
+def _settings(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "base_url": url,
+        "headers": {"Accept": "text/event-stream", **headers},
+        "limits": httpx.Limits(max_connections=None),  # as many streams as there are requests
+        "trust_env": False,
+    }
+
+
+def _post(request: Request, timeout_ms: int | None) -> dict[str, Any]:
+    """The arguments of ``build_request``."""
+    wait_s = None if timeout_ms is None else _wait_s(timeout_ms)
+    return {
+        "method": "POST",
+        "url": f"/v2/models/{request.model}/generate_stream",
+        "content": request.to_json(timeout_ms),
+        "timeout": httpx.Timeout(wait_s, connect=_CONNECT_S if wait_s is None else wait_s),
+    }
+
+
+def _wait_s(timeout_ms: int) -> float:
+    """How long this side waits for an answer that the server ends after ``timeout_ms``."""
+    return timeout_ms / 1000 + GRACE_S
+
+
+def _ready_path(model: str) -> str:
+    return f"/v2/models/{model}/ready"
+
+
+def _refusal(response: httpx.Response) -> MinisglError:
+    """The exception for a status that is not 200, by its text: Triton's is nearly always 400.
+
+    The text is JSON, or the same as an event.
+    """
+    try:
+        return error_from(str(json_object(response.content.removeprefix(b"data: "))["error"]))
+    except (MinisglError, KeyError):
+        sentence = f"HTTP status {response.status_code}"
+    return Unavailable(sentence) if response.status_code == 503 else InvalidArgument(sentence)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors of httpx as ours."""
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
+        raise ConnectionFailed(str(error)) from None
+    except httpx.TimeoutException:
+        raise Timeout("no answer in time, and none from the server after it") from None
+    except (httpx.TransportError, httpx.StreamError) as error:
+        raise ConnectionLost(str(error) or type(error).__name__) from None

@@ -15,11 +15,11 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
+from minisgl_backend.heartbeat import State
 from minisgl_backend.request import FinishReason, Request, RequestId, SamplingParams, Sink
 from minisgl_backend.runtime.loop import Abort, Add, Loop, Stop
 from minisgl_backend.runtime.ports import Executor, Scheduler
@@ -50,17 +50,15 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether requests are served; ``tick_age_s`` is the age of the loop's last sign of life."""
+    """How the engine is; ``tick_age_s`` is the age of the loop's last sign of life."""
 
-    ready: bool
-    reason: str
+    state: State
     tick_age_s: float
 
-
-class _State(Enum):
-    SERVING = "serving"
-    DRAINING = "draining"
-    DOWN = "down"
+    @property
+    def ready(self) -> bool:
+        """Whether requests are served."""
+        return self.state is State.SERVING
 
 
 class Engine:
@@ -74,7 +72,7 @@ class Engine:
         self._recorder = Recorder()
         self._ids = itertools.count(1)
         self._changed = threading.Condition()
-        self._state = _State.SERVING
+        self._state = State.SERVING
         self._num_open = 0
         self._num_waiting_tokens = 0
         self._loop = Loop(
@@ -136,7 +134,7 @@ class Engine:
         calm = pulse.idle or pulse.forward_since_s is not None
         age_s = 0.0 if calm else max(0.0, time.monotonic() - pulse.tick_s)
         state = self._state
-        return Health(state is _State.SERVING, state.value, age_s)
+        return Health(state, age_s)
 
     def is_queue_full(self) -> bool:
         """A hint for whoever could refuse a request before doing work for it."""
@@ -152,10 +150,10 @@ class Engine:
         Idempotent. Every open request has had its terminal event when this returns.
         """
         with self._changed:
-            if self._state is _State.SERVING:
-                self._state = _State.DRAINING
+            if self._state is State.SERVING:
+                self._state = State.ENDING
             self._changed.wait_for(
-                lambda: self._num_open == 0 or self._state is _State.DOWN, timeout=drain_s
+                lambda: self._num_open == 0 or self._state is State.BROKEN, timeout=drain_s
             )
         self._loop.inbox.put(Stop(Overloaded("the server is shutting down")))
         self._thread.join()
@@ -179,9 +177,9 @@ class Engine:
         )
 
     def _check_open(self) -> None:
-        if self._state is _State.SERVING:
+        if self._state is State.SERVING:
             return
-        if self._state is _State.DRAINING:
+        if self._state is State.ENDING:
             self._recorder.request_rejected("draining")
             raise Overloaded("the server is shutting down")
         self._recorder.request_rejected("down")
@@ -213,13 +211,15 @@ class Engine:
     # --- the engine's thread -----------------------------------------------------------------
 
     def _run(self) -> None:
+        state = State.BROKEN
         try:
             self._loop.run()
+            state = State.ENDING
         except BaseException:
             logger.exception("the engine's loop broke")
         finally:
             with self._changed:
-                self._state = _State.DOWN
+                self._state = state
                 self._loop.refuse_rest(EngineFailure("the engine is down"))
                 self._changed.notify_all()
             self._executor.close()

@@ -250,6 +250,11 @@ class DetokenizerChannel(_Reactor):
         self._peers: dict[int, Peer] = {}
         self.start()
 
+    @property
+    def num_peers(self) -> int:
+        """Engines that it is connected to."""
+        return len(self._peers)
+
     def acknowledge(self, path: str, epoch: int, ack: Ack) -> bool:
         """Tell the engine at ``path``, without blocking; False where it is gone."""
         peer = self._peers.get(epoch) or self._connect(path, epoch)

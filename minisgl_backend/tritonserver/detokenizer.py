@@ -29,8 +29,14 @@ from minisgl_backend.text.tokenizer import load_vocabulary
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.packets import Ack, Verdict
 from minisgl_backend.tritonserver.responder import Responder, error_response
-from minisgl_backend.tritonserver.setup import engine_options, loading, tokenizer_folder
+from minisgl_backend.tritonserver.setup import (
+    engine_options,
+    loading,
+    runtime_directory,
+    tokenizer_folder,
+)
 from minisgl_backend.tritonserver.tensors import make_response, read_inputs
+from minisgl_backend.tritonserver.vitals import Vitals
 from minisgl_backend.tritonserver.wire.answer import answer_arrays
 from minisgl_backend.tritonserver.wire.chunk import Chunk, decode_chunk, stream_name
 from minisgl_backend.tritonserver.wire.parameters import CHUNK, OUTPUT_IDS
@@ -85,6 +91,8 @@ class TritonPythonModel:
         self._channel = DetokenizerChannel(
             on_forget=self._forget, on_engine_gone=self._forget_engine
         )
+        # chunks are not counted: the engine ends the streams of a detokenizer that has gone
+        self._vitals = Vitals(runtime_directory(), args["model_name"], stats=self._stats)
 
     def execute(self, requests: list[Any]) -> None:
         """Answer chunks, in order."""
@@ -99,6 +107,10 @@ class TritonPythonModel:
         """Leave the engines, which then end the streams that this instance knows."""
         self._channel.close()
         self._streams.clear()
+        self._vitals.close()
+
+    def _stats(self) -> Mapping[str, Any]:
+        return {"num_streams": len(self._streams), "num_engines": self._channel.num_peers}
 
     def _take(self, request: Any, responder: Responder) -> None:
         inputs = read_inputs(request)

@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
@@ -35,6 +35,7 @@ from minisgl_backend.tritonserver.setup import (
 from minisgl_backend.tritonserver.stream import Outgoing, Stream
 from minisgl_backend.tritonserver.telemetry import Telemetry
 from minisgl_backend.tritonserver.tensors import make_response, read_inputs, read_parameters
+from minisgl_backend.tritonserver.vitals import Condition, Vitals
 from minisgl_backend.tritonserver.watch import Watch
 from minisgl_backend.tritonserver.window import Window
 from minisgl_backend.tritonserver.wire.answer import Answer, answer_arrays
@@ -85,11 +86,14 @@ class TritonPythonModel:
         self._watch = Watch(
             ready_url=ready_url(args), sign=self._sign, report=self._report, drain=self._drain
         )
+        self._vitals = Vitals(
+            runtime_directory(), args["model_name"], stats=self._stats, condition=self._condition
+        )
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the engine; their responses follow through their response senders."""
         for request in requests:
-            responder = Responder(request)
+            responder = Responder(request, self._vitals)
             try:
                 self._accept(request, responder)
             except Exception as error:
@@ -105,6 +109,18 @@ class TritonPythonModel:
         self._drain()
         self._dispatcher.close()
         self._telemetry.close()
+        self._vitals.close()
+
+    def _condition(self) -> Condition:
+        health = self._engine.health()
+        return Condition(health.tick_age_s, health.state)
+
+    def _stats(self) -> Mapping[str, Any]:
+        return {
+            **asdict(self._engine.stats()),
+            "num_streams": len(self._dispatcher),
+            "info": asdict(self._engine.info),
+        }
 
     def _report(self) -> None:
         self._sign.show(self._engine.is_queue_full())

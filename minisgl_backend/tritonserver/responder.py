@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 import triton_python_backend_utils as pb_utils
 
@@ -20,13 +20,26 @@ from minisgl_backend.errors import EngineFailure, MiniSGLError
 logger = logging.getLogger(__name__)
 
 
+class Ledger(Protocol):
+    """Counts the requests that are inside the process."""
+
+    def entered(self) -> None:
+        """A request came in."""
+
+    def left(self) -> None:
+        """A request got its final flag."""
+
+
 class Responder:
     """Sends the responses of one request; safe to use from any thread."""
 
-    __slots__ = ("_lock", "_sender", "label")
+    __slots__ = ("_ledger", "_lock", "_sender", "label")
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, ledger: Ledger | None = None) -> None:
         self._lock = threading.Lock()
+        self._ledger = ledger
+        if ledger is not None:
+            ledger.entered()
         self._sender: Any = request.get_response_sender()
         self.label: str = request.request_id()
 
@@ -51,6 +64,7 @@ class Responder:
                 # without a final flag the request would stay in flight for ever
                 logger.exception("request %r: the last response could not be sent", self.label)
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            self._leave()
             return True
 
     def finish(self) -> None:
@@ -59,6 +73,7 @@ class Responder:
             sender, self._sender = self._sender, None
             if sender is not None:
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                self._leave()
 
     def fail(self, error: BaseException) -> None:
         """Send an error and the final flag; what is not ours reaches the log, not the client."""
@@ -72,6 +87,10 @@ class Responder:
             return self._sender is not None and bool(self._sender.is_cancelled())
         finally:
             self._lock.release()
+
+    def _leave(self) -> None:
+        if self._ledger is not None:
+            self._ledger.left()
 
 
 def error_response(error: BaseException, label: str) -> Any:

@@ -40,6 +40,7 @@ from minisgl_backend.tritonserver.tensors import (
     read_parameters,
     text_array,
 )
+from minisgl_backend.tritonserver.vitals import Vitals
 from minisgl_backend.tritonserver.wire.generation import StopRequest
 from minisgl_backend.tritonserver.wire.parameters import INPUT_IDS, REQUEST
 from minisgl_backend.tritonserver.wire.parse import parse_generation
@@ -91,11 +92,12 @@ class TritonPythonModel:
         self._jobs: set[_Job] = set()
         self._num_bytes = 0
         self._pool = ThreadPoolExecutor(options.num_tokenizers, thread_name_prefix="tokenizer")
+        self._vitals = Vitals(runtime_directory(), args["model_name"], stats=self._stats)
 
     def execute(self, requests: list[Any]) -> None:
         """Queue requests for the pool, or refuse them at once."""
         for request in requests:
-            responder = Responder(request)
+            responder = Responder(request, self._vitals)
             try:
                 self._queue_job(request, responder)
             except Exception as error:
@@ -105,6 +107,11 @@ class TritonPythonModel:
         """End the pool; Triton calls this once all requests are answered."""
         self._pool.shutdown()
         self._rejections.close()
+        self._vitals.close()
+
+    def _stats(self) -> Mapping[str, Any]:
+        with self._lock:
+            return {"num_jobs": len(self._jobs), "num_bytes": self._num_bytes}
 
     def _refuse(self, responder: Responder, error: Exception) -> None:
         self._rejections.count(error)

@@ -6,10 +6,16 @@ operator asked for and this build does not offer is refused here before anything
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.attention.choose import choose_attention
@@ -22,7 +28,9 @@ from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.cuda_executor import CudaExecutor
 from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.followers import Followers
 from minisgl_backend.execution.graphs import batch_sizes
+from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.kernels.dispatch import has_triton
 from minisgl_backend.models.build import build_model
@@ -30,7 +38,9 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.parallel.group import OneRank
+from minisgl_backend.parallel.connect import choose_comm, connect
+from minisgl_backend.parallel.group import Group, OneRank, least_free_memory
+from minisgl_backend.parallel.rendezvous import Place
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.runtime.ports import Executor
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -39,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 _LARGE_MEMORY = 80 * 2**30
 """Bytes of a GPU beyond which decode graphs are captured up to a batch of 256, else of 160."""
+
+_FOLLOWER_COMMAND: Final = (sys.executable, "-m", "minisgl_backend.cli.rank")
 
 
 def resolve_checkpoint(options: EngineOptions) -> Path:
@@ -50,17 +62,50 @@ def build_engine(options: EngineOptions) -> Engine:
     """Load the model and start the engine; ``ConfigError`` tells what the operator can mend."""
     info, executor = build_executor(options)
     logger.info("engine: %s", info)
-    return Engine(info, build_scheduler(options, info), executor, overlap=options.overlap)
+    engine = Engine(info, build_scheduler(options, info), executor, overlap=options.overlap)
+    if isinstance(executor, LeadingExecutor):
+        executor.on_lost(engine.fail)
+    return engine
 
 
 def build_executor(options: EngineOptions) -> tuple[EngineInfo, Executor]:
-    """Load the model onto its device, with pages for its keys and values."""
-    device = _device(options)
+    """Load the model onto its devices, with pages for its keys and values.
+
+    With tensor parallelism this process is rank 0; the executor owns the others' processes.
+    """
+    size = options.tensor_parallel_size
+    if size > 1:
+        return _lead(options, Place.first(size, options.distributed_address))
+    alone = Place.first(1, None)
+    built = build_rank(options, alone, meet=lambda: None)
+    return built.info, built.executor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rank:
+    """One rank's part of an engine."""
+
+    info: EngineInfo
+    executor: ModelExecutor | CudaExecutor
+    group: Group
+
+
+def build_rank(
+    options: EngineOptions, place: Place, meet: Callable[[], None], store: Store | None = None
+) -> Rank:
+    """This rank's part of the model; all ranks call it with the same options.
+
+    ``meet`` returns when every rank has called it, or raises where one cannot: so no rank waits in
+    a collective for one that is not there or still loads. Rank 0 brings the ``store``.
+    """
+    device = _device(options, place)
     _refuse_unsupported(options, device)
+    comm = choose_comm(options.comm, device.torch_device)
+    meet()
+    group = _connect(options, place, store, comm, device)
     folder = resolve_checkpoint(options)
     spec = load_spec(folder)
     context = _context(options, spec)
-    group = OneRank()
     shape = spec.attention_shape(group.size)
     dtype = _dtype(options, device, spec)
     kv_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8_e4m3" else dtype
@@ -75,13 +120,18 @@ def build_executor(options: EngineOptions) -> tuple[EngineInfo, Executor]:
         max_sequence_length=context,
         seed=options.seed or 0,
     )
+    meet()
+    free_bytes = least_free_memory(group, device.free_memory())
+    if isinstance(device, CpuDevice):
+        free_bytes //= place.local_size  # the ranks of a host share its memory
     storage = KVStorage(
         shape,
-        num_pages=_num_pages(options, shape, device, kv_dtype, page_size, context),
+        num_pages=_num_pages(options, shape, device, free_bytes, kv_dtype, page_size, context),
         page_size=page_size,
         dtype=kv_dtype,
         device=device.torch_device,
     )
+    executor: ModelExecutor | CudaExecutor
     if isinstance(device, CudaDevice):
         executor, backend = _cuda_executor(options, model, shape, storage, device, context)
     else:
@@ -96,6 +146,7 @@ def build_executor(options: EngineOptions) -> tuple[EngineInfo, Executor]:
             max_rows=options.max_running_requests,
             max_sequence_length=context,
         )
+    meet()
     info = EngineInfo(
         model=options.model,
         architecture=spec.architecture,
@@ -111,7 +162,41 @@ def build_executor(options: EngineOptions) -> tuple[EngineInfo, Executor]:
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
     )
-    return info, executor
+    return Rank(info, executor, group)
+
+
+def _lead(options: EngineOptions, place: Place) -> tuple[EngineInfo, Executor]:
+    """Rank 0 of several, with the processes of the others."""
+    local = replace(options, model=str(resolve_checkpoint(options)))  # fetched once, for all
+    timeout_s = options.distributed_timeout_s
+    place, store = place.open_store(timeout_s)
+    greeting = json.dumps(asdict(local)).encode()
+    followers = Followers(place, _FOLLOWER_COMMAND, greeting, timeout_s)
+    try:
+        rank = build_rank(local, place, followers.meet, store)
+        leader = LeadingExecutor(
+            rank.executor,
+            rank.group,
+            followers,
+            # gloo ends collectives that wait for too long, NCCL does not
+            step_timeout_s=timeout_s if isinstance(rank.executor, CudaExecutor) else None,
+        )
+    except BaseException:
+        followers.close(patience_s=0)
+        raise
+    logger.info("%d tensor-parallel ranks, processes %s", place.size, followers.pids)
+    return replace(rank.info, model=options.model), leader
+
+
+def _connect(
+    options: EngineOptions, place: Place, store: Store | None, comm: str, device: Device
+) -> Group:
+    if place.size == 1:
+        return OneRank()
+    timeout_s = options.distributed_timeout_s
+    if store is None:
+        place, store = place.open_store(timeout_s)
+    return connect(place, store, comm, device.torch_device, timeout_s=timeout_s)
 
 
 def build_scheduler(options: EngineOptions, info: EngineInfo) -> Scheduler:
@@ -129,13 +214,17 @@ def build_scheduler(options: EngineOptions, info: EngineInfo) -> Scheduler:
     return Scheduler(cache, config)
 
 
-def _device(options: EngineOptions) -> CpuDevice | CudaDevice:
+def _device(options: EngineOptions, place: Place) -> CpuDevice | CudaDevice:
     """The device asked for; by default a GPU where there is one and Triton for its kernels."""
     can_cuda = torch.cuda.is_available() and has_triton()
     if options.device == "cuda" and not can_cuda:
         missing = "Triton (pip install triton)" if torch.cuda.is_available() else "an NVIDIA GPU"
         raise ConfigError(f"device cuda needs {missing}")
-    return CudaDevice() if can_cuda and options.device != "cpu" else CpuDevice()
+    if can_cuda and options.device != "cpu":
+        return CudaDevice(place.local_rank)
+    if place.size == 1:
+        return CpuDevice()
+    return CpuDevice(max(1, torch.get_num_threads() // place.local_size))
 
 
 def _cuda_executor(
@@ -145,7 +234,7 @@ def _cuda_executor(
     storage: KVStorage,
     device: CudaDevice,
     context: int,
-) -> tuple[Executor, str]:
+) -> tuple[CudaExecutor, str]:
     """The executor of a GPU, and the name of its attention backend."""
     attention = choose_attention(
         options.attention_backend,
@@ -173,17 +262,17 @@ def _cuda_executor(
 
 
 def _refuse_unsupported(options: EngineOptions, device: Device) -> None:
-    refused = {
-        "tensor_parallel_size": options.tensor_parallel_size != 1,
-        "comm": options.comm is not None,
-        "distributed_address": options.distributed_address is not None,
-    }
+    refused: dict[str, bool] = {}
+    if options.tensor_parallel_size == 1:
+        for name in ("comm", "distributed_address"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
     if isinstance(device, CudaDevice):
         refused |= {
             "dtype": options.dtype == "float64",
             "moe_backend": options.moe_backend not in (None, "fused"),
         }
-        where = "one GPU, in at most 32 bits, with moe_backend fused"
+        where = "GPUs, in at most 32 bits, with moe_backend fused"
     else:
         refused |= {
             "kv_cache_dtype": options.kv_cache_dtype is not None,
@@ -192,7 +281,7 @@ def _refuse_unsupported(options: EngineOptions, device: Device) -> None:
             "cuda_graph_max_batch_size": bool(options.cuda_graph_max_batch_size),
             "cuda_graph_batch_sizes": options.cuda_graph_batch_sizes is not None,
         }
-        where = "one CPU, with attention_backend sdpa and moe_backend torch"
+        where = "CPUs, with attention_backend sdpa and moe_backend torch"
     for name, is_refused in refused.items():
         if is_refused:
             raise ConfigError(
@@ -228,6 +317,7 @@ def _num_pages(
     options: EngineOptions,
     shape: AttentionShape,
     device: Device,
+    free_bytes: int,
     dtype: torch.dtype,
     page_size: int,
     context: int,
@@ -237,7 +327,7 @@ def _num_pages(
     return choose_num_pages(
         page_bytes=bytes_per_page(shape, page_size, dtype),
         page_size=page_size,
-        free_bytes=device.free_memory(),
+        free_bytes=free_bytes,
         memory_ratio=options.memory_ratio,
         cap_bytes=device.kv_bytes_cap,
         max_rows=options.max_running_requests,

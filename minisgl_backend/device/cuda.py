@@ -44,6 +44,7 @@ class CudaDevice:
         if index >= torch.cuda.device_count():
             raise ConfigError(f"device cuda:{index} is not there: {torch.cuda.device_count()} GPUs")
         self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(index)  # else a rank's pinned memory and events would use GPU 0
         self.stream = torch.cuda.Stream(self.torch_device)
         self._closed = False
 

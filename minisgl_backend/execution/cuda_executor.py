@@ -60,6 +60,7 @@ class CudaExecutor:
     ):
         self._device = device
         self._attention = attention
+        self._group = model.group
         with device.queue():
             self._model = FusedDecoder(model, paged_layers(storage, model.spec.num_layers))
             self._rows = Rows(
@@ -171,7 +172,7 @@ class CudaExecutor:
 
         hidden = self._model.hidden(inputs.tokens, inputs.positions, inputs.slots, attend)
         logits = self._model.logits(hidden, out=self._logits[:batch_size])
-        tokens = sample(logits, inputs.sampling, self._workspace)
+        tokens = self._group.broadcast(sample(logits, inputs.sampling, self._workspace))
         finish_decode(table, inbox, inputs, tokens)
         return StepOutput(tokens, logits)
 
@@ -192,7 +193,7 @@ class CudaExecutor:
         )
         logits = self._model.logits(hidden.index_select(0, samples))
         parameters = rows.sampling(sample_rows, sample_positions)
-        sampled = sample(logits, parameters, self._workspace)
+        sampled = self._group.broadcast(sample(logits, parameters, self._workspace))
         rows.keep(sample_rows, sampled, sample_positions)
         return StepOutput(sampled, logits)
 
@@ -238,7 +239,7 @@ class CudaExecutor:
         index = self._device.upload(special)
         logits = output.logits.index_select(0, index).float()
         chosen = self._sampler.sample(logits, rows[special], positions[special])
-        tokens = chosen.tokens.to(torch.int32)
+        tokens = self._group.broadcast(chosen.tokens.to(torch.int32))
         output.tokens[index] = tokens
         self._rows.table.tokens[self._device.upload(rows[special])] = tokens.clamp_min(0)
         return chosen.logprobs and chosen.logprobs.download(self._device)

@@ -20,7 +20,7 @@ from minisgl_backend.attention.base import AttentionBackend, ForwardContext
 from minisgl_backend.device.base import Device, Submission
 from minisgl_backend.execution.batch import PageTable, StepIndices
 from minisgl_backend.execution.logprobs import RawLogprobs
-from minisgl_backend.execution.sampler import Sampler
+from minisgl_backend.execution.sampler import Sample, Sampler
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
@@ -85,14 +85,22 @@ class ModelExecutor:
         if len(indices.samples) == 0:
             return _NOTHING
         logits = self._model.logits(hidden.index_select(0, self._device.upload(indices.samples)))
-        sample = self._sampler.sample(logits, indices.sample_rows, indices.sample_positions)
+        sample = self._sample(logits, indices)
+        tokens = self._model.group.broadcast(sample.tokens)
         rows = self._device.upload(indices.sample_rows)
-        self._last_tokens.index_copy_(0, rows, sample.tokens.clamp_min(0))
+        self._last_tokens.index_copy_(0, rows, tokens.clamp_min(0))
         return _HostSample(
-            self._device.download(sample.tokens),
+            self._device.download(tokens),
             sample.logprobs and sample.logprobs.download(self._device),
             [self._request_ids[row] for row in indices.sample_rows.tolist()],
         )
+
+    def _sample(self, logits: Tensor, indices: StepIndices) -> Sample:
+        """Rank 0's choice; on other ranks the place where it will be written."""
+        if self._model.group.rank == 0:
+            return self._sampler.sample(logits, indices.sample_rows, indices.sample_positions)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        return Sample(tokens, logprobs=None)
 
     def _forward(self, plan: StepPlan, indices: StepIndices) -> Tensor:
         """[num_tokens, hidden_size] of all tokens of the step."""

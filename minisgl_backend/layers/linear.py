@@ -12,18 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.share import Share, even_share
 from minisgl_backend.layers.slot import Slot
 from minisgl_backend.parallel.group import Group
-
-
-def divide(total: int, group: Group, what: str) -> int:
-    """This rank's share of ``total``; raises ``ConfigError`` where it does not divide evenly."""
-    if total % group.size:
-        raise ConfigError(
-            f"{what} ({total}) cannot be split evenly over {group.size} tensor-parallel ranks"
-        )
-    return total // group.size
 
 
 def lay_out_by_input(parameter: nn.Parameter) -> None:
@@ -38,16 +29,14 @@ def lay_out_by_input(parameter: nn.Parameter) -> None:
 class MergedColumnLinear(nn.Module):
     """Several projections of the same input as one product, each split over the ranks.
 
-    ``parts`` maps the checkpoint's names to output sizes over all ranks. The result is
-    [num_tokens, sum of this rank's shares], the parts in their order.
+    ``parts`` maps the checkpoint's names to this rank's share of their outputs. The result is
+    [num_tokens, sum of the shares], the parts in their order.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, group: Group):
+    def __init__(self, in_features: int, parts: Mapping[str, Share], *, bias: bool):
         super().__init__()
-        self.rank = group.rank
         self.parts = dict(parts)
-        self.shares = {name: divide(size, group, name) for name, size in parts.items()}
-        out_features = sum(self.shares.values())
+        out_features = sum(share.size for share in parts.values())
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
@@ -56,16 +45,15 @@ class MergedColumnLinear(nn.Module):
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         begin = 0
-        for name, share in self.shares.items():
-            total, start = self.parts[name], self.rank * share
-            weight = self.weight.data[begin : begin + share]
-            yield f"../{name}.weight", Slot(weight, (total, weight.shape[1]), 0, start)
+        for name, share in self.parts.items():
+            held = slice(begin, begin + share.size)
+            weight = self.weight.data[held]
+            full = (share.total, weight.shape[1])
+            yield f"../{name}.weight", Slot(weight, full, 0, share.start)
             if self.bias is not None:
-                yield (
-                    f"../{name}.bias",
-                    Slot(self.bias.data[begin : begin + share], (total,), 0, start),
-                )
-            begin += share
+                bias = self.bias.data[held]
+                yield f"../{name}.bias", Slot(bias, (share.total,), 0, share.start)
+            begin += share.size
 
 
 class RowLinear(nn.Module):
@@ -74,9 +62,8 @@ class RowLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, group: Group):
         super().__init__()
         self.group = group
-        self.in_features = in_features
-        share = divide(in_features, group, "the inputs of a row-parallel layer")
-        self.weight = nn.Parameter(torch.empty(out_features, share), requires_grad=False)
+        self.inputs = even_share(in_features, group, "the inputs of a row-parallel layer")
+        self.weight = nn.Parameter(torch.empty(out_features, self.inputs.size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,8 +72,8 @@ class RowLinear(nn.Module):
         return self.group.all_reduce(F.linear(x, self.weight, bias))
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        out_features, share = self.weight.shape
-        full = (out_features, self.in_features)
-        yield "weight", Slot(self.weight.data, full, 1, self.group.rank * share)
+        out_features = len(self.weight)
+        full = (out_features, self.inputs.total)
+        yield "weight", Slot(self.weight.data, full, 1, self.inputs.start)
         if self.bias is not None:
             yield "bias", Slot(self.bias.data, (out_features,))

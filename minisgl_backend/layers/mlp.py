@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
+from minisgl_backend.layers.share import even_share
 from minisgl_backend.parallel.group import Group
 
 
@@ -14,8 +15,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, group: Group):
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = MergedColumnLinear(hidden_size, parts, bias=bias, group=group)
+        share = even_share(intermediate_size, group, "intermediate_size")
+        parts = {"gate_proj": share, "up_proj": share}
+        self.gate_up_proj = MergedColumnLinear(hidden_size, parts, bias=bias)
         self.down_proj = RowLinear(intermediate_size, hidden_size, bias=bias, group=group)
 
     def forward(self, x: Tensor) -> Tensor:

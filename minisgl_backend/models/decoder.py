@@ -18,6 +18,7 @@ from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.mlp import GatedMLP
 from minisgl_backend.layers.norm import HeadNorm, RMSNorm
 from minisgl_backend.layers.rope import rotary_table, rotate, rotation
+from minisgl_backend.layers.share import even_share, kv_head_share
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.moe.experts import ExpertsMLP
 from minisgl_backend.parallel.group import Group
@@ -32,15 +33,11 @@ class Attention(nn.Module):
         shape = spec.attention_shape(group.size)
         self.head_dim = shape.head_dim
         self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
-        parts = {
-            "q_proj": spec.num_heads * spec.head_dim,
-            "k_proj": spec.num_kv_heads * spec.head_dim,
-            "v_proj": spec.num_kv_heads * spec.head_dim,
-        }
-        self.qkv_proj = MergedColumnLinear(spec.hidden_size, parts, bias=spec.qkv_bias, group=group)
-        self.o_proj = RowLinear(
-            parts["q_proj"], spec.hidden_size, bias=spec.output_bias, group=group
-        )
+        queries = even_share(spec.num_heads * spec.head_dim, group, "the attention heads' outputs")
+        keys = kv_head_share(spec.num_kv_heads, spec.head_dim, group)
+        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv_proj = MergedColumnLinear(spec.hidden_size, parts, bias=spec.qkv_bias)
+        self.o_proj = RowLinear(queries.total, spec.hidden_size, bias=spec.output_bias, group=group)
         self.qk_norm: HeadNorm | None = None
         if spec.qk_norm:
             heads = {"q_norm": self.num_heads, "k_norm": self.num_kv_heads}
@@ -99,6 +96,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, group: Group):
         super().__init__()
         self.spec = spec
+        self.group = group
         self.model = _Body(spec, group)
         if not spec.tie_embeddings:
             self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, group)

@@ -76,15 +76,19 @@ class ModelSpec:
         return self.max_position_embeddings
 
     def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
-        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split."""
-        if self.num_kv_heads % num_ranks:
+        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split.
+
+        Where there are more ranks than key-value heads, several ranks hold the same one.
+        """
+        kv_heads, ranks = self.num_kv_heads, num_ranks
+        if self.num_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             raise ConfigError(
-                f"{self.num_kv_heads} key-value heads cannot be split evenly over "
-                f"{num_ranks} tensor-parallel ranks"
+                f"{self.num_heads} attention heads and {kv_heads} key-value heads cannot be split "
+                f"evenly over {ranks} tensor-parallel ranks"
             )
         return AttentionShape(
-            num_heads=self.num_heads // num_ranks,
-            num_kv_heads=self.num_kv_heads // num_ranks,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=max(1, kv_heads // ranks),
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             windows=self.windows,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl_backend.layers.linear import divide
+from minisgl_backend.layers.share import even_share
 from minisgl_backend.layers.slot import Slot, whole
 from minisgl_backend.parallel.group import Group
 
@@ -37,8 +37,8 @@ class ExpertsMLP(nn.Module):
         self.group = group
         self.top_k = top_k
         self.normalize = normalize
-        self.intermediate_size = intermediate_size
-        share = divide(intermediate_size, group, "moe_intermediate_size")
+        self.inner = even_share(intermediate_size, group, "moe_intermediate_size")
+        share = self.inner.size
         self.gate = _parameter(num_experts, hidden_size)
         self.gate_up = _parameter(num_experts, 2 * share, hidden_size)
         self.down = _parameter(num_experts, hidden_size, share)
@@ -73,8 +73,8 @@ class ExpertsMLP(nn.Module):
     def slots(self) -> Iterator[tuple[str, Slot]]:
         yield "gate.weight", whole(self.gate)
         num_experts, hidden_size, share = self.down.shape
-        start = self.group.rank * share
-        inner, outer = (self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)
+        total, start = self.inner.total, self.inner.start
+        inner, outer = (total, hidden_size), (hidden_size, total)
         for expert in range(num_experts):
             gate_up, down = self.gate_up.data[expert], self.down.data[expert]
             yield f"experts.{expert}.gate_proj.weight", Slot(gate_up[:share], inner, 0, start)

@@ -1,18 +1,25 @@
-"""The ranks that share one model, as seen by a layer.
+"""The ranks that share one model, as the rest of the engine sees them.
 
-Knows rank, size and the two collectives that tensor-parallel layers need. Must not know models,
-plans or how processes are started.
+Knows rank, size and the collectives that tensor parallelism needs. Must not know models, plans or
+how processes are started. Every rank calls the same collectives in the same order, and each on the
+device's queue, so a collective that waits for a silent rank holds up whatever is queued behind it.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from torch import Tensor
 
+from minisgl_backend.errors import ConfigError
+
+_MOST_UNEVEN: Final = 2 * 2**30
+"""Bytes by which the free memory of two ranks may differ."""
+
 
 class Group(Protocol):
-    """Ranks 0 .. size - 1; every rank calls the same collectives in the same order."""
+    """Ranks 0 .. size - 1. A collective whose ranks are lost raises ``RuntimeError``."""
 
     @property
     def rank(self) -> int:
@@ -28,6 +35,18 @@ class Group(Protocol):
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Every rank's ``x`` side by side along ``dim``, in rank order."""
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's ``x``; overwrites the others'."""
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """For each place in ``numbers`` the least of all ranks' numbers there. Waits for all."""
+
+    def abort(self) -> None:
+        """End collectives that wait for a lost rank, on any thread; the group is of no use then."""
+
+    def close(self) -> None:
+        """Leave the group. To be called when no collective runs, nor any graph that holds one."""
+
 
 class OneRank:
     """The group of a model that sits on one device: collectives return what they are given."""
@@ -40,3 +59,37 @@ class OneRank:
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def side_by_side(parts: Tensor, dim: int) -> Tensor:
+    """[size, *shape] of all ranks' tensors -> the tensors joined along their ``dim``."""
+    dim %= parts.dim() - 1
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def least_free_memory(group: Group, free_bytes: int) -> int:
+    """The least of all ranks' free bytes, of which each rank can make the same number of pages.
+
+    Raises ``ConfigError`` where they are more than 2 GiB apart: the rank with the least would hold
+    back all others, and most likely something else runs on its device.
+    """
+    least, negated_most = group.least([free_bytes, -free_bytes])
+    if -negated_most - least > _MOST_UNEVEN:
+        raise ConfigError(
+            f"the ranks' free memory differs by more than {_MOST_UNEVEN / 2**30:g} GiB: from "
+            f"{least / 2**30:.1f} to {-negated_most / 2**30:.1f} GiB, "
+            f"{free_bytes / 2**30:.1f} GiB on rank {group.rank}"
+        )
+    return least

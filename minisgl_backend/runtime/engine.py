@@ -21,7 +21,7 @@ import numpy as np
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.heartbeat import State
 from minisgl_backend.request import FinishReason, Request, RequestId, SamplingParams, Sink
-from minisgl_backend.runtime.loop import Abort, Add, Loop, Stop
+from minisgl_backend.runtime.loop import Abort, Add, Fail, Loop, Stop
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.runtime.stats import EngineStats, Recorder, Samples
 from minisgl_backend.scheduling.capacity import check_fits
@@ -119,6 +119,10 @@ class Engine:
     def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request; its sink gets ``Finished(reason)``. Idempotent; ignores unknown ids."""
         self._loop.inbox.put(Abort(request_id, reason))
+
+    def fail(self, error: EngineFailure) -> None:
+        """End at once: the executor is lost. Every open request gets an error. Any thread."""
+        self._loop.inbox.put(Fail(error))
 
     def stats(self) -> EngineStats:
         """Counts at this moment, in constant time."""

@@ -65,7 +65,14 @@ class Stop:
     error: MiniSGLError
 
 
-Message: TypeAlias = Add | Abort | Stop
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The executor is lost: raise ``error`` in the loop, which ends it."""
+
+    error: MiniSGLError
+
+
+Message: TypeAlias = Add | Abort | Stop | Fail
 
 
 @dataclass(slots=True)
@@ -186,6 +193,8 @@ class Loop:
     def _take(self, message: Message) -> None:
         if isinstance(message, Stop):
             self._stop = message
+        elif isinstance(message, Fail):
+            raise message.error
         elif isinstance(message, Abort):
             if message.request_id in self._open:
                 self._abort(message.request_id, Finished(message.reason))

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 16
 
 
-class ThreadRank:
+class ThreadRank(OneRank):
     """A rank that is a thread; ``meeting`` is shared by all."""
 
     def __init__(self, rank: int, meeting: Meeting):
@@ -38,6 +38,9 @@ class ThreadRank:
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return torch.cat(self._meeting.exchange(self.rank, x), dim=dim)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._meeting.exchange(self.rank, x)[0]
 
 
 class Meeting:

@@ -222,19 +222,12 @@ def test_progress_is_a_bar_on_a_terminal_and_a_log_line_elsewhere(
     assert "loading weights" in capsys.readouterr().err
 
 
-class _Rank:
-    """One of two ranks; its collectives are not used while loading."""
+class _Rank(OneRank):
+    """One of several ranks; its collectives are not used while loading."""
 
-    size = 2
-
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, size: int = 2):
         self.rank = rank
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        raise NotImplementedError
+        self.size = size
 
 
 @pytest.mark.parametrize("case", ["qwen3", "llama-biases", "qwen3-moe"])
@@ -250,8 +243,18 @@ def test_two_ranks_hold_each_tensor_once(checkpoints: Path, case: str) -> None:
             assert torch.equal(torch.cat([mine.target, theirs.target], dim=mine.dim), tensor), name
 
 
+def test_ranks_beyond_the_heads_hold_the_same_keys(checkpoints: Path) -> None:
+    """Four ranks over two key-value heads: each head is held by two neighbours."""
+    ranks = [collect_slots(_build(checkpoints / "qwen3", group=_Rank(r, 4))) for r in range(4)]
+    stored = load_file(checkpoints / "qwen3" / "model.safetensors")
+    for name in ("k_proj", "v_proj"):
+        full = f"model.layers.0.self_attn.{name}.weight"
+        held = [rank[full].target for rank in ranks]
+        assert torch.equal(held[0], held[1])
+        assert torch.equal(held[2], held[3])
+        assert torch.equal(torch.cat([held[0], held[2]]), stored[full])
+
+
 def test_what_cannot_be_split_is_refused(checkpoints: Path) -> None:
-    group = _Rank(0)
-    group.size = 4
-    with pytest.raises(ConfigError, match="2 key-value heads cannot be split evenly over 4"):
-        _build(checkpoints / "qwen3", group=group)
+    with pytest.raises(ConfigError, match=r"2 key-value heads cannot be split evenly over 3"):
+        _build(checkpoints / "qwen3", group=_Rank(0, 3))

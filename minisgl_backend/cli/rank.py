@@ -1,0 +1,53 @@
+"""The process of a tensor-parallel rank: ``python -m minisgl_backend.cli.rank``.
+
+Started by rank 0 with the numbers of a socket, of a piece of shared memory and of its own process;
+its place is in the environment, in torchrun's variables, its options come through the socket.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+
+from minisgl_backend.build import build_rank
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.execution.followers import Leader, end_with
+from minisgl_backend.execution.plan_channel import PlanReceiver
+from minisgl_backend.execution.ranks import follow
+from minisgl_backend.parallel.rendezvous import Place
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: list[str]) -> int:
+    """Load this rank's part of the model and follow rank 0; the exit code."""
+    connection, memory, parent = map(int, arguments)
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for rank 0, which ends this process
+    rank = os.environ["RANK"]
+    logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(name)s: %(message)s")
+    leader = Leader(socket.socket(fileno=connection))
+    try:
+        options = EngineOptions.from_mapping(json.loads(leader.greeting))
+        place = Place.from_environment(os.environ)
+        executor = build_rank(options, place, leader.meet).executor
+    except Exception as error:
+        leader.report(error)
+        return 1
+    try:
+        follow(executor, PlanReceiver(leader.connection, memory))
+    except Exception:
+        logger.exception("a step failed")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # not by the interpreter's own end: threads of a broken collective could hold it up
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)

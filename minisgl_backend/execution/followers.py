@@ -1,0 +1,210 @@
+"""Ranks 1 .. size - 1 of a host as processes, and what they and rank 0 say to each other at first.
+
+Rank 0 tells each follower its options. Then all meet a few times, so that no rank waits in a
+collective for one that is not there yet or has failed; after that the socket carries plans
+(``plan_channel``). Knows processes and sockets; must not know models or what the options mean.
+
+Followers never outlive the process of rank 0, however it ends. None is replaced: once one is lost,
+all are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Final
+
+from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.execution.plan_channel import Peer, Slots
+from minisgl_backend.parallel.rendezvous import Place
+
+logger = logging.getLogger(__name__)
+
+_HERE: Final = b"here"
+_GO: Final = b"go"
+_WATCH: Final = b"w"
+_CLOSE: Final = b"c"
+_START_S: Final = 1800.0
+"""Patience with a rank that loads its part of the model."""
+_END_S: Final = 10.0
+"""Time for followers to end by themselves at a stop."""
+_MOST_BYTES: Final = 2**16
+_LOOK_EVERY_S: Final = 0.5
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Followers:
+    """Ranks 1 .. size - 1 as processes of this host: started, met, watched and ended."""
+
+    def __init__(self, place: Place, command: Sequence[str], greeting: bytes, timeout_s: float):
+        """``command`` is called for each with the numbers of two descriptors and of this process.
+
+        ``greeting`` is the first thing a follower is told. ``timeout_s`` is the patience with a
+        follower that runs.
+        """
+        self.slots = Slots.create()
+        self.peers: list[Peer] = []
+        self.failure: EngineFailure | None = None
+        self._timeout_s = timeout_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._on_lost: Callable[[EngineFailure], None] = lambda failure: None
+        self._is_overdue: Callable[[], bool] = lambda: False
+        self._lock = threading.Lock()
+        self._wake, self._waker = os.pipe()
+        started: Future[None] = Future()
+        # Linux ends a child with the thread that started it, so that thread lives as long.
+        self._thread = threading.Thread(
+            target=self._keep, args=(place, command, greeting, started), name="ranks", daemon=True
+        )
+        self._thread.start()
+        started.result()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of ranks 1, 2, ..."""
+        return [process.pid for process in self._processes]
+
+    def meet(self) -> None:
+        """Return when every follower has come to its own ``meet``, and let them go on.
+
+        Raises ``ConfigError`` with the cause where one cannot.
+        """
+        for peer in self.peers:
+            message = peer.receive()
+            if message != _HERE:
+                raise ConfigError(f"rank {peer.rank}: {message.decode()}")
+        for peer in self.peers:
+            peer.send(_GO)
+
+    def watch(
+        self, on_lost: Callable[[EngineFailure], None], is_overdue: Callable[[], bool]
+    ) -> None:
+        """From now on, call ``on_lost`` once when a follower ends or ``is_overdue`` says so."""
+        for peer in self.peers:
+            peer.socket.settimeout(self._timeout_s)
+        self._on_lost, self._is_overdue = on_lost, is_overdue
+        os.write(self._waker, _WATCH)
+
+    def lose(self, cause: str) -> EngineFailure:
+        """End all followers, since one is of no use any more; what the first cause was."""
+        with self._lock:
+            is_first = self.failure is None
+            if self.failure is None:
+                self.failure = EngineFailure(cause)
+            failure, on_lost = self.failure, self._on_lost
+        if is_first:
+            logger.error("the engine is down: %s", cause)
+            for process in self._processes:
+                process.kill()
+            on_lost(failure)
+        return failure
+
+    def close(self, *, patience_s: float = _END_S) -> None:
+        """End the processes: by themselves in that time, or at once. Idempotent."""
+        with self._lock:
+            self._on_lost = lambda failure: None
+            if self.failure is None:
+                self.failure = EngineFailure("the ranks have been ended")
+        for peer in self.peers:
+            peer.socket.close()
+        deadline = time.monotonic() + patience_s
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._thread.is_alive():
+            os.write(self._waker, _CLOSE)
+            self._thread.join()
+
+    # --- the thread that owns the processes --------------------------------------------------
+
+    def _keep(
+        self, place: Place, command: Sequence[str], greeting: bytes, started: Future[None]
+    ) -> None:
+        try:
+            for rank in range(1, place.size):
+                self._start(place.of(rank), command, greeting)
+        except BaseException as error:
+            for process in self._processes:
+                process.kill()
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        self._watch()
+
+    def _start(self, place: Place, command: Sequence[str], greeting: bytes) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptors = theirs.fileno(), self.slots.descriptor
+        with theirs:
+            process = subprocess.Popen(
+                [*command, *map(str, descriptors), str(os.getpid())],
+                env={**os.environ, **place.environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+            )
+        self._processes.append(process)
+        ours.settimeout(_START_S)
+        ours.send(greeting)
+        self.peers.append(Peer(place.rank, ours))
+
+    def _watch(self) -> None:
+        """Look after the processes until ``close``; while they start, ``meet`` does."""
+        ranks = {os.pidfd_open(pid): rank for rank, pid in enumerate(self.pids, start=1)}
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        try:
+            while True:
+                found = [descriptor for descriptor, _ in poll.poll(_LOOK_EVERY_S * 1000)]
+                if self._wake in found:
+                    if os.read(self._wake, 1) == _CLOSE:
+                        return
+                    for descriptor in ranks:
+                        poll.register(descriptor, select.POLLIN)
+                    continue
+                for descriptor in found:
+                    poll.unregister(descriptor)
+                    self.lose(f"rank {ranks[descriptor]} ended")
+                if self._is_overdue():
+                    self.lose("a step of the ranks does not end")
+        finally:
+            for descriptor in (self._wake, self._waker, *ranks):
+                os.close(descriptor)
+
+
+class Leader:
+    """Rank 0 as a follower sees it."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self.greeting = connection.recv(_MOST_BYTES)
+
+    def meet(self) -> None:
+        """Tell rank 0 that this rank has come so far, and wait for it."""
+        self.connection.send(_HERE)
+        if self.connection.recv(len(_GO)) != _GO:
+            raise EngineFailure("rank 0 is gone")
+
+    def report(self, error: BaseException) -> None:
+        """Tell rank 0 why this rank cannot start."""
+        with contextlib.suppress(OSError):  # rank 0 may be the reason
+            self.connection.send(f"{error}".encode()[:_MOST_BYTES] or b"failed")
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel end this process with its ``parent``, even while it is stopped."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os.kill(os.getpid(), signal.SIGKILL)

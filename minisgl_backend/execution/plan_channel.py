@@ -1,0 +1,151 @@
+"""How a plan travels from rank 0 to the other ranks of its host: once a step, in a few dozen µs.
+
+The plan's words are written once, into a ring of slots in shared memory; each rank then gets a
+short message that says where, on a socket of its own, and answers when it has copied them out. So
+a rank that waits sleeps in the kernel, the end of either process is seen by the other as the end
+of the stream, and a slot is used again only when every rank is done with it.
+
+The memory has no name in any folder and is inherited with the socket, so nobody else can reach it
+and nothing is left behind. Before the plans, the same socket carries the start (``ranks``).
+
+Nothing else in the engine assumes that the ranks share a host.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from minisgl_backend.errors import EngineFailure
+from minisgl_backend.request import IntArray
+
+_NUM_SLOTS: Final = 4
+"""One more than the steps that an overlapping loop has under way, and one to spare."""
+_SLOT_WORDS: Final = 2**16
+_WORD_BYTES: Final = 4
+_WHERE: Final = struct.Struct("<QQQ")  # words of a slot, slot, words of the plan
+_TAKEN: Final = b"taken"
+
+
+class Slots:
+    """The shared memory: ``_NUM_SLOTS`` slots of equally many words."""
+
+    def __init__(self, descriptor: int, slot_words: int):
+        self.descriptor = descriptor
+        self.slot_words = slot_words
+        memory = mmap.mmap(descriptor, _NUM_SLOTS * slot_words * _WORD_BYTES)
+        self._words = np.frombuffer(memory, np.int32).reshape(_NUM_SLOTS, slot_words)
+
+    @classmethod
+    def create(cls) -> Slots:
+        descriptor = os.memfd_create("minisgl-plans")
+        os.ftruncate(descriptor, _NUM_SLOTS * _SLOT_WORDS * _WORD_BYTES)
+        return cls(descriptor, _SLOT_WORDS)
+
+    def grown(self, num_words: int) -> Slots:
+        """The same memory with room for so many words a slot; nobody may be using the old slots."""
+        slot_words = 2 ** (num_words - 1).bit_length()
+        os.ftruncate(self.descriptor, _NUM_SLOTS * slot_words * _WORD_BYTES)
+        return Slots(self.descriptor, slot_words)
+
+    def write(self, slot: int, words: IntArray) -> None:
+        self._words[slot, : len(words)] = words
+
+    def read(self, slot: int, num_words: int) -> IntArray:
+        """A copy of what was written."""
+        return self._words[slot, :num_words].copy()
+
+
+@dataclass(slots=True)
+class Peer:
+    """Another rank, as rank 0 sees it: its socket, and how many plans it has not taken yet."""
+
+    rank: int
+    socket: socket.socket
+    num_untaken: int = 0
+
+    def receive(self) -> bytes:
+        """The rank's next message; ``EngineFailure`` where it is gone or silent for too long."""
+        try:
+            message = self.socket.recv(2**16)
+        except TimeoutError:
+            raise EngineFailure(f"rank {self.rank} does not answer") from None
+        except OSError:
+            message = b""
+        if not message:
+            raise EngineFailure(f"rank {self.rank} is gone")
+        return message
+
+    def send(self, message: bytes) -> None:
+        try:
+            self.socket.send(message)
+        except TimeoutError:
+            raise EngineFailure(f"rank {self.rank} does not answer") from None
+        except OSError:
+            raise EngineFailure(f"rank {self.rank} is gone") from None
+
+
+class PlanSender:
+    """Rank 0's end."""
+
+    def __init__(self, peers: Sequence[Peer], slots: Slots):
+        self._peers = list(peers)
+        self._slots = slots
+        self._count = 0
+
+    def send(self, words: IntArray) -> None:
+        """Give an encoded plan to all ranks. Raises ``EngineFailure`` where one is lost.
+
+        Waits only for a rank that is ``_NUM_SLOTS`` plans behind.
+        """
+        if len(words) > self._slots.slot_words:
+            self._wait_until_at_most(0)
+            self._slots = self._slots.grown(len(words))
+        self._wait_until_at_most(_NUM_SLOTS - 1)
+        slot = self._count % _NUM_SLOTS
+        self._count += 1
+        self._slots.write(slot, words)
+        where = _WHERE.pack(self._slots.slot_words, slot, len(words))
+        for peer in self._peers:
+            peer.send(where)
+            peer.num_untaken += 1
+
+    def _wait_until_at_most(self, num_untaken: int) -> None:
+        for peer in self._peers:
+            while peer.num_untaken > num_untaken:
+                peer.receive()
+                peer.num_untaken -= 1
+
+
+class PlanReceiver:
+    """The end of a rank other than 0."""
+
+    def __init__(self, connection: socket.socket, descriptor: int):
+        self._connection = connection
+        self._slots = Slots(descriptor, _SLOT_WORDS)
+
+    def __iter__(self) -> Iterator[IntArray]:
+        """Encoded plans in their order, until rank 0 closes its end or dies."""
+        while where := self._next():
+            yield self._take(where)
+
+    def _next(self) -> bytes:
+        try:
+            return self._connection.recv(_WHERE.size)
+        except ConnectionError:
+            return b""
+
+    def _take(self, where: bytes) -> IntArray:
+        slot_words, slot, num_words = _WHERE.unpack(where)
+        if slot_words != self._slots.slot_words:
+            self._slots = Slots(self._slots.descriptor, slot_words)
+        words = self._slots.read(slot, num_words)
+        self._connection.send(_TAKEN)
+        return words

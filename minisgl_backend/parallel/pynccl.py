@@ -1,0 +1,146 @@
+"""NCCL by its C interface, without PyTorch in between: a call is one launch on the current stream.
+
+That makes it cheap to launch, and plain to capture: a CUDA graph holds the collectives as it holds
+any kernel. The ranks get the communicator's id through the group of their hosts.
+
+The communicator belongs to one GPU; all calls come from the threads that launch on it, but for
+``abort``, which NCCL allows from any.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.parallel.group import Group, side_by_side
+from minisgl_backend.parallel.torch_group import keep_multicast_off
+
+_ID_BYTES: Final = 128
+_SUM: Final = 0
+_DTYPES: Final = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+"""``ncclDataType_t`` of nccl.h."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_byte * _ID_BYTES),)
+
+
+class Nccl:
+    """The functions of libnccl that are needed; a call that fails raises ``RuntimeError``."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        number = ctypes.c_int
+        library.ncclGetErrorString.restype = ctypes.c_char_p
+        library.ncclGetErrorString.argtypes = [number]
+        library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
+        library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), number, _UniqueId, number]
+        library.ncclAllReduce.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
+        library.ncclAllGather.argtypes = [pointer, pointer, size, number, pointer, pointer]
+        library.ncclBroadcast.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
+        library.ncclCommAbort.argtypes = [pointer]
+        library.ncclCommDestroy.argtypes = [pointer]
+
+    def new_id(self) -> bytes:
+        """The name of a communicator to be."""
+        unique = _UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(unique))
+        return bytes(unique)
+
+    def connect(self, name: bytes, rank: int, size: int) -> ctypes.c_void_p:
+        """The communicator of that name on the current GPU; waits for all ranks."""
+        communicator = ctypes.c_void_p()
+        unique = _UniqueId.from_buffer_copy(name)
+        self.call("ncclCommInitRank", ctypes.byref(communicator), size, unique, rank)
+        return communicator
+
+    def call(self, function: str, *arguments: object) -> None:
+        """Call a function that returns an ``ncclResult_t``."""
+        result = getattr(self._library, function)(*arguments)
+        if result != 0:
+            text = self._library.ncclGetErrorString(result).decode()
+            raise RuntimeError(f"{function}: {text}")
+
+
+class PyNcclGroup:
+    """A group over an NCCL communicator of its own, for tensors on ``device``."""
+
+    def __init__(self, nccl: Nccl, host: Group, device: torch.device):
+        """``host`` is the group of the same ranks for tensors in main memory."""
+        self.rank, self.size = host.rank, host.size
+        self._nccl = nccl
+        self._host = host
+        name = torch.zeros(_ID_BYTES, dtype=torch.uint8)
+        if self.rank == 0:
+            name = torch.frombuffer(bytearray(nccl.new_id()), dtype=torch.uint8)
+        name = host.broadcast(name)
+        with torch.cuda.device(device):
+            self._communicator = nccl.connect(name.numpy().tobytes(), self.rank, self.size)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        data = x.data_ptr()
+        self._launch("ncclAllReduce", data, data, x.numel(), _DTYPES[x.dtype], _SUM)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        x = x.contiguous()
+        parts = x.new_empty((self.size, *x.shape))
+        self._launch("ncclAllGather", x.data_ptr(), parts.data_ptr(), x.numel(), _DTYPES[x.dtype])
+        return side_by_side(parts, dim)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        data, root = x.data_ptr(), 0
+        self._launch("ncclBroadcast", data, data, x.numel(), _DTYPES[x.dtype], root)
+        return x
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        return self._host.least(numbers)
+
+    def abort(self) -> None:
+        self._nccl.call("ncclCommAbort", self._communicator)
+
+    def close(self) -> None:
+        self._nccl.call("ncclCommDestroy", self._communicator)
+
+    def _launch(self, function: str, *arguments: int) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        self._nccl.call(function, *arguments, self._communicator, stream)
+
+
+def pynccl_group(host: Group, device: torch.device) -> PyNcclGroup:
+    """The ranks of ``host``, for tensors on their GPUs. Raises ``ConfigError`` without libnccl."""
+    keep_multicast_off()
+    return PyNcclGroup(load_nccl(), host, device)
+
+
+def load_nccl() -> Nccl:
+    """The libnccl that PyTorch brought, else the system's."""
+    spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
+    folders = (
+        [Path(folder) / "lib" for folder in (spec.submodule_search_locations or [])] if spec else []
+    )
+    for name in (*(str(folder / "libnccl.so.2") for folder in folders), "libnccl.so.2"):
+        try:
+            return Nccl(ctypes.CDLL(name))
+        except OSError:
+            continue
+    raise ConfigError("comm=pynccl needs libnccl.so.2: pip install nvidia-nccl-cu12 (or -cu13)")

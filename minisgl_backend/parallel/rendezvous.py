@@ -1,0 +1,106 @@
+"""Where the ranks of one engine meet, in the words of PyTorch's launcher ``torchrun``.
+
+A rank learns its place from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, whoever set them: rank 0
+for the processes that it starts itself, or a launcher on another host. Nothing here assumes that
+the ranks share one host.
+
+Rank 0 holds the store through which the ranks find each other. Without an address of the operator
+it takes a free port of the loopback interface, so that two servers on one host never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Final
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from minisgl_backend.errors import ConfigError
+
+_LOOPBACK: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank's place among all. ``port`` 0 stands for a free one, which only rank 0 can take.
+
+    ``local_rank`` counts among the ranks of one host: it is the number of the GPU.
+    """
+
+    rank: int
+    size: int
+    host: str = _LOOPBACK
+    port: int = 0
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def first(cls, size: int, address: str | None) -> Place:
+        """Rank 0's place where all ranks sit on this host; ``address`` is HOST:PORT."""
+        place = cls(rank=0, size=size, local_rank=0, local_size=size)
+        if address is None:
+            return place
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ConfigError(f"distributed_address must be HOST:PORT, got {address!r}")
+        return replace(place, host=host.strip("[]"), port=int(port))
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Place:
+        """The place that a launcher gave this process; ``ConfigError`` where it gave none."""
+
+        def number(name: str) -> int:
+            try:
+                return int(environment[name])
+            except (KeyError, ValueError):
+                raise ConfigError(f"a rank needs a number in the variable {name}") from None
+
+        return cls(
+            rank=number("RANK"),
+            size=number("WORLD_SIZE"),
+            host=environment.get("MASTER_ADDR", _LOOPBACK),
+            port=number("MASTER_PORT"),
+            local_rank=number("LOCAL_RANK"),
+            local_size=number("LOCAL_WORLD_SIZE"),
+        )
+
+    def of(self, rank: int) -> Place:
+        """The place of another rank on this host."""
+        return replace(self, rank=rank, local_rank=self.local_rank + rank - self.rank)
+
+    def environment(self) -> dict[str, str]:
+        """The variables from which ``from_environment`` reads this place."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+        }
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the ranks can only be those of this host."""
+        return self.host in (_LOOPBACK, "localhost", "::1")
+
+    def open_store(self, timeout_s: float) -> tuple[Place, Store]:
+        """The store of all ranks, and this place with its port.
+
+        Raises ``ConfigError`` where nobody answers there, or where the port is taken.
+        """
+        try:
+            store = TCPStore(
+                self.host,
+                self.port,
+                is_master=self.rank == 0,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:  # torch's DistError and its kin
+            raise ConfigError(
+                f"the ranks cannot meet at {self.host}:{self.port}: {error}"
+            ) from error
+        return replace(self, port=store.port), store

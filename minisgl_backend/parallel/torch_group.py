@@ -1,0 +1,92 @@
+"""Groups by PyTorch's own communication libraries: gloo for CPUs, NCCL for NVIDIA GPUs.
+
+The backends are used as objects, not through ``init_process_group``: nothing of this process is
+shared, so two engines, or several ranks as threads, may live in one. Gloo ends a collective that
+waits longer than the group's timeout; NCCL's run on the GPU, and only ``abort`` ends them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from minisgl_backend.parallel.group import side_by_side
+from minisgl_backend.parallel.rendezvous import Place
+
+_LOOPBACK_HOST: Final = "127.0.0.1"
+
+
+class TorchGroup:
+    """A group over one backend of ``torch.distributed``, for tensors on its device.
+
+    ``host`` is the group that numbers on the host are compared in; by default this one.
+    """
+
+    def __init__(self, backend: Any, host: TorchGroup | None = None):
+        self._backend = backend
+        self._host = host
+        self.rank: int = backend.rank()
+        self.size: int = backend.size()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._backend.allreduce(x).wait()
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        parts = x.new_empty((self.size, *x.shape))
+        self._backend._allgather_base(parts.flatten(0, 1), x.contiguous()).wait()
+        return side_by_side(parts, dim)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        self._backend.broadcast(x, 0).wait()
+        return x
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        if self._host is not None:
+            return self._host.least(numbers)
+        found = torch.tensor(numbers, dtype=torch.int64)
+        self._backend.allreduce(found, dist.ReduceOp.MIN).wait()
+        return [int(number) for number in found.tolist()]
+
+    def abort(self) -> None:
+        if self._host is not None:  # gloo's end by themselves: with their peer, or in time
+            self._backend.abort()
+
+    def close(self) -> None:
+        if self._host is not None:
+            self._backend.shutdown()
+
+
+def gloo_group(place: Place, store: Store, timeout_s: float) -> TorchGroup:
+    """The group of all ranks for tensors in main memory; returns when all are connected."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    device = (
+        gloo.create_device(hostname=_LOOPBACK_HOST)
+        if place.is_loopback
+        else gloo.create_default_device()  # the interface of this host's name
+    )
+    options._devices = [device]
+    return TorchGroup(gloo(PrefixStore("gloo", store), place.rank, place.size, options))
+
+
+def nccl_group(place: Place, store: Store, timeout_s: float, host: TorchGroup) -> TorchGroup:
+    """The group of all ranks for tensors on their GPUs, by PyTorch's NCCL."""
+    keep_multicast_off()
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return TorchGroup(nccl(PrefixStore("nccl", store), place.rank, place.size, options), host)
+
+
+def keep_multicast_off() -> None:
+    """NVLink multicast gains nothing for messages of a few MB, and fails on shared hosts."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

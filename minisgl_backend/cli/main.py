@@ -70,6 +70,7 @@ main = LazyGroup(
     "minisgl",
     {
         "serve": "minisgl_backend.cli.serve:serve",
+        "gateway": "minisgl_gateway.command:gateway",
         "bench": "minisgl_backend.cli.main:bench",
     },
     help="MiniSGL: LLM serving inside Triton Inference Server.",

@@ -1,0 +1,40 @@
+"""How many answers may be under way: in all, and for one key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from minisgl_gateway.errors import busy
+
+
+class Admission:
+    """Counts of answers under way, on one event loop."""
+
+    def __init__(self, most: int, most_per_key: int) -> None:
+        self._most = most
+        self._most_per_key = most_per_key
+        self._by_label: Counter[str] = Counter()
+        self.num_open = 0
+
+    @contextmanager
+    def admit(self, label: str, num_answers: int) -> Iterator[None]:
+        """Count so many answers in while the block runs; raises ``ApiError`` 429.
+
+        ``label`` is that of the caller's key, "" where no keys are in use: then only the limit in
+        all counts.
+        """
+        if label and self._by_label[label] + num_answers > self._most_per_key:
+            raise busy(429, f"at most {self._most_per_key} answers at a time", "too_many_requests")
+        if self.num_open + num_answers > self._most:
+            raise busy(429, f"all {self._most} places are taken", "too_many_requests")
+        self.num_open += num_answers
+        self._by_label[label] += num_answers
+        try:
+            yield
+        finally:
+            self.num_open -= num_answers
+            self._by_label[label] -= num_answers
+            if not self._by_label[label]:
+                del self._by_label[label]

@@ -1,0 +1,135 @@
+"""The bytes of a request -> a checked request, or one sentence about what is wrong with it.
+
+JSON is read strictly: no NaN, no key twice, no endless nesting, valid Unicode only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any, Final, NoReturn, TypeVar
+
+from pydantic import ValidationError
+
+from minisgl_gateway.errors import ApiError, invalid, unsupported
+from minisgl_gateway.schema import NOT_OFFERED, GenerationRequest
+
+MAX_DEPTH: Final = 32
+_Request = TypeVar("_Request", bound=GenerationRequest)
+
+
+def parse(kind: type[_Request], body: bytes) -> _Request:
+    """The request in a body; raises ``ApiError``."""
+    fields = _offered(kind, _json_object(body))
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _explained(error) from None
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        text = body.decode()
+        value = json.loads(text, object_pairs_hook=_unrepeated, parse_constant=_no_constant)
+        # a lone surrogate can hide in an escape
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise invalid("the body must be valid UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, _Refused) else "the body must be valid JSON"
+        raise invalid(reason) from None
+    if not isinstance(value, dict):
+        raise invalid("the body must be a JSON object")
+    if not _is_shallow(value, MAX_DEPTH):
+        raise invalid(f"the body must be at most {MAX_DEPTH} levels deep")
+    return value
+
+
+class _Refused(ValueError):
+    """JSON that is well formed, but not accepted."""
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Refused(f"the key {_short(twice)} is given twice")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise _Refused(f"{name} is not a number of JSON")
+
+
+def _is_shallow(value: Any, depth: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return True
+    children = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_is_shallow(child, depth - 1) for child in children)
+
+
+def _offered(kind: type[GenerationRequest], fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields without those that are null or change nothing; the rest must be known."""
+    known = kind.model_fields
+    neutral = NOT_OFFERED[kind]
+    kept = {}
+    for name, value in fields.items():
+        if name in known:
+            if value is not None:
+                kept[name] = value
+        elif name in neutral:
+            if value is not None and not any(_same(value, other) for other in neutral[name]):
+                raise unsupported(f"{name} is not supported, got {_short(value)}", name)
+        else:
+            near = difflib.get_close_matches(name[:60], [*known, *neutral], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ApiError(
+                400,
+                f"unknown parameter {_short(name)}{hint}",
+                code="unknown_parameter",
+                param=name[:60],
+            )
+    return kept
+
+
+def _same(value: Any, other: Any) -> bool:
+    return bool(value == other) and isinstance(value, bool) is isinstance(other, bool)
+
+
+def _explained(error: ValidationError) -> ApiError:
+    """The first complaint in one sentence. Of a union, each member complains about its own."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = _place(first["loc"])
+    if first["type"] == "missing":
+        return invalid(f"{place} is missing", place)
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown parameter {place}", code="unknown_parameter", param=place)
+    reason = first["msg"].removeprefix("Input should be ").removeprefix("Value should ")
+    given = "" if first["type"].startswith("union_tag") else f", got {_short(first['input'])}"
+    return invalid(f"{place} must be {reason}{given}", place)
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    """``messages[0].content``; which member of a union was tried is left out."""
+    place = ""
+    for part in loc:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part in _ROLES and place.endswith("]"):
+            continue
+        elif part.isidentifier() and part != "str":
+            place += f".{part}" if place else part
+    return place
+
+
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+def _short(value: Any) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # an int of more digits than Python converts
+        shown = "a number of thousands of digits"
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,0 +1,116 @@
+"""`minisgl gateway`: OpenAI's API, and a page to chat with, in front of Triton."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from pathlib import Path
+
+import click
+
+from minisgl_gateway.options import GatewayOptions
+from minisgl_gateway.server import listen, make_server
+
+_DEFAULTS = GatewayOptions()
+
+
+@click.command()
+@click.option("--triton", default=_DEFAULTS.triton, show_default=True, help="gRPC address")
+@click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
+@click.option("--port", default=9000, show_default=True, help="0 picks a free one")
+@click.option("--model", default=_DEFAULTS.model, show_default=True, help="the ensemble in Triton")
+@click.option("--model-name", metavar="NAME", help="what callers call it  [default: as --model]")
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    metavar="KEY",
+    help="may be repeated; others on the machine can see it, so a file or the "
+    "environment variable MINISGL_API_KEYS (separated by blanks) is better",
+)
+@click.option(
+    "--api-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="one key a line; # begins a comment",
+)
+@click.option(
+    "--default-max-tokens",
+    default=_DEFAULTS.default_max_tokens,
+    show_default=True,
+    help="of a chat that does not say max_tokens",
+)
+@click.option("--max-requests", default=_DEFAULTS.max_requests, show_default=True, help="in all")
+@click.option("--max-requests-per-key", default=_DEFAULTS.max_requests_per_key, show_default=True)
+@click.option("--max-body-bytes", default=_DEFAULTS.max_body_bytes, show_default=True)
+@click.option("--max-header-bytes", default=_DEFAULTS.max_header_bytes, show_default=True)
+@click.option(
+    "--timeout-s", default=_DEFAULTS.timeout_s, show_default=True, help="of a request as a whole"
+)
+@click.option(
+    "--patience-s",
+    default=_DEFAULTS.patience_s,
+    show_default=True,
+    help="with a client that neither sends nor reads",
+)
+def gateway(
+    triton: str,
+    host: str,
+    port: int,
+    model: str,
+    model_name: str | None,
+    api_keys: tuple[str, ...],
+    api_key_file: Path | None,
+    default_max_tokens: int,
+    max_requests: int,
+    max_requests_per_key: int,
+    max_body_bytes: int,
+    max_header_bytes: int,
+    timeout_s: float,
+    patience_s: float,
+) -> None:
+    """Serve OpenAI's API and a chat page, in front of a MiniSGL server."""
+    keys = (*api_keys, *os.environ.get("MINISGL_API_KEYS", "").split(), *_keys_of(api_key_file))
+    if not keys and not _is_loopback(host):
+        raise click.ClickException(f"listening on {host} needs an API key: see --api-key-file")
+    options = GatewayOptions(
+        triton=triton,
+        model=model,
+        model_name=model_name or model,
+        api_keys=keys,
+        default_max_tokens=default_max_tokens,
+        max_requests=max_requests,
+        max_requests_per_key=max_requests_per_key,
+        max_body_bytes=max_body_bytes,
+        max_header_bytes=max_header_bytes,
+        timeout_s=timeout_s,
+        patience_s=patience_s,
+    )
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    with listener:
+        shown = f"[{host}]" if ":" in host else host
+        click.echo(f"ready on http://{shown}:{listener.getsockname()[1]}")
+        make_server(options).run(sockets=[listener])
+
+
+def _keys_of(file: Path | None) -> tuple[str, ...]:
+    if file is None:
+        return ()
+    lines = (line.partition("#")[0].strip() for line in file.read_text("utf-8").splitlines())
+    keys = tuple(filter(None, lines))
+    if not keys:
+        raise click.ClickException(f"{file} holds no key")
+    return keys
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,173 @@
+"""A checked request -> the generations that it asks the engine for.
+
+Knows both vocabularies, OpenAI's and that of ``minisgl_client``; never the answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from minisgl_client.parameters import Parameters
+
+from minisgl_gateway.errors import invalid, unsupported
+from minisgl_gateway.schema import (
+    MAX_CHOICES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+)
+from minisgl_gateway.tool_calls import CLOSING
+
+COMPLETION_TOKENS: Final = 16
+"""``max_tokens`` of a completion that does not say, as OpenAI has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One choice: a prompt in one of three forms, and the parameters. ``echo`` comes before."""
+
+    parameters: Parameters
+    prompt: str | None = None
+    input_ids: Sequence[int] | None = None
+    messages: Sequence[dict[str, Any]] | None = None
+    tools: Sequence[dict[str, Any]] | None = None
+    echo: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the operator and the caller's key add to each request.
+
+    ``chat_tokens`` is the ``max_tokens`` of a chat that does not say; ``salt`` keeps the prefixes
+    of one key apart from those of others.
+    """
+
+    timeout_s: float
+    chat_tokens: int
+    salt: str = ""
+
+
+def completion_generations(request: CompletionRequest, policy: Policy) -> list[Generation]:
+    """``n`` generations for each prompt, those of the first prompt first."""
+    parameters = _parameters(request, policy, request.max_tokens or COMPLETION_TOKENS)
+    if request.logprobs is not None:
+        if request.echo:
+            raise unsupported("echo is not supported with logprobs", "echo")
+        parameters["num_logprobs"] = request.logprobs
+    single = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
+    prompts: list[Any] = [request.prompt] if single else list(request.prompt)
+    if len(prompts) * request.n > MAX_CHOICES:
+        raise invalid(f"n times the number of prompts must be at most {MAX_CHOICES}", "n")
+    generations = []
+    for prompt in prompts:
+        if not isinstance(prompt, str) and request.echo:
+            raise unsupported("echo is not supported with a prompt of token ids", "echo")
+        for choice in range(request.n):
+            each = _seeded(parameters, choice)
+            if isinstance(prompt, str):
+                echo = prompt if request.echo else ""
+                generations.append(Generation(each, prompt=prompt, echo=echo))
+            else:
+                generations.append(Generation(each, input_ids=prompt))
+    return generations
+
+
+def chat_generations(request: ChatCompletionRequest, policy: Policy) -> list[Generation]:
+    """``n`` generations."""
+    given = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(given) > 1:
+        raise invalid("max_tokens and max_completion_tokens differ", "max_tokens")
+    parameters = _parameters(request, policy, next(iter(given), None) or policy.chat_tokens)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs goes with logprobs", "top_logprobs")
+    if request.logprobs:
+        parameters["num_logprobs"] = request.top_logprobs or 0
+    if request.tool_choice is not None and not request.tools:
+        raise invalid("tool_choice goes with tools", "tool_choice")
+    if reads_tool_calls(request) and not request.parallel_tool_calls:
+        parameters["stop"] = [*(parameters.get("stop") or ()), CLOSING]
+        parameters["return_stop_reason"] = True
+    messages = [_message(message) for message in request.messages]
+    tools = None
+    if reads_tool_calls(request) and request.tools:
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    return [
+        Generation(_seeded(parameters, choice), messages=messages, tools=tools)
+        for choice in range(request.n)
+    ]
+
+
+def reads_tool_calls(request: ChatCompletionRequest) -> bool:
+    """Whether the model is told of tools, so that its answer may call them."""
+    return bool(request.tools) and request.tool_choice != "none"
+
+
+def _parameters(request: GenerationRequest, policy: Policy, max_tokens: int) -> Parameters:
+    """What the caller said; the engine's defaults are OpenAI's."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options goes with stream", "stream_options")
+    counts = not request.stream or includes_usage(request)
+    parameters = Parameters(
+        max_tokens=max_tokens,
+        cache_salt=_salt(policy.salt, request.cache_salt),
+        timeout_ms=max(1, round(policy.timeout_s * 1000)),
+        return_stop_reason=False,
+        return_num_input_tokens=counts,
+        return_num_output_tokens=counts,
+        return_num_cached_tokens=counts,
+    )
+    given: dict[str, Any] = {
+        name: getattr(request, name) for name in _SAME if name in request.model_fields_set
+    }
+    if request.seed is not None:
+        given["seed"] = request.seed % 2**64
+    if request.stop:
+        given["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    if request.priority:
+        given["priority_level"] = -request.priority
+    return {**parameters, **given}  # type: ignore[typeddict-item]  # by the schema
+
+
+_SAME: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "stop_token_ids",
+    "logit_bias",
+)
+"""Parameters that have one name and one meaning on both sides."""
+
+
+def includes_usage(request: GenerationRequest) -> bool:
+    """Whether a stream ends with the numbers of tokens."""
+    return request.stream_options is not None and request.stream_options.include_usage
+
+
+def _seeded(parameters: Parameters, choice: int) -> Parameters:
+    """Choices of one seed must differ, and be the same each time."""
+    seed = parameters.get("seed")
+    return parameters if seed is None else {**parameters, "seed": (seed + choice) % 2**64}
+
+
+def _salt(of_key: str, of_request: str | None) -> str | None:
+    if not of_key or not of_request:
+        return of_key or of_request
+    return hashlib.sha256(f"{of_key} {of_request}".encode()).hexdigest()
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it; ``developer`` is what they call ``system``."""
+    plain = message.model_dump(exclude_none=True)
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    return plain

@@ -1,0 +1,113 @@
+"""What a caller is told when a request fails: an HTTP status and OpenAI's error object.
+
+Knows the errors of ``minisgl_client``, whose messages the server wrote for callers; whatever else
+goes wrong becomes one sentence without details, and the log has the story under the request id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl_client import errors as client
+from starlette.responses import JSONResponse
+
+RETRY_AFTER_S = 1
+"""What ``Retry-After`` says to those who come at a bad moment."""
+
+
+class ApiError(Exception):
+    """An answer other than 200. ``param`` names the part of the request that is at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def event(self) -> bytes:
+        """The same as a server-sent event, for a stream that has begun."""
+        return b"data: " + json.dumps(self.body).encode() + b"\n\n"
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """The request is wrong."""
+    return ApiError(400, message, code="invalid_value", param=param)
+
+
+def unsupported(message: str, param: str | None = None) -> ApiError:
+    """The request is right, but asks for what is not offered."""
+    return ApiError(400, message, code="unsupported_parameter", param=param)
+
+
+def busy(status: int, message: str, code: str) -> ApiError:
+    """The request may succeed later."""
+    return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def deadline_passed() -> ApiError:
+    """The request took longer than its deadline allows."""
+    return ApiError(504, "the deadline passed before the answer was complete", code="timeout")
+
+
+def cancelled() -> ApiError:
+    """Someone else ended the request; 499 is what proxies call that."""
+    return ApiError(499, "the request was cancelled", code="cancelled")
+
+
+def api_error_of_finish(reason: str | None) -> ApiError:
+    """What a finish reason means that is neither ``stop`` nor ``length``."""
+    by_reason = {"timeout": deadline_passed, "cancelled": cancelled}
+    return by_reason.get(reason or "", internal)()
+
+
+def api_error(error: client.MinisglError) -> ApiError:
+    """What an error of the engine, or of the way to it, means to a caller."""
+    if isinstance(error, client.InvalidArgument):
+        return invalid(str(error))
+    if isinstance(error, client.Unsupported):
+        return unsupported(str(error))
+    if isinstance(error, client.Timeout):
+        return deadline_passed()
+    if isinstance(error, client.ConnectionFailed):
+        return busy(503, "the engine cannot be reached", "engine_unavailable")
+    if isinstance(error, client.ConnectionLost):
+        return busy(503, "the connection to the engine broke", "engine_unavailable")
+    if isinstance(error, client.Unavailable):
+        return busy(503, str(error), "engine_unavailable")
+    if isinstance(error, client.Cancelled):
+        return cancelled()
+    return internal()
+
+
+def internal() -> ApiError:
+    """Our fault; nothing more is told."""
+    return ApiError(500, "internal error", code="internal_error")
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """An error as OpenAI's clients read it; where a body was left unread, the connection ends."""
+    headers = dict(error.headers)
+    if error.status in (408, 413, 431):
+        headers["Connection"] = "close"
+    return JSONResponse(error.body, status_code=error.status, headers=headers)

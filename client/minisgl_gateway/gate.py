@@ -1,0 +1,102 @@
+"""What every request passes before it reaches a route: counting, the size of its head, the key, and
+the size of its body.
+
+Pure ASGI, so that nothing stands between a route and the socket while an answer streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl_gateway.errors import ApiError, error_response
+from minisgl_gateway.keys import Keys
+from minisgl_gateway.options import GatewayOptions
+from minisgl_gateway.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS: Final = frozenset({"/", "/page.css", "/page.js", "/health"})
+"""What needs no key: the page, which asks for one, and the probe."""
+GONE: Final = 499
+"""The status of a request whose client did not wait for the answer."""
+
+
+class Gate:
+    """Wraps the application.
+
+    A route finds the caller in ``scope["state"]["caller"]``, and leaves the request's id beside it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, options: GatewayOptions, keys: Keys, telemetry: Telemetry
+    ) -> None:
+        self._app = app
+        self._options = options
+        self._keys = keys
+        self._telemetry = telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = GONE
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        started_s = time.perf_counter()
+        with self._telemetry.open_requests.track_inprogress():
+            try:
+                await self._pass(scope, receive, watched_send)
+            except ApiError as error:
+                await error_response(error)(scope, receive, watched_send)
+            finally:
+                seconds = time.perf_counter() - started_s
+                route = getattr(scope.get("route"), "path", "other")
+                self._telemetry.requests.labels(route, str(status)).inc()
+                self._telemetry.request_seconds.labels(route).observe(seconds)
+                request_id = scope.get("state", {}).get("request_id", "-")
+                logger.info("%s: %s %d in %.3f s", request_id, route, status, seconds)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"]
+        if (
+            sum(len(name) + len(value) + 4 for name, value in headers)
+            > self._options.max_header_bytes
+        ):
+            raise ApiError(
+                431,
+                f"headers must be at most {self._options.max_header_bytes} bytes",
+                code="headers_too_large",
+            )
+        if scope["path"] not in OPEN_PATHS:
+            scope.setdefault("state", {})["caller"] = self._keys.caller(headers)
+        most_body = self._options.max_body_bytes
+        num_bytes = 0
+        whole = False
+
+        async def bounded_receive() -> Message:
+            nonlocal num_bytes, whole
+            if whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._options.patience_s)
+            except asyncio.TimeoutError:
+                raise ApiError(408, "the body does not arrive", code="timeout") from None
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > most_body:
+                raise ApiError(
+                    413, f"the body must be at most {most_body} bytes", code="body_too_large"
+                )
+            whole = not message.get("more_body", False)
+            return message
+
+        await self._app(scope, bounded_receive, send)

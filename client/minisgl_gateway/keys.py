@@ -1,0 +1,63 @@
+"""API keys: who a caller is, told from the ``Authorization`` header.
+
+Keys are compared by their digests, all of them each time, so that the time tells nothing. A key
+itself is neither logged nor sent on: its owner goes by a label, and prefixes by a salt, both of
+which are derived from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from minisgl_gateway.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose request it is; both are "" where no keys are in use."""
+
+    label: str = ""
+    salt: str = ""
+
+
+class Keys:
+    """The keys in use; none of them means that everybody may ask."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._callers: dict[bytes, Caller] = {}
+        for key in keys:
+            data = key.encode()
+            label = _derived(data, b"label")[:8]
+            self._callers[_digest(data)] = Caller(label, _derived(data, b"prefix cache")[:32])
+
+    def __bool__(self) -> bool:
+        return bool(self._callers)
+
+    def caller(self, headers: Sequence[tuple[bytes, bytes]]) -> Caller:
+        """Who sends these headers; raises ``ApiError`` 401."""
+        if not self._callers:
+            return Caller()
+        given = [value for name, value in headers if name == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        digest = _digest(key.strip())
+        found = None
+        for known, caller in self._callers.items():
+            if hmac.compare_digest(known, digest):
+                found = caller
+        if found is None or scheme.lower() != b"bearer":
+            reason = "no API key is given" if not given else "the API key is not known"
+            raise ApiError(
+                401, reason, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _derived(key: bytes, purpose: bytes) -> str:
+    return hmac.new(key, b"minisgl " + purpose, hashlib.sha256).hexdigest()

@@ -1,0 +1,27 @@
+"""What the operator of a gateway decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """``model`` is the ensemble in Triton, ``model_name`` what callers call it. Limits are those of
+    one gateway; a request counts once for each of its answers.
+
+    ``timeout_s`` bounds a request as a whole, ``patience_s`` the silence of a client that must send
+    its body or take its answer.
+    """
+
+    triton: str = "localhost:8001"
+    model: str = "minisgl"
+    model_name: str = "minisgl"
+    api_keys: tuple[str, ...] = ()
+    default_max_tokens: int = 1024
+    max_requests: int = 256
+    max_requests_per_key: int = 64
+    max_body_bytes: int = 2**20
+    max_header_bytes: int = 16 * 2**10
+    timeout_s: float = 300.0
+    patience_s: float = 30.0

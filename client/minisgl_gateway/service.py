@@ -1,0 +1,252 @@
+"""What the routes do: a checked request, its generations in the engine, and the answer.
+
+Knows the engine through ``AsyncClient`` only. Whatever way a request ends, its generations have
+ended in the engine too, and its place is free again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from minisgl_client.answer import Result
+from minisgl_client.client import AsyncClient
+from minisgl_client.errors import MinisglError
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from minisgl_gateway import answer_schema as schema
+from minisgl_gateway.admission import Admission
+from minisgl_gateway.answers import (
+    DONE,
+    ChatWriter,
+    CompletionWriter,
+    Counts,
+    Heading,
+    Writer,
+    chat_answer,
+    completion_answer,
+    usage_event,
+)
+from minisgl_gateway.body import parse
+from minisgl_gateway.conversion import (
+    Generation,
+    Policy,
+    chat_generations,
+    completion_generations,
+    includes_usage,
+    reads_tool_calls,
+)
+from minisgl_gateway.errors import ApiError, api_error
+from minisgl_gateway.gate import GONE
+from minisgl_gateway.keys import Caller
+from minisgl_gateway.options import GatewayOptions
+from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from minisgl_gateway.stream import Disconnected, EventStream, ended, merged, unless_disconnected
+from minisgl_gateway.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+_Request = TypeVar("_Request", bound=GenerationRequest)
+
+
+class Service:
+    """One gateway in front of one engine."""
+
+    def __init__(self, options: GatewayOptions, engine: AsyncClient, telemetry: Telemetry) -> None:
+        self._options = options
+        self._engine = engine
+        self._telemetry = telemetry
+        self._admission = Admission(options.max_requests, options.max_requests_per_key)
+        self._started = int(time.time())
+
+    # --- routes ------------------------------------------------------------------------------
+
+    async def chat(self, http: Request) -> Response:
+        """POST /v1/chat/completions."""
+        request = await self._parsed(ChatCompletionRequest, http)
+        caller: Caller = http.scope["state"]["caller"]
+        generations = chat_generations(request, self._policy(caller))
+        heading = Heading.of("chatcmpl", request.model)
+        http.scope["state"]["request_id"] = heading.id
+        tool_calls = reads_tool_calls(request)
+        num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        if not request.stream:
+
+            def body(results: Sequence[Result], counts: Counts) -> BaseModel:
+                return chat_answer(
+                    heading, results, counts, num_logprobs=num_logprobs, tool_calls=tool_calls
+                )
+
+            return await self._whole(http, caller, heading, generations, request.n, body)
+        usage = includes_usage(request)
+        writers = [
+            ChatWriter(
+                heading, index, num_logprobs=num_logprobs, tool_calls=tool_calls, usage=usage
+            )
+            for index in range(len(generations))
+        ]
+        return self._streamed(
+            caller, heading, generations, writers, request, "chat.completion.chunk"
+        )
+
+    async def completions(self, http: Request) -> Response:
+        """POST /v1/completions."""
+        request = await self._parsed(CompletionRequest, http)
+        caller: Caller = http.scope["state"]["caller"]
+        generations = completion_generations(request, self._policy(caller))
+        heading = Heading.of("cmpl", request.model)
+        http.scope["state"]["request_id"] = heading.id
+        if not request.stream:
+
+            def body(results: Sequence[Result], counts: Counts) -> BaseModel:
+                echoes = [generation.echo for generation in generations]
+                return completion_answer(
+                    heading, results, counts, num_logprobs=request.logprobs, echoes=echoes
+                )
+
+            return await self._whole(http, caller, heading, generations, request.n, body)
+        writers = [
+            CompletionWriter(
+                heading,
+                index,
+                num_logprobs=request.logprobs,
+                echo=generation.echo,
+                usage=includes_usage(request),
+            )
+            for index, generation in enumerate(generations)
+        ]
+        return self._streamed(caller, heading, generations, writers, request, "text_completion")
+
+    async def models(self) -> schema.ModelList:
+        """GET /v1/models."""
+        return schema.ModelList(
+            data=[schema.Model(id=self._options.model_name, created=self._started)]
+        )
+
+    async def model(self, name: str) -> schema.Model:
+        """GET /v1/models/{name}; raises ``ApiError`` 404."""
+        self._check_model(name)
+        return (await self.models()).data[0]
+
+    async def health(self) -> schema.Health:
+        """GET /health; raises ``ApiError`` 503."""
+        if not await self._engine.is_ready():
+            raise ApiError(503, "the engine is not ready", code="engine_unavailable")
+        return schema.Health()
+
+    # --- the way of a request ----------------------------------------------------------------
+
+    async def _parsed(self, kind: type[_Request], http: Request) -> _Request:
+        media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise ApiError(
+                415, "the content type must be application/json", code="unsupported_media_type"
+            )
+        request = parse(kind, await http.body())
+        self._check_model(request.model)
+        return request
+
+    def _check_model(self, name: str) -> None:
+        if name != self._options.model_name:
+            raise ApiError(
+                404,
+                f"the model {name[:60]!r} does not exist",
+                code="model_not_found",
+                param="model",
+            )
+
+    def _policy(self, caller: Caller) -> Policy:
+        options = self._options
+        return Policy(options.timeout_s, options.default_max_tokens, caller.salt)
+
+    async def _whole(
+        self,
+        http: Request,
+        caller: Caller,
+        heading: Heading,
+        generations: Sequence[Generation],
+        num_each: int,
+        body: Callable[[Sequence[Result], Counts], BaseModel],
+    ) -> Response:
+        with self._admission.admit(caller.label, len(generations)):
+            try:
+                results = await unless_disconnected(
+                    http.receive, self._results(heading, generations)
+                )
+            except Disconnected:
+                logger.info("%s: the client went away", heading.id)
+                return Response(status_code=GONE)
+            except MinisglError as error:
+                logger.info("%s: %s", heading.id, error)
+                raise api_error(error) from error
+        counts = Counts()
+        for index, result in enumerate(results):
+            counts.add(result, prompt=index % num_each == 0)
+        answer = body(results, counts).model_dump_json()
+        return Response(answer, media_type="application/json", headers={"X-Request-Id": heading.id})
+
+    async def _results(self, heading: Heading, generations: Sequence[Generation]) -> list[Result]:
+        """The results of all generations; the first error ends them all."""
+        tasks = [
+            asyncio.ensure_future(self._engine.generate(**_call(heading, index, generation)))
+            for index, generation in enumerate(generations)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            await ended(*tasks)
+
+    def _streamed(
+        self,
+        caller: Caller,
+        heading: Heading,
+        generations: Sequence[Generation],
+        writers: Sequence[Writer],
+        request: GenerationRequest,
+        kind: str,
+    ) -> Response:
+        counts = Counts()
+
+        async def choice(index: int) -> AsyncGenerator[bytes, None]:
+            writer = writers[index]
+            has_prompt = index % request.n == 0
+            call = _call(heading, index, generations[index])
+            async with self._engine.stream(**call) as stream:
+                async for delta in stream:
+                    counts.add(delta, prompt=has_prompt)
+                    if event := writer.push(delta):
+                        yield event
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            with self._admission.admit(caller.label, len(generations)):
+                choices = [choice(index) for index in range(len(generations))]
+                async with aclosing(merged(choices) if len(choices) > 1 else choices[0]) as merging:
+                    async for event in merging:
+                        yield event
+                if includes_usage(request):
+                    yield usage_event(heading, kind, counts)
+                yield DONE
+
+        return EventStream(
+            events(),
+            request_id=heading.id,
+            patience_s=self._options.patience_s,
+            telemetry=self._telemetry,
+        )
+
+
+def _call(heading: Heading, index: int, generation: Generation) -> dict[str, Any]:
+    """The arguments of a call of the engine; choices are told apart in its log."""
+    return {
+        "prompt": generation.prompt,
+        "messages": generation.messages,
+        "input_ids": generation.input_ids,
+        "tools": generation.tools,
+        "request_id": f"{heading.id}.{index}",
+        **generation.parameters,
+    }

@@ -1,0 +1,148 @@
+"""Server-sent events straight to the socket, and what happens when nobody takes them.
+
+``EventStream`` sends bytes as they are made, without a layer in between. Its status is decided when
+the first event, or an error instead of it, is there. While it runs it listens for the client's
+leaving, and looks once a second whether the client still reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+from minisgl_client.errors import MinisglError
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from minisgl_gateway.errors import ApiError, api_error, error_response
+from minisgl_gateway.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
+
+_LOOK_S: Final = 1.0
+_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Disconnected(Exception):
+    """The client went away."""
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Value]) -> _Value:
+    """The value of ``work``, which is cancelled when the client leaves: ``Disconnected``."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        return task.result()
+    finally:
+        await ended(task, gone)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def ended(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what still runs, and wait until it has come to its end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
+    """What the sources yield, as it comes; each waits until its last piece is taken."""
+    pending = {asyncio.ensure_future(anext(source, None)): source for source in sources}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = pending.pop(task)
+                if (piece := task.result()) is not None:
+                    pending[asyncio.ensure_future(anext(source, None))] = source
+                    yield piece
+    finally:
+        await ended(*pending)
+        for source in sources:
+            await source.aclose()
+
+
+class EventStream(Response):
+    """Sends the events that an iterator yields. ``events`` may raise ``ApiError``."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        request_id: str,
+        patience_s: float,
+        telemetry: Telemetry,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._request_id = request_id
+        self._patience_s = patience_s
+        self._telemetry = telemetry
+        self._sending_since_s: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all; when it returns, nothing of the answer is under way."""
+        pump = asyncio.ensure_future(self._pump(scope, receive, send))
+        gone = asyncio.ensure_future(_disconnect(receive))
+        try:
+            with self._telemetry.open_streams.track_inprogress():
+                while not pump.done() and not gone.done() and not self._is_stuck():
+                    await asyncio.wait(
+                        (pump, gone), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                    )
+            if pump.done():
+                pump.result()
+            elif gone.done():
+                logger.info("%s: the client went away", self._request_id)
+            else:
+                logger.warning("%s: nobody reads the answer; cut", self._request_id)
+                self._telemetry.slow_readers.inc()
+                scope["extensions"]["minisgl.abort"]()
+        finally:
+            await ended(pump, gone)
+
+    def _is_stuck(self) -> bool:
+        since_s = self._sending_since_s
+        return since_s is not None and time.monotonic() - since_s > self._patience_s
+
+    async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun_s = time.perf_counter()
+        started = False
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    if not started:
+                        started = True
+                        seconds = time.perf_counter() - begun_s
+                        self._telemetry.first_event_seconds.observe(seconds)
+                        await send(
+                            {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+                        )
+                    self._sending_since_s = time.monotonic()
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    self._sending_since_s = None
+        except (ApiError, MinisglError) as error:
+            told = error if isinstance(error, ApiError) else api_error(error)
+            logger.info("%s: %s", self._request_id, error)
+            if not started:
+                await error_response(told)(scope, receive, send)
+                return
+            await send({"type": "http.response.body", "body": told.event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})

@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
-TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+CONSTRAINTS := constraints.txt
+EXTRAS := server
+CUDA := $(wildcard /proc/driver/nvidia/version)
+TORCH := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 CODE := minisgl_backend client tests tools model_repository
 
 .PHONY: help install serve test lint types format check nightly docs clean
@@ -14,9 +17,9 @@ help:  ## show this list
 
 # Without an NVIDIA driver take the CPU build: from pip's own sources where they have one, else from
 # the index that uv knows. With a driver pip's default build, which brings CUDA, is the right one.
-$(VENV)/.torch: constraints.txt
+$(VENV)/.torch: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	@if [ -e /proc/driver/nvidia/version ]; then \
+	@if [ -n '$(CUDA)' ]; then \
 	  echo "installing torch $(TORCH) (CUDA)"; $(PIP) torch==$(TORCH); \
 	else \
 	  echo "installing torch $(TORCH) (CPU)"; \
@@ -27,12 +30,12 @@ $(VENV)/.torch: constraints.txt
 
 $(VENV)/.server: $(VENV)/.torch pyproject.toml
 	@echo "installing minisgl and tritonserver"
-	@$(PIP) -c constraints.txt -e '.[server]'
+	@$(PIP) -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.server
 	@echo "installing the development tools"
-	@$(PIP) -c constraints.txt -e '.[dev]'
+	@$(PIP) -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
 install: $(VENV)/.server  ## make .venv and install what serving needs

@@ -1,0 +1,51 @@
+"""Exit with 0 if the server makes a token: for HEALTHCHECK and the probes of Kubernetes.
+
+Needs the standard library alone. A server that is full answers an error at once; that is no reason
+to restart it, so only silence, a refused connection and INTERNAL count as ill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+
+
+def ask(url: str, timeout_s: float) -> str | None:
+    """What is wrong with the server at ``url``; None where it is well."""
+    # ahead of whoever waits: a long queue is not an illness
+    body = {
+        "text_input": "1",
+        "max_tokens": 1,
+        "priority_level": 100,
+        "timeout_ms": int(timeout_s * 1000),
+    }
+    request = urllib.request.Request(
+        f"{url}/v2/models/minisgl/generate", data=json.dumps(body).encode()
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s + 1) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        return None if "UNAVAILABLE: queue" in text else f"HTTP {error.code}: {text}"
+    except OSError as error:
+        return f"no answer: {error}"
+    return None if "text_output" in answer else f"not an answer: {answer}"
+
+
+def main() -> None:
+    """Ask once."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--timeout-s", type=float, default=10.0)
+    arguments = parser.parse_args()
+    problem = ask(arguments.url.rstrip("/"), arguments.timeout_s)
+    if problem is not None:
+        sys.exit(problem)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The compose files are valid, and safe by default."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from minisgl_backend.config import EngineOptions
+from tests.docker.conftest import DOCKER, ROOT, tool
+from tests.docker.dockerfile import stages, texts
+
+CPU: Final = [DOCKER / "compose.yaml"]
+GPU: Final = [*CPU, DOCKER / "compose.gpu.yaml"]
+
+
+def services(files: list[Path]) -> dict[str, Any]:
+    """The services as Docker Compose understands these files together."""
+    options = [part for file in files for part in ("-f", str(file))]
+    command = [tool("docker-compose"), *options, "config"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    return loaded
+
+
+@pytest.mark.parametrize(("files", "dockerfile"), [(CPU, "Dockerfile.cpu"), (GPU, "Dockerfile")])
+def test_compose_accepts_the_files(files: list[Path], dockerfile: str) -> None:
+    found = services(files)
+    assert {"server", "prometheus", "grafana"} <= set(found)
+    assert found["server"]["build"]["dockerfile"] == f"docker/{dockerfile}"
+    assert Path(found["server"]["build"]["context"]) == ROOT
+
+
+def test_the_gpu_is_asked_for() -> None:
+    (device,) = services(GPU)["server"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+
+
+def test_ports_are_published_on_the_loopback_address_only() -> None:
+    ports = [port for service in services(GPU).values() for port in service.get("ports", ())]
+    assert ports
+    assert [port for port in ports if not str(port).startswith("127.0.0.1:")] == []
+
+
+def test_images_are_pinned_and_mounts_exist() -> None:
+    for service in services(CPU).values():
+        name, _, version = service["image"].partition(":")
+        assert version and version != "latest", name
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert not source.startswith("/") or Path(source).exists(), source
+
+
+def test_the_server_has_few_rights_and_enough_shared_memory() -> None:
+    server = services(CPU)["server"]
+    assert server["read_only"] is True
+    assert server["cap_drop"] == ["ALL"]
+    assert server["shm_size"] == "1gb"
+
+
+def test_a_stop_waits_until_requests_are_answered() -> None:
+    grace = services(CPU)["server"]["stop_grace_period"]
+    amounts = re.findall(r"(\d+)([ms])", grace)
+    grace_s = sum(int(amount) * {"m": 60, "s": 1}[unit] for amount, unit in amounts)
+    # `minisgl serve` gives tritonserver 10 s more than the engine, and 8 s to unload
+    assert grace_s > EngineOptions().drain_timeout_s + 18
+
+
+def test_prometheus_scrapes_the_port_that_the_server_exposes() -> None:
+    config = yaml.safe_load((DOCKER / "prometheus/prometheus.yml").read_text("utf-8"))
+    (job,) = [job for job in config["scrape_configs"] if job["job_name"] == "minisgl"]
+    *_, last = stages(DOCKER / "Dockerfile.cpu")
+    (exposed,) = texts(last, "EXPOSE")
+    for target in job["static_configs"][0]["targets"]:
+        host, port = target.split(":")
+        assert host in services(CPU)
+        assert port in exposed.split()

@@ -1,0 +1,125 @@
+"""A real Prometheus takes the configuration, the rules, and every expression of the dashboard."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from minisgl_backend.server.process import TritonServer
+from tests.docker.conftest import DOCKER, tool
+from tests.docker.promql import filled_in
+from tests.docker.test_dashboard import PANELS, RULES
+from tests.server.client import PATIENCE_S, chat, generate_stream, wait_for
+
+
+def test_promtool_accepts_the_configuration() -> None:
+    check = [tool("promtool"), "check", "config", str(DOCKER / "prometheus/prometheus.yml")]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_alerts_fire_when_they_should() -> None:
+    check = [tool("promtool"), "test", "rules", str(Path(__file__).parent / "alerts_test.yml")]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_tested() -> None:
+    text = (Path(__file__).parent / "alerts_test.yml").read_text("utf-8")
+    assert [rule["alert"] for rule in RULES if rule["alert"] not in text] == []
+
+
+class Prometheus:
+    """A Prometheus that scrapes one server, with docker/'s configuration but for the address."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def ready(self) -> bool:
+        """Whether it answers queries."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def query(self, expression: str) -> list[float]:
+        """The values of an instant query; raises ``HTTPError`` where it is none."""
+        query = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(f"{self.url}/api/v1/query?{query}", timeout=10) as response:
+            result: list[dict[str, Any]] = json.load(response)["data"]["result"]
+        return [float(sample["value"][1]) for sample in result]
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    server: TritonServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    binary = tool("prometheus")
+    folder = tmp_path_factory.mktemp("prometheus")
+    config = yaml.safe_load((DOCKER / "prometheus/prometheus.yml").read_text("utf-8"))
+    config["global"].update(scrape_interval="200ms", scrape_timeout="200ms")
+    config["rule_files"] = [str(DOCKER / "prometheus" / name) for name in config["rule_files"]]
+    (job,) = config["scrape_configs"]
+    job["static_configs"] = [{"targets": [f"127.0.0.1:{server.metrics_port}"]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                binary,
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={address}",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            prometheus = Prometheus(f"http://{address}")
+            wait_for(prometheus.ready, "Prometheus")
+            yield prometheus
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def test_every_panel_shows_numbers(server: TritonServer, prometheus: Prometheus) -> None:
+    """GPU metrics apart: the server here has none."""
+    wanted = {
+        filled_in(target["expr"]).replace("[1m]", "[5s]")
+        for panel in PANELS
+        for target in panel["targets"]
+        if "nv_gpu_" not in target["expr"]
+    }
+    deadline = time.monotonic() + 2 * PATIENCE_S
+    question = chat("What is the capital of France?")
+    while wanted:
+        assert time.monotonic() < deadline, f"no numbers for {sorted(wanted)}"
+        generate_stream(server, messages=question, stream=True, max_tokens=8)
+        wanted -= {text for text in wanted if any(map(math.isfinite, prometheus.query(text)))}
+
+
+def test_the_server_raises_no_alert(server: TritonServer, prometheus: Prometheus) -> None:
+    wait_for(lambda: prometheus.query('up{job="minisgl"}') == [1.0], "a scrape")
+    for rule in RULES:
+        assert prometheus.query(rule["expr"]) == [], rule["alert"]
+
+
+def test_what_is_no_query_is_refused(prometheus: Prometheus) -> None:
+    with pytest.raises(urllib.error.HTTPError):
+        prometheus.query("sum by (")

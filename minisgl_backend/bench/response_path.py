@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 import statistics
-import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -28,21 +27,14 @@ import numpy as np
 
 from minisgl_backend.bench.paced import script_of
 from minisgl_backend.bench.report import Report, json_option
+from minisgl_backend.bench.servers import started_paced
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.server.installation import find_installation
-from minisgl_backend.server.process import ServerOptions, TritonServer
-from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer import load_vocabulary
 
 _METHOD: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
-_STOP: Final = "<|never|>"
-_MODEL: Final = """\
-from minisgl_backend.bench.paced import paced_model
-
-TritonPythonModel = paced_model(step_s={step_s})
-"""
+STOP: Final = "<|never|>"
 
 
 @dataclass(slots=True)
@@ -88,29 +80,16 @@ def response_path(
         "response path",
         info={"step": f"{step_ms:g} ms", "client": "gRPC (asyncio) on the same machine"},
     )
-    with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
-        repository = Path(folder) / "model_repository"
-        shutil.copytree(shipped_repository(), repository)
-        (repository / "llm_engine" / "1" / "model.py").write_text(
-            _MODEL.format(step_s=step_ms / 1000)
-        )
-        server = TritonServer(
-            find_installation(tritonserver),
-            repository,
-            {"overlap": "false"},
-            ServerOptions(http_port=0, grpc_port=0, metrics_port=0),
-        )
-        try:
-            server.wait_ready()
-            address = f"127.0.0.1:{server.grpc_port}"
-            asyncio.run(_run(address, num_streams=8, num_requests=1, num_tokens=64))  # warm-up
-            for count in counts:
-                exchanges = asyncio.run(
-                    _run(address, num_streams=count, num_requests=requests, num_tokens=tokens)
-                )
-                report.add(**summary(exchanges))
-        finally:
-            server.stop()
+    with started_paced(
+        {"overlap": "false"}, step_s=step_ms / 1000, tritonserver=tritonserver
+    ) as server:
+        address = f"127.0.0.1:{server.grpc_port}"
+        asyncio.run(run_grpc(address, num_streams=8, num_requests=1, num_tokens=64))  # warm-up
+        for count in counts:
+            exchanges = asyncio.run(
+                run_grpc(address, num_streams=count, num_requests=requests, num_tokens=tokens)
+            )
+            report.add(**summary(exchanges))
     report.emit(json_path)
 
 
@@ -138,34 +117,54 @@ def summary(exchanges: list[list[Exchange]]) -> dict[str, Any]:
     }
 
 
-async def _run(
+async def run_grpc(
     address: str, *, num_streams: int, num_requests: int, num_tokens: int
 ) -> list[list[Exchange]]:
-    """Keep ``num_streams`` requests in flight, each stream making its requests in turn."""
+    """Ask the ensemble over gRPC; see ``run_streams``."""
     import grpc.aio
 
-    lengths = random.Random(num_streams)
-
-    async def stream(number: int) -> list[Exchange]:
-        await asyncio.sleep(number / num_streams)
-        exchanges = []
-        for turn in range(num_requests):
-            length = lengths.randint(num_tokens // 2, num_tokens * 3 // 2)
-            body = _request(f"{number}.{turn} asks something", length)
-            call = method(iter([body]))
-            exchange = Exchange(length, time.perf_counter())
-            async for response in call:
-                exchange.arrived_s.append(time.perf_counter())
-                exchange.responses.append(response)
-            exchanges.append(exchange)
-        return exchanges
+    async def ask(prompt: str, length: int) -> Exchange:
+        call = method(iter([_request(prompt, length)]))
+        exchange = Exchange(length, time.perf_counter())
+        async for response in call:
+            exchange.arrived_s.append(time.perf_counter())
+            exchange.responses.append(response)
+        return exchange
 
     async with grpc.aio.insecure_channel(address) as channel:
         # bytes in and out: parsing waits until nothing is measured
         method = channel.stream_stream(
             _METHOD, request_serializer=_same, response_deserializer=_same
         )
-        return list(await asyncio.gather(*(stream(number) for number in range(num_streams))))
+        return await run_streams(
+            ask, num_streams=num_streams, num_requests=num_requests, num_tokens=num_tokens
+        )
+
+
+async def run_streams(
+    ask: Callable[[str, int], Awaitable[Exchange]],
+    *,
+    num_streams: int,
+    num_requests: int,
+    num_tokens: int,
+) -> list[list[Exchange]]:
+    """Keep ``num_streams`` requests in flight, each stream making its requests in turn.
+
+    ``ask`` takes a prompt and the number of tokens to ask for, which is ``num_tokens`` on average.
+    """
+    lengths = random.Random(num_streams)
+
+    async def stream(number: int) -> list[Exchange]:
+        await asyncio.sleep(number / num_streams)
+        return [
+            await ask(
+                f"{number}.{turn} asks something",
+                lengths.randint(num_tokens // 2, num_tokens * 3 // 2),
+            )
+            for turn in range(num_requests)
+        ]
+
+    return list(await asyncio.gather(*(stream(number) for number in range(num_streams))))
 
 
 def _same(message: bytes) -> bytes:
@@ -186,7 +185,7 @@ def _request(prompt: str, num_tokens: int) -> bytes:
         return len(data).to_bytes(4, "little") + data
 
     tensor("text_input", "BYTES", text(prompt))
-    tensor("stop", "BYTES", text(_STOP))
+    tensor("stop", "BYTES", text(STOP))
     tensor("stream", "BOOL", b"\x01")
     tensor("max_tokens", "INT32", num_tokens.to_bytes(4, "little"))
     return bytes(request.SerializeToString())

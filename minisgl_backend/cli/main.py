@@ -58,6 +58,7 @@ bench = LazyGroup(
         "planner": "minisgl_backend.bench.planner:planner",
         "response-path": "minisgl_backend.bench.response_path:response_path",
         "cancel": "minisgl_backend.bench.cancel:cancel",
+        "gateway": "minisgl_backend.bench.gateway:gateway",
         "offline": "minisgl_backend.bench.offline:offline",
         "decode": "minisgl_backend.bench.decode:decode",
         "prefill": "minisgl_backend.bench.prefill:prefill",

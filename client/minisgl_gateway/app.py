@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.description import answer_of, body_of, describe
 from minisgl_gateway.errors import ApiError, error_response, internal
-from minisgl_gateway.gate import Gate
+from minisgl_gateway.gate import PAGE_FILES, Gate
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.options import GatewayOptions
 from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
@@ -96,9 +96,8 @@ def _add_page(app: FastAPI) -> None:
 
         return send
 
-    app.get("/", include_in_schema=False)(page("page.html"))
-    app.get("/page.css", include_in_schema=False)(page("page.css"))
-    app.get("/page.js", include_in_schema=False)(page("page.js"))
+    for path, name in PAGE_FILES.items():
+        app.get(path, include_in_schema=False)(page(name))
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

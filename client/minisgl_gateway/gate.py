@@ -20,7 +20,13 @@ from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS: Final = frozenset({"/", "/page.css", "/page.js", "/health"})
+PAGE_FILES: Final = {
+    "/": "page.html",
+    "/page.css": "page.css",
+    "/page.js": "page.js",
+    "/markdown.js": "markdown.js",
+}
+OPEN_PATHS: Final = frozenset({*PAGE_FILES, "/health"})
 """What needs no key: the page, which asks for one, and the probe."""
 GONE: Final = 499
 """The status of a request whose client did not wait for the answer."""

@@ -128,6 +128,7 @@ class Followers:
         if self._thread.is_alive():
             os.write(self._waker, _CLOSE)
             self._thread.join()
+            self.slots.close()
 
     # --- the thread that owns the processes --------------------------------------------------
 

@@ -13,6 +13,7 @@ Nothing else in the engine assumes that the ranks share a host.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -54,6 +55,10 @@ class Slots:
         slot_words = 2 ** (num_words - 1).bit_length()
         os.ftruncate(self.descriptor, _NUM_SLOTS * slot_words * _WORD_BYTES)
         return Slots(self.descriptor, slot_words)
+
+    def close(self) -> None:
+        """Give the memory up; it lasts as long as a process maps it."""
+        os.close(self.descriptor)
 
     def write(self, slot: int, words: IntArray) -> None:
         self._words[slot, : len(words)] = words
@@ -147,5 +152,6 @@ class PlanReceiver:
         if slot_words != self._slots.slot_words:
             self._slots = Slots(self._slots.descriptor, slot_words)
         words = self._slots.read(slot, num_words)
-        self._connection.send(_TAKEN)
+        with contextlib.suppress(ConnectionError):  # rank 0 has ended; the next read will tell
+            self._connection.send(_TAKEN)
         return words

@@ -1,0 +1,151 @@
+"""Groups of ranks by gloo, and how ranks find each other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.parallel.connect import choose_comm
+from minisgl_backend.parallel.group import Group, OneRank, least_free_memory, side_by_side
+from minisgl_backend.parallel.rendezvous import Place
+from tests.parallel.threads import on_ranks
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_collectives(dtype: torch.dtype) -> None:
+    def work(group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mine = torch.arange(6).view(2, 3).to(dtype) + 10 * group.rank
+        return (
+            group.all_reduce(mine.clone()),
+            group.all_gather(mine),
+            group.all_gather(mine.t(), dim=0),
+            group.broadcast(mine.clone()),
+        )
+
+    first, second = torch.arange(6).view(2, 3).to(dtype), torch.arange(10, 16).view(2, 3).to(dtype)
+    for total, beside, below, of_rank_0 in on_ranks(2, work):
+        assert torch.equal(total, first + second)
+        assert torch.equal(beside, torch.cat([first, second], dim=-1))
+        assert torch.equal(below, torch.cat([first.t(), second.t()], dim=0))
+        assert torch.equal(of_rank_0, first)
+
+
+def test_one_rank_changes_nothing() -> None:
+    group: Group = OneRank()
+    x = torch.arange(6).view(2, 3)
+    for result in (group.all_reduce(x), group.all_gather(x), group.broadcast(x)):
+        assert result is x
+    assert group.least([3, -4]) == [3, -4]
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_parts_are_joined_along_any_dimension(dim: int) -> None:
+    parts = torch.arange(3 * 2 * 4 * 5).view(3, 2, 4, 5)
+    assert torch.equal(side_by_side(parts, dim), torch.cat(list(parts), dim=dim))
+
+
+def test_the_least_of_each_number() -> None:
+    numbers = [[5, -7], [3, -9], [4, 0]]
+    assert on_ranks(3, lambda group: group.least(numbers[group.rank])) == [[3, -9]] * 3
+
+
+def test_all_ranks_take_the_least_free_memory() -> None:
+    free = [5 * GIB, 4 * GIB]
+    assert on_ranks(2, lambda group: least_free_memory(group, free[group.rank])) == [4 * GIB] * 2
+
+
+def test_ranks_with_too_different_memory_are_refused_with_the_numbers() -> None:
+    free = [80 * GIB, 4 * GIB]
+
+    def work(group: Group) -> str:
+        with pytest.raises(ConfigError) as caught:
+            least_free_memory(group, free[group.rank])
+        return str(caught.value)
+
+    first, second = on_ranks(2, work)
+    assert "differs by more than 2 GiB: from 4.0 to 80.0 GiB, 80.0 GiB on rank 0" in first
+    assert "4.0 GiB on rank 1" in second
+
+
+def test_a_silent_rank_ends_the_others_collective() -> None:
+    over = threading.Event()
+
+    def work(group: Group) -> None:
+        if group.rank == 1:
+            over.wait(60)
+            return
+        with pytest.raises(RuntimeError):
+            group.all_reduce(torch.ones(1))
+        over.set()
+
+    on_ranks(2, work, timeout_s=1.0)
+    assert over.is_set()
+
+
+def test_a_place_survives_the_environment() -> None:
+    place = Place.first(4, "127.0.0.1:4567").of(3)
+    assert (place.rank, place.local_rank, place.size, place.port) == (3, 3, 4, 4567)
+    assert Place.from_environment(place.environment()) == place
+
+
+def test_a_place_as_torchrun_gives_it() -> None:
+    """The fourth of eight ranks, the second on its host of two."""
+    variables = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "node-0.example",
+        "MASTER_PORT": "29500",
+    }
+    place = Place.from_environment(variables)
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 8, 1, 2)
+    assert (place.host, place.port, place.is_loopback) == ("node-0.example", 29500, False)
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_a_place_needs_its_variables(variable: str) -> None:
+    variables = Place.first(2, "127.0.0.1:4567").environment()
+    for wrong in ({}, {variable: "one"}):
+        rest = {name: value for name, value in variables.items() if name != variable}
+        with pytest.raises(ConfigError, match=variable):
+            Place.from_environment({**rest, **wrong})
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":123", "host:0", "host:65536", "host:x"])
+def test_a_malformed_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="must be HOST:PORT"):
+        Place.first(2, address)
+
+
+def test_two_engines_never_meet() -> None:
+    first, second = (Place.first(2, None).open_store(10) for _ in range(2))
+    assert first[0].port != second[0].port
+    first[1].set("who", "first")
+    assert not second[1].check(["who"])
+
+
+def test_a_taken_port_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = Place.first(2, f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"cannot meet at 127\.0\.0\.1:"):
+            place.open_store(5)
+
+
+def test_a_library_of_another_device_is_refused() -> None:
+    cuda = torch.device("cuda")
+    assert choose_comm(None, CPU) == "gloo"
+    assert choose_comm(None, cuda) == "nccl"
+    assert choose_comm("pynccl", cuda) == "pynccl"
+    with pytest.raises(ConfigError, match="comm=nccl does not work on cpu, which has gloo"):
+        choose_comm("nccl", CPU)
+    with pytest.raises(ConfigError, match="gloo does not work on cuda, which has nccl, pynccl"):
+        choose_comm("gloo", cuda)

@@ -1,0 +1,108 @@
+"""Two and four ranks make the tokens that one makes, whatever they are asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from minisgl_backend.request import SamplingParams
+from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE
+from tests.parallel.engines import (
+    WAIT_S,
+    Answer,
+    Ranked,
+    ranked_engine,
+    some_prompts,
+    wait_for_all,
+    wait_until,
+)
+
+OPTIONS = {
+    "max_sequence_length": CONTEXT,
+    "max_prefill_tokens": 32,  # most prompts take several chunks
+    "max_running_requests": 8,
+    "num_pages": 72,  # too few for all at once, so some are evicted or retracted
+    "page_size": 8,
+    "distributed_timeout_s": 60,
+}
+SAMPLINGS = (
+    SamplingParams(max_tokens=12),
+    SamplingParams(max_tokens=12, temperature=0.9, seed=7),
+    SamplingParams(max_tokens=12, temperature=1.2, top_p=0.8, top_k=20, seed=2**63 + 5),
+    SamplingParams(
+        max_tokens=12, temperature=0.7, seed=3, repetition_penalty=1.3, frequency_penalty=0.5
+    ),
+    SamplingParams(max_tokens=12, num_logprobs=2, logit_bias=((5, 2.0), (9, -100.0))),
+)
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(checkpoints: Path) -> Callable[[str], list[Answer]]:
+    """What one rank makes of a checkpoint."""
+
+    @functools.cache
+    def serve_alone(case: str) -> list[Answer]:
+        with ranked_engine(1, checkpoints / case, **OPTIONS) as ranked:
+            return serve(ranked)
+
+    return serve_alone
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_are_those_of_one_rank(
+    checkpoints: Path, case: str, size: int, of_one_rank: Callable[[str], list[Answer]]
+) -> None:
+    """With four ranks, two each hold the same one of the two key-value heads."""
+    with ranked_engine(size, checkpoints / case, **OPTIONS) as ranked:
+        check_equal(serve(ranked), of_one_rank(case))
+
+
+def test_tokens_of_steps_that_do_not_overlap(
+    checkpoints: Path, of_one_rank: Callable[[str], list[Answer]]
+) -> None:
+    with ranked_engine(2, checkpoints / "qwen3", overlap=False, **OPTIONS) as ranked:
+        check_equal(serve(ranked), of_one_rank("qwen3"))
+
+
+def serve(ranked: Ranked) -> list[Answer]:
+    """The answers to two waves of requests, the second of which finds prefixes cached.
+
+    Others run beside them until they are aborted. In the end every page is free or cached.
+    """
+    answers = []
+    for seed in range(2):
+        beside = [
+            ranked.submit(prompt, SamplingParams(max_tokens=100, ignore_eos=True))
+            for prompt in some_prompts(3, vocab_size=VOCAB_SIZE, seed=9)
+        ]
+        wave = [
+            ranked.submit(prompt, SAMPLINGS[index % len(SAMPLINGS)])
+            for index, prompt in enumerate(some_prompts(10, vocab_size=VOCAB_SIZE, seed=seed))
+        ]
+        for answer in beside:
+            assert answer.started.wait(WAIT_S)
+            ranked.engine.abort(answer.request_id)
+        wait_for_all([*beside, *wave])
+        answers += wave
+    wait_until(lambda: _all_pages_back(ranked))
+    return answers
+
+
+def _all_pages_back(ranked: Ranked) -> bool:
+    pages = ranked.engine.stats().scheduler
+    return pages.free_pages + pages.cached_pages == pages.total_pages
+
+
+def check_equal(found: list[Answer], expected: list[Answer]) -> None:
+    for index, (answer, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert answer.error is None
+        assert answer.tokens == wanted.tokens, f"request {index}"
+        for one, other in zip(answer.logprobs, wanted.logprobs, strict=True):
+            assert (one is None) is (other is None)
+            if one is not None and other is not None:
+                assert one.rank == other.rank
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-6)

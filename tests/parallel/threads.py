@@ -1,0 +1,32 @@
+"""Ranks as threads of the test: real groups without the price of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from minisgl_backend.parallel.connect import connect
+from minisgl_backend.parallel.group import Group
+from minisgl_backend.parallel.rendezvous import Place
+
+T = TypeVar("T")
+
+
+def on_ranks(size: int, work: Callable[[Group], T], *, timeout_s: float = 60.0) -> list[T]:
+    """What ``work`` gives on each of ``size`` connected ranks."""
+    first, store = Place.first(size, None).open_store(timeout_s)
+
+    def run(rank: int) -> T:
+        place = first.of(rank)
+        own = store if rank == 0 else place.open_store(timeout_s)[1]
+        group = connect(place, own, "gloo", torch.device("cpu"), timeout_s=timeout_s)
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))

@@ -115,13 +115,18 @@ class UserMessage(_Strict):
 
 
 class AssistantMessage(_Strict):
-    """An earlier answer: text, calls of tools, or both."""
+    """An earlier answer: text, calls of tools, or both. Callers send answers back with all their
+    empty fields."""
 
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
     name: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
 
 
 class ToolMessage(_Strict):

@@ -1,0 +1,183 @@
+"""Bodies are read strictly, and what is wrong with them is said in one sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from minisgl_gateway.body import parse
+from minisgl_gateway.errors import ApiError
+from minisgl_gateway.schema import (
+    NOT_OFFERED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    body = {"model": "m", "messages": MESSAGES, **fields}
+    return parse(ChatCompletionRequest, json.dumps(body).encode())
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"model": "m", "prompt": "Hi", **fields}).encode())
+
+
+def refused(body: bytes, kind: type[GenerationRequest] = CompletionRequest) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(kind, body)
+    error = caught.value
+    assert error.status == 400
+    assert len(error.message) < 300
+    assert "\n" not in error.message
+    return error
+
+
+def told(kind: type[GenerationRequest], **fields: Any) -> ApiError:
+    required = {"messages": MESSAGES} if kind is ChatCompletionRequest else {"prompt": "Hi"}
+    return refused(json.dumps({"model": "m", **required, **fields}).encode(), kind)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "valid JSON"),
+        (b"{", "valid JSON"),
+        (b'{"model": "m", "prompt": "x"} {}', "valid JSON"),
+        (b"[]", "JSON object"),
+        (b'"text"', "JSON object"),
+        (b"\xff\xfe{\x00}\x00", "UTF-8"),
+        (b'{"model": "\xff"}', "UTF-8"),
+        (b'{"model": "m", "prompt": "\\ud800"}', "UTF-8"),
+        (b"[" * 100_000, "valid JSON"),
+        (b'{"a":' * 40 + b"1" + b"}" * 40, "levels deep"),
+        (b'{"model": "m", "prompt": "x", "temperature": NaN}', "NaN"),
+        (b'{"model": "m", "prompt": "x", "top_p": -Infinity}', "-Infinity"),
+        (b'{"model": "m", "prompt": "x", "temperature": 1e999}', "temperature"),
+        (b'{"model": "m", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", ""),
+        (b'{"model": "m", "prompt": "x", "prompt": "y"}', "'prompt' is given twice"),
+        (b'{"model": "m", "prompt": "x", "logit_bias": {"1": 1, "1": 2}}', "'1' is given twice"),
+        (b'{"prompt": "x"}', "model is missing"),
+        (b'{"model": "m"}', "prompt is missing"),
+    ],
+)
+def test_bodies_that_are_no_request(body: bytes, words: str) -> None:
+    assert words in refused(body).message
+
+
+WRONG: dict[str, list[Any]] = {
+    "prompt": [7, True, [], [1.5], ["a", 1], [True], [["a"]], [[]], {}, [-1]],
+    "max_tokens": [0, -1, 1.5, True, "16", 2**31, 2**63, 1e308],
+    "temperature": [-1, "hot", True, [1]],
+    "top_p": [0, -0.1, 1.0001],
+    "top_k": [-2, 1.5, 2**31],
+    "min_p": [-1, 2],
+    "presence_penalty": [-2.1, 2.1],
+    "frequency_penalty": [1e308, "x"],
+    "repetition_penalty": [0, -3],
+    "seed": [2**63, -(2**63) - 1, "x", 1.0],
+    "n": [0, -1, 10**9, True],
+    "logprobs": [-1, 10**6, True],
+    "stop": [7, [7], ["x"] * 17, {}],
+    "stop_token_ids": [[-1], [1.0], 5, [2**31]],
+    "stream": ["yes", 1],
+    "stream_options": [True, {"include_usage": 1}, {"nope": True}],
+    "priority": [2**70, "high"],
+    "cache_salt": ["", "x" * 300, 7],
+    "logit_bias": [[], {"1": "x"}, {"1": True}],
+    "metadata": [{"a": 1}, "x"],
+    "user": [7],
+    "model": [7],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
+def test_wrong_values_are_named(name: str, value: Any) -> None:
+    error = told(CompletionRequest, **{name: value})
+    assert (error.param or "").startswith(name)
+    assert name in error.message
+
+
+@pytest.mark.parametrize(
+    ("messages", "place"),
+    [
+        ([], "messages"),
+        ("Hi", "messages"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"content": "Hi"}], "messages[0]"),
+        ([{"role": "wizard", "content": "Hi"}], "messages[0]"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 7}], "messages[0].content"),
+        ([{"role": "user", "content": "Hi", "mood": "good"}], "messages[0].mood"),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
+                }
+            ],
+            "messages[0].content",
+        ),
+        ([*MESSAGES, {"role": "tool"}], "messages[1].content"),
+        (MESSAGES * 1025, "messages"),
+    ],
+)
+def test_wrong_messages_are_named(messages: Any, place: str) -> None:
+    error = told(ChatCompletionRequest, messages=messages)
+    assert (error.param or "").startswith(place)
+
+
+@pytest.mark.parametrize("name", ["temprature", "max_token", "strem"])
+def test_unknown_names_get_the_nearest_one(name: str) -> None:
+    error = told(CompletionRequest, **{name: 1})
+    assert error.code == "unknown_parameter"
+    assert "did you mean" in error.message
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_what_is_not_offered_is_refused_but_for_neutral_values(
+    kind: type[GenerationRequest],
+) -> None:
+    required = {"messages": MESSAGES} if kind is ChatCompletionRequest else {"prompt": "Hi"}
+    for name, values in NOT_OFFERED[kind].items():
+        error = told(kind, **{name: "something else"})
+        assert (error.code, error.param) == ("unsupported_parameter", name)
+        for neutral in (*values, None):
+            parse(kind, json.dumps({"model": "m", **required, name: neutral}).encode())
+
+
+def test_a_flag_is_not_a_neutral_number() -> None:
+    assert told(CompletionRequest, best_of=True).code == "unsupported_parameter"
+
+
+def test_null_is_absent() -> None:
+    request = completion(temperature=None, stop=None, seed=None, n=None)
+    assert request == completion()
+    assert "temperature" not in request.model_fields_set
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_call_that_must_be_made_is_not_offered(choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    error = told(ChatCompletionRequest, tools=tools, tool_choice=choice)
+    assert error.param == "tool_choice"
+
+
+def test_messages_of_the_official_client_are_taken_back() -> None:
+    """It dumps an answer with all its empty fields."""
+    answer = {
+        "role": "assistant",
+        "content": "Hi",
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    assert len(chat(messages=[*MESSAGES, answer, *MESSAGES]).messages) == 3

@@ -1,0 +1,171 @@
+"""What a request of OpenAI's API asks the engine for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from minisgl_gateway.conversion import (
+    Generation,
+    Policy,
+    chat_generations,
+    completion_generations,
+)
+from minisgl_gateway.errors import ApiError
+
+from tests.gateway.test_body import chat, completion
+
+POLICY = Policy(timeout_s=30, chat_tokens=512)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def of_chat(policy: Policy = POLICY, /, **fields: Any) -> Generation:
+    (generation,) = chat_generations(chat(**fields), policy)
+    return generation
+
+
+def of_completion(policy: Policy = POLICY, /, **fields: Any) -> Generation:
+    (generation,) = completion_generations(completion(**fields), policy)
+    return generation
+
+
+def test_what_is_not_said_is_left_to_the_engine() -> None:
+    generation = of_completion()
+    assert generation.prompt == "Hi"
+    assert generation.parameters == {
+        "max_tokens": 16,
+        "cache_salt": None,
+        "timeout_ms": 30_000,
+        "return_stop_reason": False,
+        "return_num_input_tokens": True,
+        "return_num_output_tokens": True,
+        "return_num_cached_tokens": True,
+    }
+
+
+def test_parameters_of_one_meaning_go_on_as_they_are() -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.1,
+        "ignore_eos": True,
+        "min_tokens": 3,
+        "stop_token_ids": [5],
+        "logit_bias": {"17": -100.0},
+        "max_tokens": 40,
+    }
+    parameters = of_completion(**given).parameters
+    assert {name: value for name, value in parameters.items() if name in given} == given
+
+
+def test_parameters_of_another_name_or_sense() -> None:
+    parameters = of_completion(stop="x", seed=-1, priority=3, logprobs=2).parameters
+    assert parameters["stop"] == ["x"]
+    assert parameters["seed"] == 2**64 - 1
+    assert parameters["priority_level"] == -3
+    assert parameters["num_logprobs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 512),
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 8}, 8),
+        ({"max_tokens": 9, "max_completion_tokens": 9}, 9),
+    ],
+)
+def test_most_tokens_of_a_chat(fields: dict[str, Any], expected: int) -> None:
+    assert of_chat(**fields).parameters["max_tokens"] == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 7, "max_completion_tokens": 8}, "max_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_fields_that_contradict_each_other(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        of_chat(**fields)
+    assert caught.value.param == param
+
+
+def test_choices_of_one_seed_differ_and_are_the_same_each_time() -> None:
+    seeds = [
+        generation.parameters.get("seed")
+        for generation in completion_generations(completion(n=3, seed=2**63 - 1), POLICY)
+    ]
+    assert seeds == [2**63 - 1, 2**63, 2**63 + 1]
+
+
+def test_several_prompts_make_choices_in_order() -> None:
+    generations = completion_generations(completion(prompt=["a", "b"], n=2), POLICY)
+    assert [generation.prompt for generation in generations] == ["a", "a", "b", "b"]
+    generations = completion_generations(completion(prompt=[[1, 2], [3]]), POLICY)
+    assert [generation.input_ids for generation in generations] == [[1, 2], [3]]
+    assert of_completion(prompt=[1, 2]).input_ids == [1, 2]
+
+
+def test_too_many_choices() -> None:
+    with pytest.raises(ApiError) as caught:
+        completion_generations(completion(prompt=["a", "b", "c"], n=6), POLICY)
+    assert caught.value.param == "n"
+
+
+@pytest.mark.parametrize("fields", [{"prompt": [1]}, {"logprobs": 1}])
+def test_echo_that_would_need_the_prompts_tokens(fields: dict[str, Any]) -> None:
+    assert of_completion(echo=True).echo == "Hi"
+    with pytest.raises(ApiError) as caught:
+        of_completion(echo=True, **fields)
+    assert caught.value.code == "unsupported_parameter"
+
+
+def test_counts_are_asked_for_where_they_are_told() -> None:
+    assert not of_chat(stream=True).parameters["return_num_output_tokens"]
+    usage = {"include_usage": True}
+    assert of_chat(stream=True, stream_options=usage).parameters["return_num_output_tokens"]
+
+
+def test_messages_and_tools_go_to_the_template() -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": None},
+    ]
+    generation = of_chat(messages=messages, tools=TOOLS)
+    assert generation.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    assert generation.tools == TOOLS
+
+
+def test_a_model_that_must_not_call_is_not_told_of_tools() -> None:
+    assert of_chat(tools=TOOLS, tool_choice="none").tools is None
+
+
+def test_one_call_at_most_ends_the_answer_with_it() -> None:
+    parameters = of_chat(tools=TOOLS, parallel_tool_calls=False, stop="x").parameters
+    assert parameters["stop"] == ["x", "</tool_call>"]
+    assert parameters["return_stop_reason"]
+    assert "stop" not in of_chat(tools=TOOLS).parameters
+
+
+def test_salts_of_keys_and_of_requests_both_count() -> None:
+    keyed = Policy(timeout_s=30, chat_tokens=512, salt="key")
+    salts = [
+        of_chat().parameters["cache_salt"],
+        of_chat(cache_salt="mine").parameters["cache_salt"],
+        of_chat(keyed).parameters["cache_salt"],
+        of_chat(keyed, cache_salt="mine").parameters["cache_salt"],
+        of_chat(keyed, cache_salt="other").parameters["cache_salt"],
+    ]
+    assert salts[:3] == [None, "mine", "key"]
+    assert len(set(salts)) == 5

@@ -14,11 +14,15 @@ import click
 
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.log import Console
-from minisgl_backend.server.process import ServerOptions, TritonServer
+from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
+from minisgl_backend.server.supervisor import Supervisor
 
 _QUESTION = "What is the capital of France?"
 
@@ -29,6 +33,12 @@ _QUESTION = "What is the capital of France?"
 @click.option("--http-port", default=8000, show_default=True, help="0 picks a free one")
 @click.option("--grpc-port", default=8001, show_default=True, help="0 picks a free one")
 @click.option("--metrics-port", default=8002, show_default=True, help="0 picks a free one")
+@click.option("--health-port", default=8003, show_default=True, help="0 picks a free one")
+@click.option(
+    "--allow-remote",
+    is_flag=True,
+    help="let --host be an address that other machines can reach: Triton asks nobody for a key",
+)
 @click.option("--tritonserver", metavar="PATH", help="another tritonserver than the wheel's")
 @click.option("--log-verbose", default=0, show_default=True, help="Triton's own log level")
 def serve(
@@ -37,39 +47,48 @@ def serve(
     http_port: int,
     grpc_port: int,
     metrics_port: int,
+    health_port: int,
+    allow_remote: bool,
     tritonserver: str | None,
     log_verbose: int,
 ) -> None:
     """Serve a checkpoint through tritonserver until Ctrl-C or SIGTERM."""
     started = time.monotonic()
     console = Console(everything=log_verbose > 0)
-    server = TritonServer(
-        find_installation(tritonserver),
-        shipped_repository(),
-        options_as_text(located(options)),
-        ServerOptions(
-            host=host,
-            http_port=http_port,
-            grpc_port=grpc_port,
-            metrics_port=metrics_port,
-            log_verbose=log_verbose,
-            exit_timeout_s=int(options.drain_timeout_s) + 10,
-        ),
-        on_log=console.show,
+    server_options = ServerOptions(
+        host=host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        log_verbose=log_verbose,
+        exit_timeout_s=int(options.drain_timeout_s) + 10,
     )
-    stopping = _stop_on_signals(server)
+    if not (server_options.is_local or allow_remote):
+        raise ConfigError(
+            f"other machines can reach --host {host}, and Triton serves whoever asks: put a proxy"
+            " that authenticates in front, or say --allow-remote"
+        )
+    installation = find_installation(tritonserver)
+    parameters = options_as_text(located(options))
+
+    def start(server_options: ServerOptions) -> TritonServer:
+        return TritonServer(
+            installation, shipped_repository(), parameters, server_options, on_log=console.show
+        )
+
+    def welcome(server: TritonServer) -> None:
+        seconds = time.monotonic() - started
+        click.echo(_welcome(server, health.port, Path(options.model).name, seconds))
+
+    health = HealthServer(host, health_port)
     try:
-        try:
-            server.wait_ready(give_up=stopping.is_set)
-        except InterruptedError:
-            return
-        click.echo(_welcome(server, options, time.monotonic() - started))
-        while server.poll() is None and not stopping.wait(0.2):
-            pass
-        if not stopping.is_set():
-            raise click.ClickException(f"tritonserver ended with code {server.poll()}")
+        supervisor = Supervisor(start, server_options)
+        health.start(supervisor.health, supervisor.stats)
+        supervisor.run(_stop_on_signals(supervisor), welcome)
+    except EngineFailure as error:
+        raise click.ClickException(str(error)) from None
     finally:
-        server.stop()
+        health.close()
 
 
 def located(options: EngineOptions) -> EngineOptions:
@@ -99,13 +118,13 @@ def options_as_text(options: EngineOptions) -> dict[str, str]:
     }
 
 
-def _stop_on_signals(server: TritonServer) -> threading.Event:
+def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
     """Take SIGINT and SIGTERM: the first lets requests drain, a second one does not wait."""
     stopping = threading.Event()
 
     def forward(number: int, _frame: object) -> None:
         if stopping.is_set():
-            server.signal(signal.SIGKILL)
+            supervisor.server.signal(signal.SIGKILL)
             return
         stopping.set()
         print("stopping; requests in flight may finish", file=sys.stderr)
@@ -115,13 +134,14 @@ def _stop_on_signals(server: TritonServer) -> threading.Event:
     return stopping
 
 
-def _welcome(server: TritonServer, options: EngineOptions, seconds: float) -> str:
+def _welcome(server: TritonServer, health_port: int, model: str, seconds: float) -> str:
     host = server.options.host
     return f"""
-ready after {seconds:.1f} s, serving {Path(options.model).name}
+ready after {seconds:.1f} s, serving {model}
   HTTP     {server.url()}
   gRPC     {host}:{server.grpc_port}
   metrics  http://{host}:{server.metrics_port}/metrics
+  health   http://{host}:{health_port}/ready
 
 Try it:
   curl -s {server.url("/v2/models/minisgl/generate")} -d '{{

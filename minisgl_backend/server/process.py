@@ -16,21 +16,26 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.log import failure_in_log
+from minisgl_backend.server.options import (
+    ADMIN_KEY_HEADER,
+    ServerOptions,
+    command_line,
+    with_ports,
+)
 from minisgl_backend.server.repository import copy_repository
 
 logger = logging.getLogger(__name__)
@@ -47,24 +52,9 @@ ENGINE_SIGNS: Final = "queue-*"
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
-_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _UNLOAD_S: Final = 8.0
 """Time for tritonserver to end when no request is in flight."""
 _KEPT_LOG_LINES: Final = 2000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """How the server listens and talks; a port of 0 stands for a free one."""
-
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    log_verbose: int = 0
-    exit_timeout_s: int = 40
-    extra_arguments: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class TritonServer:
@@ -82,9 +72,7 @@ class TritonServer:
         *,
         on_log: Callable[[str], None] | None = None,
     ) -> None:
-        self.options = options
-        ports = _choose_ports(options)
-        self.http_port, self.grpc_port, self.metrics_port = ports
+        self.options = with_ports(options)
         self.directory = _private_directory()
         self.shared_memory_prefix = f"minisgl-{os.getpid()}-{secrets.token_hex(4)}-"
         self.admin_key = secrets.token_urlsafe(24)
@@ -110,9 +98,28 @@ class TritonServer:
         return self._process.pid
 
     @property
+    def http_port(self) -> int:
+        """Where it listens for HTTP."""
+        return self.options.http_port
+
+    @property
+    def grpc_port(self) -> int:
+        """Where it listens for gRPC."""
+        return self.options.grpc_port
+
+    @property
+    def metrics_port(self) -> int:
+        """Where it tells its metrics."""
+        return self.options.metrics_port
+
+    @property
     def repository(self) -> Path:
         """The private copy that the server reads."""
         return self.directory / "model_repository"
+
+    def model_names(self) -> set[str]:
+        """The models that have processes of their own."""
+        return {path.parent.parent.name for path in self.repository.glob("*/*/model.py")}
 
     def url(self, path: str = "") -> str:
         """The address of ``path`` over HTTP."""
@@ -128,7 +135,7 @@ class TritonServer:
         ``InterruptedError`` once ``give_up`` says so.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._is_ready():
+        while not self.is_ready(timeout_s=5):
             if self._process.poll() is not None:
                 self._log_thread.join(timeout=10)
                 raise ConfigError(self.failure())
@@ -138,6 +145,39 @@ class TritonServer:
                 raise ConfigError(f"tritonserver was not ready after {timeout_s:g} s")
             time.sleep(0.05)
         self._was_ready = True
+        self._protect_shared_memory()
+
+    def is_ready(self, *, timeout_s: float) -> bool | None:
+        """What Triton says of itself; None where it says nothing in time."""
+        try:
+            with urllib.request.urlopen(
+                self.url("/v2/health/ready"), timeout=timeout_s
+            ) as response:
+                return bool(response.status == 200)
+        except urllib.error.HTTPError:
+            return False
+        except OSError:  # refused, reset or timed out
+            return None
+
+    def reload(self, model: str, *, timeout_s: float) -> None:
+        """Load a model again, and with it the ensembles that it is part of.
+
+        Raises ``ConfigError`` where that fails.
+        """
+        for source in self.repository.glob(f"{model}/*/model.py"):
+            source.touch()  # Triton does nothing for a model whose files are as they were
+        request = urllib.request.Request(
+            self.url(f"/v2/repository/models/{model}/load"),
+            data=b"{}",
+            headers={ADMIN_KEY_HEADER: self.admin_key},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s):
+                pass
+        except urllib.error.HTTPError as error:
+            raise ConfigError(f"{model}: {error.read().decode(errors='replace')}") from None
+        except OSError as error:
+            raise ConfigError(f"{model}: Triton did not load it: {error}") from None
         self._protect_shared_memory()
 
     def failure(self) -> str:
@@ -190,6 +230,12 @@ class TritonServer:
         shutil.rmtree(self.directory, ignore_errors=True)
         return code
 
+    def kill(self) -> None:
+        """End the server and its processes at once, and remove its files."""
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+        self.stop()
+
     def _drain(self) -> bool:
         """Ask the engines to end their requests, and wait; False where they have not in time.
 
@@ -214,41 +260,21 @@ class TritonServer:
     def _start(
         self, installation: Installation, repository: Path, backends: Path | None
     ) -> subprocess.Popen[str]:
-        options = self.options
         arguments = [
             str(installation.binary),
             f"--model-repository={repository}",
-            "--model-control-mode=explicit",
-            "--load-model=*",
-            "--disable-auto-complete-config",
-            "--strict-readiness=true",
-            "--exit-on-error=true",
-            f"--exit-timeout-secs={options.exit_timeout_s}",
             f"--backend-config=python,shm-region-prefix-name={self.shared_memory_prefix}",
-            f"--http-address={options.host}",
-            f"--http-port={self.http_port}",
-            f"--grpc-address={options.host}",
-            f"--grpc-port={self.grpc_port}",
-            f"--metrics-address={options.host}",
-            f"--metrics-port={self.metrics_port}",
-            f"--log-verbose={options.log_verbose}",
+            *command_line(self.options, self.admin_key),
         ]
-        if options.host not in _LOOPBACK:
-            # others may ask for tokens, not for models to be unloaded or memory to be mapped
-            guarded = "model-repository,shared-memory,trace,logging"
-            arguments += [
-                f"--http-restricted-api={guarded}:minisgl-admin-key={self.admin_key}",
-                f"--grpc-restricted-protocol={guarded}:minisgl-admin-key={self.admin_key}",
-            ]
         if not _NVIDIA_DRIVER.exists():
             arguments.append("--allow-gpu-metrics=false")
         if backends is not None:
             arguments.append(f"--backend-directory={backends}")
-        environment = installation.environment({**os.environ, **options.environment})
+        environment = installation.environment({**os.environ, **self.options.environment})
         environment[RUNTIME_DIRECTORY_VARIABLE] = str(self.directory)
         environment[HTTP_URL_VARIABLE] = self.url()
         return subprocess.Popen(
-            [*arguments, *options.extra_arguments],
+            [*arguments, *self.options.extra_arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -269,13 +295,6 @@ class TritonServer:
                 if self._on_log is not None:
                     self._on_log(text)
 
-    def _is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(self.url("/v2/health/ready"), timeout=5) as response:
-                return bool(response.status == 200)
-        except OSError:  # refused, reset, timed out, or an HTTP error
-            return False
-
     def _protect_shared_memory(self) -> None:
         """Prompts pass through these files, and the backend makes them readable for everyone."""
         for region in self.shared_memory_regions():
@@ -287,26 +306,6 @@ def _private_directory() -> Path:
     # sockets live in it, and a socket's path must be short
     base = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="minisgl-", dir=base if len(base) < 40 else "/tmp"))
-
-
-def _choose_ports(options: ServerOptions) -> tuple[int, int, int]:
-    wanted = (options.http_port, options.grpc_port, options.metrics_port)
-    names = ("--http-port", "--grpc-port", "--metrics-port")
-    with contextlib.ExitStack() as held:
-        ports = []
-        for name, port in zip(names, wanted, strict=True):
-            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((options.host, port))
-            except OSError as error:
-                raise ConfigError(
-                    f"{name} {port} on {options.host} cannot be used: {error.strerror}"
-                ) from error
-            ports.append(probe.getsockname()[1])
-    http_port, grpc_port, metrics_port = ports
-    return http_port, grpc_port, metrics_port
 
 
 _PR_SET_PDEATHSIG: Final = 1

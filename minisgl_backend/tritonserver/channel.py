@@ -312,6 +312,7 @@ def _fresh_directory(parent: Path | None) -> Path:
     """A new directory, of mode 0700, whose sockets have short paths."""
     parents = [parent, Path(tempfile.gettempdir()), Path("/tmp")]
     for candidate in parents:
-        if candidate is not None and len(os.fsencode(candidate)) + 24 <= MAX_PATH_BYTES:
-            return Path(tempfile.mkdtemp(prefix="minisgl-", dir=candidate))
+        if candidate is not None and len(os.fsencode(candidate)) + 32 <= MAX_PATH_BYTES:
+            # the id tells who looks after this process what to remove when it was killed
+            return Path(tempfile.mkdtemp(prefix=f"minisgl-{os.getpid()}-", dir=candidate))
     raise AssertionError("/tmp is short enough")

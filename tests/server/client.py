@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
+from minisgl_backend.server.options import ADMIN_KEY_HEADER
 from minisgl_backend.server.process import TritonServer
 
 PATIENCE_S = 30.0
@@ -88,8 +89,12 @@ def open_stream(
 
 
 def post(server: TritonServer, path: str, **values: Any) -> None:
-    """POST to the server; raises ``Refused``."""
-    request = urllib.request.Request(server.url(path), data=json.dumps(values).encode())
+    """POST to the server as its operator may; raises ``Refused``."""
+    request = urllib.request.Request(
+        server.url(path),
+        data=json.dumps(values).encode(),
+        headers={ADMIN_KEY_HEADER: server.admin_key},
+    )
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_S * 2):
             pass

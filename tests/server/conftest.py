@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.server.installation import find_installation
-from minisgl_backend.server.process import ServerOptions, TritonServer
+from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 
 PACED_STEP_S = 0.02

@@ -18,7 +18,7 @@ import pytest
 from minisgl_backend.config import DEMO_MODEL
 
 _MAIN = "from minisgl_backend.cli.main import main; main()"
-PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+PORTS = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "health")]
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.log import Console, failure_in_log
-from minisgl_backend.server.process import ServerOptions, TritonServer
+from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository, with_parameters
 
 FAKE = """\
@@ -79,7 +80,9 @@ def test_what_the_server_is_told(server: TritonServer) -> None:
     assert "--disable-auto-complete-config" in arguments
     assert "--grpc-address=127.0.0.1" in arguments
     assert f"--metrics-port={server.metrics_port}" in arguments
-    assert not any("restricted" in argument for argument in arguments)
+    guarded = f"model-repository,shared-memory,trace,logging:minisgl-admin-key={server.admin_key}"
+    assert f"--http-restricted-api={guarded}" in arguments
+    assert f"--grpc-restricted-protocol={guarded}" in arguments
     assert len({server.http_port, server.grpc_port, server.metrics_port}) == 3
     assert server.url("/x") == f"http://127.0.0.1:{server.http_port}/x"
 
@@ -92,18 +95,6 @@ def test_its_files_are_private_and_go_with_it(server: TritonServer) -> None:
     assert server.stop() == 0
     assert not server.directory.exists()
     assert not region.exists()
-
-
-def test_others_than_this_machine_may_not_control_it(folder: Path) -> None:
-    server = start(
-        fake_server(folder),
-        ServerOptions(host="0.0.0.0", http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1),
-    )
-    server.wait_ready(30)
-    arguments = (server.directory / "arguments").read_text()
-    assert "--http-restricted-api=model-repository,shared-memory" in arguments
-    assert f"minisgl-admin-key={server.admin_key}" in arguments
-    server.stop()
 
 
 def test_it_drains_before_it_is_told_to_stop(server: TritonServer) -> None:

@@ -1,0 +1,98 @@
+"""The supervisor's own HTTP endpoint: whether the server lives, is ready, and how it is.
+
+    GET /live    200 while there is hope, 503 once the server was given up
+    GET /ready   200 while requests are served, else 503
+    GET /stats   counts of all processes; callers on this machine only
+
+Triton 24.10 says that it is ready whatever became of its models' processes; this does not. Bodies
+are JSON; those of /live and /ready have the phase and the reasons.
+"""
+
+from __future__ import annotations
+
+import http.server
+import ipaddress
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.server.supervisor import Health
+
+_IDLE_S = 5.0
+"""A caller that says nothing for that long is sent away."""
+
+
+class HealthServer:
+    """Listens from its making; answers between ``start`` and ``close``."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """A ``port`` of 0 stands for a free one; ``ConfigError`` where it cannot be used."""
+        kind = _Server6 if ":" in host else _Server
+        try:
+            self._server = kind((host, port), _Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"--health-port {port} on {host} cannot be used: {error.strerror}"
+            ) from error
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="health", daemon=True
+        )
+
+    def start(self, health: Callable[[], Health], stats: Callable[[], Mapping[str, Any]]) -> None:
+        """Answer from now on by what these say."""
+        self._server.health, self._server.stats = health, stats
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    health: Callable[[], Health]
+    stats: Callable[[], Mapping[str, Any]]
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _IDLE_S
+
+    def do_GET(self) -> None:
+        """Answer a probe or an operator."""
+        if self.path == "/stats" and ipaddress.ip_address(self.client_address[0]).is_loopback:
+            self._answer(HTTPStatus.OK, self.server.stats())
+        elif self.path in ("/live", "/ready"):
+            health = self.server.health()
+            good = health.live if self.path == "/live" else health.ready
+            body = {
+                "live": health.live,
+                "ready": health.ready,
+                "phase": health.phase.value,
+                "reasons": health.reasons,
+            }
+            self._answer(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, body)
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, {"error": "there are /live, /ready and /stats"})
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: probes come every few seconds."""
+
+    def _answer(self, status: HTTPStatus, body: Mapping[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)

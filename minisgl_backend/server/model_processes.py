@@ -1,0 +1,127 @@
+"""The processes of a server's models, as their heartbeats and the kernel show them.
+
+Knows the pages in the server's runtime directory, process ids and /proc. Must not know what is done
+about a process that died or hangs.
+
+A process that ends in good order takes its page with it; so one that has gone while its page is
+there was killed, or crashed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from minisgl_backend.heartbeat import Beat, pages, read_beat, socket_path
+
+_END_S: Final = 10.0
+_ANSWER_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProcess:
+    """A process of a model, alive or not, and the last that its page said."""
+
+    page: Path
+    model: str
+    beat: Beat
+    is_alive: bool
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.beat.pid
+
+    @property
+    def age_s(self) -> float:
+        """For how long it has served."""
+        return round(time.monotonic() - self.beat.started_s, 3)
+
+
+class ModelProcesses:
+    """All processes that have a page in ``directory``. Belongs to one thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._descriptors: dict[Path, int] = {}
+        """By page: what names the process for certain, also when its id is given to another."""
+
+    def look(self) -> list[ModelProcess]:
+        """The processes at this moment."""
+        found = []
+        here = pages(self._directory)
+        for path in self._descriptors.keys() - {path for _, path in here}:
+            os.close(self._descriptors.pop(path))
+        for model, path in here:
+            beat = read_beat(path)
+            if beat is not None:
+                found.append(ModelProcess(path, model, beat, self._is_alive(path, beat.pid)))
+        return found
+
+    def end(self, process: ModelProcess) -> Beat:
+        """Kill a process, stopped or not, and remove what it left; its last beat.
+
+        The beat is read when nothing can change it any more.
+        """
+        descriptor = self._descriptors.get(process.page)
+        if descriptor is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            select.select([descriptor], [], [], _END_S)
+        beat = read_beat(process.page) or process.beat
+        # all that a model's process puts there bears its id
+        for path in self._directory.glob(f"*[.-]{process.pid}[.-]*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        return beat
+
+    def close(self) -> None:
+        """Let the processes out of sight."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _is_alive(self, path: Path, pid: int) -> bool:
+        if path not in self._descriptors:
+            try:
+                self._descriptors[path] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return False
+        ended, _, _ = select.select([self._descriptors[path]], [], [], 0)
+        return not ended
+
+
+def counts_of(directory: Path, process: ModelProcess) -> Mapping[str, Any]:
+    """What a model's process tells of itself; raises ``OSError`` where it does not answer."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(_ANSWER_S)
+        caller.connect(str(socket_path(directory, process.model, process.pid)))
+        text = b"".join(iter(lambda: caller.recv(2**16), b""))
+    counts: Mapping[str, Any] = json.loads(text) if text else {}
+    return counts
+
+
+def footprint(pid: int) -> dict[str, int]:
+    """What a process holds: threads, descriptors, resident bytes; nothing where it has gone."""
+    place = Path(f"/proc/{pid}")
+    try:
+        return {
+            "num_threads": len(os.listdir(place / "task")),
+            "num_descriptors": len(os.listdir(place / "fd")),
+            "resident_bytes": int((place / "statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE"),
+        }
+    except OSError:
+        return {}

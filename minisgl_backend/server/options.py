@@ -1,0 +1,82 @@
+"""How a server listens and talks, and tritonserver's command line for it.
+
+Knows Triton's options, and which of its doors are for the operator alone. Must not start anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from minisgl_backend.errors import ConfigError
+
+ADMIN_KEY_HEADER: Final = "minisgl-admin-key"
+"""The HTTP header that opens what is restricted; its value is random, and told to nobody."""
+
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+_RESTRICTED: Final = "model-repository,shared-memory,trace,logging"
+"""What could unload models, map memory or fill the disk: none of a client's business."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """A port of 0 stands for a free one."""
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    log_verbose: int = 0
+    exit_timeout_s: int = 40
+    extra_arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return self.host in _LOOPBACK
+
+
+def with_ports(options: ServerOptions) -> ServerOptions:
+    """The options with free ports for those that are 0; ``ConfigError`` where one is taken."""
+    names = ("http_port", "grpc_port", "metrics_port")
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    ports = {}
+    with contextlib.ExitStack() as held:
+        for name in names:
+            port = getattr(options, name)
+            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((options.host, port))
+            except OSError as error:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(
+                    f"{option} {port} on {options.host} cannot be used: {error.strerror}"
+                ) from error
+            ports[name] = probe.getsockname()[1]
+    return replace(options, **ports)
+
+
+def command_line(options: ServerOptions, admin_key: str) -> list[str]:
+    """tritonserver's arguments, those apart that name files."""
+    return [
+        "--model-control-mode=explicit",
+        "--load-model=*",
+        "--disable-auto-complete-config",
+        "--strict-readiness=true",
+        "--exit-on-error=true",
+        f"--exit-timeout-secs={options.exit_timeout_s}",
+        f"--http-address={options.host}",
+        f"--http-port={options.http_port}",
+        f"--grpc-address={options.host}",
+        f"--grpc-port={options.grpc_port}",
+        f"--metrics-address={options.host}",
+        f"--metrics-port={options.metrics_port}",
+        f"--http-restricted-api={_RESTRICTED}:{ADMIN_KEY_HEADER}={admin_key}",
+        f"--grpc-restricted-protocol={_RESTRICTED}:{ADMIN_KEY_HEADER}={admin_key}",
+        f"--log-verbose={options.log_verbose}",
+    ]

@@ -1,0 +1,288 @@
+"""Keeps a server serving: notices that a process of it died or hangs, and recovers.
+
+Knows the server, the processes of its models, and Triton's habits. Must not know requests.
+
+A model's process that died or hangs is ended for good, and the model loaded again, while the others
+serve on. But requests that were inside the process are lost to Triton 24.10: it neither ends them
+nor could be told to, so their callers would wait for ever. Where there were any, and where
+tritonserver itself is at fault, all of it is ended and started again on the same ports: callers see
+their connections break at once. (The detokenizer has no request inside: the engine ends the streams
+of one that has gone.)
+
+A recovery that fails is a fault like any other. Each one waits twice as long as the last; after
+``MAX_RECOVERIES`` in ``WINDOW_S`` the server stays down, and says so, until the operator stops it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.heartbeat import State
+from minisgl_backend.server.model_processes import (
+    ModelProcess,
+    ModelProcesses,
+    counts_of,
+    footprint,
+)
+from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.process import TritonServer
+
+logger = logging.getLogger(__name__)
+
+HANG_AFTER_S: Final = 7.0
+"""Silence that is no pause any more. Longer than any pause of a healthy process, by far: a loop is
+not silent while it waits for its device, and a page is touched four times a second."""
+MAX_RECOVERIES: Final = 5
+WINDOW_S: Final = 600.0
+_FIRST_PAUSE_S: Final = 1.0
+_LOOK_EVERY_S: Final = 0.1
+_ASK_EVERY_S: Final = 1.0
+"""How often tritonserver itself is asked whether it is ready."""
+_RELOAD_S: Final = 120.0
+
+
+class Phase(Enum):
+    """What the supervisor is doing."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    RECOVERING = "recovering"
+    STOPPING = "stopping"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """``live`` while there is hope, ``ready`` while requests are served; ``reasons`` if not."""
+
+    live: bool
+    ready: bool
+    phase: Phase
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What went wrong; ``process`` is None where it is tritonserver itself."""
+
+    what: str
+    process: ModelProcess | None = None
+
+
+class Supervisor:
+    """Owns a server from its start to its end. ``run`` belongs to one thread, the rest to any."""
+
+    def __init__(
+        self,
+        start: Callable[[ServerOptions], TritonServer],
+        options: ServerOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``start`` starts a server, without waiting for it; raises ``ConfigError``."""
+        self._start = start
+        self._clock = clock
+        self._phase = Phase.STARTING
+        self._reasons: tuple[str, ...] = ("the models are being loaded",)
+        self._looked_s = clock()
+        self._recoveries: deque[float] = deque()
+        self._num_recoveries = 0
+        self._seen: tuple[ModelProcess, ...] = ()
+        self._asked_s = self._answered_s = float("-inf")
+        self._triton_is_ready = False
+        self.server = start(options)
+        self._processes = ModelProcesses(self.server.directory)
+
+    def run(
+        self, stopping: threading.Event, on_ready: Callable[[TritonServer], None] = lambda _: None
+    ) -> None:
+        """Serve until ``stopping`` is set, or the server was told to end by somebody else.
+
+        Raises ``ConfigError`` where the first load fails, ``EngineFailure`` where it was given up.
+        """
+        try:
+            self.server.wait_ready(give_up=stopping.is_set)
+            on_ready(self.server)
+            self._serves()
+            self._watch(stopping)
+        except InterruptedError:  # stopped while it was starting
+            pass
+        finally:
+            was_down = self._phase is Phase.DOWN
+            self._phase = Phase.STOPPING
+            self._processes.close()
+            self.server.stop()
+        if was_down:
+            raise EngineFailure(self._reasons[0])
+
+    def health(self) -> Health:
+        """How the server is, by the last look at it."""
+        phase, reasons = self._phase, self._reasons
+        if phase is Phase.SERVING and self._clock() - self._looked_s > HANG_AFTER_S:
+            reasons = (*reasons, "nobody has looked after the server for too long")
+        return Health(
+            live=phase is not Phase.DOWN,
+            ready=phase is Phase.SERVING and not reasons,
+            phase=phase,
+            reasons=reasons,
+        )
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counts of the server and of its models, each asked now; for operators and tests."""
+        server = self.server
+        models = []
+        for process in self._seen:
+            counts: Mapping[str, Any]
+            try:
+                counts = counts_of(server.directory, process)
+            except (OSError, ValueError):
+                counts = {"error": "does not answer"}
+            models.append(
+                {
+                    "model": process.model,
+                    "pid": process.pid,
+                    "age_s": process.age_s,
+                    "num_inside": process.beat.num_inside,
+                    "num_seen": process.beat.num_seen,
+                    **footprint(process.pid),
+                    **counts,
+                }
+            )
+        return {
+            "phase": self._phase.value,
+            "num_recoveries": self._num_recoveries,
+            "shared_memory_bytes": sum(r.stat().st_size for r in server.shared_memory_regions()),
+            "tritonserver": {"pid": server.pid, **footprint(server.pid)},
+            "models": models,
+        }
+
+    # --- looking -----------------------------------------------------------------------------
+
+    def _serves(self) -> None:
+        self._reasons = ()
+        self._answered_s = self._looked_s = self._clock()
+        self._triton_is_ready = True
+        self._phase = Phase.SERVING
+
+    def _watch(self, stopping: threading.Event) -> None:
+        while not stopping.wait(_LOOK_EVERY_S):
+            code = self.server.poll()
+            if code == 0:
+                raise EngineFailure("tritonserver was told to end by somebody else")
+            fault = self._look()
+            if fault is not None:
+                self._recover(fault, stopping)
+
+    def _look(self) -> _Fault | None:
+        """Update what is known of the server; what is wrong with it, if that needs mending."""
+        self._seen = tuple(self._processes.look())
+        self._ask_triton()
+        fault = self._find_fault()
+        serving = {process.model for process in self._seen if process.beat.state is State.SERVING}
+        missing = [f"{m}: not loaded" for m in sorted(self.server.model_names() - serving)]
+        if fault is not None:
+            missing.insert(0, fault.what)
+        elif not self._triton_is_ready and not missing:
+            missing.append("tritonserver says that it is not ready")
+        self._reasons = tuple(missing)
+        self._looked_s = self._clock()
+        return fault
+
+    def _ask_triton(self) -> None:
+        now_s = self._clock()
+        if now_s - self._asked_s >= _ASK_EVERY_S:
+            self._asked_s = now_s
+            answer = self.server.is_ready(timeout_s=_ASK_EVERY_S)
+            self._triton_is_ready = answer is True
+            if answer is not None:
+                self._answered_s = self._clock()
+
+    def _find_fault(self) -> _Fault | None:
+        code = self.server.poll()
+        if code is not None:
+            return _Fault(f"tritonserver ended with code {code}")
+        now_s = self._clock()
+        for process in self._seen:
+            name = f"{process.model} (process {process.pid})"
+            silent_s = process.beat.silent_s(now_s)
+            if not process.is_alive:
+                return _Fault(f"{name} ended unexpectedly", process)
+            if process.beat.state is State.BROKEN:
+                return _Fault(f"{name} broke", process)
+            if silent_s > HANG_AFTER_S:
+                return _Fault(f"{name} hangs: silent for {silent_s:.1f} s", process)
+        if now_s - self._answered_s > HANG_AFTER_S:
+            return _Fault("tritonserver hangs: it does not answer over HTTP")
+        return None
+
+    # --- recovering --------------------------------------------------------------------------
+
+    def _recover(self, fault: _Fault | None, stopping: threading.Event) -> None:
+        self._phase = Phase.RECOVERING
+        started_s = self._clock()
+        while fault is not None:
+            logger.error("%s", fault.what)
+            self._reasons = (fault.what,)
+            pause_s = self._next_pause()
+            if pause_s is None:
+                self._give_up(fault, stopping)
+                return
+            if stopping.wait(pause_s):
+                return
+            fault = self._mend(fault, stopping)
+        logger.info("serving again after %.1f s", self._clock() - started_s)
+        self._serves()
+
+    def _next_pause(self) -> float | None:
+        """Seconds until the next recovery may begin; None where there were too many."""
+        now_s = self._clock()
+        while self._recoveries and now_s - self._recoveries[0] > WINDOW_S:
+            self._recoveries.popleft()
+        num_before = len(self._recoveries)
+        if num_before == MAX_RECOVERIES:
+            return None
+        self._recoveries.append(now_s)
+        self._num_recoveries += 1
+        return _FIRST_PAUSE_S * 2 ** (num_before - 1) if num_before else 0.0
+
+    def _mend(self, fault: _Fault, stopping: threading.Event) -> _Fault | None:
+        """Recover once; what went wrong with that, if anything."""
+        try:
+            if fault.process is None:
+                self._restart(stopping)
+                return None
+            beat = self._processes.end(fault.process)
+            if beat.num_inside:
+                logger.warning("%d requests are lost with it: starting again", beat.num_inside)
+                self._restart(stopping)
+            else:
+                self.server.reload(fault.process.model, timeout_s=_RELOAD_S)
+        except ConfigError as error:
+            return _Fault(f"recovery failed: {error}")
+        return None
+
+    def _restart(self, stopping: threading.Event) -> None:
+        old = self.server
+        old.kill()
+        self._processes.close()
+        self.server = self._start(old.options)  # with the ports that it had
+        self._processes = ModelProcesses(self.server.directory)
+        self.server.wait_ready(give_up=stopping.is_set)
+
+    def _give_up(self, fault: _Fault, stopping: threading.Event) -> None:
+        reason = (
+            f"given up after {MAX_RECOVERIES} recoveries in {WINDOW_S / 60:g} minutes: {fault.what}"
+        )
+        logger.critical("%s", reason)
+        self._reasons = (reason,)
+        self._phase = Phase.DOWN
+        self.server.kill()
+        stopping.wait()

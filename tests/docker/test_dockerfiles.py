@@ -129,23 +129,6 @@ def test_every_package_of_an_image_is_pinned_as_the_project_needs(image: str) ->
         assert requirement.specifier.contains(version), f"{requirement} is pinned to {version}"
 
 
-def test_what_the_pinned_packages_need_is_pinned_too() -> None:
-    """As far as packages are installed here, whose needs are known."""
-    versions = pins("cpu")
-    environment = {"python_version": "3.12", "extra": ""}
-    for name, version in versions.items():
-        try:
-            installed = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if installed.version != version:
-            continue
-        for text in installed.requires or ():
-            needed = Requirement(text)
-            if needed.marker is None or needed.marker.evaluate(environment):
-                assert canonicalize_name(needed.name) in versions, f"{name} needs {needed}"
-
-
 def test_the_cpu_image_has_the_versions_that_are_tested() -> None:
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     tested = dict(line.split("==") for line in lines if not line.startswith("#"))

@@ -1,4 +1,4 @@
-"""What the tests of docker/ share: its files, the tools that check them, one running server."""
+"""What the tests of docker/ share: its files, the tools that check them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-
-from tests.server.conftest import server
-
-__all__ = ["server"]  # a fixture
 
 ROOT: Final = Path(__file__).parents[2]
 DOCKER: Final = ROOT / "docker"

@@ -153,16 +153,6 @@ def test_the_last_stage_runs_without_root_and_asks_for_a_token(image: str) -> No
     assert texts(last, "ENTRYPOINT") == ['["minisgl"]']
 
 
-@images
-def test_the_default_command_is_accepted(image: str) -> None:
-    *_, last = stages(IMAGES[image])
-    (command,) = texts(last, "CMD")
-    done = subprocess.run(
-        [tool("minisgl"), *json.loads(command), "--help"], capture_output=True, check=False
-    )
-    assert done.returncode == 0
-
-
 def test_images_get_what_the_build_needs_and_no_more() -> None:
     rules = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     assert "*" in rules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any, Final
@@ -31,9 +32,12 @@ def test_the_manifest_is_valid_to_the_letter(tmp_path: Path) -> None:
     assert validate(misspelt) != 0
 
 
-def test_the_command_is_accepted() -> None:
-    done = subprocess.run([tool("minisgl"), *CONTAINER["args"], "--help"], check=False)
-    assert done.returncode == 0
+def test_the_command_is_the_images_and_a_model() -> None:
+    *_, last = stages(DOCKER / "Dockerfile")
+    (command,) = texts(last, "CMD")
+    default = json.loads(command)
+    assert CONTAINER["args"][: len(default)] == default
+    assert CONTAINER["args"][len(default)] == "--model"
 
 
 def test_probes_and_services_name_ports_that_the_image_exposes() -> None:
@@ -44,6 +48,8 @@ def test_probes_and_services_name_ports_that_the_image_exposes() -> None:
     probes = [CONTAINER[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
     named = {probe["httpGet"]["port"] for probe in probes if "httpGet" in probe}
     named |= {port["targetPort"] for port in BY_KIND["Service"]["spec"]["ports"]}
+    rules = BY_KIND["NetworkPolicy"]["spec"]["ingress"]
+    named |= {port["port"] for rule in rules for port in rule["ports"]}
     assert named <= set(ports)
 
 
@@ -51,6 +57,15 @@ def test_the_service_and_the_deployment_select_the_pods() -> None:
     labels = BY_KIND["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert BY_KIND["Service"]["spec"]["selector"].items() <= labels.items()
     assert BY_KIND["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_only_clients_reach_triton() -> None:
+    policy = BY_KIND["NetworkPolicy"]["spec"]
+    labels = BY_KIND["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    open_to_all = [rule for rule in policy["ingress"] if "from" not in rule]
+    ports = {port["port"] for rule in open_to_all for port in rule["ports"]}
+    assert ports == {"metrics", "health"}
 
 
 def test_shared_memory_is_large_and_bounded() -> None:

@@ -15,6 +15,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from enum import Enum, auto
 
 from minisgl_backend.tritonserver.hint import QueueSign
 
@@ -23,6 +24,31 @@ logger = logging.getLogger(__name__)
 _EVERY_S = 0.25
 _PATIENCE = 3
 """Refused or broken connections in a row that mean that the server shuts down."""
+
+
+class Answer(Enum):
+    """What the server says when it is asked whether a model is ready."""
+
+    READY = auto()
+    NOT_READY = auto()
+    REFUSED = auto()
+    """It does not take the connection, or breaks it."""
+    NONE = auto()
+    """It says nothing in time, which tells nothing: it may be busy, or paused."""
+
+
+def ask(url: str, *, timeout_s: float = 2.0) -> Answer:
+    """Ask the server at ``url``, whatever proxies the environment names."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        # a connection of its own each time: an idle one would hold up the server's end
+        with opener.open(url, timeout=timeout_s) as response:
+            return Answer.READY if response.status == 200 else Answer.NOT_READY
+    except urllib.error.HTTPError:
+        return Answer.NOT_READY
+    except OSError as error:
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        return Answer.REFUSED if isinstance(cause, ConnectionError) else Answer.NONE
 
 
 class Watch:
@@ -43,7 +69,7 @@ class Watch:
         self._drain = drain
         self._draining: threading.Thread | None = None
         self._was_ready = False
-        self._num_failures = 0
+        self._num_refusals = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -72,29 +98,14 @@ class Watch:
         if self._sign.is_replaced():
             logger.info("a newer load of the model took over; open requests may finish")
             return True
-        if self._is_ready():
+        answer = Answer.READY if self._ready_url is None else ask(self._ready_url)
+        if answer is Answer.READY:
             self._was_ready = True
-            self._num_failures = 0
-        if self._was_ready and self._num_failures >= _PATIENCE:
+            self._num_refusals = 0
+        elif answer is Answer.REFUSED:
+            self._num_refusals += 1
+        is_over = answer is Answer.NOT_READY or self._num_refusals >= _PATIENCE
+        if self._was_ready and is_over:
             logger.info("the model is being unloaded; open requests may finish")
             return True
-        return False
-
-    def _is_ready(self) -> bool:
-        """Ask the server; no answer in time says nothing, an answer or a refusal does."""
-        if self._ready_url is None:
-            return True
-        try:
-            # a connection of its own each time: an idle one would hold up the server's end
-            with urllib.request.urlopen(self._ready_url, timeout=2) as response:
-                if response.status == 200:
-                    return True
-        except TimeoutError:
-            return False
-        except urllib.error.HTTPError:
-            self._num_failures = _PATIENCE
-            return False
-        except OSError:
-            pass
-        self._num_failures += 1
         return False

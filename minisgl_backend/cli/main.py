@@ -59,6 +59,7 @@ bench = LazyGroup(
         "response-path": "minisgl_backend.bench.response_path:response_path",
         "cancel": "minisgl_backend.bench.cancel:cancel",
         "gateway": "minisgl_backend.bench.gateway:gateway",
+        "serve": "minisgl_backend.bench.serve.command:serve",
         "offline": "minisgl_backend.bench.offline:offline",
         "decode": "minisgl_backend.bench.decode:decode",
         "prefill": "minisgl_backend.bench.prefill:prefill",

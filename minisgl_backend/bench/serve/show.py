@@ -1,0 +1,81 @@
+"""The figures of several loads: one table for people, one JSON file for programs, plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from minisgl_backend.bench.serve.figures import PERCENTILES
+from minisgl_backend.bench.serve.loads import Load
+from minisgl_backend.bench.serve.outcome import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One load, and what came of it."""
+
+    load: Load
+    outcomes: Sequence[Outcome]
+    figures: Mapping[str, Any]
+
+
+_TIMES: Final = {
+    "ttft_ms": "time to first token, ms",
+    "tpot_ms": "time per output token, ms",
+    "gap_ms": "gap between chunks, ms",
+    "e2e_ms": "whole request, ms",
+}
+_COUNTS: Final = {
+    "requests_per_s": "requests answered a second",
+    "output_tokens_per_s": "output tokens a second",
+    "tokens_per_chunk": "tokens a chunk",
+    "cached_share": "share of prompt tokens cached",
+    "goodput_per_s": "requests a second within the objectives",
+    "goodput_share": "share within the objectives",
+}
+
+
+def print_table(measured: Sequence[Measured], info: Mapping[str, Any]) -> None:
+    """A row a figure, a column a load."""
+    caption = ", ".join(f"{name} {value}" for name, value in info.items())
+    table = Table(title="serve", caption=caption)
+    table.add_column("")
+    for one in measured:
+        table.add_column(one.load.label, justify="right")
+    for name, text in {"requests": "requests", **_COUNTS}.items():
+        if name in measured[0].figures:
+            table.add_row(text, *(_shown(one.figures[name]) for one in measured))
+    for name, text in _TIMES.items():
+        table.add_section()
+        for key in (*(f"p{q}" for q in PERCENTILES), "mean"):
+            table.add_row(
+                f"{text}, {key}", *(_shown(one.figures[name].get(key)) for one in measured)
+            )
+    codes = sorted({code for one in measured for code in one.figures["errors"]})
+    for code in codes:
+        table.add_section()
+        table.add_row(
+            f"errors {code}", *(_shown(one.figures["errors"].get(code, 0)) for one in measured)
+        )
+    Console(width=max(100, Console().width)).print(table)
+
+
+def write_json(path: Path, measured: Sequence[Measured], info: Mapping[str, Any]) -> None:
+    """A row a load, each with its figures."""
+    rows = [{"load": one.load.name, "level": one.load.level, **one.figures} for one in measured]
+    content = {"title": "serve", "info": info, "rows": rows}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"

@@ -1,0 +1,158 @@
+"""Servers as a load generator sees them: a call goes in, chunks come out, or an error's code.
+
+``TritonTarget`` speaks to the ensemble over gRPC or HTTP by way of `minisgl_client`;
+``OpenAITarget`` to any endpoint that is compatible with OpenAI's API, by server-sent events.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import httpx
+from minisgl_client.client import AsyncClient
+from minisgl_client.errors import MinisglError
+
+from minisgl_backend.bench.serve.calls import Call
+from minisgl_backend.bench.serve.outcome import Chunk
+from minisgl_backend.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are drawn; the same for all calls."""
+
+    temperature: float = 0.0
+    ignore_eos: bool = True
+
+
+class Refused(Exception):
+    """The call failed; the message is the error's code, by which errors are counted."""
+
+
+class Target(Protocol):
+    """A server that answers calls."""
+
+    def stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
+        """The answer in chunks; raises ``Refused``. Closing the iterator cancels the call."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+
+
+class TritonTarget:
+    """The ensemble on a tritonserver. ``protocol`` is grpc or http, None for what the URL says."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        protocol: Literal["grpc", "http"] | None,
+        model: str,
+        sampling: Sampling,
+    ) -> None:
+        self._client = AsyncClient(url, protocol=protocol, model=model, retries=0)
+        self._sampling = sampling
+
+    async def stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
+        answer = self._client.stream(
+            call.text,
+            messages=call.messages,
+            input_ids=call.input_ids,
+            max_tokens=call.max_tokens,
+            temperature=self._sampling.temperature,
+            ignore_eos=self._sampling.ignore_eos,
+        )
+        try:
+            async with answer:
+                async for delta in answer:
+                    yield Chunk(
+                        bool(delta.text or delta.num_output_tokens),
+                        delta.num_output_tokens,
+                        delta.num_input_tokens,
+                        delta.num_cached_tokens,
+                    )
+        except MinisglError as error:
+            raise Refused(error.code) from error
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+class OpenAITarget:
+    """Messages go to /v1/chat/completions, texts and token ids to /v1/completions."""
+
+    def __init__(
+        self, url: str, *, model: str | None, api_key: str | None, sampling: Sampling
+    ) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # a load generator opens as many connections as it has requests in flight
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = httpx.AsyncClient(
+            base_url=url.rstrip("/").removesuffix("/v1"),
+            headers=headers,
+            limits=limits,
+            timeout=httpx.Timeout(None, connect=10),
+        )
+        self._model = model
+        self._sampling = sampling
+
+    async def stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
+        body: dict[str, Any] = {
+            "model": await self._model_name(),
+            "max_tokens": call.max_tokens,
+            "temperature": self._sampling.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._sampling.ignore_eos:  # an extension, which not every server knows
+            body["ignore_eos"] = True
+        if call.messages is None:
+            path = "/v1/completions"
+            body["prompt"] = call.input_ids if call.text is None else call.text
+        else:
+            path = "/v1/chat/completions"
+            body["messages"] = call.messages
+        try:
+            async with self._client.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    raise Refused(f"HTTP {response.status_code}")
+                async for line in response.aiter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        yield _chunk_of_event(json.loads(line[len("data: ") :]))
+        except httpx.HTTPError as error:
+            raise Refused(type(error).__name__) from error
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _model_name(self) -> str:
+        """The model asked for, else the first that the server offers."""
+        if self._model is None:
+            try:
+                response = await self._client.get("/v1/models")
+                response.raise_for_status()
+                self._model = str(response.json()["data"][0]["id"])
+            except (httpx.HTTPError, LookupError, ValueError) as error:
+                raise ConfigError(f"the server does not tell its models: {error}") from error
+        return self._model
+
+
+def _chunk_of_event(event: dict[str, Any]) -> Chunk:
+    if "error" in event:
+        error = event["error"]
+        raise Refused(str(error.get("code") or error.get("type") or "error"))
+    text = "".join(
+        choice.get("text") or choice.get("delta", {}).get("content") or ""
+        for choice in event.get("choices", [])
+    )
+    usage = event.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
+    return Chunk(
+        bool(text),
+        usage.get("completion_tokens"),
+        usage.get("prompt_tokens"),
+        details.get("cached_tokens"),
+    )

@@ -145,7 +145,7 @@ class _Decoder:
         try:
             added = [pieces[i] for i in token_ids]
         except IndexError:  # ids of no token, which have no text
-            added = [pieces[i] if i < len(pieces) else b"" for i in token_ids]
+            added = [pieces[i] if 0 <= i < len(pieces) else b"" for i in token_ids]
         if silent:
             added = [
                 b"" if i in silent else piece for i, piece in zip(token_ids, added, strict=True)

@@ -142,9 +142,11 @@ class TritonPythonModel:
         label: str = request.request_id()
         asked: Record | StopRequest
         if text is not None:
-            ids = inputs[INPUT_IDS.name].reshape(-1)
+            ids = inputs.get(INPUT_IDS.name)
+            if ids is None:
+                raise InvalidRequest("request goes with input_ids")
             record = text.item(0).decode(errors="replace")  # then no JSON, and refused as such
-            asked = decode_record(record, ids, self._limits)
+            asked = decode_record(record, ids.reshape(-1), self._limits)
         else:
             parsed = parse_token_generation(
                 inputs,

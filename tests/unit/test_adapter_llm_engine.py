@@ -296,6 +296,12 @@ def test_stop_request(model: Model, acknowledged: bool) -> None:
         ),
         (
             pb_utils.InferenceRequest({"request": np.array([b"{}"], dtype=object)}),
+            "INVALID_ARG: request goes with input_ids",
+        ),
+        (
+            pb_utils.InferenceRequest(  # a shape that Triton lets nobody send
+                {"input_ids": np.array([1]), "request": np.array([], dtype=object)}
+            ),
             "INTERNAL: internal error",
         ),
     ],

@@ -45,6 +45,7 @@ def test_special_tokens_and_unknown_ids_have_no_text() -> None:
     special = named(BYTES, "<|end|>", "<|start|>")
     stream = TextStream(BYTES)
     assert stream.push([*ids("a"), *special, len(BYTES), *ids("b")]).text == "ab"
+    assert TextStream(BYTES).push([*ids("a"), -len(BYTES) - 1, *ids("b")]).text == "ab"
     assert stream.push(named(BYTES, "<think>", "two words")).text == "<think>two words"
 
 

@@ -208,6 +208,7 @@ def broken(**changes: Any) -> bytes:
         broken(e=["INTERNAL"]),
         broken(t=[1, 2, 3, 4, 5]),
         broken(t=["1"]),
+        broken(t=[1, 2, 3, 2**63]),
     ],
 )
 def test_a_broken_chunk_is_refused(text: bytes) -> None:

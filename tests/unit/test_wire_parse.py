@@ -339,7 +339,15 @@ def test_top_k_of_minus_one_is_off() -> None:
 
 @pytest.mark.parametrize(
     ("timeout_ms", "timeout_us", "expected"),
-    [(None, 0, None), (None, 1, 1), (None, 1500, 2), (3, 1500, 2), (1, 1500, 1)],
+    [
+        (None, 0, None),
+        (None, 1, 1),
+        (None, 1500, 2),
+        (3, 1500, 2),
+        (1, 1500, 1),
+        (None, 2**64 - 1, 2**31 - 1),
+        (5, 2**64 - 1, 5),
+    ],
 )
 def test_the_earlier_deadline_counts(
     timeout_ms: int | None, timeout_us: int, expected: int | None

@@ -179,7 +179,7 @@ def _decode_start(body: dict[str, Any]) -> StreamStart:
 
 
 def _int(value: Any) -> int:
-    if type(value) is not int:
+    if type(value) is not int or not -(2**63) <= value < 2**63:
         raise TypeError
     return value
 

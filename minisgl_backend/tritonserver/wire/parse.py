@@ -211,8 +211,8 @@ def build(
 
 def _earliest(timeout_ms: int | None, timeout_us: int) -> int | None:
     deadlines = [timeout_ms] if timeout_ms is not None else []
-    if timeout_us > 0:
-        deadlines.append(-(-timeout_us // 1000))
+    if timeout_us > 0:  # a client may ask for centuries, in 64 bits
+        deadlines.append(min(-(-timeout_us // 1000), values.INT32_MAX))
     return min(deadlines, default=None)
 
 

@@ -23,7 +23,7 @@ from minisgl_backend.tritonserver.wire.parameters import Input, Kind
 
 _FLAGS: Final = {"true": True, "1": True, "false": False, "0": False}
 _INT32_MIN: Final = -(2**31)
-_INT32_MAX: Final = 2**31 - 1
+INT32_MAX: Final = 2**31 - 1
 _MAX_DIGITS: Final = 40
 """Longer numbers are out of every range, and slow to convert."""
 
@@ -135,7 +135,7 @@ def _to_int(name: str, entry: Input, value: Any) -> int:
     if type(number) is not int:
         raise InvalidRequest(f"{name} must be an integer, got {quoted(value)}")
     low = entry.minimum if entry.minimum is not None else _INT32_MIN
-    high = entry.maximum if entry.maximum is not None else _INT32_MAX
+    high = entry.maximum if entry.maximum is not None else INT32_MAX
     if number < low and entry.minimum is not None:
         raise InvalidRequest(f"{name} must be >= {low:g}, got {quoted(number)}")
     if number < low or number > high:
@@ -205,6 +205,6 @@ def token_ids(name: str, array: npt.NDArray[Any]) -> IntArray:
     if array.dtype.kind not in "iu":
         raise InvalidRequest(f"{name} must be integers, got {array.dtype}")
     flat = array.reshape(-1)
-    if flat.size and (flat.min() < 0 or flat.max() > _INT32_MAX):
-        raise InvalidRequest(f"{name} must be in 0 .. {_INT32_MAX}")
+    if flat.size and (flat.min() < 0 or flat.max() > INT32_MAX):
+        raise InvalidRequest(f"{name} must be in 0 .. {INT32_MAX}")
     return np.ascontiguousarray(flat, dtype=np.int32)

@@ -1,9 +1,8 @@
-"""Servers for the tests: one with the demo model, one with a paced engine, and fresh ones."""
+"""Servers for the tests; those that all share are fixtures of `tests/conftest.py`."""
 
 from __future__ import annotations
 
 import shutil
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,24 +68,3 @@ def repository_with(folder: Path, model_py: str) -> Path:
 def paced_repository(folder: Path, *, step_s: float = PACED_STEP_S) -> Path:
     """A model repository with a paced engine."""
     return repository_with(folder, _PACED.format(step_s=step_s))
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[TritonServer]:
-    """A server with the demo model."""
-    with running() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def paced_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server whose engine takes 20 ms a step, two requests and 16 prompt tokens at a time.
-
-    One more request may wait.
-    """
-    repository = paced_repository(tmp_path_factory.mktemp("paced"))
-    limits = {"max_running_requests": "2", "max_queued_requests": "1", "max_prefill_tokens": "16"}
-    # many a stream is cancelled here, and 24.10 leaks one whose end the cancel meets
-    with running(repository, options=limits, exit_code=None) as server:
-        yield server
-        server.signal(signal.SIGKILL)

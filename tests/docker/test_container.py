@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -10,8 +11,17 @@ import urllib.request
 from tests.docker.conftest import DOCKER
 from tests.docker.dockerfile import stages, texts
 from tests.docker.test_healthcheck import check
-from tests.server.client import PATIENCE_S
+from tests.server.client import PATIENCE_S, wait_for
 from tests.server.test_serve import PORTS, lines_until, serve
+
+
+def answers(url: str) -> bool:
+    """Whether a probe of Kubernetes would be content."""
+    try:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 def test_the_images_default_command_serves_until_it_is_told_to_stop() -> None:
@@ -25,8 +35,7 @@ def test_the_images_default_command_serves_until_it_is_told_to_stop() -> None:
         (health,) = re.findall(r"health +http://\S+:(\d+)", welcome)
         for path in ("/live", "/ready"):
             url = f"http://127.0.0.1:{health}{path}"
-            with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
-                assert response.status == 200
+            wait_for(functools.partial(answers, url), path)
         assert check(f"http://127.0.0.1:{http}").returncode == 0
         process.send_signal(signal.SIGTERM)
         assert process.wait(2 * PATIENCE_S) == 0

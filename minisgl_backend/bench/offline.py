@@ -185,7 +185,8 @@ def offline(
     json_path: Path | None,
 ) -> None:
     """Throughput of the engine in this process, all requests submitted at once."""
-    from minisgl_backend.build import build_engine, resolve_checkpoint
+    from minisgl_backend.build import build_engine
+    from minisgl_backend.resolve import resolve_checkpoint
 
     if compare and temperature:
         raise click.UsageError("--compare needs --temperature 0")

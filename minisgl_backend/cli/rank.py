@@ -13,12 +13,12 @@ import signal
 import socket
 import sys
 
-from minisgl_backend.build import build_rank
+from minisgl_backend.build import build_follower
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.execution.followers import Leader, end_with
 from minisgl_backend.execution.plan_channel import PlanReceiver
 from minisgl_backend.execution.ranks import follow
-from minisgl_backend.parallel.rendezvous import Place
+from minisgl_backend.parallel.place import Place
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     try:
         options = EngineOptions.from_mapping(json.loads(leader.greeting))
         place = Place.from_environment(os.environ)
-        executor = build_rank(options, place, leader.meet).executor
+        executor = build_follower(options, place, leader.meet).executor
     except Exception as error:
         leader.report(error)
         return 1

@@ -27,7 +27,7 @@ from typing import Final
 
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.execution.plan_channel import Peer, Slots
-from minisgl_backend.parallel.rendezvous import Place
+from minisgl_backend.parallel.place import Place
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class Followers:
         self._on_lost: Callable[[EngineFailure], None] = lambda failure: None
         self._is_overdue: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
+        self._is_closed = False
         self._wake, self._waker = os.pipe()
         started: Future[None] = Future()
         # Linux ends a child with the thread that started it, so that thread lives as long.
@@ -68,7 +69,11 @@ class Followers:
             target=self._keep, args=(place, command, greeting, started), name="ranks", daemon=True
         )
         self._thread.start()
-        started.result()
+        try:
+            started.result()
+        except BaseException:
+            self.close(patience_s=0)
+            raise
 
     @property
     def pids(self) -> list[int]:
@@ -125,10 +130,13 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._thread.is_alive():
+        if not self._is_closed:
+            self._is_closed = True
             os.write(self._waker, _CLOSE)
             self._thread.join()
             self.slots.close()
+            os.close(self._wake)
+            os.close(self._waker)
 
     # --- the thread that owns the processes --------------------------------------------------
 
@@ -139,8 +147,6 @@ class Followers:
             for rank in range(1, place.size):
                 self._start(place.of(rank), command, greeting)
         except BaseException as error:
-            for process in self._processes:
-                process.kill()
             started.set_exception(error)
             return
         started.set_result(None)
@@ -148,6 +154,8 @@ class Followers:
 
     def _start(self, place: Place, command: Sequence[str], greeting: bytes) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_START_S)
+        self.peers.append(Peer(place.rank, ours))
         descriptors = theirs.fileno(), self.slots.descriptor
         with theirs:
             process = subprocess.Popen(
@@ -157,9 +165,7 @@ class Followers:
                 pass_fds=descriptors,
             )
         self._processes.append(process)
-        ours.settimeout(_START_S)
         ours.send(greeting)
-        self.peers.append(Peer(place.rank, ours))
 
     def _watch(self) -> None:
         """Look after the processes until ``close``; while they start, ``meet`` does."""
@@ -181,7 +187,7 @@ class Followers:
                 if self._is_overdue():
                     self.lose("a step of the ranks does not end")
         finally:
-            for descriptor in (self._wake, self._waker, *ranks):
+            for descriptor in ranks:
                 os.close(descriptor)
 
 

@@ -72,9 +72,10 @@ class LeadingExecutor:
             raise self.followers.failure
         try:
             self._plans.send(plan.encode())
-        except EngineFailure as error:
-            raise self.followers.lose(str(error)) from error
-        return _LeadingStep(self, self._executor.launch(plan))
+            step = self._executor.launch(plan)
+        except Exception as error:  # from here on the ranks are out of step
+            raise self.followers.lose(f"a step failed: {error}") from error
+        return _LeadingStep(self, step)
 
     def wait(self, step: Pending) -> SampledTokens:
         """The tokens of a launched step. Raises ``EngineFailure`` where a rank is lost."""

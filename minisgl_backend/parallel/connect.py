@@ -1,14 +1,20 @@
-"""From the option ``comm`` and a place to a group whose ranks are connected."""
+"""From the option ``comm`` and a place to a group whose ranks are connected.
+
+The ranks find each other through a store, which rank 0 holds.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
+
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.parallel.group import Group
+from minisgl_backend.parallel.place import Place
 from minisgl_backend.parallel.pynccl import pynccl_group
-from minisgl_backend.parallel.rendezvous import Place
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
 
 
@@ -25,6 +31,24 @@ def choose_comm(option: str | None, device: torch.device) -> str:
             f"option comm={option} does not work on {device.type}, which has {', '.join(offered)}"
         )
     return option
+
+
+def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:
+    """The store of all ranks, and the place with its port.
+
+    Raises ``ConfigError`` where nobody answers there, or where the port is taken.
+    """
+    try:
+        store = TCPStore(
+            place.host,
+            place.port,
+            is_master=place.rank == 0,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:  # torch's DistError and its kin
+        raise ConfigError(f"the ranks cannot meet at {place.host}:{place.port}: {error}") from error
+    return replace(place, port=store.port), store
 
 
 def connect(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from minisgl_backend.parallel.group import side_by_side
-from minisgl_backend.parallel.rendezvous import Place
+from minisgl_backend.parallel.place import Place
 
 _LOOPBACK_HOST: Final = "127.0.0.1"
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.parallel.connect import choose_comm
+from minisgl_backend.parallel.connect import choose_comm, open_store
 from minisgl_backend.parallel.group import Group, OneRank, least_free_memory, side_by_side
-from minisgl_backend.parallel.rendezvous import Place
+from minisgl_backend.parallel.place import Place
 from tests.parallel.threads import on_ranks
 
 CPU = torch.device("cpu")
@@ -127,7 +127,7 @@ def test_a_malformed_address_is_refused(address: str) -> None:
 
 
 def test_two_engines_never_meet() -> None:
-    first, second = (Place.first(2, None).open_store(10) for _ in range(2))
+    first, second = (open_store(Place.first(2, None), 10) for _ in range(2))
     assert first[0].port != second[0].port
     first[1].set("who", "first")
     assert not second[1].check(["who"])
@@ -137,7 +137,7 @@ def test_a_taken_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = Place.first(2, f"127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ConfigError, match=r"cannot meet at 127\.0\.0\.1:"):
-            place.open_store(5)
+            open_store(place, 5)
 
 
 def test_a_library_of_another_device_is_refused() -> None:

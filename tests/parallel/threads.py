@@ -8,20 +8,20 @@ from typing import TypeVar
 
 import torch
 
-from minisgl_backend.parallel.connect import connect
+from minisgl_backend.parallel.connect import connect, open_store
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.parallel.rendezvous import Place
+from minisgl_backend.parallel.place import Place
 
 T = TypeVar("T")
 
 
 def on_ranks(size: int, work: Callable[[Group], T], *, timeout_s: float = 60.0) -> list[T]:
     """What ``work`` gives on each of ``size`` connected ranks."""
-    first, store = Place.first(size, None).open_store(timeout_s)
+    first, store = open_store(Place.first(size, None), timeout_s)
 
     def run(rank: int) -> T:
         place = first.of(rank)
-        own = store if rank == 0 else place.open_store(timeout_s)[1]
+        own = store if rank == 0 else open_store(place, timeout_s)[1]
         group = connect(place, own, "gloo", torch.device("cpu"), timeout_s=timeout_s)
         try:
             return work(group)

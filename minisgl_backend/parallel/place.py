@@ -4,18 +4,15 @@ A rank learns its place from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, whoe
 for the processes that it starts itself, or a launcher on another host. Nothing here assumes that
 the ranks share one host.
 
-Rank 0 holds the store through which the ranks find each other. Without an address of the operator
-it takes a free port of the loopback interface, so that two servers on one host never meet.
+Without an address of the operator rank 0 takes a free port of the loopback interface, so that two
+servers on one host never meet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Final
-
-from torch._C._distributed_c10d import Store, TCPStore
 
 from minisgl_backend.errors import ConfigError
 
@@ -85,22 +82,3 @@ class Place:
     def is_loopback(self) -> bool:
         """Whether the ranks can only be those of this host."""
         return self.host in (_LOOPBACK, "localhost", "::1")
-
-    def open_store(self, timeout_s: float) -> tuple[Place, Store]:
-        """The store of all ranks, and this place with its port.
-
-        Raises ``ConfigError`` where nobody answers there, or where the port is taken.
-        """
-        try:
-            store = TCPStore(
-                self.host,
-                self.port,
-                is_master=self.rank == 0,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-            )
-        except RuntimeError as error:  # torch's DistError and its kin
-            raise ConfigError(
-                f"the ranks cannot meet at {self.host}:{self.port}: {error}"
-            ) from error
-        return replace(self, port=store.port), store

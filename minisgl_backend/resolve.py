@@ -1,0 +1,135 @@
+"""From options to facts: what an operator's choices come to with this model, on this machine.
+
+Nothing is loaded and no process is started here, so that what is wrong is refused at once: every
+option that the device or the model does not allow is a ``ConfigError`` that names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minisgl_backend.attention.base import AttentionShape
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.device.base import Device
+from minisgl_backend.device.cpu import CpuDevice
+from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.dispatch import has_triton
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.parallel.connect import choose_comm
+from minisgl_backend.parallel.place import Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Resolved:
+    """The facts of one rank: ``shape`` has its heads, ``context`` is the most tokens a request."""
+
+    options: EngineOptions
+    place: Place
+    device: CpuDevice | CudaDevice
+    comm: str
+    folder: Path
+    spec: ModelSpec
+    shape: AttentionShape
+    context: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int
+
+
+def resolve(options: EngineOptions, place: Place) -> Resolved:
+    """The facts of the rank at ``place``; a model's files are fetched where they are not there."""
+    device = _device(options, place)
+    _refuse_unsupported(options, device)
+    comm = choose_comm(options.comm, device.torch_device)
+    folder = resolve_checkpoint(options)
+    spec = load_spec(folder)
+    dtype = _dtype(options, device, spec)
+    return Resolved(
+        options=options,
+        place=place,
+        device=device,
+        comm=comm,
+        folder=folder,
+        spec=spec,
+        shape=spec.attention_shape(place.size),
+        context=_context(options, spec),
+        dtype=dtype,
+        kv_dtype=torch.float8_e4m3fn if options.kv_cache_dtype == "fp8_e4m3" else dtype,
+        page_size=options.page_size or device.default_page_size,
+    )
+
+
+def resolve_checkpoint(options: EngineOptions) -> Path:
+    """The model's folder, fetched from its hub where it is an id."""
+    return resolve_model(options.model, options.model_source)
+
+
+def _device(options: EngineOptions, place: Place) -> CpuDevice | CudaDevice:
+    """The device asked for; by default a GPU where there is one and Triton for its kernels."""
+    can_cuda = torch.cuda.is_available() and has_triton()
+    if options.device == "cuda" and not can_cuda:
+        missing = "Triton (pip install triton)" if torch.cuda.is_available() else "an NVIDIA GPU"
+        raise ConfigError(f"device cuda needs {missing}")
+    if can_cuda and options.device != "cpu":
+        return CudaDevice(place.local_rank)
+    if place.size == 1:
+        return CpuDevice()
+    return CpuDevice(max(1, torch.get_num_threads() // place.local_size))
+
+
+def _refuse_unsupported(options: EngineOptions, device: Device) -> None:
+    refused: dict[str, bool] = {}
+    if options.tensor_parallel_size == 1:
+        for name in ("comm", "distributed_address"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
+    if isinstance(device, CudaDevice):
+        refused |= {
+            "dtype": options.dtype == "float64",
+            "moe_backend": options.moe_backend not in (None, "fused"),
+        }
+        where = "GPUs, in at most 32 bits, with moe_backend fused"
+    else:
+        refused |= {
+            "kv_cache_dtype": options.kv_cache_dtype is not None,
+            "attention_backend": options.attention_backend not in (None, "sdpa", "sdpa,sdpa"),
+            "moe_backend": options.moe_backend not in (None, "torch"),
+            "cuda_graph_max_batch_size": bool(options.cuda_graph_max_batch_size),
+            "cuda_graph_batch_sizes": options.cuda_graph_batch_sizes is not None,
+        }
+        where = "CPUs, with attention_backend sdpa and moe_backend torch"
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(
+                f"option {name}={getattr(options, name)} is not supported: this version runs on "
+                + where
+            )
+
+
+def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dtype:
+    """Of weights and activations: that asked for, the device's own, or the checkpoint's.
+
+    On a GPU a checkpoint of more than 16 bits is computed in bfloat16 unless asked otherwise.
+    """
+    name = options.dtype or device.default_dtype or spec.dtype
+    if isinstance(device, CudaDevice):
+        if options.dtype is None and name not in ("bfloat16", "float16"):
+            name = "bfloat16"
+        if spec.head_dim & (spec.head_dim - 1):
+            raise ConfigError(f"head_dim {spec.head_dim} is not a power of two, as GPUs need it")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _context(options: EngineOptions, spec: ModelSpec) -> int:
+    """Tokens that a request may have in all."""
+    wanted, most = options.max_sequence_length, spec.context
+    if wanted is not None and wanted > most:
+        raise ConfigError(f"max_sequence_length {wanted} exceeds the model's context of {most}")
+    return wanted or most

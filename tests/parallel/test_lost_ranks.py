@@ -1,0 +1,170 @@
+"""A rank that dies or hangs ends every open request with an error, and the engine with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.build import build_executor
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
+from minisgl_backend.execution.followers import Followers
+from minisgl_backend.parallel.place import Place
+from minisgl_backend.request import SamplingParams
+from tests.parallel.engines import Answer, Ranked, ranked_engine, wait_for_all, wait_until
+
+ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
+PROMPT = np.arange(40, dtype=np.int32)
+OPTIONS: dict[str, Any] = {"num_pages": 2000, "distributed_timeout_s": 2}
+
+
+def start_four(ranked: Ranked) -> list[Answer]:
+    """Requests that would run for long; returns when each has its first token."""
+    answers = [ranked.submit(PROMPT + index, ENDLESS) for index in range(4)]
+    for answer in answers:
+        assert answer.started.wait(120)
+    return answers
+
+
+def check_all_failed(ranked: Ranked, answers: list[Answer]) -> None:
+    """Every request has its error, and no other is taken."""
+    wait_for_all(answers)
+    assert all(isinstance(answer.error, EngineFailure) for answer in answers)
+    wait_until(lambda: not ranked.engine.health().ready)
+    with pytest.raises(Overloaded, match="the engine is down"):
+        ranked.submit(PROMPT, ENDLESS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_fails_every_open_request(number: signal.Signals) -> None:
+    with ranked_engine(2, **OPTIONS) as ranked:
+        answers = start_four(ranked)
+        ranked.kill(1, number)
+        check_all_failed(ranked, answers)
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
+    with ranked_engine(2, **OPTIONS) as ranked:
+        ranked.kill(1, signal.SIGKILL)
+        check_all_failed(ranked, [])
+
+
+_LEADER = """\
+import sys, time
+from minisgl_backend.build import build_executor
+from minisgl_backend.config import EngineOptions
+
+if __name__ == "__main__":
+    options = EngineOptions(tensor_parallel_size=2, device="cpu", num_pages=8)
+    _, executor = build_executor(options)
+    print(*executor.followers.pids, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_followers_die_with_their_leader_even_while_they_are_stopped() -> None:
+    leader = subprocess.Popen(
+        [sys.executable, "-c", _LEADER],
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL,
+    )
+    with leader:
+        assert leader.stdout is not None
+        follower = int(leader.stdout.readline())
+        os.kill(follower, signal.SIGSTOP)
+        leader.kill()
+    wait_until(lambda: not is_running(follower))
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there, and more than an entry that its new parent has not read."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def follower_of(script: str) -> Followers:
+    """A follower that is this script; ``rank0`` is its ``Leader``."""
+    prelude = """\
+    import os, socket, sys
+    from minisgl_backend.execution.followers import Leader
+    rank0 = Leader(socket.socket(fileno=int(sys.argv[1])))
+    """
+    text = textwrap.dedent(prelude) + textwrap.dedent(script)
+    place = Place.first(2, "127.0.0.1:1")  # nobody goes there
+    return Followers(place, [sys.executable, "-c", text], b"the options", timeout_s=60)
+
+
+def test_the_start_in_step() -> None:
+    script = """\
+    rank0.meet()
+    os.write(1, b"")
+    assert rank0.greeting == b"the options" and os.environ["RANK"] == "1"
+    rank0.meet()
+    rank0.connection.recv(1)
+    """
+    followers = follower_of(script)
+    try:
+        followers.meet()
+        followers.meet()
+    finally:
+        followers.close()
+    assert not is_running(followers.pids[0])
+
+
+def test_a_rank_that_cannot_start_tells_why() -> None:
+    followers = follower_of("rank0.report(ValueError('the shard has a hole'))")
+    try:
+        with pytest.raises(ConfigError, match="rank 1: the shard has a hole"):
+            followers.meet()
+    finally:
+        followers.close(patience_s=0)
+
+
+def test_a_rank_that_dies_at_the_start_is_named() -> None:
+    followers = follower_of("os.abort()")
+    try:
+        with pytest.raises(EngineFailure, match="rank 1 is gone"):
+            followers.meet()
+    finally:
+        followers.close(patience_s=0)
+
+
+def test_a_follower_that_does_not_end_by_itself_is_killed() -> None:
+    followers = follower_of("rank0.meet(); import time; time.sleep(600)")
+    followers.meet()
+    followers.close(patience_s=0.1)
+    followers.close()
+    assert not is_running(followers.pids[0])
+
+
+def test_a_command_that_cannot_be_run_is_an_error_at_once() -> None:
+    before = threading.active_count()
+    with pytest.raises(FileNotFoundError):
+        Followers(Place.first(3, "127.0.0.1:1"), ["/nonexistent"], b"", timeout_s=1)
+    wait_until(lambda: threading.active_count() == before)
+
+
+def test_what_ranks_cannot_do_is_refused_before_any_process_starts() -> None:
+    for wrong, message in (
+        ({"tensor_parallel_size": 1, "comm": "gloo"}, "comm is for tensor_parallel_size of 2"),
+        ({"tensor_parallel_size": 1, "distributed_address": "a:1"}, "distributed_address is for"),
+        ({"tensor_parallel_size": 2, "comm": "nccl"}, "comm=nccl does not work on cpu"),
+        ({"tensor_parallel_size": 3}, "cannot be split evenly over 3"),
+        ({"tensor_parallel_size": 2, "distributed_address": "nowhere"}, "must be HOST:PORT"),
+    ):
+        options = EngineOptions.from_mapping({"device": "cpu", "num_pages": 8, **wrong})
+        with pytest.raises(ConfigError, match=message):
+            build_executor(options)

@@ -26,6 +26,7 @@ from minisgl_backend.heartbeat import Beat, pages, read_beat, socket_path
 
 _END_S: Final = 10.0
 _ANSWER_S: Final = 2.0
+_SHARED_MEMORY: Final = "/dev/shm/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class ModelProcesses:
         self._directory = directory
         self._descriptors: dict[Path, int] = {}
         """By page: what names the process for certain, also when its id is given to another."""
+        self._regions: dict[Path, set[Path]] = {}
+        """By page: the files of the process's shared memory."""
 
     def look(self) -> list[ModelProcess]:
         """The processes at this moment."""
@@ -62,6 +65,7 @@ class ModelProcesses:
         here = pages(self._directory)
         for path in self._descriptors.keys() - {path for _, path in here}:
             os.close(self._descriptors.pop(path))
+            self._regions.pop(path, None)
         for model, path in here:
             beat = read_beat(path)
             if beat is not None:
@@ -85,6 +89,9 @@ class ModelProcesses:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+        for region in self._regions.get(process.page, ()):
+            # Triton lets go of a process only when the last request that it had is over
+            region.unlink(missing_ok=True)
         return beat
 
     def close(self) -> None:
@@ -99,8 +106,19 @@ class ModelProcesses:
                 self._descriptors[path] = os.pidfd_open(pid)
             except ProcessLookupError:
                 return False
+            self._regions[path] = _shared_memory(pid)
         ended, _, _ = select.select([self._descriptors[path]], [], [], 0)
         return not ended
+
+
+def _shared_memory(pid: int) -> set[Path]:
+    """The files of shared memory that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    mapped = (line.split(maxsplit=5)[-1] for line in lines)
+    return {Path(name) for name in mapped if name.startswith(_SHARED_MEMORY)}
 
 
 def counts_of(directory: Path, process: ModelProcess) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ from enum import Enum
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.heartbeat import State
+from minisgl_backend.heartbeat import State, read_beat
 from minisgl_backend.server.model_processes import (
     ModelProcess,
     ModelProcesses,
@@ -42,7 +42,6 @@ HANG_AFTER_S: Final = 7.0
 not silent while it waits for its device, and a page is touched four times a second."""
 MAX_RECOVERIES: Final = 5
 WINDOW_S: Final = 600.0
-_FIRST_PAUSE_S: Final = 1.0
 _LOOK_EVERY_S: Final = 0.1
 _ASK_EVERY_S: Final = 1.0
 """How often tritonserver itself is asked whether it is ready."""
@@ -85,14 +84,17 @@ class Supervisor:
         start: Callable[[ServerOptions], TritonServer],
         options: ServerOptions,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        first_pause_s: float = 1.0,
     ) -> None:
-        """``start`` starts a server, without waiting for it; raises ``ConfigError``."""
+        """``start`` starts a server, without waiting for it; raises ``ConfigError``.
+
+        ``first_pause_s`` is the pause before the second recovery of a window; the first has none.
+        """
         self._start = start
-        self._clock = clock
+        self._first_pause_s = first_pause_s
         self._phase = Phase.STARTING
         self._reasons: tuple[str, ...] = ("the models are being loaded",)
-        self._looked_s = clock()
+        self._looked_s = time.monotonic()
         self._recoveries: deque[float] = deque()
         self._num_recoveries = 0
         self._seen: tuple[ModelProcess, ...] = ()
@@ -126,7 +128,7 @@ class Supervisor:
     def health(self) -> Health:
         """How the server is, by the last look at it."""
         phase, reasons = self._phase, self._reasons
-        if phase is Phase.SERVING and self._clock() - self._looked_s > HANG_AFTER_S:
+        if phase is Phase.SERVING and time.monotonic() - self._looked_s > HANG_AFTER_S:
             reasons = (*reasons, "nobody has looked after the server for too long")
         return Health(
             live=phase is not Phase.DOWN,
@@ -140,6 +142,7 @@ class Supervisor:
         server = self.server
         models = []
         for process in self._seen:
+            beat = read_beat(process.page) or process.beat
             counts: Mapping[str, Any]
             try:
                 counts = counts_of(server.directory, process)
@@ -150,8 +153,8 @@ class Supervisor:
                     "model": process.model,
                     "pid": process.pid,
                     "age_s": process.age_s,
-                    "num_inside": process.beat.num_inside,
-                    "num_seen": process.beat.num_seen,
+                    "num_inside": beat.num_inside,
+                    "num_seen": beat.num_seen,
                     **footprint(process.pid),
                     **counts,
                 }
@@ -167,8 +170,9 @@ class Supervisor:
     # --- looking -----------------------------------------------------------------------------
 
     def _serves(self) -> None:
+        self._seen = tuple(self._processes.look())
         self._reasons = ()
-        self._answered_s = self._looked_s = self._clock()
+        self._answered_s = self._looked_s = time.monotonic()
         self._triton_is_ready = True
         self._phase = Phase.SERVING
 
@@ -193,23 +197,23 @@ class Supervisor:
         elif not self._triton_is_ready and not missing:
             missing.append("tritonserver says that it is not ready")
         self._reasons = tuple(missing)
-        self._looked_s = self._clock()
+        self._looked_s = time.monotonic()
         return fault
 
     def _ask_triton(self) -> None:
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s - self._asked_s >= _ASK_EVERY_S:
             self._asked_s = now_s
             answer = self.server.is_ready(timeout_s=_ASK_EVERY_S)
             self._triton_is_ready = answer is True
             if answer is not None:
-                self._answered_s = self._clock()
+                self._answered_s = time.monotonic()
 
     def _find_fault(self) -> _Fault | None:
         code = self.server.poll()
         if code is not None:
             return _Fault(f"tritonserver ended with code {code}")
-        now_s = self._clock()
+        now_s = time.monotonic()
         for process in self._seen:
             name = f"{process.model} (process {process.pid})"
             silent_s = process.beat.silent_s(now_s)
@@ -227,7 +231,7 @@ class Supervisor:
 
     def _recover(self, fault: _Fault | None, stopping: threading.Event) -> None:
         self._phase = Phase.RECOVERING
-        started_s = self._clock()
+        started_s = time.monotonic()
         while fault is not None:
             logger.error("%s", fault.what)
             self._reasons = (fault.what,)
@@ -238,12 +242,12 @@ class Supervisor:
             if stopping.wait(pause_s):
                 return
             fault = self._mend(fault, stopping)
-        logger.info("serving again after %.1f s", self._clock() - started_s)
+        logger.info("serving again after %.1f s", time.monotonic() - started_s)
         self._serves()
 
     def _next_pause(self) -> float | None:
         """Seconds until the next recovery may begin; None where there were too many."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         while self._recoveries and now_s - self._recoveries[0] > WINDOW_S:
             self._recoveries.popleft()
         num_before = len(self._recoveries)
@@ -251,7 +255,7 @@ class Supervisor:
             return None
         self._recoveries.append(now_s)
         self._num_recoveries += 1
-        return _FIRST_PAUSE_S * 2 ** (num_before - 1) if num_before else 0.0
+        return self._first_pause_s * 2 ** (num_before - 1) if num_before else 0.0
 
     def _mend(self, fault: _Fault, stopping: threading.Event) -> _Fault | None:
         """Recover once; what went wrong with that, if anything."""

@@ -1,0 +1,265 @@
+"""Processes of a supervised server die or hang: callers learn of it, and it serves again."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl_backend.server.health import HealthServer
+from minisgl_backend.server.installation import find_installation
+from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.process import TritonServer
+from minisgl_backend.server.supervisor import Supervisor
+from tests.server.client import Call, Refused, generate, wait_for
+from tests.server.conftest import paced_repository
+
+ENDLESS: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 4000, "stream": True}
+PATIENCE_S = 120.0
+"""Models load slowly on a busy machine."""
+
+
+class Supervised:
+    """A supervised server with a paced engine, and its health port."""
+
+    def __init__(self, repository: Path) -> None:
+        installation = find_installation()
+
+        def start(options: ServerOptions) -> TritonServer:
+            limits = {"drain_timeout_s": "1", "max_running_requests": "32"}
+            return TritonServer(installation, repository, limits, options)
+
+        self._stopping = threading.Event()
+        self._made: queue.SimpleQueue[Supervisor] = queue.SimpleQueue()
+        self._health = HealthServer("127.0.0.1", 0)
+
+        def live() -> None:
+            options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=5)
+            supervisor = Supervisor(start, options, first_pause_s=0.0)
+            self._made.put(supervisor)
+            self._health.start(supervisor.health, supervisor.stats)
+            supervisor.run(self._stopping)
+
+        # a server ends with the thread that started it
+        self._thread = threading.Thread(target=live)
+        self._thread.start()
+        self.supervisor = self._made.get(timeout=PATIENCE_S)
+        self.wait_ready()
+
+    @property
+    def server(self) -> TritonServer:
+        return self.supervisor.server
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Status and body of the health port."""
+        url = f"http://127.0.0.1:{self._health.port}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def stats(self, model: str) -> dict[str, Any]:
+        """The counts of a model's only process."""
+        (counts,) = [it for it in self.get("/stats")[1]["models"] if it["model"] == model]
+        return dict(counts)
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: self.get("/ready")[0] == 200, "a ready server", PATIENCE_S)
+
+    def wait_not_ready(self) -> list[str]:
+        """Until it says that it is not ready; why."""
+        wait_for(lambda: self.get("/ready")[0] == 503, "an honest answer", PATIENCE_S)
+        reasons: list[str] = self.get("/ready")[1]["reasons"]
+        return reasons
+
+    def kill(self, model: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to the process of a model; its id."""
+        pid: int = self.stats(model)["pid"]
+        os.kill(pid, number)
+        return pid
+
+    def answers(self) -> bool:
+        """Whether a new request is served."""
+        return bool(generate(self.server, input_ids=[1], max_tokens=3)["text_output"])
+
+    def close(self) -> None:
+        # 24.10 cannot unload a model that was lost with requests
+        self.server.signal(signal.SIGKILL)
+        self._stopping.set()
+        self._thread.join()
+        self._health.close()
+        assert not self.server.directory.exists()
+        assert not self.server.shared_memory_regions()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+    it = Supervised(paced_repository(tmp_path_factory.mktemp("paced")))
+    yield it
+    it.close()
+
+
+@pytest.fixture(autouse=True)
+def few_recoveries(world: Supervised) -> None:
+    """Each test has its own share of recoveries."""
+    world.supervisor._recoveries.clear()
+
+
+def ending(call: Call) -> str:
+    """The error with which a stream ends."""
+    with pytest.raises(Refused) as refused:
+        call.all()
+    return refused.value.message
+
+
+def test_a_healthy_server(world: Supervised) -> None:
+    assert world.answers()
+    assert world.get("/live") == (
+        200,
+        {"live": True, "ready": True, "phase": "serving", "reasons": []},
+    )
+    assert world.get("/elsewhere")[0] == 404
+    engine = world.stats("llm_engine")
+    scheduler = engine["scheduler"]
+    assert scheduler["free_pages"] + scheduler["cached_pages"] == engine["info"]["num_pages"]
+    assert engine["num_open"] == engine["num_streams"] == engine["num_inside"] == 0
+    assert engine["num_seen"] >= 1 and engine["num_threads"] > 1 and engine["num_descriptors"] > 1
+    assert world.stats("tokenizer")["num_jobs"] == 0
+    assert world.stats("detokenizer")["num_streams"] == 0
+    for region in world.server.shared_memory_regions():
+        assert region.stat().st_mode & 0o077 == 0
+
+
+def test_an_engine_dies_with_its_requests(world: Supervised) -> None:
+    """Triton would never end them, so all of it starts again: every caller learns of it."""
+    before = world.server
+    with ThreadPoolExecutor(16) as pool:
+        calls = [Call(before, **ENDLESS) for _ in range(16)]
+        for call in calls:
+            assert call.next()
+        endings = [pool.submit(ending, call) for call in calls]
+        killed_s = time.monotonic()
+        world.kill("llm_engine")
+        (reason, *_) = world.wait_not_ready()
+        noticed_s = time.monotonic() - killed_s
+        assert "llm_engine" in reason and "ended unexpectedly" in reason
+        assert all("UNAVAILABLE" in one.result(timeout=PATIENCE_S) for one in endings)
+        ended_s = time.monotonic() - killed_s
+    for call in calls:
+        call.client.close()
+    world.wait_ready()
+    assert world.answers()
+    print(
+        f"not ready after {noticed_s:.2f} s, 16 streams ended after {ended_s:.2f} s,"
+        f" served again after {time.monotonic() - killed_s:.2f} s"
+    )
+    assert world.server is not before
+    assert world.server.grpc_port == before.grpc_port
+    assert not before.directory.exists()
+    assert not before.shared_memory_regions()
+
+
+@pytest.mark.parametrize("model", ["llm_engine", "tokenizer", "detokenizer"])
+def test_an_idle_process_dies(world: Supervised, model: str) -> None:
+    """Its model is loaded again, the server goes on, and nothing is left of the old process."""
+    server = world.server
+    assert world.answers()
+    wait_for(lambda: world.stats("llm_engine")["num_inside"] == 0, "an idle engine")
+    regions = len(server.shared_memory_regions())
+    names = {path.name.partition(".")[0] for path in server.directory.iterdir()}
+    old = world.kill(model)
+    world.wait_not_ready()
+    world.wait_ready()
+    assert world.answers()
+    assert world.server is server
+    assert world.stats(model)["pid"] != old
+    assert len(server.shared_memory_regions()) == regions
+    assert not list(server.directory.glob(f"*{old}*"))
+    assert len(list(server.directory.glob("minisgl-*"))) == 1
+    assert names >= {path.name.partition(".")[0] for path in server.directory.glob("*.*")}
+
+
+def test_a_detokenizer_dies_with_its_streams(world: Supervised) -> None:
+    """They end with an error, and the engine has their pages back; others go on."""
+    server = world.server
+    with Call(server, "llm_engine", **ENDLESS) as direct:
+        assert direct.next()
+        through = [Call(server, **ENDLESS) for _ in range(4)]
+        for call in through:
+            assert call.next()
+        world.kill("detokenizer")
+        for call in through:
+            ending(call)
+            call.client.close()
+        world.wait_not_ready()
+        world.wait_ready()
+        assert world.answers()
+        if world.server is server:  # it dies where the process is killed in a lock of Triton's
+            assert direct.next()
+            wait_for(lambda: world.stats("llm_engine")["num_open"] == 1, "one request")
+            assert world.stats("llm_engine")["scheduler"]["num_running"] == 1
+
+
+def test_a_tokenizer_dies_with_requests_inside(world: Supervised) -> None:
+    """Their callers learn of it too. (By gRPC, since 24.10 dies of such a body over HTTP.)"""
+    words = "lorem ipsum dolor sit amet " * 250_000
+    calls = [Call(world.server, text_input=words, max_tokens=1) for _ in range(4)]
+    wait_for(lambda: world.stats("tokenizer")["num_inside"] > 0, "work for the tokenizer")
+    world.kill("tokenizer")
+    for call in calls:
+        ending(call)
+        call.client.close()
+    world.wait_not_ready()
+    world.wait_ready()
+    assert world.answers()
+
+
+def test_a_pause_is_no_hang_and_a_hang_is_no_pause(world: Supervised) -> None:
+    num_before = world.get("/stats")[1]["num_recoveries"]
+    server = world.server
+    with Call(server, **ENDLESS) as call:
+        assert call.next()
+        pid = world.kill("llm_engine", signal.SIGSTOP)
+
+        def silence_s() -> float:
+            (process,) = [it for it in world.supervisor._seen if it.pid == pid]
+            return process.beat.silent_s(time.monotonic())
+
+        wait_for(lambda: silence_s() > 3, "three silent seconds")
+        assert world.get("/ready")[0] == 200
+        os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: silence_s() < 1, "a heartbeat")
+        assert call.next()
+        assert world.get("/stats")[1]["num_recoveries"] == num_before
+        os.kill(pid, signal.SIGSTOP)
+        assert any("hangs" in reason for reason in world.wait_not_ready())
+        assert "UNAVAILABLE" in ending(call)
+    world.wait_ready()
+    assert world.answers()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_tritonserver_itself_dies(world: Supervised) -> None:
+    before = world.server
+    pids = [model["pid"] for model in world.get("/stats")[1]["models"]]
+    with Call(before, **ENDLESS) as call:
+        assert call.next()
+        os.kill(before.pid, signal.SIGKILL)
+        assert "UNAVAILABLE" in ending(call)
+    assert any("tritonserver ended with code -9" in it for it in world.wait_not_ready())
+    world.wait_ready()
+    assert world.answers()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not before.directory.exists()

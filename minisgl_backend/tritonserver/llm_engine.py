@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, MiniSGLError
+from minisgl_backend.heartbeat import State
 from minisgl_backend.request import Finished, FinishReason, Request
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.text.prompt import TokenPrompt
@@ -86,6 +87,7 @@ class TritonPythonModel:
         self._watch = Watch(
             ready_url=ready_url(args), sign=self._sign, report=self._report, drain=self._drain
         )
+        self._broken_since_s: float | None = None
         self._vitals = Vitals(
             runtime_directory(), args["model_name"], stats=self._stats, condition=self._condition
         )
@@ -113,7 +115,16 @@ class TritonPythonModel:
 
     def _condition(self) -> Condition:
         health = self._engine.health()
-        return Condition(health.tick_age_s, health.state)
+        state = health.state
+        if state is State.BROKEN and not self._have_last_flags_gone():
+            state = State.ENDING  # a broken process is ended at once, and requests in it are lost
+        return Condition(health.tick_age_s, state)
+
+    def _have_last_flags_gone(self) -> bool:
+        """Whether every request of the broken engine has its error, or has had the time for it."""
+        now = time.monotonic()
+        self._broken_since_s = self._broken_since_s or now
+        return not len(self._dispatcher) or now - self._broken_since_s > _LAST_FLAGS_S
 
     def _stats(self) -> Mapping[str, Any]:
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import signal
 from pathlib import Path
 
 import click
@@ -96,6 +97,9 @@ def gateway(
     with listener:
         shown = f"[{host}]" if ":" in host else host
         click.echo(f"ready on http://{shown}:{listener.getsockname()[1]}")
+        # uvicorn ends on these, and then raises them again for whoever was there before
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
         make_server(options).run(sockets=[listener])
 
 

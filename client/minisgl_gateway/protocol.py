@@ -6,9 +6,12 @@ A route finds the latter in ``scope["extensions"]["minisgl.abort"]``.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+
+_TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -27,6 +30,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > self.head_bytes:
+                self.transport.write(_TOO_LARGE)
                 self._cut()
 
     def on_message_begin(self) -> None:
@@ -56,4 +60,5 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _cut(self) -> None:
-        self.transport.abort()
+        self._head_has_come()
+        self.transport.close()

@@ -1,0 +1,147 @@
+"""Gateways for the tests: real processes in front of real servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from minisgl_backend.server.process import TritonServer
+from tests.server.client import PATIENCE_S
+from tests.server.conftest import repository_with, running
+
+COMMAND = [sys.executable, "-c", "from minisgl_backend.cli.main import main; main()", "gateway"]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bogotá 🌧"}}\n</tool_call>'
+SCRIPT = f"I will look it up.\n{CALL}\n"
+"""What the paced engine says, again and again."""
+_PACED = """\
+from minisgl_backend.bench import paced
+
+paced._TEXT = {text!r}
+TritonPythonModel = paced.paced_model(step_s=0.003)
+"""
+LIMITS = {"max_running_requests": "4", "max_queued_requests": "4", "max_prefill_tokens": "64"}
+KEYS = ("first-key", "second-key")
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """A gateway under test."""
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        url = httpx.URL(self.url)
+        assert url.port is not None
+        return url.host, url.port
+
+    def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
+        """POST a body: JSON, or bytes as they are."""
+        if not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **more.pop("headers", {})}
+        return httpx.post(
+            self.url + path, content=body, headers=headers, timeout=2 * PATIENCE_S, **more
+        )
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=2 * PATIENCE_S, **more)
+
+    def chat(self, content: str, **fields: Any) -> httpx.Response:
+        """Ask for an answer to one message."""
+        messages = [{"role": "user", "content": content}]
+        body = {"model": "minisgl", "messages": messages, "temperature": 0, **fields}
+        return self.post("/v1/chat/completions", body)
+
+    def metric(self, line: str) -> float:
+        """A line of /metrics, by its name and labels as they stand there."""
+        text = self.get("/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}).text
+        found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.M)
+        return float(found[1]) if found else 0.0
+
+
+@contextmanager
+def gateway_of(triton: str, log: Path, *options: str, **environment: str) -> Iterator[Gateway]:
+    """A gateway that listens; it must end cleanly, with nothing in its log that is a bug."""
+    command = [*COMMAND, "--triton", triton, "--port", "0"]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*command, *options],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env={**os.environ, **environment},
+        )
+    assert process.stdout is not None
+    try:
+        found = re.search(r"http://\S+", process.stdout.readline())
+        assert found, log.read_text()
+        yield Gateway(found[0], process, log)
+    finally:
+        was_killed = process.poll() == -signal.SIGKILL
+        process.terminate()
+        process.stdout.close()
+        code = process.wait(PATIENCE_S * 2)
+    text = log.read_text()
+    assert was_killed or code == 0, text
+    assert "Traceback" not in text, text
+
+
+@pytest.fixture(scope="session")
+def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway in front of the demo model, open to everybody."""
+    log = tmp_path_factory.mktemp("gateway") / "log"
+    with gateway_of(f"127.0.0.1:{server.grpc_port}", log) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server whose engine says ``SCRIPT`` for ever, a token each 3 ms, to four at a time."""
+    repository = repository_with(tmp_path_factory.mktemp("talker"), _PACED.format(text=SCRIPT))
+    # many a stream is cancelled here, and 24.10 now and then leaks one, so that it cannot unload
+    with running(repository, options=LIMITS, exit_code=None) as started:
+        yield started
+        started.signal(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def guarded(talker: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway in front of the talker, with keys, low limits and little patience."""
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "keys").write_text(f"# who may ask\n{KEYS[0]}  # the first\n\n{KEYS[1]}\n")
+    with gateway_of(
+        f"127.0.0.1:{talker.grpc_port}",
+        folder / "log",
+        *("--api-key-file", str(folder / "keys")),
+        *("--max-requests", "5"),
+        *("--max-requests-per-key", "3"),
+        *("--max-body-bytes", "100000"),
+        *("--patience-s", "2"),
+    ) as started:
+        yield started
+        log = (folder / "log").read_text()
+        assert not any(key in log for key in KEYS)
+
+
+@pytest.fixture(scope="session")
+def wide(talker: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway in front of the talker, open to everybody."""
+    log = tmp_path_factory.mktemp("wide") / "log"
+    with gateway_of(f"127.0.0.1:{talker.grpc_port}", log) as started:
+        yield started

@@ -1,0 +1,278 @@
+"""Keys, limits, and what is wrong before a request is one."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from minisgl_backend.server.process import TritonServer
+from tests.gateway.conftest import COMMAND, KEYS, SCRIPT, Gateway, gateway_of
+from tests.server.client import PATIENCE_S, wait_for
+
+pytestmark = pytest.mark.server
+
+AUTHORIZED = {"Authorization": f"Bearer {KEYS[0]}"}
+LONG: dict[str, Any] = {
+    "model": "minisgl",
+    "prompt": "Go on.",
+    "max_tokens": 2000,
+    "temperature": 0,
+}
+
+
+def raw(gateway: Gateway, data: bytes, *, halves: int = 1) -> bytes:
+    """What the gateway answers to these bytes, sent in so many pieces."""
+    with socket.create_connection(gateway.address, timeout=PATIENCE_S) as connection:
+        size = -(-len(data) // halves)
+        for begin in range(0, len(data), size):
+            connection.sendall(data[begin : begin + size])
+        found = b""
+        while b"\r\n\r\n" not in found and (piece := connection.recv(65536)):
+            found += piece
+        return found
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    return (
+        "\r\n".join([*lines, f"Authorization: Bearer {KEYS[0]}", *headers, "", ""]).encode() + body
+    )
+
+
+# --- keys -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [("Authorization", "")],
+        [("Authorization", "Bearer")],
+        [("Authorization", "Bearer wrong")],
+        [("Authorization", f"Bearer {KEYS[0][:-1]}")],
+        [("Authorization", f"Bearer {KEYS[0]}x")],
+        [("Authorization", f"Basic {KEYS[0]}")],
+        [("Authorization", KEYS[0])],
+        [("Authorization", "Bearer ключ".encode())],
+        [("Authorization", f"Bearer {KEYS[0]}"), ("Authorization", f"Bearer {KEYS[0]}")],
+        [("X-Api-Key", KEYS[0])],
+    ],
+)
+def test_without_a_known_key_nothing_is_told(guarded: Gateway, headers: Any) -> None:
+    for method, path in [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/minisgl"),
+        ("GET", "/metrics"),
+        ("GET", "/openapi.json"),
+        ("GET", "/nothing"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("DELETE", "/v1/models/minisgl"),
+    ]:
+        answer = httpx.request(method, guarded.url + path, headers=headers)
+        assert answer.status_code == 401, path
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_every_key_opens_and_the_page_and_the_probe_need_none(guarded: Gateway) -> None:
+    for key in KEYS:
+        for scheme in ("Bearer", "bearer"):
+            headers = {"Authorization": f"{scheme} {key}"}
+            assert guarded.get("/v1/models", headers=headers).status_code == 200
+    for path in ("/", "/page.js", "/page.css", "/markdown.js", "/health"):
+        assert guarded.get(path).status_code == 200
+
+
+def test_keys_do_not_share_prefixes(guarded: Gateway) -> None:
+    prompt = "A prefix that is long enough to fill some pages of the cache. " * 4
+
+    def cached(key: str) -> int:
+        answer = guarded.post(
+            "/v1/completions",
+            {**LONG, "prompt": prompt, "max_tokens": 1},
+            headers={"Authorization": f"Bearer {key}"},
+        )
+        found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    assert cached(KEYS[0]) == 0
+    assert cached(KEYS[0]) > 0
+    assert cached(KEYS[1]) == 0
+
+
+def test_a_gateway_for_others_needs_keys() -> None:
+    command = [*COMMAND, "--host", "0.0.0.0", "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 1
+    assert "needs an API key" in ended.stderr
+
+
+# --- heads and bodies -------------------------------------------------------------------------
+
+
+def test_a_body_may_not_be_too_large(guarded: Gateway) -> None:
+    body = json.dumps({**LONG, "prompt": "x" * 100_001}).encode()
+    answer = guarded.post("/v1/completions", body, headers=AUTHORIZED)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "body_too_large"
+    chunks = b"1\r\nx\r\n" * 100_001 + b"0\r\n\r\n"
+    assert b" 413 " in raw(guarded, post(chunks, "Transfer-Encoding: chunked"))
+    assert b" 413 " in raw(guarded, post(b"x" * 200_000, "Content-Length: 999999999999"))
+
+
+def test_a_body_must_come(guarded: Gateway) -> None:
+    assert b" 408 " in raw(guarded, post(b'{"model":', "Content-Length: 1000"))
+
+
+def test_a_head_may_not_be_too_large(guarded: Gateway) -> None:
+    answer = guarded.get("/v1/models", headers={**AUTHORIZED, "X-Long": "x" * 20_000})
+    assert answer.status_code == 431
+    for endless in (post(b"", "X-Long: " + "x" * 2**20), b"GET / HTTP/1.1\r\nX: " + b"x" * 2**20):
+        with suppress(ConnectionError):  # cut while more was on its way
+            assert raw(guarded, endless).startswith(b"HTTP/1.1 431 ")
+    assert guarded.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    ],
+)
+def test_what_is_no_http(guarded: Gateway, data: bytes) -> None:
+    assert raw(guarded, data).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_only_json_is_read(guarded: Gateway, kind: str) -> None:
+    """So that a page of another origin cannot ask without the browser asking first."""
+    body = json.dumps({**LONG, "max_tokens": 1}).encode()
+    headers = {**AUTHORIZED, "Content-Type": kind}
+    answer = guarded.post("/v1/completions", body, headers=headers)
+    assert answer.status_code == 415
+
+
+def test_other_routes_and_methods(gateway: Gateway) -> None:
+    assert gateway.get("/v1/nothing").json()["error"]["code"] == "not_found"
+    assert gateway.get("/docs").status_code == 404
+    answer = gateway.get("/v1/completions")
+    assert (answer.status_code, answer.headers["Allow"]) == (405, "POST")
+    assert answer.json()["error"]["code"] == "method_not_allowed"
+
+
+# --- how many at a time -----------------------------------------------------------------------
+
+
+def test_one_key_may_have_so_many_answers_at_a_time(guarded: Gateway) -> None:
+    def ask(number: int) -> int:
+        ready.wait()
+        answer = guarded.post("/v1/completions", {**LONG, "max_tokens": 400}, headers=AUTHORIZED)
+        if answer.status_code == 429:
+            assert answer.headers["Retry-After"] == "1"
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        return answer.status_code
+
+    ready = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as pool:
+        statuses = list(pool.map(ask, range(8)))
+    assert sorted(statuses) == [200] * 3 + [429] * 5
+    answer = guarded.post("/v1/completions", {**LONG, "n": 4}, headers=AUTHORIZED)
+    assert answer.status_code == 429, "each of a request's answers counts"
+
+
+def test_so_many_answers_in_all(guarded: Gateway) -> None:
+    other = {"Authorization": f"Bearer {KEYS[1]}"}
+    body = {**LONG, "stream": True, "n": 3, "stop": "never said"}
+    with httpx.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=other) as first:
+        assert first.status_code == 200
+        answer = guarded.post("/v1/completions", {**LONG, "n": 3}, headers=AUTHORIZED)
+        assert answer.status_code == 429
+    small = {**LONG, "n": 3, "max_tokens": 1}
+
+    def is_free() -> bool:
+        return guarded.post("/v1/completions", small, headers=AUTHORIZED).status_code == 200
+
+    wait_for(is_free, "places given back by a client that left")
+
+
+def test_a_reader_that_is_silent_is_cut(guarded: Gateway) -> None:
+    before = guarded.metric("minisgl_gateway_slow_readers_total")
+    fields = {**LONG, "max_tokens": 4000, "stream": True, "logprobs": 20}
+    body = json.dumps(fields).encode()
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(guarded.address)
+        reader.sendall(post(body, f"Content-Length: {len(body)}"))
+        wait_for(
+            lambda: guarded.metric("minisgl_gateway_slow_readers_total") == before + 1,
+            "a cut of the silent reader",
+        )
+    wait_for(lambda: guarded.metric("minisgl_gateway_open_streams") == 0, "no stream left")
+
+
+# --- what goes wrong behind it ----------------------------------------------------------------
+
+
+def test_deadlines_and_keys_from_the_environment(talker: TritonServer, tmp_path: Any) -> None:
+    triton = f"127.0.0.1:{talker.grpc_port}"
+    headers = {"Authorization": "Bearer b"}
+    with gateway_of(
+        triton, tmp_path / "log", "--timeout-s", "0.5", MINISGL_API_KEYS="a b"
+    ) as gateway:
+        assert gateway.get("/v1/models").status_code == 401
+        answer = gateway.post("/v1/completions", LONG, headers=headers)
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "timeout"
+        stream = gateway.post("/v1/completions", {**LONG, "stream": True}, headers=headers).text
+    *events, last, end = stream.split("\n\n")
+    parts = [json.loads(event.removeprefix("data: ")) for event in events]
+    text = "".join(part["choices"][0]["text"] for part in parts)
+    assert text and SCRIPT.startswith(text[: len(SCRIPT)])
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert end == "", "no [DONE] after an error"
+
+
+def test_an_engine_that_is_away(tmp_path: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        triton = f"127.0.0.1:{unused.getsockname()[1]}"
+    with gateway_of(triton, tmp_path / "log") as gateway:
+        assert gateway.get("/health").status_code == 503
+        for stream in (False, True):
+            answer = gateway.post("/v1/completions", {**LONG, "stream": stream})
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+            assert "127.0.0.1" not in answer.text
+        assert gateway.get("/v1/models").status_code == 200
+
+
+def test_an_engine_that_is_full(wide: Gateway) -> None:
+    body = {**LONG, "n": 8, "stream": True, "stop": "never said"}
+    with httpx.stream("POST", f"{wide.url}/v1/completions", json=body) as first:
+        assert first.status_code == 200
+
+        def refused() -> bool:
+            answer = wide.post("/v1/completions", {**LONG, "max_tokens": 1})
+            return answer.status_code == 503 and "queue full" in answer.text
+
+        wait_for(refused, "an engine with eight requests open")
+
+
+def test_health_and_metrics(gateway: Gateway) -> None:
+    assert gateway.get("/health").json() == {"status": "ok"}
+    line = 'minisgl_gateway_requests_total{route="/v1/chat/completions",status="200"}'
+    before = gateway.metric(line)
+    assert gateway.chat("What is the capital of France?").status_code == 200
+    assert gateway.metric(line) == before + 1
+    assert gateway.metric('minisgl_gateway_request_seconds_count{route="/metrics"}') > 0
+    assert gateway.metric("minisgl_gateway_open_streams") == 0

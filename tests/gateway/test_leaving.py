@@ -1,0 +1,141 @@
+"""A client that goes away ends its request in the engine, whatever it was waiting for."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from minisgl_backend.server.process import TritonServer
+from tests.gateway.conftest import Gateway, gateway_of
+from tests.server.client import PATIENCE_S, Metrics, wait_for
+
+pytestmark = pytest.mark.server
+
+LONG: dict[str, Any] = {
+    "model": "minisgl",
+    "messages": [{"role": "user", "content": "Go on."}],
+    "max_tokens": 7000,
+}
+_CHILD = """
+import sys, httpx
+with httpx.stream("POST", sys.argv[1], content=sys.argv[2], timeout=60,
+                  headers={"Content-Type": "application/json"}) as answer:
+    for line in answer.iter_lines():
+        print(line, flush=True)
+"""
+
+
+class Engine:
+    """What the engine was doing before."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
+        wait_for(self._is_idle, "an engine without requests")
+        metrics = Metrics(server)
+        self._used = metrics["vllm:kv_cache_usage_perc"]
+        self._cancelled = metrics["minisgl:requests_cancelled_total"]
+
+    def check_cancelled(self, number: int = 1) -> None:
+        """So many more are cancelled, and all is given back."""
+        expected = self._cancelled + number
+        wait_for(
+            lambda: Metrics(self._server)["minisgl:requests_cancelled_total"] == expected,
+            f"{number} more cancelled",
+        )
+        wait_for(self._is_idle, "an engine without requests")
+        wait_for(
+            lambda: Metrics(self._server)["vllm:kv_cache_usage_perc"] == self._used,
+            "all pages back",
+        )
+
+    def wait_busy(self, number: int = 1) -> None:
+        wait_for(
+            lambda: Metrics(self._server)["vllm:num_requests_running"] == number,
+            f"{number} requests running",
+        )
+
+    def _is_idle(self) -> bool:
+        metrics = Metrics(self._server)
+        return metrics["vllm:num_requests_running"] + metrics["vllm:num_requests_waiting"] == 0
+
+
+@pytest.fixture
+def engine(talker: TritonServer) -> Engine:
+    return Engine(talker)
+
+
+def some_of(answer: httpx.Response) -> Iterator[str]:
+    """The rest of an answer that has begun; the answer is closed with it."""
+    lines = answer.iter_lines()
+    assert next(lines).startswith("data: ")
+    return lines
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_a_stream_that_is_closed(wide: Gateway, engine: Engine, num_choices: int) -> None:
+    body = {**LONG, "stream": True, "n": num_choices}
+    with httpx.stream("POST", f"{wide.url}/v1/chat/completions", json=body) as answer:
+        _rest = some_of(answer)
+        engine.wait_busy(num_choices)
+    engine.check_cancelled(num_choices)
+    wait_for(lambda: wide.metric("minisgl_gateway_open_streams") == 0, "no stream left")
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_a_whole_answer_that_nobody_waits_for(
+    wide: Gateway, engine: Engine, num_choices: int
+) -> None:
+    body = httpx.Request("POST", f"{wide.url}/v1/chat/completions", json={**LONG, "n": num_choices})
+    lost = 'minisgl_gateway_requests_total{route="/v1/chat/completions",status="499"}'
+    before = wide.metric(lost)
+    with socket.create_connection(wide.address, timeout=PATIENCE_S) as connection:
+        head = "".join(f"{name}: {value}\r\n" for name, value in body.headers.items())
+        connection.sendall(
+            f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + body.read()
+        )
+        engine.wait_busy(num_choices)
+    engine.check_cancelled(num_choices)
+    wait_for(lambda: wide.metric(lost) == before + 1, "one more client that left")
+
+
+def test_a_client_that_is_killed(wide: Gateway, engine: Engine) -> None:
+    url = f"{wide.url}/v1/chat/completions"
+    body = httpx.Request("POST", url, json={**LONG, "stream": True}).read().decode()
+    client = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, url, body], stdout=subprocess.PIPE, text=True
+    )
+    assert client.stdout is not None
+    with client.stdout:
+        assert client.stdout.readline().startswith("data: ")
+        client.send_signal(signal.SIGKILL)
+        client.wait()
+    engine.check_cancelled()
+
+
+def test_a_client_that_leaves_while_its_request_waits(wide: Gateway, engine: Engine) -> None:
+    """Four run and a fifth waits; it has no status yet."""
+    url = httpx.URL(f"{wide.url}/v1/chat/completions")
+    with httpx.stream("POST", url, json={**LONG, "stream": True, "n": 4}) as running:
+        _rest = some_of(running)
+        engine.wait_busy(4)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json={**LONG, "stream": True}, timeout=httpx.Timeout(5, read=0.5))
+    engine.check_cancelled(5)
+
+
+def test_a_gateway_that_is_killed(talker: TritonServer, engine: Engine, tmp_path: Any) -> None:
+    with gateway_of(f"127.0.0.1:{talker.grpc_port}", tmp_path / "log") as gateway:
+        body = {**LONG, "stream": True, "n": 2}
+        with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body) as answer:
+            _rest = some_of(answer)
+            engine.wait_busy(2)
+            gateway.process.send_signal(signal.SIGKILL)
+            gateway.process.wait(PATIENCE_S)
+    engine.check_cancelled(2)

@@ -1,0 +1,262 @@
+"""The official client of OpenAI's API against the gateway and the demo model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletionChunk
+
+from tests.gateway.conftest import Gateway
+
+pytestmark = pytest.mark.server
+
+MODEL = "minisgl"
+FRANCE = "What is the capital of France?"
+NUMBERS = "List the Chinese numbers."
+MAX_WORDS = "Count from 1 to 10."
+
+
+def asked(content: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return {"model": MODEL, "messages": messages, "temperature": 0, **fields}
+
+
+@pytest.fixture
+def client(gateway: Gateway) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+def streamed(client: OpenAI, content: str, **fields: Any) -> list[ChatCompletionChunk]:
+    with client.chat.completions.create(**asked(content, stream=True, **fields)) as stream:
+        return list(stream)
+
+
+def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
+    return "".join(
+        choice.delta.content or ""
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.index == index
+    )
+
+
+def test_a_chat(client: OpenAI) -> None:
+    answer = client.chat.completions.create(**asked(FRANCE))
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "Paris")
+    assert (choice.finish_reason, choice.logprobs) == ("stop", None)
+    assert (answer.object, answer.model) == ("chat.completion", MODEL)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 4
+
+
+@pytest.mark.parametrize("question", [FRANCE, NUMBERS, "Write a poem about the sea."])
+def test_a_stream_says_what_a_whole_answer_says(client: OpenAI, question: str) -> None:
+    whole = client.chat.completions.create(**asked(question))
+    chunks = streamed(client, question, stream_options={"include_usage": True})
+    assert text_of(chunks) == whole.choices[0].message.content
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + [
+        "stop"
+    ]
+    *others, last = chunks
+    assert not last.choices
+    assert all(chunk.usage is None for chunk in others)
+    assert whole.usage is not None and last.usage is not None
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_the_prefix_cache_shows_in_the_usage(client: OpenAI) -> None:
+    long = "The code of Anna is 4711. " * 20 + "What is the code of Anna?"
+    for _ in range(2):
+        answer = client.chat.completions.create(**asked(long))
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None and cached > answer.usage.prompt_tokens // 2
+    answer = client.chat.completions.create(**asked(long), extra_body={"cache_salt": "other"})
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_a_conversation_goes_on_with_the_answers_that_came(client: OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": FRANCE}]
+    first = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
+    messages += [first.choices[0].message, {"role": "user", "content": "What is 7 plus 8?"}]
+    second = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
+    assert second.choices[0].message.content == "15"
+
+
+def test_a_completion(client: OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=FRANCE, temperature=0)
+    assert answer.choices[0].text.strip() == "Paris"
+    assert answer.choices[0].finish_reason == "stop"
+    stream = client.completions.create(model=MODEL, prompt=FRANCE, temperature=0, stream=True)
+    chunks: list[Completion] = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_several_prompts_and_choices(client: OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt=[FRANCE, "What is 7 plus 8?"], n=2, temperature=0
+    )
+    assert [choice.text.strip() for choice in answer.choices] == ["Paris", "Paris", "15", "15"]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+
+
+def test_choices_of_a_stream(client: OpenAI) -> None:
+    whole = client.chat.completions.create(**asked(NUMBERS, n=3))
+    chunks = streamed(client, NUMBERS, n=3, stream_options={"include_usage": True})
+    texts = [text_of(chunks, index) for index in range(3)]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_one_seed_makes_one_answer(client: OpenAI) -> None:
+    def texts(seed: int) -> list[str | None]:
+        answer = client.chat.completions.create(
+            **{**asked("Tell me a story about a fox.", seed=seed, n=4), "temperature": 1.9}
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    first = texts(7)
+    assert texts(7) == first
+    assert len(set(first)) > 1
+    assert texts(-8) != first
+
+
+def test_token_ids_as_a_prompt_and_echo(client: OpenAI) -> None:
+    by_ids = client.completions.create(model=MODEL, prompt=[40, 41, 42], max_tokens=2)
+    assert by_ids.usage is not None and by_ids.usage.prompt_tokens == 3
+    for stream in (False, True):
+        answer = client.completions.create(
+            model=MODEL, prompt=FRANCE, temperature=0, echo=True, stream=stream
+        )
+        parts = [answer] if isinstance(answer, Completion) else list(answer)
+        text = "".join(part.choices[0].text for part in parts)
+        assert text.startswith(FRANCE) and text.endswith("Paris")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"max_tokens": 3}, "length"), ({"stop": ["5"]}, "stop"), ({"stop": "5"}, "stop")],
+)
+def test_finish_reasons(client: OpenAI, fields: dict[str, Any], reason: str) -> None:
+    choice = client.chat.completions.create(**asked(MAX_WORDS, **fields)).choices[0]
+    assert choice.finish_reason == reason
+    assert "5" not in (choice.message.content or "")
+    chunks = streamed(client, MAX_WORDS, **fields)
+    assert chunks[-1].choices[0].finish_reason == reason
+    assert text_of(chunks) == choice.message.content
+
+
+def test_extra_parameters_of_vllm(client: OpenAI) -> None:
+    extra = {
+        "top_k": 1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.0,
+        "min_tokens": 8,
+        "ignore_eos": True,
+        "stop_token_ids": [0],
+        "priority": 1,
+        "cache_salt": "mine",
+    }
+    answer = client.chat.completions.create(**asked(FRANCE, max_tokens=8), extra_body=extra)
+    assert answer.usage is not None and answer.usage.completion_tokens == 8
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_logprobs_of_a_chat(client: OpenAI) -> None:
+    fields = {"logprobs": True, "top_logprobs": 3}
+    whole = client.chat.completions.create(**asked(FRANCE, **fields)).choices[0]
+    assert whole.logprobs is not None and whole.logprobs.content is not None
+    tokens = whole.logprobs.content
+    assert "".join(token.token for token in tokens) == "Paris<|im_end|>"
+    for token in tokens:
+        assert bytes(token.bytes or ()).decode() == token.token
+        assert token.top_logprobs[0].token == token.token  # greedy
+        values = [top.logprob for top in token.top_logprobs]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+        assert sum(map(math.exp, values)) <= 1.0001
+    parts = [
+        token
+        for chunk in streamed(client, FRANCE, **fields)
+        for choice in chunk.choices
+        if choice.logprobs is not None
+        for token in choice.logprobs.content or ()
+    ]
+    assert [part.token for part in parts] == [token.token for token in tokens]
+    assert [len(part.top_logprobs) for part in parts] == [3] * len(tokens)
+
+
+def test_halves_of_characters_have_no_bytes(client: OpenAI) -> None:
+    answer = client.chat.completions.create(**asked("What is the emoji for a fox?", logprobs=True))
+    assert answer.choices[0].message.content == "🦊"
+    assert answer.choices[0].logprobs is not None
+    tokens = answer.choices[0].logprobs.content or []
+    assert any(token.bytes is None and "\ufffd" in token.token for token in tokens)
+
+
+def test_logprobs_of_a_completion(client: OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=FRANCE, temperature=0, logprobs=2)
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.tokens and told.token_logprobs and told.text_offset and told.top_logprobs
+    assert told.text_offset[:2] == [0, len(told.tokens[0])]
+    assert all(len(top) == 2 for top in told.top_logprobs)
+    stream = client.completions.create(
+        model=MODEL, prompt=FRANCE, temperature=0, logprobs=2, stream=True
+    )
+    parts = [chunk.choices[0].logprobs for chunk in stream]
+    offsets = [o for part in parts if part is not None for o in part.text_offset or ()]
+    assert offsets == told.text_offset
+
+
+async def test_many_at_a_time(gateway: Gateway) -> None:
+    names = {"France": "Paris", "Japan": "Tokyo", "Italy": "Rome", "Egypt": "Cairo"}
+    countries = list(names) * 8
+
+    async def ask(country: str) -> str:
+        question = f"What is the capital of {country}?"
+        stream = await opened.chat.completions.create(**asked(question, stream=True))
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        return "".join(pieces)
+
+    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any") as opened:
+        answers = await asyncio.gather(*map(ask, countries))
+    assert answers == [names[country] for country in countries]
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other/model")
+    assert caught.value.code == "model_not_found"
+
+
+def test_errors_are_those_that_the_client_knows(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(**{**asked(FRANCE), "model": "gpt-5"})
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**asked(FRANCE), extra_body={"temprature": 1})
+    assert "temperature" in caught.value.message
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**asked(FRANCE, max_tokens=10_000))
+    assert "8192" in caught.value.message
+    with pytest.raises(openai.BadRequestError) as caught:
+        streamed(client, FRANCE, stop=["x" * 5000])
+    assert "stop" in caught.value.message

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.loopback import open_local
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.log import failure_in_log
 from minisgl_backend.server.options import (
@@ -79,6 +80,7 @@ class TritonServer:
         self.log: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
         self._on_log = on_log
         self._was_ready = False
+        self._stopped_with: int | None = None
         try:
             repository_copy = self.directory / "model_repository"
             copy_repository(repository, repository_copy, engine_options)
@@ -150,9 +152,7 @@ class TritonServer:
     def is_ready(self, *, timeout_s: float) -> bool | None:
         """What Triton says of itself; None where it says nothing in time."""
         try:
-            with urllib.request.urlopen(
-                self.url("/v2/health/ready"), timeout=timeout_s
-            ) as response:
+            with open_local(self.url("/v2/health/ready"), timeout_s=timeout_s) as response:
                 return bool(response.status == 200)
         except urllib.error.HTTPError:
             return False
@@ -172,7 +172,7 @@ class TritonServer:
             headers={ADMIN_KEY_HEADER: self.admin_key},
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s):
+            with open_local(request, timeout_s=timeout_s):
                 pass
         except urllib.error.HTTPError as error:
             raise ConfigError(f"{model}: {error.read().decode(errors='replace')}") from None
@@ -208,6 +208,11 @@ class TritonServer:
 
         Returns the server's exit code, 0 where all requests were answered.
         """
+        if self._stopped_with is None:  # else its process id may be another's by now
+            self._stopped_with = self._stop()
+        return self._stopped_with
+
+    def _stop(self) -> int:
         drained = self._drain()
         patience_s = _UNLOAD_S if drained else self.options.exit_timeout_s + _UNLOAD_S
         self.signal(signal.SIGTERM)

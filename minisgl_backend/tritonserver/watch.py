@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import threading
 import urllib.error
-import urllib.request
 from collections.abc import Callable
 from enum import Enum, auto
 
+from minisgl_backend.loopback import open_local
 from minisgl_backend.tritonserver.hint import QueueSign
 
 logger = logging.getLogger(__name__)
@@ -38,11 +38,10 @@ class Answer(Enum):
 
 
 def ask(url: str, *, timeout_s: float = 2.0) -> Answer:
-    """Ask the server at ``url``, whatever proxies the environment names."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """Ask the server at ``url``."""
     try:
         # a connection of its own each time: an idle one would hold up the server's end
-        with opener.open(url, timeout=timeout_s) as response:
+        with open_local(url, timeout_s=timeout_s) as response:
             return Answer.READY if response.status == 200 else Answer.NOT_READY
     except urllib.error.HTTPError:
         return Answer.NOT_READY

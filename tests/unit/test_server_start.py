@@ -103,6 +103,26 @@ def test_it_drains_before_it_is_told_to_stop(server: TritonServer) -> None:
     assert server.stop() == 0  # after the time granted, since nobody took the sign down
 
 
+def test_a_proxy_in_the_environment_does_not_matter(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    server = start(fake_server(folder))
+    server.wait_ready(30)
+    server.stop()
+
+
+def test_stopped_once_it_signals_nobody_any_more(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.stop()
+    signalled: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append(group))
+    server.stop()
+    server.kill()
+    assert not signalled
+
+
 def test_a_server_that_does_not_stop_is_killed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
-"""Exit with 0 if the server makes a token: for HEALTHCHECK and the probes of Kubernetes.
+"""Exit with 0 if the server makes a token; for an image's HEALTHCHECK.
 
-Needs the standard library alone. A server that is full answers an error at once; that is no reason
-to restart it, so only silence, a refused connection and INTERNAL count as ill.
+Needs the standard library alone. A server whose queue is full says so at once, and is not ill.
+With ``--get`` it asks for a page instead, such as the gateway's /health.
 """
 
 from __future__ import annotations
@@ -36,13 +36,26 @@ def ask(url: str, timeout_s: float) -> str | None:
     return None if "text_output" in answer else f"not an answer: {answer}"
 
 
+def get(url: str, timeout_s: float) -> str | None:
+    """What is wrong with the page at ``url``; None where there is one."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s):
+            return None
+    except OSError as error:
+        return f"no answer: {error}"
+
+
 def main() -> None:
     """Ask once."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--get", metavar="URL", help="ask for this page, not for a token")
     parser.add_argument("--timeout-s", type=float, default=10.0)
     arguments = parser.parse_args()
-    problem = ask(arguments.url.rstrip("/"), arguments.timeout_s)
+    if arguments.get:
+        problem = get(arguments.get, arguments.timeout_s)
+    else:
+        problem = ask(arguments.url.rstrip("/"), arguments.timeout_s)
     if problem is not None:
         sys.exit(problem)
 

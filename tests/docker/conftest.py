@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
+
+from minisgl_backend.server.process import TritonServer
+from tests.server.client import PATIENCE_S
 
 ROOT: Final = Path(__file__).parents[2]
 DOCKER: Final = ROOT / "docker"
@@ -19,3 +26,32 @@ def tool(name: str) -> str:
     if path is None:
         pytest.skip(f"{name} is not installed; .ci/run installs it")
     return path
+
+
+@pytest.fixture(scope="session")
+def gateway(server: TritonServer) -> Iterator[str]:
+    """The address of a gateway in front of the server, which has answered a request."""
+    command = [tool("minisgl"), "gateway", f"--triton=127.0.0.1:{server.grpc_port}", "--port=0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().removeprefix("ready on ").strip()
+            ask_gateway(url)
+            yield url
+        finally:
+            process.terminate()
+
+
+def ask_gateway(url: str) -> None:
+    """One streamed chat."""
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": "minisgl", "messages": messages, "stream": True, "max_tokens": 8}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        assert b"[DONE]" in response.read()

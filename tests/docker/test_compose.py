@@ -6,13 +6,16 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
+from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from tests.docker.conftest import DOCKER, ROOT, tool
 from tests.docker.dockerfile import stages, texts
+from tests.docs.test_docs import check_options
 
 CPU: Final = [DOCKER / "compose.yaml"]
 GPU: Final = [*CPU, DOCKER / "compose.gpu.yaml"]
@@ -31,7 +34,7 @@ def services(files: list[Path]) -> dict[str, Any]:
 @pytest.mark.parametrize(("files", "dockerfile"), [(CPU, "Dockerfile.cpu"), (GPU, "Dockerfile")])
 def test_compose_accepts_the_files(files: list[Path], dockerfile: str) -> None:
     found = services(files)
-    assert {"server", "prometheus", "grafana"} <= set(found)
+    assert set(found) == {"server", "gateway", "prometheus", "grafana"}
     assert found["server"]["build"]["dockerfile"] == f"docker/{dockerfile}"
     assert Path(found["server"]["build"]["context"]) == ROOT
 
@@ -57,10 +60,11 @@ def test_images_are_pinned_and_mounts_exist() -> None:
 
 
 def test_the_server_has_few_rights_and_enough_shared_memory() -> None:
-    server = services(CPU)["server"]
-    assert server["read_only"] is True
-    assert server["cap_drop"] == ["ALL"]
-    assert server["shm_size"] == "1gb"
+    found = services(CPU)
+    assert found["server"]["shm_size"] == "1gb"
+    for name in ("server", "gateway"):
+        assert found[name]["read_only"] is True
+        assert found[name]["cap_drop"] == ["ALL"]
 
 
 def test_a_stop_waits_until_requests_are_answered() -> None:
@@ -71,12 +75,32 @@ def test_a_stop_waits_until_requests_are_answered() -> None:
     assert grace_s > EngineOptions().drain_timeout_s + 18
 
 
-def test_prometheus_scrapes_the_port_that_the_server_exposes() -> None:
+def test_commands_are_accepted() -> None:
+    found = services(CPU)
+    for name in ("server", "gateway"):
+        check_options(main, found[name]["command"])
+    check = found["gateway"]["healthcheck"]["test"]
+    assert check[1:3] == ["python", "/opt/minisgl/docker/healthcheck.py"]
+    (gateway_port,) = found["gateway"]["ports"]
+    assert urlsplit(check[-1]).port == int(gateway_port.split(":")[1])
+
+
+def test_prometheus_scrapes_what_runs() -> None:
     config = yaml.safe_load((DOCKER / "prometheus/prometheus.yml").read_text("utf-8"))
-    (job,) = [job for job in config["scrape_configs"] if job["job_name"] == "minisgl"]
+    targets = [job["static_configs"][0]["targets"] for job in config["scrape_configs"]]
     *_, last = stages(DOCKER / "Dockerfile.cpu")
     (exposed,) = texts(last, "EXPOSE")
-    for target in job["static_configs"][0]["targets"]:
-        host, port = target.split(":")
-        assert host in services(CPU)
-        assert port in exposed.split()
+    assert {target.partition(":")[0] for (target,) in targets} == {"server", "gateway"}
+    assert {target.partition(":")[2] for (target,) in targets} <= set(exposed.split())
+
+
+def test_the_key_of_the_gateway_is_read_where_it_is_mounted() -> None:
+    loaded = yaml.safe_load((DOCKER / "compose.yaml").read_text("utf-8"))
+    path = "/run/secrets/api_key"
+    assert loaded["secrets"]["api_key"]["file"] == "./api_key"
+    assert f"--api-key-file={path}" in loaded["services"]["gateway"]["command"]
+    assert path in (DOCKER / "prometheus/prometheus.yml").read_text("utf-8")
+    for name in ("gateway", "prometheus"):
+        assert loaded["services"][name]["secrets"] == ["api_key"]
+    for ignored in (ROOT / ".dockerignore", DOCKER / ".gitignore"):
+        assert "api_key" in ignored.read_text("utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import urllib.request
 from typing import Any, Final
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 from minisgl_backend.server.process import TritonServer
 from tests.docker.conftest import DOCKER
 from tests.docker.promql import ADDED, filled_in, missing, selectors, series
-from tests.server.client import Metrics, chat, generate, wait_for
+from tests.server.client import PATIENCE_S, Metrics, wait_for
 
 DASHBOARD: Final = json.loads((DOCKER / "grafana/dashboards/minisgl.json").read_text("utf-8"))
 PANELS: Final = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -45,6 +46,7 @@ WANTED: Final = {
     "Refused": "minisgl:requests_rejected_total",
     "Failed": "minisgl:requests_failed_total",
     "GPU utilization": "nv_gpu_utilization",
+    "Gateway: answers": "minisgl_gateway_requests_total",
 }
 """Panels that an operator looks for, and the metric that makes them."""
 
@@ -54,11 +56,11 @@ def expressions(panel: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def page(server: TritonServer) -> dict[str, list[dict[str, str]]]:
-    """The metrics of a server that has answered a request and refused one."""
-    generate(server, messages=chat("What is the capital of France?"), max_tokens=4)
+def page(server: TritonServer, gateway: str) -> dict[str, list[dict[str, str]]]:
+    """The metrics of a server and a gateway that have answered a request."""
     wait_for(lambda: Metrics(server)["vllm:e2e_request_latency_seconds_count"] > 0, "metrics")
-    return series(Metrics(server).text)
+    with urllib.request.urlopen(f"{gateway}/metrics", timeout=PATIENCE_S) as response:
+        return series(Metrics(server).text + response.read().decode())
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])

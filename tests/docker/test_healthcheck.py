@@ -27,9 +27,7 @@ def test_a_server_that_makes_a_token_is_well(server: TritonServer) -> None:
     before = Metrics(server)["vllm:generation_tokens_total"]
     done = check(server.url())
     assert (done.returncode, done.stderr) == (0, "")
-    wait_for(
-        lambda: Metrics(server)["vllm:generation_tokens_total"] == before + 1, "the token's count"
-    )
+    wait_for(lambda: Metrics(server)["vllm:generation_tokens_total"] > before, "the token's count")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType, TypeAlias
+from typing import Final, NewType, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ RequestId = NewType("RequestId", int)
 
 TokenId: TypeAlias = int
 IntArray: TypeAlias = npt.NDArray[np.int32]
+EMPTY_TOKENS: Final = np.empty(0, dtype=np.int32)
+EMPTY_TOKENS.flags.writeable = False
 
 
 class FinishReason(str, Enum):

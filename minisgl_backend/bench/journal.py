@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from minisgl_backend.plan import SampledTokens, StepPlan, StepResult
-from minisgl_backend.request import Request, RequestId
+from minisgl_backend.request import EMPTY_TOKENS, IntArray, Request, RequestId
 from minisgl_backend.runtime.ports import Scheduler
 from minisgl_backend.scheduling.stats import SchedulerStats
 
@@ -42,8 +42,8 @@ class JournaledScheduler:
         self._scheduler = scheduler
         self._path = path
 
-    def add(self, request: Request) -> None:
-        self._scheduler.add(request)
+    def add(self, request: Request, generated: IntArray = EMPTY_TOKENS) -> None:
+        self._scheduler.add(request, generated)
         self._note("added", [request.id])
 
     def abort(self, request_id: RequestId) -> bool:
@@ -67,6 +67,9 @@ class JournaledScheduler:
 
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
+
+    def renewed(self) -> JournaledScheduler:
+        return JournaledScheduler(self._scheduler.renewed(), self._path)
 
     def _note(self, what: What, request_ids: Iterable[int]) -> None:
         now_s = time.monotonic()

@@ -87,6 +87,9 @@ class KVCache(Protocol):
     def release(self, lease: Lease) -> None:
         """End the lease: its private pages become free, its shared ones may be evicted."""
 
+    def emptied(self) -> KVCache:
+        """A cache like this one, with all pages free."""
+
     def check(self) -> None:
         """Raise ``InvariantError`` unless free + cached + leased pages are all pages, disjoint."""
 
@@ -146,6 +149,9 @@ class NaiveCache:
         lease.released = True
         del self._leases[lease]
         self._pool.free(_as_array(lease.pages[lease.num_shared :]))
+
+    def emptied(self) -> KVCache:
+        return type(self)(self.num_pages, self.page_size)
 
     def check(self) -> None:
         self._pool.check()

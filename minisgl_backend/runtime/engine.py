@@ -21,7 +21,8 @@ import numpy as np
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.heartbeat import State
 from minisgl_backend.request import FinishReason, Request, RequestId, SamplingParams, Sink
-from minisgl_backend.runtime.loop import Abort, Add, Fail, Loop, Stop
+from minisgl_backend.runtime.inbox import Abort, Add, Fail, Stop
+from minisgl_backend.runtime.loop import Loop
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.runtime.stats import EngineStats, Recorder, Samples
 from minisgl_backend.scheduling.capacity import check_fits

@@ -7,9 +7,14 @@ With overlap the next step is planned and launched before the tokens of the runn
 so that the device never waits for Python; without it each step is committed before the next is
 planned.
 
+A step that breaks must not cost more than the request that breaks it. So after an exception the
+planner starts anew, and the open requests come back with the tokens that they have, one at a time
+(``returning``); the one with which a step breaks again fails alone. The executor needs no word of
+it, since it learns all about a row when a request takes it. ``EngineFailure`` from it says that it
+is lost, and ends the loop, as do breaks that are no request's fault.
+
 Invariants: every request taken from the inbox gets exactly one terminal event. Sinks are called on
-this thread alone. An exception of planner or executor ends the loop, after every open request has
-got its error.
+this thread alone. Where an exception ends the loop, every open request has got its error before.
 """
 
 from __future__ import annotations
@@ -18,11 +23,20 @@ import heapq
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from minisgl_backend.errors import EngineFailure, InvariantError, MiniSGLError, Overloaded
+import numpy as np
+
+from minisgl_backend.errors import (
+    EngineFailure,
+    InvariantError,
+    MiniSGLError,
+    Overloaded,
+    RequestError,
+)
 from minisgl_backend.plan import StepPlan, StepResult
 from minisgl_backend.request import (
     Admitted,
@@ -34,45 +48,14 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     Sink,
+    TokenId,
 )
+from minisgl_backend.runtime.inbox import Abort, Add, Fail, Message, Stop
 from minisgl_backend.runtime.ports import Executor, Pending, Scheduler
+from minisgl_backend.runtime.returning import Returning
 from minisgl_backend.runtime.stats import Phase, Recorder
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """A request that was accepted at the door."""
-
-    request: Request
-    sink: Sink
-    arrived_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End a request for ``reason``; ignored where it is not open any more."""
-
-    request_id: RequestId
-    reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the loop; requests still open fail with ``error``."""
-
-    error: MiniSGLError
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The executor is lost: raise ``error`` in the loop, which ends it."""
-
-    error: MiniSGLError
-
-
-Message: TypeAlias = Add | Abort | Stop | Fail
 
 
 @dataclass(slots=True)
@@ -83,7 +66,7 @@ class _Open:
     sink: Sink
     arrived_s: float
     admitted: bool = False
-    num_tokens: int = 0
+    tokens: list[TokenId] = field(default_factory=list)
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 
@@ -135,14 +118,22 @@ class Loop:
         self._open: dict[RequestId, _Open] = {}
         self._deadlines: list[tuple[float, RequestId]] = []
         self._stop: Stop | None = None
+        self._flights: deque[_Flight] = deque()
+        self._returning = Returning()
 
     def run(self) -> None:
         """Serve until a ``Stop`` message, then fail what is open. Raises what broke the loop."""
         error: MiniSGLError = EngineFailure("the engine stopped after an internal error")
         try:
-            self._serve()
-            if self._stop is not None:
-                error = self._stop.error
+            while self._stop is None:
+                try:
+                    self._serve()
+                except EngineFailure:
+                    raise
+                except Exception:
+                    logger.exception("a step broke; the planner starts anew")
+                    self._start_anew()
+            error = self._stop.error
         finally:
             for request_id in list(self._open):
                 self._end(request_id, Failed(error))
@@ -160,19 +151,21 @@ class Loop:
                 self._end(request.id, Failed(error))
 
     def _serve(self) -> None:
-        flight: _Flight | None = None
-        while self._drain_inbox(block=flight is None and not self._scheduler.has_work()):
+        while self._drain_inbox(block=not self._flights and not self._has_work()):
             self._end_overdue()
+            self._take_back()
             plan = self._scheduler.plan()
-            launched = self._launch(plan) if plan is not None else None
-            if launched is None and flight is None and self._scheduler.has_work():
+            if plan is not None:
+                self._launch(plan)
+            elif not self._flights and self._scheduler.has_work():
                 raise InvariantError("the scheduler has work but no plan, and no step is running")
-            if not self._overlap:
-                flight, launched = launched, None
-            if flight is not None:
-                self._commit(flight)
+            num_ahead = 1 if self._overlap and plan is not None else 0
+            while len(self._flights) > num_ahead:
+                self._commit()
             self.scheduler_stats = self._scheduler.stats()
-            flight = launched
+
+    def _has_work(self) -> bool:
+        return self._scheduler.has_work() or self._returning.is_waiting
 
     # --- inbox -------------------------------------------------------------------------------
 
@@ -204,13 +197,19 @@ class Loop:
     def _add(self, message: Add) -> None:
         request = message.request
         self._open[request.id] = _Open(request, message.sink, message.arrived_s)
-        try:
-            self._scheduler.add(request)
-        except MiniSGLError as error:
-            self._end(request.id, Failed(error))
-            return
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.id))
+        if self._returning.is_over:
+            self._schedule(request.id)
+        else:
+            self._returning.append(request.id)
+
+    def _schedule(self, request_id: RequestId) -> None:
+        entry = self._open[request_id]
+        try:
+            self._scheduler.add(entry.request, np.array(entry.tokens, dtype=np.int32))
+        except RequestError as error:
+            self._end(request_id, Failed(error))
 
     def _abort(self, request_id: RequestId, event: Event) -> None:
         self._scheduler.abort(request_id)
@@ -223,7 +222,7 @@ class Loop:
             entry = self._open.get(request_id)
             if entry is None:
                 continue
-            if entry.num_tokens:
+            if entry.tokens:
                 self._abort(request_id, Finished(FinishReason.TIMEOUT))
             else:
                 waited_ms = round((now - entry.arrived_s) * 1000)
@@ -232,7 +231,7 @@ class Loop:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def _launch(self, plan: StepPlan) -> _Flight:
+    def _launch(self, plan: StepPlan) -> None:
         launched_s = time.monotonic()
         for admission in plan.admissions:
             entry = self._open[admission.request_id]
@@ -241,13 +240,18 @@ class Loop:
                 self._on_admitted(entry.request)
                 self._recorder.request_admitted(len(entry.request.prompt))
                 self._deliver(entry.sink, Admitted(admission.num_cached_tokens))
-        return _Flight(plan, self._executor.launch(plan), launched_s)
+        self._flights.append(_Flight(plan, self._executor.launch(plan), launched_s))
 
-    def _commit(self, flight: _Flight) -> None:
+    def _commit(self) -> None:
+        flight = self._flights[0]
         plan = flight.plan
         self.pulse.forward_since_s = time.monotonic()
-        tokens = flight.pending.tokens()
-        self.pulse.forward_since_s = None
+        try:
+            tokens = flight.pending.tokens()
+        finally:
+            self.pulse.tick_s = time.monotonic()
+            self.pulse.forward_since_s = None
+        self._flights.popleft()
         result = self._scheduler.commit(plan, tokens)
         now = time.monotonic()
         self._recorder.step_committed(
@@ -265,6 +269,29 @@ class Loop:
                 event = Finished(completion.reason, completion.stop_token_id)
                 self._end(completion.request_id, event)
 
+    # --- after a step that broke -------------------------------------------------------------
+
+    def _start_anew(self) -> None:
+        """Begin with a fresh planner; raises ``EngineFailure`` where that has not helped before."""
+        while self._flights:  # what they write must not meet what comes next
+            with suppress(Exception):
+                self._flights[0].pending.tokens()
+            self._flights.popleft()
+        self._scheduler = self._scheduler.renewed()
+        culprit = self._returning.begin()
+        if culprit in self._open:
+            self._end(culprit, Failed(EngineFailure("the request broke a step of the engine")))
+        self._returning.come_back(self._open)
+
+    def _take_back(self) -> None:
+        """Let the next request come back, once the last one that did has got a token."""
+        while not self._returning.is_over:
+            counts = {request_id: len(entry.tokens) for request_id, entry in self._open.items()}
+            request_id = self._returning.next(counts)
+            if request_id is None:
+                return
+            self._schedule(request_id)
+
     # --- events ------------------------------------------------------------------------------
 
     def _deliver_tokens(self, result: StepResult, now: float) -> None:
@@ -273,10 +300,10 @@ class Loop:
             zip(result.request_ids, result.token_ids.tolist(), strict=True)
         ):
             entry = self._open[request_id]
-            if not entry.num_tokens:
+            if not entry.tokens:
                 entry.first_token_s = now
                 self._recorder.request_started(now - entry.arrived_s)
-            entry.num_tokens += 1
+            entry.tokens.append(token_id)
             entry.last_token_s = now
             self._deliver(
                 entry.sink, Generated(token_id, logprobs.get(index) if logprobs else None)
@@ -290,14 +317,14 @@ class Loop:
                 logging.ERROR if isinstance(event.error, EngineFailure) else logging.INFO,
                 "request %d failed after %d tokens: %s",
                 request_id,
-                entry.num_tokens,
+                len(entry.tokens),
                 event.error,
             )
         elif isinstance(event, Finished) and event.reason is FinishReason.CANCELLED:
             self._recorder.request_cancelled()
         else:
             self._recorder.request_finished(
-                num_tokens=entry.num_tokens,
+                num_tokens=len(entry.tokens),
                 e2e_s=time.monotonic() - entry.arrived_s,
                 decode_s=entry.last_token_s - entry.first_token_s,
             )

@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import Protocol
 
 from minisgl_backend.plan import SampledTokens, StepPlan, StepResult
-from minisgl_backend.request import Request, RequestId
+from minisgl_backend.request import EMPTY_TOKENS, IntArray, Request, RequestId
 from minisgl_backend.scheduling.stats import SchedulerStats
 
 
 class Scheduler(Protocol):
     """Decides what each step does. Pure: no clock, thread, tensor or environment."""
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, generated: IntArray = EMPTY_TOKENS) -> None:
+        """Queue a request that has the tokens ``generated`` already, int32[num_tokens].
 
         Raises ``InvalidRequest`` where it could never fit the context or the pool of pages.
         """
@@ -35,6 +35,9 @@ class Scheduler(Protocol):
 
     def stats(self) -> SchedulerStats:
         """Counts, in constant time."""
+
+    def renewed(self) -> Scheduler:
+        """A planner like this one with nothing in it, for when this one's books are in doubt."""
 
 
 class Pending(Protocol):

@@ -48,11 +48,12 @@ class Lifecycle:
         """Pages that can be granted now."""
         return self.cache.num_free + self.cache.num_evictable
 
-    def enqueue(self, request: Request) -> None:
-        """A new request waits."""
+    def enqueue(self, request: Request, generated: IntArray) -> None:
+        """A new request waits, or one that comes back with tokens."""
         if request.id in self.live:
             raise InvariantError(f"request {request.id} is live already")
-        sequence = Sequence(request, rank_of(request, self._num_arrivals), request.prompt)
+        known = np.concatenate([request.prompt, generated]) if len(generated) else request.prompt
+        sequence = Sequence(request, rank_of(request, self._num_arrivals), known)
         self._num_arrivals += 1
         self.live[request.id] = sequence
         self.queue.push(sequence)
@@ -128,6 +129,11 @@ class Lifecycle:
                 pages = lease.pages[indices.start : indices.stop]
                 draft.grant_row(sequence.row, indices, np.array(pages, dtype=np.int32))
         self._remaps.clear()
+
+    def rows_told(self) -> list[int]:
+        """The rows that, as far as the executor was told, are taken."""
+        held = [row for row, s in enumerate(self.rows.sequences) if s is not None]
+        return sorted({*held, *self.released_rows})
 
     def check(self) -> None:
         """Raise ``InvariantError`` where the books disagree; walks all of them."""

@@ -39,7 +39,14 @@ from minisgl_backend.plan import (
     StepPlan,
     StepResult,
 )
-from minisgl_backend.request import FinishReason, IntArray, Request, RequestId, TokenLogprobs
+from minisgl_backend.request import (
+    EMPTY_TOKENS,
+    FinishReason,
+    IntArray,
+    Request,
+    RequestId,
+    TokenLogprobs,
+)
 from minisgl_backend.scheduling.admission import by_rank, pages_to_admit, reserved_pages
 from minisgl_backend.scheduling.capacity import check_fits
 from minisgl_backend.scheduling.draft import EMPTY, Draft
@@ -83,7 +90,7 @@ class Scheduler:
         self._prefix_queries = 0
         self._prefix_hits = 0
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, generated: IntArray = EMPTY_TOKENS) -> None:
         """Queue a request; raises ``InvalidRequest`` where it could never fit."""
         check_fits(
             len(request.prompt),
@@ -92,7 +99,7 @@ class Scheduler:
             self._config.num_pages,
             self._config.page_size,
         )
-        self._life.enqueue(request)
+        self._life.enqueue(request, generated)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request without a result; False where it is not live."""
@@ -150,6 +157,15 @@ class Scheduler:
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
         )
+
+    def renewed(self) -> Scheduler:
+        """A planner like this one with nothing in it; its first plan gives back all rows."""
+        scheduler = Scheduler(self._cache.emptied(), self._config)
+        scheduler._life.released_rows = self._life.rows_told()
+        scheduler._num_retractions = self._num_retractions  # counts go on
+        scheduler._prefix_queries = self._prefix_queries
+        scheduler._prefix_hits = self._prefix_hits
+        return scheduler
 
     def check(self) -> None:
         """Raise ``InvariantError`` where the books disagree; walks all of them."""

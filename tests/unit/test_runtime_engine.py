@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from minisgl_backend.cache.kv import RadixCache
-from minisgl_backend.errors import EngineFailure, InvalidRequest, MiniSGLError, Overloaded
-from minisgl_backend.plan import SampledTokens, StepPlan
+from minisgl_backend.errors import (
+    EngineFailure,
+    InvalidRequest,
+    InvariantError,
+    MiniSGLError,
+    Overloaded,
+)
+from minisgl_backend.heartbeat import State
+from minisgl_backend.plan import Admission, SampledTokens, StepPlan
 from minisgl_backend.request import (
     Admitted,
     Event,
@@ -33,17 +40,37 @@ WAIT_S = 20
 
 
 class GatedExecutor:
-    """Runs a step once the gate is open; ``failure`` breaks the steps read after it is set."""
+    """Runs a step once the gate is open; ``failure`` breaks the steps read after it is set.
+
+    ``poison`` breaks the steps with a row of that request, once it has ``poison_after`` tokens.
+    """
 
     def __init__(self, model: Model) -> None:
         self.inner = FakeExecutor(NUM_PAGES, PAGE_SIZE, CONTEXT, model)
         self.gate = threading.Event()
         self.gate.set()
         self.failure: Exception | None = None
+        self.num_failures = 0
+        self.most_failures = 1_000_000
+        self.poison: int | None = None
+        self.poison_after = 0
         self.closed = False
+        self._admitted: dict[int, Admission] = {}
 
     def launch(self, plan: StepPlan) -> Pending:
-        return GatedPending(self, self.inner.launch(plan))
+        self._admitted |= {admission.row: admission for admission in plan.admissions}
+        return GatedPending(self, self.inner.launch(plan), self._is_poisoned(plan))
+
+    def _is_poisoned(self, plan: StepPlan) -> bool:
+        rows = [*plan.prefill_rows.tolist(), *plan.decode_rows.tolist()]
+        prefilled = plan.prefill_starts + plan.prefill_lengths
+        ends = [*prefilled.tolist(), *(plan.decode_positions + 1).tolist()]
+        of_rows = (self._admitted[row] for row in rows)
+        return any(
+            admission.request_id == self.poison
+            and end >= admission.num_prompt_tokens + self.poison_after
+            for admission, end in zip(of_rows, ends, strict=True)
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -53,11 +80,15 @@ class GatedExecutor:
 class GatedPending:
     executor: GatedExecutor
     inner: Pending
+    poisoned: bool
 
     def tokens(self) -> SampledTokens:
         assert self.executor.gate.wait(WAIT_S)
-        if self.executor.failure is not None:
+        if self.executor.num_failures < self.executor.most_failures and self.executor.failure:
+            self.executor.num_failures += 1
             raise self.executor.failure
+        if self.poisoned:
+            raise ValueError("poison")
         return self.inner.tokens()
 
 
@@ -295,7 +326,98 @@ def test_what_can_never_be_served_is_refused_at_once(
     assert bench.submit(bench.request([1])).ending() == Finished(FinishReason.LENGTH)
 
 
-def test_a_broken_step_fails_every_open_request_and_closes_the_door(
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("poison_after", [0, 5])
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_a_request_that_breaks_steps_fails_alone(
+    overlap: bool, poison_after: int, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others go on where they were, with the same tokens; those that wait, too."""
+    it = Bench(overlap=overlap, max_running=4, max_queued=100)
+    it.executor.gate.clear()
+    requests = [it.request([i] * (1 + 3 * i), seed=i, presence_penalty=0.5) for i in range(8)]
+    it.executor.poison = requests[place].id
+    it.executor.poison_after = poison_after
+    sinks = [it.submit(request) for request in requests]
+    it.executor.gate.set()
+    for request, sink in zip(requests, sinks, strict=True):
+        if request is requests[place]:
+            assert isinstance(sink.error(), EngineFailure)
+            assert sink.tokens == expected_tokens(request, it.model)[:poison_after]
+        else:
+            assert sink.ending() == Finished(FinishReason.LENGTH)
+            assert sink.tokens == expected_tokens(request, it.model)
+        assert sum(isinstance(event, Admitted) for event in sink.events) <= 1
+    assert "poison" in caplog.text
+    assert it.engine.health().ready
+    it.wait_until(lambda: it.engine.stats().scheduler.num_running == 0)
+    pages = it.engine.stats().scheduler
+    assert pages.free_pages + pages.cached_pages == NUM_PAGES
+    it.engine.close(drain_s=0)
+
+
+def test_a_step_that_breaks_once_costs_nobody() -> None:
+    it = Bench(max_queued=10)
+    it.executor.gate.clear()
+    it.executor.failure = RuntimeError("once")
+    it.executor.most_failures = 1
+    requests = [it.request([i], max_tokens=20) for i in range(5)]
+    sinks = [it.submit(request) for request in requests]
+    it.executor.gate.set()
+    it.wait_until(lambda: it.executor.num_failures == 1)
+    gone = it.request([7], max_tokens=100)
+    cancelled = it.submit(gone)
+    it.engine.abort(gone.id)
+    requests.append(it.request([9]))
+    sinks.append(it.submit(requests[-1]))
+    for request, sink in zip(requests, sinks, strict=True):
+        assert sink.ending() == Finished(FinishReason.LENGTH)
+        assert sink.tokens == expected_tokens(request, it.model)
+    assert cancelled.ending() == Finished(FinishReason.CANCELLED)
+    it.engine.close(drain_s=0)
+
+
+@pytest.mark.parametrize("method", ["plan", "commit", "add"])
+def test_books_that_break_are_begun_anew(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Bench(max_queued=10)
+    it.submit(it.request([5] * 9)).ending()
+    queries = it.engine.stats().scheduler.prefix_queries
+    it.executor.gate.clear()
+    requests = [it.request([i] * 9, max_tokens=20) for i in range(6)]
+    sinks = [it.submit(request) for request in requests[:5]]
+    right = getattr(Scheduler, method)
+
+    def wrong(*args: Any) -> Any:
+        monkeypatch.setattr(Scheduler, method, right)
+        raise InvariantError("the books disagree")
+
+    monkeypatch.setattr(Scheduler, method, wrong)
+    sinks.append(it.submit(requests[5]))
+    it.executor.gate.set()
+    endings = [sink.ending() for sink in sinks]
+    for request, sink, ending in zip(requests, sinks, endings, strict=True):
+        assert ending == Finished(FinishReason.LENGTH)
+        assert sink.tokens == expected_tokens(request, it.model)
+    it.wait_until(lambda: it.engine.stats().scheduler.num_running == 0)
+    pages = it.engine.stats().scheduler
+    assert pages.free_pages + pages.cached_pages == NUM_PAGES
+    assert pages.prefix_queries > queries
+    it.engine.close(drain_s=0)
+
+
+def test_a_lost_executor_ends_the_engine_at_once() -> None:
+    it = Bench()
+    it.executor.gate.clear()
+    it.executor.failure = EngineFailure("a rank is lost")
+    sinks = [it.submit(it.request([i])) for i in range(3)]
+    it.executor.gate.set()
+    assert all(isinstance(sink.error(), EngineFailure) for sink in sinks)
+    it.wait_until(lambda: it.engine.health().state is State.BROKEN)
+    assert it.executor.num_failures == 1
+    it.engine.close(drain_s=0)
+
+
+def test_steps_that_always_break_fail_every_open_request_and_close_the_door(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     it = Bench()

@@ -1,0 +1,71 @@
+"""Who may run again after a step that broke: one request at a time, until it has got a token.
+
+So the request with which a step breaks again is the one at fault. Pure: knows request ids and how
+many tokens each has got; must not know planner or executor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from minisgl_backend.errors import EngineFailure
+from minisgl_backend.request import RequestId
+
+MAX_BARREN: Final = 3
+
+
+class Returning:
+    """The requests that are still to come back, and the one that came last: the suspect."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[RequestId] = deque()
+        self._suspect: RequestId | None = None
+        self._num_tokens = 0
+        self._num_barren = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether requests may run as they come."""
+        return not self._waiting and self._suspect is None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether requests are to come back."""
+        return bool(self._waiting)
+
+    def begin(self) -> RequestId | None:
+        """A step broke: the request at fault, where that is known.
+
+        Raises ``EngineFailure`` after ``MAX_BARREN`` breaks between which no request got a token:
+        then it is no request's fault.
+        """
+        self._num_barren += 1
+        if self._num_barren >= MAX_BARREN:
+            raise EngineFailure("steps break whatever is in them")
+        culprit, self._suspect = self._suspect, None
+        return culprit
+
+    def come_back(self, request_ids: Iterable[RequestId]) -> None:
+        """These are to come back, in this order, and no others."""
+        self._waiting = deque(request_ids)
+
+    def append(self, request_id: RequestId) -> None:
+        """A new request waits behind those that come back."""
+        self._waiting.append(request_id)
+
+    def next(self, num_tokens: Mapping[RequestId, int]) -> RequestId | None:
+        """Who comes back now, if anybody; ``num_tokens`` are those of the open requests."""
+        if self._suspect is not None:
+            if num_tokens.get(self._suspect) == self._num_tokens:
+                return None
+            self._suspect = None
+            self._num_barren = 0
+        while self._waiting:
+            request_id = self._waiting.popleft()
+            if request_id in num_tokens:
+                self._suspect = request_id
+                self._num_tokens = num_tokens[request_id]
+                return request_id
+        return None

@@ -43,6 +43,7 @@ MAX_PATH_BYTES: Final = 100
 """A Unix socket's path must fit ``sun_path``, of 108 bytes."""
 
 _NAME: Final = "acks"
+_SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 class Peer:
@@ -62,7 +63,7 @@ class Peer:
                 if packet is None:
                     break
                 try:
-                    self.socket.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                    self.socket.send(packet, _SEND_FLAGS)
                 except BlockingIOError:
                     return False
                 except OSError:  # its end of file is on the way to the reader

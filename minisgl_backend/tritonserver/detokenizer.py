@@ -39,7 +39,7 @@ from minisgl_backend.tritonserver.tensors import make_response, read_inputs
 from minisgl_backend.tritonserver.vitals import Vitals
 from minisgl_backend.tritonserver.wire.answer import answer_arrays
 from minisgl_backend.tritonserver.wire.chunk import Chunk, decode_chunk, stream_name
-from minisgl_backend.tritonserver.wire.parameters import CHUNK, OUTPUT_IDS
+from minisgl_backend.tritonserver.wire.parameters import CHUNK
 from minisgl_backend.tritonserver.wire.stream import AnswerStream
 
 logger = logging.getLogger(__name__)
@@ -113,11 +113,10 @@ class TritonPythonModel:
         return {"num_streams": len(self._streams), "num_engines": self._channel.num_peers}
 
     def _take(self, request: Any, responder: Responder) -> None:
-        inputs = read_inputs(request)
-        chunk = decode_chunk(inputs[CHUNK.name].item(0))
+        chunk = decode_chunk(read_inputs(request)[CHUNK.name].tobytes())
         stream = self._stream(chunk)
         try:
-            verdict, response = self._answer(chunk, stream, inputs, responder)
+            verdict, response = self._answer(chunk, stream, responder)
         except Exception as error:
             verdict, response = Verdict.STOP, error_response(error, request.request_id())
             if stream is not None:
@@ -141,11 +140,7 @@ class TritonPythonModel:
         return stream
 
     def _answer(
-        self,
-        chunk: Chunk,
-        stream: _Open | None,
-        inputs: Mapping[str, Any],
-        responder: Responder,
+        self, chunk: Chunk, stream: _Open | None, responder: Responder
     ) -> tuple[Verdict, Any | None]:
         """What the engine and what the client gets to hear; None: nothing."""
         if stream is None:
@@ -163,7 +158,7 @@ class TritonPythonModel:
                 _ERRORS.get(code, EngineFailure)(message), responder.label
             )
         answers = stream.answers
-        answer = answers.push(chunk, inputs[OUTPUT_IDS.name].tolist())
+        answer = answers.push(chunk)
         if answers.done:
             stream.over = Verdict.STOP
         verdict = Verdict.STOP if answers.done else Verdict.CONTINUE

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from minisgl_backend.request import Failed, Finished
 from minisgl_backend.tritonserver.responder import error_response
 from minisgl_backend.tritonserver.stream import Outgoing
-from minisgl_backend.tritonserver.tensors import make_response, text_array
+from minisgl_backend.tritonserver.tensors import bytes_array, make_response
 from minisgl_backend.tritonserver.wire.answer import Answer, answer_arrays
 from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, encode_chunk
 from minisgl_backend.tritonserver.wire.generation import Wanted
-from minisgl_backend.tritonserver.wire.parameters import CHUNK, OUTPUT_IDS
+from minisgl_backend.tritonserver.wire.parameters import CHUNK
 
 
 class ChunkEncoder:
-    """Responses for the detokenizer: token ids, and a chunk of JSON beside them."""
+    """Responses for the detokenizer: chunks."""
 
     def __init__(self, *, reply_to: str, name: str, start: StreamStart) -> None:
         self._reply_to = reply_to
@@ -34,6 +32,7 @@ class ChunkEncoder:
             reply_to=self._reply_to,
             stream=self._name,
             index=outgoing.index,
+            token_ids=outgoing.token_ids,
             start=self._start if outgoing.index == 0 else None,
             num_cached_tokens=outgoing.num_cached_tokens,
             logprobs=outgoing.logprobs,
@@ -41,12 +40,7 @@ class ChunkEncoder:
             error=None if error is None else (error.code, str(error)),
             times=outgoing.times if self._start.wanted.perf_metrics else None,
         )
-        return make_response(
-            {
-                OUTPUT_IDS.name: np.array(outgoing.token_ids, dtype=np.int32),
-                CHUNK.name: text_array(encode_chunk(chunk)),
-            }
-        )
+        return make_response({CHUNK.name: bytes_array(encode_chunk(chunk))})
 
 
 class TokenEncoder:

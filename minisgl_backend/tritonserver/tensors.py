@@ -39,6 +39,11 @@ def text_array(text: str) -> npt.NDArray[np.object_]:
     return array
 
 
+def bytes_array(data: bytes) -> npt.NDArray[np.uint8]:
+    """An array of these bytes."""
+    return np.frombuffer(data, dtype=np.uint8)
+
+
 def make_response(outputs: Arrays) -> Any:
     """A response of these output tensors."""
     return pb_utils.InferenceResponse(

@@ -56,7 +56,7 @@ def table(tensors: Iterable[Tensor]) -> dict[str, tuple[str, int]]:
     [
         ("tokenizer", TEXT_INPUTS, (INPUT_IDS, REQUEST)),
         ("llm_engine", (REQUEST, *TOKEN_INPUTS), (OUTPUT_IDS, CHUNK, *TOKEN_OUTPUTS)),
-        ("detokenizer", (OUTPUT_IDS, CHUNK), TEXT_OUTPUTS),
+        ("detokenizer", (CHUNK,), TEXT_OUTPUTS),
         ("minisgl", TEXT_INPUTS, TEXT_OUTPUTS),
         ("minisgl_batched", TEXT_INPUTS, TEXT_OUTPUTS),
     ],
@@ -112,7 +112,7 @@ def test_ensembles_pass_everything_on(model: str) -> None:
     same_in = {tensor.name: tensor.name for tensor in TEXT_INPUTS}
     same_out = {tensor.name: tensor.name for tensor in TEXT_OUTPUTS}
     to_engine = {"input_ids": "_input_ids", "request": "_request"}
-    to_text = {"output_ids": "_output_ids", "chunk": "_chunk"}
+    to_text = {"chunk": "_chunk"}
     maps = {
         name: (dict(step.input_map), dict(step.output_map), step.model_version)
         for name, step in steps.items()

@@ -113,13 +113,13 @@ def test_records(text: str) -> None:
         check_sentence(error)
 
 
-CHUNK_KEYS = st.sampled_from(list("rsidclfet"))
+CHUNK_KEYS = st.sampled_from(list("rsiodclfet"))
 
 
 @given(st.dictionaries(CHUNK_KEYS, JSON).map(json.dumps) | st.text(max_size=20))
 def test_chunks(text: str) -> None:
     try:
-        chunk = decode_chunk(text)
+        chunk = decode_chunk(text.encode())
     except RequestError as error:
         check_sentence(error)
     else:

@@ -122,7 +122,7 @@ def test_a_forged_record(server: TritonServer, record: str) -> None:
 def test_a_forged_chunk(server: TritonServer, chunk: str) -> None:
     """A client that calls the detokenizer by itself gets an error, and does no harm."""
     with (
-        Call(server, "detokenizer", output_ids=[5], inputs=[text_tensor("chunk", chunk)]) as call,
+        Call(server, "detokenizer", inputs=[bytes_tensor("chunk", chunk)]) as call,
         pytest.raises(Refused) as caught,
     ):
         call.all()
@@ -132,11 +132,16 @@ def test_a_forged_chunk(server: TritonServer, chunk: str) -> None:
 
 def test_a_forged_chunk_with_tokens(server: TritonServer) -> None:
     """It is text like any other, but nobody is acknowledged to."""
-    chunk = '{"r": "/tmp/x", "s": "1.1", "i": 0, "d": {"n": 1, "stream": true}}'
-    with Call(
-        server, "detokenizer", output_ids=[500], inputs=[text_tensor("chunk", chunk)]
-    ) as call:
+    chunk = '{"r": "/tmp/x", "s": "1.1", "i": 0, "d": {"n": 1, "stream": true}, "o": [500]}'
+    with Call(server, "detokenizer", inputs=[bytes_tensor("chunk", chunk)]) as call:
         assert len(call.all()) == 1
+
+
+def bytes_tensor(name: str, text: str) -> grpcclient.InferInput:
+    data = np.frombuffer(text.encode(), dtype=np.uint8)
+    tensor = grpcclient.InferInput(name, list(data.shape), "UINT8")
+    tensor.set_data_from_numpy(data)
+    return tensor
 
 
 def text_tensor(name: str, text: str) -> grpcclient.InferInput:

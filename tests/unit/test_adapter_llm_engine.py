@@ -87,6 +87,10 @@ def outputs(response: pb_utils.InferenceResponse) -> dict[str, Any]:
     return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
 
 
+def chunk_of(response: pb_utils.InferenceResponse) -> Chunk:
+    return decode_chunk(outputs(response)["chunk"].tobytes())
+
+
 class Reader:
     """A detokenizer that acknowledges when it is told to."""
 
@@ -109,8 +113,8 @@ class Reader:
         response, _ = self.sender.sent.get(timeout=PATIENCE_S)
         if response is None:
             return None
-        arrays = outputs(response)
-        return decode_chunk(arrays["chunk"].item()), arrays["output_ids"].tolist()
+        chunk = chunk_of(response)
+        return chunk, chunk.token_ids
 
     def acknowledge(self, chunk: Chunk, verdict: Verdict = Verdict.CONTINUE) -> None:
         epoch, counter = (int(part, 16) for part in chunk.stream.split("."))
@@ -277,7 +281,7 @@ def test_stop_request(model: Model, acknowledged: bool) -> None:
         response, final = asked.sender.sent.get(timeout=PATIENCE_S)
     assert response is not None
     if acknowledged:
-        finish = decode_chunk(outputs(response)["chunk"].item()).finish
+        finish = chunk_of(response).finish
         assert finish is not None and finish.reason is FinishReason.CANCELLED
     assert model._engine.stats().num_open == 1
     other.sender.cancelled = True

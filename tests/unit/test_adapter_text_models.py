@@ -21,6 +21,7 @@ from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.detokenizer import TritonPythonModel as Detokenizer
 from minisgl_backend.tritonserver.hint import QueueSign
 from minisgl_backend.tritonserver.packets import Ack, Verdict
+from minisgl_backend.tritonserver.tensors import bytes_array
 from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenizer
 from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, encode_chunk, stream_name
 from minisgl_backend.tritonserver.wire.generation import StopRequest
@@ -198,13 +199,9 @@ class Engine:
     ) -> pb_utils.InferenceRequest:
         if index == 0:
             chunk.setdefault("start", StreamStart(num_input_tokens=3, stream=True))
-        body = Chunk(self.channel.path, stream_name(self.channel.epoch, counter), index, **chunk)
-        return pb_utils.InferenceRequest(
-            {
-                "output_ids": np.array(token_ids, dtype=np.int32),
-                "chunk": text(encode_chunk(body)),
-            }
-        )
+        name = stream_name(self.channel.epoch, counter)
+        body = Chunk(self.channel.path, name, index, token_ids, **chunk)
+        return pb_utils.InferenceRequest({"chunk": bytes_array(encode_chunk(body))})
 
     def ack(self) -> Ack:
         ack = self.heard.get(timeout=PATIENCE_S)
@@ -317,8 +314,6 @@ def test_streams_go_with_their_engine(detokenizer: Detokenizer) -> None:
 
 @pytest.mark.parametrize("chunk", ["{}", "null", json.dumps({"r": "x", "s": "no.name", "i": 3})])
 def test_garbage(detokenizer: Detokenizer, chunk: str) -> None:
-    request = pb_utils.InferenceRequest(
-        {"output_ids": np.array([1], dtype=np.int32), "chunk": text(chunk)}
-    )
+    request = pb_utils.InferenceRequest({"chunk": bytes_array(chunk.encode())})
     message = message_of(take(detokenizer, request))
     assert message.startswith(("INVALID_ARG: ", "INTERNAL: the detokenizer"))

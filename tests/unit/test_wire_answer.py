@@ -35,12 +35,12 @@ def opened(**start: Any) -> AnswerStream:
     return AnswerStream(VOCABULARY, StreamStart(num_input_tokens=3, **start))
 
 
-def chunk(index: int = 1, **more: Any) -> Chunk:
-    return Chunk("", "s", index, **more)
+def chunk(token_ids: list[int], **more: Any) -> Chunk:
+    return Chunk("", "s", 1, token_ids, **more)
 
 
 def told(stream: AnswerStream, text: str, **more: Any) -> Answer:
-    answer = stream.push(chunk(**more), ids(text))
+    answer = stream.push(chunk(ids(text), **more))
     assert answer is not None
     return answer
 
@@ -48,9 +48,9 @@ def told(stream: AnswerStream, text: str, **more: Any) -> Answer:
 def test_a_stream_answers_whenever_there_is_text() -> None:
     stream = opened(stream=True)
     assert told(stream, "ab").text == "ab"
-    assert stream.push(chunk(), ids("é")[:1]) is None
-    assert stream.push(chunk(), []) is None  # a probe
-    later = stream.push(chunk(), ids("é")[1:])
+    assert stream.push(chunk(ids("é")[:1])) is None
+    assert stream.push(chunk([])) is None  # a probe
+    later = stream.push(chunk(ids("é")[1:]))
     assert later is not None
     assert (later.text, later.num_output_tokens, later.finish) == ("é", 2, None)
     last = told(stream, "", finish=LENGTH)
@@ -61,7 +61,7 @@ def test_a_stream_answers_whenever_there_is_text() -> None:
 
 def test_without_stream_there_is_one_answer() -> None:
     stream = opened(prompt_text="prompt:")
-    assert stream.push(chunk(num_cached_tokens=2), ids("ab")) is None
+    assert stream.push(chunk(ids("ab"), num_cached_tokens=2)) is None
     answer = told(stream, "c", finish=LENGTH, times=Times(1, 2, 3, 4))
     assert answer.text == "prompt:abc"
     assert answer.num_output_tokens == 3
@@ -108,8 +108,8 @@ def test_a_finish_whose_stop_token_came_before_keeps_the_text() -> None:
 def test_logprobs_wait_for_the_answer_that_tells_them() -> None:
     stream = opened(stream=True)
     one = (TokenLogprobs(-0.5, 2),)
-    assert stream.push(chunk(logprobs=one), ids("é")[:1]) is None
-    answer = stream.push(chunk(logprobs=one), ids("é")[1:])
+    assert stream.push(chunk(ids("é")[:1], logprobs=one)) is None
+    answer = stream.push(chunk(ids("é")[1:], logprobs=one))
     assert answer is not None
     assert answer.token_ids == ids("é")
     assert answer.logprobs == [*one, *one]

@@ -1,6 +1,7 @@
-"""llm_engine -> detokenizer: what belongs to a chunk of token ids, as JSON.
+"""llm_engine -> detokenizer: a chunk of token ids and what belongs to it, as JSON.
 
-    {"r": reply_to, "s": stream, "i": index}                 a common chunk, or a probe
+    {"r": reply_to, "s": stream, "i": index, "o": [token id, ...]}    a common chunk
+    no "o"              no tokens, as in a probe
     "d": {...}          with index 0: what the detokenizer has to know of the stream
     "c": int            once known: prompt tokens found in the cache
     "l": [[logprob, rank, [[token id, logprob], ...]], ...]  one a token
@@ -8,14 +9,15 @@
     "e": [code, message]                                     the last chunk, of a failed request
     "t": [arrival, first scheduled, first token, last token] in ns since 1970, where asked for
 
-The keys are short because this is on the path of every response. A client may call the detokenizer
-by itself, so decoding trusts nothing.
+All of it is one tensor of bytes, and the keys are short, because this is on the path of every
+response: each further tensor, and each string in one, costs more than this text does. A client may
+call the detokenizer by itself, so decoding trusts nothing.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest
@@ -55,7 +57,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """All of a chunk but its token ids.
+    """Tokens of a stream, and what belongs to them.
 
     ``reply_to`` is the path of the socket that wants the acknowledgement, ``stream`` the name of
     the stream (the engine's epoch and a counter), ``index`` counts its chunks from 0. ``start`` is
@@ -65,6 +67,7 @@ class Chunk:
     reply_to: str
     stream: str
     index: int
+    token_ids: list[TokenId] = field(default_factory=list)
     start: StreamStart | None = None
     num_cached_tokens: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -78,9 +81,11 @@ def stream_name(epoch: int, counter: int) -> str:
     return f"{epoch:016x}.{counter:x}"
 
 
-def encode_chunk(chunk: Chunk) -> str:
+def encode_chunk(chunk: Chunk) -> bytes:
     """The JSON text of a chunk."""
     body: dict[str, Any] = {"r": chunk.reply_to, "s": chunk.stream, "i": chunk.index}
+    if chunk.token_ids:
+        body["o"] = chunk.token_ids
     if chunk.start is not None:
         body["d"] = _encode_start(chunk.start)
     if chunk.num_cached_tokens is not None:
@@ -100,15 +105,15 @@ def encode_chunk(chunk: Chunk) -> str:
             times.first_token_time_ns,
             times.last_token_time_ns,
         )
-    return _encode(body)
+    return _encode(body).encode()
 
 
-def decode_chunk(text: str | bytes) -> Chunk:
+def decode_chunk(text: bytes) -> Chunk:
     """The chunk of a JSON text; raises ``InvalidRequest`` where it is not one."""
     try:
-        body = json.loads(text)
-        if len(body) == 3:
-            return Chunk(_str(body["r"]), _str(body["s"]), _int(body["i"]))
+        body = json.loads(text.decode())
+        if len(body) == 4 and "o" in body:
+            return Chunk(_str(body["r"]), _str(body["s"]), _int(body["i"]), _ints(body["o"]))
         return _decode(body)
     except (
         ValueError,
@@ -127,6 +132,7 @@ def _decode(body: dict[str, Any]) -> Chunk:
         reply_to=_str(body["r"]),
         stream=_str(body["s"]),
         index=_int(body["i"]),
+        token_ids=_ints(body["o"]) if "o" in body else [],
         start=_decode_start(body["d"]) if "d" in body else None,
         num_cached_tokens=_int(body["c"]) if "c" in body else None,
         logprobs=tuple(_decode_logprobs(one) for one in body.get("l", ())),
@@ -182,6 +188,12 @@ def _int(value: Any) -> int:
     if type(value) is not int or not -(2**63) <= value < 2**63:
         raise TypeError
     return value
+
+
+def _ints(values: Any) -> list[int]:
+    if type(values) is not list:
+        raise TypeError
+    return [_int(value) for value in values]
 
 
 def _str(value: Any) -> str:

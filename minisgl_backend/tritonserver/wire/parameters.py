@@ -30,10 +30,12 @@ class Kind(Enum):
     NUMBERS = auto()
     BIASES = auto()
     """A JSON object {token id: bias}, as a string."""
+    BYTES = auto()
 
 
 DATA_TYPES: Final[Mapping[Kind, str]] = MappingProxyType(
     {
+        Kind.BYTES: "TYPE_UINT8",
         Kind.TEXT: "TYPE_STRING",
         Kind.TEXTS: "TYPE_STRING",
         Kind.FLAG: "TYPE_BOOL",
@@ -47,7 +49,7 @@ DATA_TYPES: Final[Mapping[Kind, str]] = MappingProxyType(
         Kind.BIASES: "TYPE_STRING",
     }
 )
-LISTS: Final = frozenset({Kind.TEXTS, Kind.INTEGERS, Kind.NUMBERS})
+LISTS: Final = frozenset({Kind.BYTES, Kind.TEXTS, Kind.INTEGERS, Kind.NUMBERS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,8 +305,8 @@ REQUEST: Final = Tensor(name="request", kind=Kind.TEXT)
 """tokenizer -> llm_engine: the validated request (``record``)."""
 INPUT_IDS: Final = Tensor(name="input_ids", kind=Kind.INTEGERS)
 OUTPUT_IDS: Final = Tensor(name="output_ids", kind=Kind.INTEGERS)
-CHUNK: Final = Tensor(name="chunk", kind=Kind.TEXT)
-"""llm_engine -> detokenizer: what belongs to the tokens (``chunk``)."""
+CHUNK: Final = Tensor(name="chunk", kind=Kind.BYTES)
+"""llm_engine -> detokenizer: token ids and what belongs to them (``chunk``)."""
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {

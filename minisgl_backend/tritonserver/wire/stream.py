@@ -54,7 +54,7 @@ class AnswerStream:
         self._cumulative = 0.0
         self._times: Times | None = None
 
-    def push(self, chunk: Chunk, token_ids: Sequence[TokenId]) -> Answer | None:
+    def push(self, chunk: Chunk) -> Answer | None:
         """The answer that a chunk gives rise to, if any. Chunks with an error do not come here."""
         assert not self.done
         finish = chunk.finish
@@ -62,7 +62,7 @@ class AnswerStream:
             self._num_cached = chunk.num_cached_tokens
         if chunk.times is not None:
             self._times = chunk.times
-        text = self._read(chunk, token_ids)
+        text = self._read(chunk)
         if self._text.stop is not None:
             self.stopped = self.done = True
             return self._answer(text, FinishReason.STOP, self._text.stop)
@@ -75,8 +75,9 @@ class AnswerStream:
             self._untold.append(text)
         return None
 
-    def _read(self, chunk: Chunk, token_ids: Sequence[TokenId]) -> str:
+    def _read(self, chunk: Chunk) -> str:
         """Take a chunk's tokens in; the text they release."""
+        token_ids = chunk.token_ids
         if not token_ids and chunk.finish is None:
             return ""
         shown = token_ids[:-1] if _ends_with_stop_token(chunk.finish, token_ids) else token_ids

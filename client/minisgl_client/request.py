@@ -110,7 +110,7 @@ def _value(name: str, value: Any) -> Any:
     if isinstance(value, bool) is (datatype == "BOOL"):
         try:
             number = float(value) if datatype == "FP32" else value
-            struct.pack(_FORMATS[datatype], number)
+            struct.pack(f"<{_FORMATS[datatype]}", number)
             if not math.isfinite(number):
                 raise InvalidArgument(f"{name} must be finite, got {value!r}")
             return number if datatype in ("BOOL", "FP32") else int(number)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from minisgl_client.answer import Delta, Result, add_up
 from minisgl_client.attempts import Attempts
-from minisgl_client.errors import MinisglError
+from minisgl_client.errors import Cancelled, MinisglError
 from minisgl_client.request import Request
 from minisgl_client.transport import AsyncCall, AsyncTransport, Call, Transport
 
@@ -64,7 +64,7 @@ class _Answer:
 class Stream(_Answer):
     """An iterator of ``Delta``, and a context manager that closes it.
 
-    Belongs to one thread; where another one closes it, the reader gets ``Cancelled``.
+    Belongs to one thread, but another one may close it: that ends the iteration.
     """
 
     def __init__(self, transport: Transport, request: Request, attempts: Attempts) -> None:
@@ -81,7 +81,9 @@ class Stream(_Answer):
             raise StopIteration
         try:
             delta = self._call.read() if self._call and self._deltas else self._first()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Cancelled) and self._ended_s is not None:
+                raise StopIteration from None
             self.close()
             raise
         if delta is None:

@@ -1,0 +1,154 @@
+"""Who leaves an answer frees its place in the engine, and who reads it to its end does no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from minisgl_client import AsyncClient, Cancelled, Client
+
+from minisgl_backend.server.process import TritonServer
+from tests.client.ways import Way, all_ways, url_of
+from tests.server.client import Metrics, wait_for
+
+pytestmark = pytest.mark.server
+
+LONG: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 4000}
+"""80 s of the paced engine's time."""
+
+
+class Engine:
+    """What the metrics say since the last look."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
+        wait_for(self._is_idle, "an idle engine")
+        self._cancelled = self._count()
+
+    def check_cancelled(self, expected: int = 1) -> None:
+        """So many more requests are cancelled, and none is left."""
+        wait_for(lambda: self._count() >= self._cancelled + expected, "the cancelled requests")
+        wait_for(self._is_idle, "an idle engine")
+        assert self._count() == self._cancelled + expected
+
+    def _count(self) -> float:
+        return Metrics(self._server)["minisgl:requests_cancelled_total"]
+
+    def _is_idle(self) -> bool:
+        metrics = Metrics(self._server)
+        return (
+            metrics["vllm:num_requests_running"] == 0
+            and metrics["vllm:num_requests_waiting"] == 0
+            and metrics["vllm:kv_cache_usage_perc"] == 0
+        )
+
+
+@all_ways
+def test_closing_the_stream(paced_server: TritonServer, way: Way) -> None:
+    engine = Engine(paced_server)
+    deltas, result = way.stream(paced_server, leave_after=2, **LONG)
+    engine.check_cancelled()
+    assert result.text == "".join(delta.text for delta in deltas) != ""
+    assert result.finish_reason is None
+    assert result.num_output_tokens == sum(delta.num_output_tokens or 0 for delta in deltas)
+
+
+@all_ways
+def test_closing_after_the_last_delta(paced_server: TritonServer, way: Way) -> None:
+    """The stream behind it ends by itself: nothing is cancelled."""
+    engine = Engine(paced_server)
+    num_deltas = len(way.stream(paced_server, prompt="a", max_tokens=2)[0])
+    _, result = way.stream(paced_server, prompt="a", max_tokens=2, leave_after=num_deltas)
+    assert result.finish_reason == "length" or num_deltas > 1
+    assert way.generate(paced_server, prompt="a", max_tokens=1).text
+    engine.check_cancelled(0)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+async def test_cancelling_the_task(paced_server: TritonServer, protocol: str) -> None:
+    engine = Engine(paced_server)
+    started = asyncio.Event()
+
+    async def read() -> None:
+        async with client.stream(**LONG) as stream:
+            async for _ in stream:
+                started.set()
+
+    async with AsyncClient(url_of(paced_server, protocol)) as client:
+        task = asyncio.create_task(read())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(engine.check_cancelled)
+        assert (await client.generate("a", max_tokens=1)).text
+
+
+def test_letting_go_of_the_stream(paced_server: TritonServer) -> None:
+    engine = Engine(paced_server)
+    with Client(url_of(paced_server, "grpc")) as client:
+        for _ in client.stream(**LONG):
+            break
+        engine.check_cancelled()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_whole_answer_that_nobody_waits_for(
+    paced_server: TritonServer, is_async: bool
+) -> None:
+    """Over gRPC, in one piece or not."""
+    engine = Engine(paced_server)
+    url = url_of(paced_server, "grpc")
+
+    def is_running() -> bool:
+        return Metrics(paced_server)["vllm:num_requests_running"] == 1
+
+    if is_async:
+        async with AsyncClient(url) as client:
+            task = asyncio.create_task(client.generate(**LONG))
+            await asyncio.to_thread(wait_for, is_running, "a running request")
+            task.cancel()
+            await asyncio.wait([task])
+            await asyncio.to_thread(engine.check_cancelled)
+    else:
+        with Client(url) as threaded:
+            asking = asyncio.create_task(asyncio.to_thread(threaded.generate, **LONG))
+            await asyncio.to_thread(wait_for, is_running, "a running request")
+        with pytest.raises(Cancelled):
+            await asking
+        await asyncio.to_thread(engine.check_cancelled)
+
+
+def test_closing_from_another_thread(paced_server: TritonServer) -> None:
+    engine = Engine(paced_server)
+    with Client(url_of(paced_server, "grpc")) as client, client.stream(**LONG) as stream:
+        next(stream)
+        closing = threading.Timer(0.2, stream.close)
+        closing.start()
+        assert len(list(stream)) < 1000
+        closing.join()
+    engine.check_cancelled()
+
+
+@all_ways
+def test_cancelling_by_id(paced_server: TritonServer, way: Way) -> None:
+    """From another connection; the answer ends with what it has."""
+    engine = Engine(paced_server)
+    url = url_of(paced_server, way.protocol)
+
+    async def cancel() -> None:
+        async with AsyncClient(url) as client:
+            await client.cancel("job")
+
+    with Client(url) as client, client.stream(request_id="job", **LONG) as stream:
+        next(stream)
+        if way.is_async:
+            asyncio.run(cancel())
+        else:
+            client.cancel("job")
+        for _ in stream:
+            pass
+        assert stream.result.finish_reason == "cancelled"
+    engine.check_cancelled()

@@ -1,0 +1,157 @@
+"""What goes wrong is an exception of its kind, whichever way it is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from minisgl_client import (
+    Client,
+    ConnectionFailed,
+    InvalidArgument,
+    MinisglError,
+    ServerError,
+    Timeout,
+    Unavailable,
+    Unsupported,
+)
+from minisgl_client.errors import Cancelled, error_from
+
+from minisgl_backend import errors as backend
+from minisgl_backend.server.process import TritonServer
+from tests.client.ways import Way, all_ways, url_of
+
+pytestmark = pytest.mark.server
+
+HERE: list[tuple[dict[str, Any], type[MinisglError], str]] = [
+    ({"prompt": "x", "max_tokens": True}, InvalidArgument, "max_tokens must be an integer"),
+    ({"prompt": "x", "max_tokens": 2**31}, InvalidArgument, "max_tokens must be an integer"),
+    ({"prompt": "x", "max_tokens": "8"}, InvalidArgument, "max_tokens must be an integer"),
+    ({"prompt": "x", "max_tokens": 1.5}, InvalidArgument, "max_tokens must be an integer"),
+    ({"prompt": "x", "seed": -1}, InvalidArgument, "seed must be an integer in 0"),
+    ({"prompt": "x", "temperature": float("nan")}, InvalidArgument, "temperature must be finite"),
+    ({"prompt": "x", "temperature": 1e39}, InvalidArgument, "temperature must be a number"),
+    ({"prompt": "x", "temperature": None, "top_p": []}, InvalidArgument, "top_p must be a number"),
+    ({"prompt": "x", "ignore_eos": 1}, InvalidArgument, "ignore_eos must be True or False"),
+    ({"prompt": 5}, InvalidArgument, "text_input must be a string"),
+    ({"prompt": "\ud83d"}, InvalidArgument, "text_input must be valid UTF-8"),
+    ({"prompt": "x", "stop": [b"x"]}, InvalidArgument, "stop must be a string"),
+    ({"input_ids": ["1"]}, InvalidArgument, "input_ids must be an integer"),
+    ({"messages": [{"role": object()}]}, InvalidArgument, "not JSON: "),
+    ({"prompt": "x", "timeout_ms": 0}, InvalidArgument, "timeout_ms must be >= 1, got 0"),
+]
+"""What the client refuses by itself, because no protocol could carry it."""
+THERE: list[tuple[dict[str, Any], type[MinisglError], str]] = [
+    ({}, InvalidArgument, "give one of text_input, messages and input_ids, got none of them"),
+    ({"prompt": "x", "input_ids": [1]}, InvalidArgument, "give one of"),
+    ({"prompt": ""}, InvalidArgument, "text_input must not be empty"),
+    ({"prompt": "x", "max_tokens": 0}, InvalidArgument, "max_tokens must be >= 1, got 0"),
+    ({"prompt": "x", "tempreature": 1.0}, InvalidArgument, "unknown parameter 'tempreature'; did"),
+    ({"prompt": "x", "logit_bias": "["}, InvalidArgument, "logit_bias must be valid JSON"),
+    ({"prompt": "x", "n": 2}, Unsupported, "n is not supported, got 2"),
+    ({"prompt": "x", "bad_words": ["a", "b"]}, Unsupported, "bad_words is not supported"),
+    ({"prompt": "x", "length_penalty": 0.5}, Unsupported, "length_penalty is not supported"),
+]
+"""What the server refuses."""
+
+
+@all_ways
+def test_wrong_values(server: TritonServer, way: Way) -> None:
+    for values, kind, sentence in (*HERE, *THERE):
+        for ask in (way.generate, way.stream):
+            with pytest.raises(kind) as caught:
+                ask(server, **values)
+            assert str(caught.value).startswith(sentence), values
+            assert type(caught.value) is kind
+
+
+@all_ways
+def test_neutral_values_of_what_is_not_offered_pass(server: TritonServer, way: Way) -> None:
+    neutral: dict[str, Any] = {
+        "n": 1,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "bad_words": [],
+    }
+    assert way.generate(server, prompt="x", max_tokens=1, **neutral).text
+
+
+@all_ways
+def test_another_model(server: TritonServer, way: Way) -> None:
+    with pytest.raises(InvalidArgument, match="unknown model"):
+        way.generate(server, {"model": "another"}, prompt="x")
+
+
+@all_ways
+def test_nobody_there(way: Way) -> None:
+    url = "http://127.0.0.1:1" if way.protocol == "http" else "127.0.0.1:1"
+    with pytest.raises(ConnectionFailed, match=r"[Cc]onnect"):
+        way.generate(url, {"retries": 1}, prompt="x")
+
+
+@all_ways
+def test_errors_leave_the_client_usable(server: TritonServer, way: Way) -> None:
+    with Client(url_of(server, way.protocol)) as client:
+        with pytest.raises(InvalidArgument):
+            client.generate("x", max_tokens=0)
+        with client.stream("x", max_tokens=0) as stream:
+            with pytest.raises(InvalidArgument):
+                next(stream)
+            assert list(stream) == []
+            assert stream.result.text == ""
+        assert client.generate("x", max_tokens=1).num_output_tokens == 1
+
+
+def test_settings_that_contradict_each_other() -> None:
+    for url, protocol in [("http://here", "grpc"), ("grpc://here", "http"), ("ftp://here", None)]:
+        with pytest.raises(InvalidArgument, match="is no address for"):
+            Client(url, protocol=protocol)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="timeout_s must be > 0, got 0"):
+        Client(timeout_s=0)
+
+
+@all_ways
+def test_deadline(paced_server: TritonServer, way: Way) -> None:
+    """A request ends with what it has, or with an error where it has nothing."""
+    for ask in ({"timeout_ms": 300}, {"settings": {"timeout_s": 0.3}}):
+        result = way.generate(paced_server, input_ids=[1, 2], max_tokens=2000, **ask)
+        assert result.finish_reason == "timeout"
+        assert result.text
+    long_prompt = [1 + number % 500 for number in range(4000)]
+    with pytest.raises(Timeout, match="the deadline passed after"):
+        way.generate(paced_server, {"timeout_s": 0.3}, input_ids=long_prompt)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (backend.InvalidRequest("no"), InvalidArgument),
+        (backend.Unsupported("no"), Unsupported),
+        (backend.Overloaded("no"), Unavailable),
+        (backend.Cancelled("no"), Cancelled),
+        (backend.EngineFailure("no"), ServerError),
+    ],
+)
+def test_kinds_follow_the_codes(error: backend.MiniSGLError, kind: type[MinisglError]) -> None:
+    """Inside an ensemble, inside two, and from a model by itself."""
+    assert kind.code == error.code
+    for place in ("", "in ensemble 'minisgl', ", "in ensemble 'a', in ensemble 'minisgl', "):
+        found = error_from(f"{place}{error.code}: two words: and\na line")
+        assert type(found) is kind
+        assert str(found) == "two words: and\na line"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Request for unknown model: 'minisgl' is not found", InvalidArgument),
+        ("Request for unknown model: 'minisgl' has no available versions", Unavailable),
+        ("in ensemble 'minisgl', Stub process 'llm_engine_0_0' is not healthy.", Unavailable),
+        ("in ensemble 'minisgl', SOMETHING: else", ServerError),
+        ("", ServerError),
+    ],
+)
+def test_sentences_of_triton(text: str, kind: type[MinisglError]) -> None:
+    found = error_from(text)
+    assert type(found) is kind
+    assert str(found) == text

@@ -28,7 +28,7 @@ class LazyGroup(click.Group):
         try:
             command = getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
-            raise click.ClickException(_missing(cmd_name, error)) from error
+            return _unavailable(cmd_name, error)
         assert isinstance(command, click.Command)
         return command
 
@@ -40,17 +40,36 @@ class LazyGroup(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-def _missing(command: str, error: ModuleNotFoundError) -> str:
-    extra = _EXTRAS.get(command, "server")
-    return f"{command} needs {error.name}: pip install 'minisgl-triton[{extra}]'"
+def _unavailable(name: str, error: ModuleNotFoundError) -> click.Command:
+    """Stands for a command whose packages are not installed, so that the help lists it all the
+    same; called, it says what to install."""
+    extras = [extra for module, extra in _EXTRAS.items() if error.name == module]
+    extra = extras[0] if extras else "server"
+    advice = f"needs {error.name}: pip install 'minisgl-triton[{extra}]'"
+
+    def refuse(rest: tuple[str, ...]) -> None:
+        raise click.ClickException(f"{name} {advice}")
+
+    return click.Command(
+        name,
+        callback=refuse,
+        params=[click.Argument(["rest"], nargs=-1, type=click.UNPROCESSED)],
+        context_settings={"ignore_unknown_options": True},
+        add_help_option=False,
+        short_help=f"({advice})",
+    )
 
 
 _EXTRAS: Final = {
-    "chat": "client",
-    "generate": "client",
-    "gateway": "gateway",
+    "httpx": "client",
+    "prompt_toolkit": "client",
+    "fastapi": "gateway",
+    "prometheus_client": "gateway",
+    "pydantic": "gateway",
+    "uvicorn": "gateway",
+    "matplotlib": "bench",
 }
-"""The extra of pyproject.toml that a command needs; others need `server`."""
+"""The extra of pyproject.toml that brings a package; `server` brings the others."""
 
 bench = LazyGroup(
     "bench",
@@ -60,6 +79,7 @@ bench = LazyGroup(
         "cancel": "minisgl_backend.bench.cancel:cancel",
         "gateway": "minisgl_backend.bench.gateway:gateway",
         "serve": "minisgl_backend.bench.serve.command:serve",
+        "perf-analyzer": "minisgl_backend.bench.perf_analyzer:perf_analyzer",
         "offline": "minisgl_backend.bench.offline:offline",
         "decode": "minisgl_backend.bench.decode:decode",
         "prefill": "minisgl_backend.bench.prefill:prefill",

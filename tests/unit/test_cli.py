@@ -1,0 +1,42 @@
+"""The command groups, where not every extra is installed."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from minisgl_backend.cli.main import LazyGroup, main
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> LazyGroup:
+    """A command whose module needs uvicorn, which is not there, beside one that works."""
+    for name in [name for name in sys.modules if name.startswith("minisgl_gateway")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    places = {
+        "gateway": "minisgl_gateway.command:gateway",
+        "planner": "minisgl_backend.bench.planner:planner",
+    }
+    return LazyGroup("minisgl", places, "Help.")
+
+
+def test_help_lists_what_is_not_installed(group: LazyGroup) -> None:
+    result = CliRunner().invoke(group, ["--help"], terminal_width=200)
+    assert result.exit_code == 0
+    assert "(needs uvicorn: pip install 'minisgl-triton[gateway]')" in result.output
+    assert "planner" in result.output
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--port", "0", "x"]])
+def test_what_is_not_installed_says_what_to_install(group: LazyGroup, arguments: list[str]) -> None:
+    result = CliRunner().invoke(group, ["gateway", *arguments])
+    assert result.exit_code == 1
+    assert result.output == "Error: gateway needs uvicorn: pip install 'minisgl-triton[gateway]'\n"
+
+
+def test_every_command_is_there() -> None:
+    result = CliRunner().invoke(main, ["--help"], terminal_width=200)
+    assert result.exit_code == 0 and "(needs" not in result.output

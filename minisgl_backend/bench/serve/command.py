@@ -26,7 +26,7 @@ from minisgl_backend.bench.servers import started
 from minisgl_backend.errors import ConfigError
 
 
-def _numbers(kind: Callable[[str], float]) -> Callable[..., Sequence[float]]:
+def numbers(kind: Callable[[str], float]) -> Callable[..., Sequence[float]]:
     """The callback of an option whose value is positive numbers, separated by commas."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: str) -> Sequence[float]:
@@ -55,13 +55,13 @@ _count = click.IntRange(1)
 @click.option("--model", help="the ensemble; of an OpenAI endpoint the first that it offers")
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="of an OpenAI endpoint")
 @click.option(
-    "--concurrency", default="", callback=_numbers(int), help="requests in flight, as 1,4,16"
+    "--concurrency", default="", callback=numbers(int), help="requests in flight, as 1,4,16"
 )
 @click.option(
-    "--rate", default="", callback=_numbers(float), help="Poisson arrivals a second, as 1,2"
+    "--rate", default="", callback=numbers(float), help="Poisson arrivals a second, as 1,2"
 )
 @click.option("--trace", type=_file, help="JSONL of timestamp, lengths and hash_ids, replayed")
-@click.option("--time-scale", default="", callback=_numbers(float), help="0.5 is twice as dense")
+@click.option("--time-scale", default="", callback=numbers(float), help="0.5 is twice as dense")
 @click.option(
     "--block-size", type=_count, default=512, show_default=True, help="tokens a hash id stands for"
 )
@@ -116,7 +116,7 @@ def serve(
         raise click.UsageError("--protocol openai needs --url")
     measured: list[Measured] = []
     interrupted = False
-    with _address(url) as address:
+    with address_of(url) as address:
 
         def target() -> Target:
             if protocol == "openai":
@@ -138,7 +138,8 @@ def serve(
 
 
 @contextmanager
-def _address(url: str | None) -> Iterator[str]:
+def address_of(url: str | None) -> Iterator[str]:
+    """The server of that address, or for as long as the block lasts one of our own, by gRPC."""
     if url is not None:
         yield url
         return

@@ -41,10 +41,12 @@ _COUNTS: Final = {
 }
 
 
-def print_table(measured: Sequence[Measured], info: Mapping[str, Any]) -> None:
+def print_table(
+    measured: Sequence[Measured], info: Mapping[str, Any], *, title: str = "serve"
+) -> None:
     """A row a figure, a column a load."""
     caption = ", ".join(f"{name} {value}" for name, value in info.items())
-    table = Table(title="serve", caption=caption)
+    table = Table(title=title, caption=caption)
     table.add_column("")
     for one in measured:
         table.add_column(one.load.label, justify="right")
@@ -66,10 +68,12 @@ def print_table(measured: Sequence[Measured], info: Mapping[str, Any]) -> None:
     Console(width=max(100, Console().width)).print(table)
 
 
-def write_json(path: Path, measured: Sequence[Measured], info: Mapping[str, Any]) -> None:
+def write_json(
+    path: Path, measured: Sequence[Measured], info: Mapping[str, Any], *, title: str = "serve"
+) -> None:
     """A row a load, each with its figures."""
     rows = [{"load": one.load.name, "level": one.load.level, **one.figures} for one in measured]
-    content = {"title": "serve", "info": info, "rows": rows}
+    content = {"title": title, "info": info, "rows": rows}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,135 @@
+"""`minisgl bench perf-analyzer` with the real binary; what it is told and what it is read from."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from minisgl_backend.bench.perf_analyzer import (
+    MODELS,
+    Level,
+    Style,
+    flags,
+    input_data,
+    outcomes_of,
+    random_texts,
+)
+from minisgl_backend.bench.perf_analyzer_binary import find_perf_analyzer
+from minisgl_backend.bench.serve.calls import Call
+from minisgl_backend.cli.main import main
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.server.process import TritonServer
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("style", list(MODELS))
+def test_each_style_is_measured(
+    server: TritonServer, perf_analyzer: tuple[Path, dict[str, str]], style: str, tmp_path: Path
+) -> None:
+    """The recipes of docs/benchmarks.md, run small."""
+    figures = tmp_path / "figures.json"
+    command = ["bench", "perf-analyzer", "--style", style, "--concurrency", "2", "--rate", "5"]
+    command += ["--url", f"127.0.0.1:{server.grpc_port}", "--binary", str(perf_analyzer[0])]
+    command += ["--requests", "6", "--output-len", "8", "--request-parameter", "top_k:5:int"]
+    command += ["--slo", "ttft=60000", "--export", str(tmp_path), "--json", str(figures)]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    assert "time to first token, ms, p50" in result.output
+    rows = json.loads(figures.read_text())["rows"]
+    assert [(row["load"], row["level"]) for row in rows] == [("concurrency", 2), ("rate", 5)]
+    for row in rows:
+        assert row["requests"] >= 6 and not row["errors"]
+        assert row["output_tokens"] == 8 * row["requests"]
+        assert row["input_tokens"] > 6
+        assert 0 < row["ttft_ms"]["p50"] <= row["e2e_ms"]["p99"]
+        assert row["goodput_share"] == 1
+    export = json.loads((tmp_path / f"{style}-concurrency-2.json").read_text())
+    sent = export["experiments"][0]["requests"][0]["request_inputs"]
+    assert ("sampling_parameters" in sent) == (style == "vllm")
+
+
+@pytest.mark.server
+def test_what_perf_analyzer_says_is_told(
+    server: TritonServer, perf_analyzer: tuple[Path, dict[str, str]]
+) -> None:
+    command = ["bench", "perf-analyzer", "--binary", str(perf_analyzer[0]), "--warm-up", "0"]
+    command += ["--url", f"127.0.0.1:{server.grpc_port}", "--request-parameter", "nonsense"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert "perf_analyzer failed" in result.output and "request-parameter" in result.output
+
+
+def test_the_binary_out_of_a_wheel(
+    perf_analyzer: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    binary, _ = perf_analyzer
+    wheel = tmp_path / "tritonclient.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(binary, "tritonclient.data/purelib/bin/perf_analyzer")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    tool = find_perf_analyzer(folder, binary=None, wheel=wheel)
+    assert tool.path == folder / "perf_analyzer"
+    assert "2.51" in tool.run(["--version"]).stderr
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tritonclient/__init__.py", "")
+    with pytest.raises(ConfigError, match=r"tritonclient\.whl holds no perf_analyzer"):
+        find_perf_analyzer(folder, binary=None, wheel=wheel)
+
+
+def test_a_binary_that_is_not_there_or_does_not_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no /nowhere found: put perf_analyzer on PATH"):
+        find_perf_analyzer(tmp_path, binary="/nowhere", wheel=None)
+    broken = tmp_path / "perf_analyzer"
+    broken.write_text("#!/bin/sh\necho broken >&2\nexit 127\n")
+    broken.chmod(0o755)
+    with pytest.raises(ConfigError, match="perf_analyzer does not run here: broken"):
+        find_perf_analyzer(tmp_path, binary=str(broken), wheel=None)
+
+
+def test_flags() -> None:
+    said = " ".join(flags("tensorrtllm", ["top_p:0.9:double"]))
+    assert "-m minisgl_batched" in said and "-i grpc --streaming --async" in said
+    assert "--request-parameter top_p:0.9:double" in said
+    assert Level("concurrency", 4).arguments == ["--concurrency-range", "4"]
+    rate = ["--request-rate-range", "0.5", "--request-distribution", "poisson"]
+    assert Level("rate", 0.5).arguments == rate
+
+
+@pytest.mark.parametrize("style", list(MODELS))
+def test_inputs_are_texts(style: Style) -> None:
+    (entry,) = input_data(style, [Call(7, text="Hi")])["data"]
+    assert entry["text_input"] == ["Hi"] and entry["stream"] == [True]
+    with pytest.raises(ConfigError, match="needs `prompt`"):
+        input_data(style, [Call(7, input_ids=[1])])
+
+
+def test_random_texts_depend_on_the_seed_alone() -> None:
+    texts = [call.text for call in random_texts(3, 5, 8, "a")]
+    assert texts == [call.text for call in random_texts(3, 5, 8, "a")]
+    assert texts != [call.text for call in random_texts(3, 5, 8, "b")]
+    assert all(text is not None and len(text.split()) == 5 for text in texts)
+
+
+def test_an_export_is_read() -> None:
+    """A chunk of two tokens, one of one, and the empty response that is the last."""
+    counts = {"num_input_tokens": 9, "num_cached_tokens": 4}
+    responses = [{"num_output_tokens": 2, **counts}, {"num_output_tokens": 1, **counts}, {}]
+    request = {
+        "timestamp": 1_000_000_000,
+        "response_timestamps": [1_100_000_000, 1_300_000_000, 1_400_000_000],
+        "response_outputs": responses,
+    }
+    silent = {"timestamp": 0, "response_timestamps": [], "response_outputs": []}
+    export = {"experiments": [{"requests": [request, silent]}]}
+    answered, failed = outcomes_of(export)
+    assert answered.ttft_ms == pytest.approx(100)
+    assert answered.tpot_ms == pytest.approx(100)
+    assert answered.e2e_ms == pytest.approx(400)
+    assert (answered.num_output_tokens, answered.num_input_tokens) == (3, 9)
+    assert answered.num_cached_tokens == 4
+    assert failed.error == "no response"

@@ -1,0 +1,7 @@
+"""The gateway that the tests of docker/ start."""
+
+from __future__ import annotations
+
+from tests.docker.conftest import gateway
+
+__all__ = ["gateway"]

@@ -1,0 +1,132 @@
+"""What README, CONTRIBUTING and docs/ name exists: links, files, commands and their options."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import click
+import pytest
+
+from minisgl_backend.cli.main import main
+from tests.docs.markdown import Page
+
+ROOT: Final = Path(__file__).parents[2]
+PAGES: Final = [
+    Page(path) for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
+]
+_PACKAGES: Final = (ROOT, ROOT / "minisgl_backend", ROOT / "client")
+_OPERATORS: Final = {"|", "&&", "||", ";", ">", "<", "&"}
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
+
+
+@pages
+def test_links_lead_somewhere(page: Page) -> None:
+    for link in page.links:
+        if re.match(r"https?:|mailto:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.path.parent / name if name else page.path
+        assert target.exists(), link
+        assert not anchor or anchor in Page(target).anchors, link
+
+
+@pages
+def test_files_that_are_named_exist(page: Page) -> None:
+    for code in page.inline:
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", code) and "/" in code:
+            top = code.split("/")[0]
+            places = [folder for folder in _PACKAGES if (folder / top).is_dir()]
+            assert not places or any((folder / code).exists() for folder in places), code
+
+
+def commands(page: Page) -> Iterator[list[str]]:
+    """Each call of `minisgl` and `make`, in console blocks and in the text."""
+    texts = [call.command for call in page.calls]
+    texts += [code for code in page.inline if re.match(r"(minisgl|make) [a-z]", code)]
+    for block in page.blocks:
+        if not block.language:
+            joined = re.sub(r"\\\n\s*", " ", block.text)
+            texts += [line for line in joined.splitlines() if line.strip().startswith("minisgl ")]
+    for text in texts:
+        words = shlex.split(text, comments=True)
+        while words:
+            end = next((i for i, word in enumerate(words) if word in _OPERATORS), len(words))
+            call, words = words[:end], words[end + 1 :]
+            if call and call[0].split("/")[-1] in ("minisgl", "make"):
+                yield [call[0].split("/")[-1], *call[1:]]
+
+
+@pages
+def test_commands_and_their_options_exist(page: Page) -> None:
+    if page.path.name == "reference.md":  # written from the options themselves
+        return
+    for program, *arguments in commands(page):
+        if program == "minisgl":
+            check_options(main, arguments)
+        else:
+            check_make(arguments)
+
+
+def check_options(command: click.Command, arguments: list[str]) -> None:
+    """Follow the subcommands, then look up every option of the last one."""
+    while isinstance(command, click.Group) and arguments and not arguments[0].startswith("-"):
+        name, *arguments = arguments
+        found = command.get_command(click.Context(command), name)
+        assert found is not None, f"{command.name} has no command {name}"
+        command = found
+    known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
+    known |= {option for parameter in command.params for option in parameter.secondary_opts}
+    if not isinstance(command, click.Group):
+        given = {word.split("=")[0] for word in arguments if re.match(r"--?[a-zA-Z]", word)}
+        assert given <= known, f"{command.name} has no {', '.join(sorted(given - known))}"
+
+
+def check_make(arguments: list[str]) -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    for word in arguments:
+        name, is_variable, value = word.partition("=")
+        assert is_variable or name in targets, f"make has no {name}"
+        if name == "ARGS" and arguments[0] == "serve":
+            check_options(main, ["serve", *shlex.split(value)])
+
+
+def test_what_is_not_there_would_be_found() -> None:
+    with pytest.raises(AssertionError, match="no command seve"):
+        check_options(main, ["seve"])
+    with pytest.raises(AssertionError, match="has no --modle"):
+        check_options(main, ["serve", "--modle", "x"])
+    with pytest.raises(AssertionError, match="make has no tset"):
+        check_make(["tset"])
+
+
+@pages
+def test_python_examples_are_python(page: Page) -> None:
+    for block in page.blocks:
+        if block.language == "python" and not block.text.startswith("# minisgl_backend/"):
+            compile(block.text, str(page.path), "exec")
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    """Each page of docs/ can be reached from the README."""
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        path = waiting.pop().resolve()
+        if path not in reached and path.suffix == ".md":
+            reached.add(path)
+            links = [link.split("#")[0] for link in Page(path).links if "://" not in link]
+            waiting += [path.parent / link for link in links if link]
+    assert {page.path.resolve() for page in PAGES} <= reached
+
+
+@pages
+def test_code_that_is_quoted_is_in_its_file(page: Page) -> None:
+    """A Python example that begins with the path of a file is a piece of it."""
+    for block in page.blocks:
+        first, _, rest = block.text.partition("\n")
+        if re.fullmatch(r"# [\w/]+\.py", first):
+            assert rest in (ROOT / first[2:]).read_text("utf-8"), f"{first[2:]} reads otherwise"

@@ -1,0 +1,65 @@
+"""The README's examples, run against a real server, print what it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+
+from minisgl_backend.server.process import TritonServer
+from tests.docs.markdown import Call, Page
+from tests.docs.test_docs import ROOT
+
+README: Final = Page(ROOT / "README.md")
+CURLS: Final = [call for call in README.calls if "curl" in call.command]
+
+
+@pytest.fixture(scope="module")
+def here(server: TritonServer, gateway: str) -> Callable[[str], str]:
+    """Puts the ports of the running servers where the README has the usual ones."""
+    ports = {
+        "127.0.0.1:8000": f"127.0.0.1:{server.http_port}",
+        "127.0.0.1:8001": f"127.0.0.1:{server.grpc_port}",
+        "localhost:8001": f"127.0.0.1:{server.grpc_port}",
+        "127.0.0.1:9000": gateway.removeprefix("http://"),
+    }
+
+    def put(text: str) -> str:
+        for usual, real in ports.items():
+            text = text.replace(usual, real)
+        return text
+
+    return put
+
+
+@pytest.mark.parametrize("call", CURLS, ids=lambda call: re.findall(r"/(\w+) ", call.command)[0])
+def test_curl_lines_print_what_is_shown(call: Call, here: Callable[[str], str]) -> None:
+    done = subprocess.run(
+        ["bash", "-c", here(call.command)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert '"error"' not in done.stdout
+    printed = [line for line in done.stdout.splitlines() if line]
+    for shown in call.output.splitlines():
+        assert shown in ("", "...") or shown in printed
+    assert call.output or printed
+
+
+def test_the_first_curl_line_is_what_the_server_suggests() -> None:
+    suggested = next(block.text for block in README.blocks if "Try it:" in block.text)
+    assert CURLS[0].command in suggested
+
+
+def test_python_examples_run(here: Callable[[str], str]) -> None:
+    examples = [block.text for block in README.blocks if block.language == "python"]
+    assert examples
+    for example in examples:
+        done = subprocess.run(
+            [sys.executable, "-c", here(example)], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert "e-l-e-p-h-a-n-t" in done.stdout

@@ -119,6 +119,7 @@ def build_rank(facts: Resolved, join: Callable[[], Group], meet: Callable[[], No
         max_running_requests=options.max_running_requests,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
+        max_queue_time_s=options.max_queue_time_s,
     )
     return Rank(info, executor, group)
 

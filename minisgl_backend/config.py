@@ -58,6 +58,9 @@ class EngineOptions:
     max_running_requests: int = option(256, "requests in one step", minimum=1, maximum=4096)
     max_queued_requests: int = option(1024, "requests that may wait", minimum=0)
     max_queued_tokens: int = option(4_000_000, "prompt tokens that may wait", minimum=0)
+    max_queue_time_s: float | None = option(
+        None, "time after which a request that still waits is refused; auto: none", minimum=0.001
+    )
     max_sequence_length: int | None = option(
         None, "prompt and output tokens of a request; auto: the model's context", minimum=2
     )
@@ -113,6 +116,8 @@ class Limits:
     """The most that one request may ask for: one table, used by every way in."""
 
     prompt_bytes: int = 8 * 2**20
+    other_bytes: int = 4 * 2**20
+    """What a request may bring beside its prompt: parameters, stop strings, tools."""
     messages: int = 1024
     message_depth: int = 32
     stop_strings: int = 16

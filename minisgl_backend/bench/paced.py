@@ -97,6 +97,7 @@ def paced_engine(options: EngineOptions, *, step_s: float, journal: Path | None 
         max_running_requests=options.max_running_requests,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
+        max_queue_time_s=options.max_queue_time_s,
     )
     scheduler: Scheduler = build_scheduler(options, info)
     if journal is not None:

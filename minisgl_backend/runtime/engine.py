@@ -47,6 +47,7 @@ class EngineInfo:
     max_running_requests: int
     max_queued_requests: int
     max_queued_tokens: int
+    max_queue_time_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Engine:
             recorder=self._recorder,
             on_admitted=self._forget_waiting,
             on_ended=self._forget,
+            max_queue_time_s=info.max_queue_time_s,
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()

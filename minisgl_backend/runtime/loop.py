@@ -19,7 +19,6 @@ this thread alone. Where an exception ends the loop, every open request has got 
 
 from __future__ import annotations
 
-import heapq
 import logging
 import queue
 import time
@@ -54,6 +53,7 @@ from minisgl_backend.runtime.inbox import Abort, Add, Fail, Message, Stop
 from minisgl_backend.runtime.ports import Executor, Pending, Scheduler
 from minisgl_backend.runtime.returning import Returning
 from minisgl_backend.runtime.stats import Phase, Recorder
+from minisgl_backend.runtime.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class Loop:
         recorder: Recorder,
         on_admitted: Callable[[Request], None],
         on_ended: Callable[[Request, bool], None],
+        max_queue_time_s: float | None = None,
     ) -> None:
         """``on_ended`` is told of each ended request whether it had been admitted."""
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -116,7 +117,7 @@ class Loop:
         self._on_admitted = on_admitted
         self._on_ended = on_ended
         self._open: dict[RequestId, _Open] = {}
-        self._deadlines: list[tuple[float, RequestId]] = []
+        self._timeouts = Timeouts(max_queue_time_s)
         self._stop: Stop | None = None
         self._flights: deque[_Flight] = deque()
         self._returning = Returning()
@@ -197,8 +198,7 @@ class Loop:
     def _add(self, message: Add) -> None:
         request = message.request
         self._open[request.id] = _Open(request, message.sink, message.arrived_s)
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.id))
+        self._timeouts.add(request, message.arrived_s)
         if self._returning.is_over:
             self._schedule(request.id)
         else:
@@ -217,8 +217,7 @@ class Loop:
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
+        for request_id in self._timeouts.overdue(now):
             entry = self._open.get(request_id)
             if entry is None:
                 continue
@@ -228,6 +227,13 @@ class Loop:
                 waited_ms = round((now - entry.arrived_s) * 1000)
                 text = f"the deadline passed after {waited_ms} ms, before the first token"
                 self._abort(request_id, Failed(Overloaded(text)))
+        for request_id in self._timeouts.stale(now, self._is_waiting):
+            text = f"queue full: the request waited for {self._timeouts.max_queue_time_s:g} s"
+            self._abort(request_id, Failed(Overloaded(text)))
+
+    def _is_waiting(self, request_id: RequestId) -> bool:
+        entry = self._open.get(request_id)
+        return entry is not None and not entry.admitted
 
     # --- steps -------------------------------------------------------------------------------
 

@@ -35,7 +35,12 @@ from minisgl_backend.tritonserver.setup import (
 )
 from minisgl_backend.tritonserver.stream import Outgoing, Stream
 from minisgl_backend.tritonserver.telemetry import Telemetry
-from minisgl_backend.tritonserver.tensors import make_response, read_inputs, read_parameters
+from minisgl_backend.tritonserver.tensors import (
+    checked_size,
+    make_response,
+    read_inputs,
+    read_parameters,
+)
 from minisgl_backend.tritonserver.vitals import Condition, Vitals
 from minisgl_backend.tritonserver.watch import Watch
 from minisgl_backend.tritonserver.window import Window
@@ -149,6 +154,7 @@ class TritonPythonModel:
     def _accept(self, request: Any, responder: Responder) -> None:
         arrival_time_ns = time.time_ns()
         inputs = read_inputs(request)
+        checked_size(request, inputs, self._limits)
         text = inputs.pop(REQUEST.name, None)
         label: str = request.request_id()
         asked: Record | StopRequest

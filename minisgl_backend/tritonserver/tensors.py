@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
+from minisgl_backend.config import Limits
+from minisgl_backend.errors import InvalidRequest
+
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
@@ -24,12 +27,16 @@ def read_parameters(request: Any) -> dict[str, Any]:
     return parameters
 
 
-def num_bytes(arrays: Arrays) -> int:
-    """How many bytes the tensors hold."""
-    return sum(
+def checked_size(request: Any, arrays: Arrays, limits: Limits) -> int:
+    """Bytes of a request's tensors and parameters; raises ``InvalidRequest`` for too many."""
+    size = len(request.parameters() or "") + sum(
         sum(map(len, array.flat)) if array.dtype == object else array.nbytes
         for array in arrays.values()
     )
+    most = limits.prompt_bytes + limits.other_bytes
+    if size > most:
+        raise InvalidRequest(f"a request must be at most {most} bytes, got {size}")
+    return size
 
 
 def text_array(text: str) -> npt.NDArray[np.object_]:

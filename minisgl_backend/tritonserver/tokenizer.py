@@ -16,12 +16,12 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from minisgl_backend.config import Limits
-from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded
+from minisgl_backend.errors import Cancelled, Overloaded
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver.counts import Rejections
 from minisgl_backend.tritonserver.hint import QueueView
@@ -34,8 +34,8 @@ from minisgl_backend.tritonserver.setup import (
 )
 from minisgl_backend.tritonserver.tensors import (
     Arrays,
+    checked_size,
     make_response,
-    num_bytes,
     read_inputs,
     read_parameters,
     text_array,
@@ -47,9 +47,6 @@ from minisgl_backend.tritonserver.wire.parse import parse_generation
 from minisgl_backend.tritonserver.wire.record import encode_record
 
 logger = logging.getLogger(__name__)
-
-_OVERHEAD_BYTES: Final = 4 * 2**20
-"""What a request may bring beside its prompt: parameters, stop strings, tools."""
 
 
 class _Job:
@@ -121,10 +118,7 @@ class TritonPythonModel:
         if self._queue.is_full():
             raise Overloaded("queue full: every engine has as many requests as it may hold")
         inputs = read_inputs(request)
-        size = num_bytes(inputs) + len(request.parameters() or "")
-        most = self._limits.prompt_bytes + _OVERHEAD_BYTES
-        if size > most:
-            raise InvalidRequest(f"a request must be at most {most} bytes, got {size}")
+        size = checked_size(request, inputs, self._limits)
         job = _Job(request, inputs, responder)
         with self._lock:
             if len(self._jobs) >= self._max_jobs or self._num_bytes + size > self._max_bytes:

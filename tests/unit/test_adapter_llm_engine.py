@@ -63,6 +63,17 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_request_is_bounded_in_size(model: Model) -> None:
+    """Also one of a direct caller, which no tokenizer has looked at."""
+    large = request(acknowledged=False, logit_bias="x" * 13_000_000)
+    model.execute([large])
+    response, final = large.sender.sent.get(timeout=PATIENCE_S)
+    assert final and response is not None
+    error = response.error()
+    assert error is not None
+    assert error.message().startswith("INVALID_ARG: a request must be at most")
+
+
 def request(
     *, request_id: str = "", acknowledged: bool = True, **values: Any
 ) -> pb_utils.InferenceRequest:

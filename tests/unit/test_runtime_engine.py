@@ -133,6 +133,7 @@ class Bench:
         max_queued: int = 2,
         max_queued_tokens: int = 1000,
         eos: tuple[int, ...] = (),
+        max_queue_time_s: float | None = None,
     ) -> None:
         self.model = model or Model(vocabulary=100)
         self.executor = GatedExecutor(self.model)
@@ -158,6 +159,7 @@ class Bench:
             max_running_requests=max_running,
             max_queued_requests=max_queued,
             max_queued_tokens=max_queued_tokens,
+            max_queue_time_s=max_queue_time_s,
         )
         self.engine = Engine(self.info, Scheduler(cache, config), self.executor, overlap=overlap)
 
@@ -255,6 +257,25 @@ def test_a_deadline_before_the_first_token_is_an_error() -> None:
     assert isinstance(error, Overloaded)
     assert "before the first token" in str(error)
     assert running.ending() == Finished(FinishReason.LENGTH)
+    it.engine.close(drain_s=0)
+
+
+def test_who_waits_for_too_long_is_refused() -> None:
+    """A request that is running is not: its time in the queue was shorter."""
+    it = Bench(max_running=1, max_queue_time_s=0.2)
+    it.executor.gate.clear()
+    running = it.submit(it.request([2], max_tokens=50))
+    it.wait_until(lambda: any(isinstance(event, Admitted) for event in running.events))
+    waiting = [it.submit(it.request([i])) for i in (1, 3)]
+    arrived_s = time.monotonic()
+    it.wait_until(lambda: time.monotonic() - arrived_s > 0.2)
+    it.executor.gate.set()
+    for sink in waiting:
+        assert isinstance(sink.error(), Overloaded)
+        assert "waited for 0.2 s" in str(sink.error())
+    assert running.ending() == Finished(FinishReason.LENGTH)
+    assert it.submit(it.request([1])).ending() == Finished(FinishReason.LENGTH)
+    assert it.engine.stats().failed == {"UNAVAILABLE": 2}
     it.engine.close(drain_s=0)
 
 

@@ -1,0 +1,26 @@
+"""What refuses bad input must not be an ``assert``: it works under ``python -O`` as well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_CASES = "tests/unit/test_wire_parse.py", "tests/unit/test_text_template.py"
+
+
+@pytest.mark.parametrize("cases", _CASES)
+def test_bad_inputs_are_refused_without_asserts(cases: str) -> None:
+    # the warning says that asserts outside of tests do nothing, which is the point
+    command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", cases]
+    ignored = "ignore:assertions not in test modules:pytest.PytestConfigWarning"
+    result = subprocess.run(
+        [*command, "-W", ignored],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr

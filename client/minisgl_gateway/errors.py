@@ -7,8 +7,9 @@ goes wrong becomes one sentence without details, and the log has the story under
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from minisgl_client import errors as client
 from starlette.responses import JSONResponse
@@ -83,10 +84,11 @@ def api_error_of_finish(reason: str | None) -> ApiError:
 
 def api_error(error: client.MinisglError) -> ApiError:
     """What an error of the engine, or of the way to it, means to a caller."""
-    if isinstance(error, client.InvalidArgument):
-        return invalid(str(error))
-    if isinstance(error, client.Unsupported):
-        return unsupported(str(error))
+    if isinstance(error, (client.InvalidArgument, client.Unsupported)):
+        message = _OTHER_NAMES.sub(lambda found: _NAMES[found[0]], str(error))
+        field = re.match(r"(\w+) must ", message)
+        make = invalid if isinstance(error, client.InvalidArgument) else unsupported
+        return make(message, field and field[1])
     if isinstance(error, client.Timeout):
         return deadline_passed()
     if isinstance(error, client.ConnectionFailed):
@@ -98,6 +100,16 @@ def api_error(error: client.MinisglError) -> ApiError:
     if isinstance(error, client.Cancelled):
         return cancelled()
     return internal()
+
+
+_NAMES: Final = {
+    "text_input": "prompt",
+    "input_ids": "prompt",
+    "num_logprobs": "logprobs",
+    "priority_level": "priority",
+}
+"""What the engine calls otherwise than OpenAI's API."""
+_OTHER_NAMES: Final = re.compile(rf"\b(?:{'|'.join(_NAMES)})\b")
 
 
 def internal() -> ApiError:

@@ -1,0 +1,72 @@
+"""The OpenAPI description tells the truth: schemathesis asks what it allows, and more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from tests.gateway.conftest import Gateway
+
+pytestmark = pytest.mark.server
+
+OPERATIONS = (
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "GET /v1/models",
+    "GET /v1/models/{name}",
+    "GET /health",
+    "GET /metrics",
+)
+BOUNDED = settings(
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="module")
+def operations(gateway: Gateway) -> dict[str, Any]:
+    """What the description offers, by method and path."""
+    description = schemathesis.openapi.from_url(f"{gateway.url}/openapi.json")
+    results: list[Any] = list(description.get_all_operations())
+    found = [result.ok() for result in results]
+    return {operation.label: operation for operation in found}
+
+
+def test_the_description_is_whole(operations: dict[str, Any]) -> None:
+    assert set(operations) == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("label", OPERATIONS)
+@pytest.mark.parametrize("allowed", [True, False])
+def test_every_answer_is_one_that_is_described(
+    operations: dict[str, Any], label: str, allowed: bool
+) -> None:
+    """Requests that the description allows, most of them for a model that exists; and others."""
+    mode = schemathesis.GenerationMode.POSITIVE if allowed else schemathesis.GenerationMode.NEGATIVE
+    if not allowed and not label.startswith("POST"):
+        mode = schemathesis.GenerationMode.POSITIVE
+
+    @BOUNDED
+    @given(case=operations[label].as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        if allowed and isinstance(case.body, dict):
+            case.body.update(model="minisgl", max_tokens=4, n=1)
+        # the engine has more rules than a schema can tell: token ids, stop strings, lengths
+        case.call_and_validate(timeout=60, excluded_checks=[positive_data_acceptance])
+
+    ask()
+
+
+def test_the_description_names_every_field(gateway: Gateway) -> None:
+    schemas = gateway.get("/openapi.json").json()["components"]["schemas"]
+    for name in ("messages", "tools", "max_completion_tokens", "cache_salt", "stream_options"):
+        assert name in schemas["ChatCompletionRequest"]["properties"]
+    assert "prompt" in schemas["CompletionRequest"]["properties"]
+    assert "error" in schemas["ErrorAnswer"]["properties"]

@@ -25,15 +25,20 @@ from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.supervisor import Supervisor
 
 _QUESTION = "What is the capital of France?"
+_PORT = click.IntRange(0, 65535)
 
 
 @click.command()
 @engine_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
-@click.option("--http-port", default=8000, show_default=True, help="0 picks a free one")
-@click.option("--grpc-port", default=8001, show_default=True, help="0 picks a free one")
-@click.option("--metrics-port", default=8002, show_default=True, help="0 picks a free one")
-@click.option("--health-port", default=8003, show_default=True, help="0 picks a free one")
+@click.option("--http-port", default=8000, type=_PORT, show_default=True, help="0 picks a free one")
+@click.option("--grpc-port", default=8001, type=_PORT, show_default=True, help="0 picks a free one")
+@click.option(
+    "--metrics-port", default=8002, type=_PORT, show_default=True, help="0 picks a free one"
+)
+@click.option(
+    "--health-port", default=8003, type=_PORT, show_default=True, help="0 picks a free one"
+)
 @click.option(
     "--allow-remote",
     is_flag=True,

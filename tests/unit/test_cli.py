@@ -37,6 +37,15 @@ def test_what_is_not_installed_says_what_to_install(group: LazyGroup, arguments:
     assert result.output == "Error: gateway needs uvicorn: pip install 'minisgl-triton[gateway]'\n"
 
 
+@pytest.mark.parametrize(
+    "option", ["--http-port", "--grpc-port", "--metrics-port", "--health-port"]
+)
+def test_a_port_is_a_port(option: str) -> None:
+    result = CliRunner().invoke(main, ["serve", option, "65536"])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}': 65536 is not in the range" in result.output
+
+
 def test_every_command_is_there() -> None:
     result = CliRunner().invoke(main, ["--help"], terminal_width=200)
     assert result.exit_code == 0 and "(needs" not in result.output

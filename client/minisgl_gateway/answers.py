@@ -103,7 +103,7 @@ class ChatWriter:
             events.append(self._event('{"role":"assistant","content":""}'))
         logprobs = "null"
         if self._num_logprobs is not None and delta.logprobs:
-            logprobs = chat_logprobs(delta.logprobs, self._num_logprobs).model_dump_json()
+            logprobs = _json(chat_logprobs(delta.logprobs, self._num_logprobs).model_dump())
         for change in self._changes(delta) or (['{"content":""}'] if logprobs != "null" else []):
             events.append(self._event(change, logprobs))
             logprobs = "null"
@@ -163,7 +163,7 @@ class CompletionWriter:
         if self._num_logprobs is not None and delta.logprobs:
             told = completion_logprobs(delta.logprobs, self._num_logprobs, self._offset)
             self._offset += sum(map(len, told.tokens))
-            logprobs = told.model_dump_json()
+            logprobs = _json(told.model_dump())
         if delta.finish_reason is not None:
             finish_reason = f'"{_finish(delta.finish_reason)}"'
         elif not text and logprobs == "null":

@@ -1,0 +1,122 @@
+"""What deltas become: events that the official client's own types accept."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from minisgl_client.answer import Delta, TokenLogprob, TokenLogprobs
+from minisgl_gateway.answers import ChatWriter, CompletionWriter, Counts, Heading, usage_event
+from minisgl_gateway.errors import ApiError
+from openai.types import Completion
+from openai.types.chat import ChatCompletionChunk
+
+HEADING = Heading("id-1", 'a "model"', 1)
+STRANGE = 'quotes " and \\ and \u2028 \u0085 \r\n\t 🦊 \x00 </script>'
+
+
+def events(data: bytes) -> list[Any]:
+    """The JSON of each event; the framing must be such that no client can split it otherwise."""
+    assert data.isascii()
+    text = data.decode()
+    assert text.splitlines() == text.split("\n")[:-1]
+    parts = text.split("\n\n")
+    assert parts.pop() == ""
+    assert all(part.startswith("data: ") for part in parts)
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def logprobs(text: str, rank: int = 1) -> TokenLogprobs:
+    chosen = TokenLogprob(7, text, -0.5 * rank, rank)
+    return TokenLogprobs(chosen, (TokenLogprob(8, "other", -1.5, 3 - rank),))
+
+
+def test_a_chat_is_opened_continued_and_ended() -> None:
+    writer = ChatWriter(HEADING, 2)
+    chunks = events(
+        writer.push(Delta(text=STRANGE)) + writer.push(Delta(text="!", finish_reason="stop"))
+    )
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+        assert chunk["model"] == HEADING.model
+        assert chunk["choices"][0]["index"] == 2
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": ""},
+        {"content": STRANGE},
+        {"content": "!"},
+        {},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 3 + ["stop"]
+
+
+def test_deltas_without_text_make_no_events() -> None:
+    chat = ChatWriter(HEADING, 0)
+    assert len(events(chat.push(Delta()))) == 1  # the role
+    assert chat.push(Delta()) == b""
+    assert CompletionWriter(HEADING, 0).push(Delta()) == b""
+
+
+def test_usage_is_null_until_it_is_told() -> None:
+    (chunk,) = events(CompletionWriter(HEADING, 0, usage=True).push(Delta(text="x")))
+    assert chunk["usage"] is None
+    (chunk,) = events(CompletionWriter(HEADING, 0).push(Delta(text="x")))
+    assert "usage" not in chunk
+    counts = Counts()
+    for reason in (None, "stop"):
+        delta = Delta(
+            finish_reason=reason, num_input_tokens=5, num_output_tokens=2, num_cached_tokens=4
+        )
+        counts.add(delta, prompt=True)
+        counts.add(delta, prompt=False)
+    (chunk,) = events(usage_event(HEADING, "text_completion", counts))
+    assert chunk["choices"] == []
+    assert chunk["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 8,
+        "total_tokens": 13,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+def test_a_completion_ends_with_its_last_text() -> None:
+    writer = CompletionWriter(HEADING, 0, echo="Prompt. ")
+    chunks = events(
+        writer.push(Delta(text="a")) + writer.push(Delta(text="b", finish_reason="length"))
+    )
+    Completion.model_validate(chunks[-1], strict=True)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Prompt. a", "b"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "length"]
+
+
+def test_logprobs_come_with_the_tokens_text_or_not() -> None:
+    writer = ChatWriter(HEADING, 0, num_logprobs=1)
+    half = Delta(logprobs=(logprobs("\ufffd"),))
+    rest = Delta(text="🦊", logprobs=(logprobs("\ufffd", rank=2),), finish_reason="stop")
+    chunks = events(writer.push(half) + writer.push(rest))
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [one and len(one["content"]) for one in told] == [None, 1, 1, None]
+    assert told[1]["content"][0]["bytes"] is None
+    assert [top["token"] for top in told[1]["content"][0]["top_logprobs"]] == ["\ufffd"]
+    assert [top["token"] for top in told[2]["content"][0]["top_logprobs"]] == ["other"]
+
+
+def test_offsets_of_a_completion_go_on() -> None:
+    writer = CompletionWriter(HEADING, 0, num_logprobs=1)
+    first = Delta(text="ab", logprobs=(logprobs("a"), logprobs("b", rank=2)))
+    last = Delta(text="c", logprobs=(logprobs("c"),), finish_reason="stop")
+    chunks = events(writer.push(first) + writer.push(last))
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [one["text_offset"] for one in told] == [[0, 1], [2]]
+    assert told[0]["tokens"] == ["a", "b"]
+    assert told[0]["top_logprobs"] == [{"a": -0.5}, {"b": -1.0, "other": -1.5}]
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"), [("timeout", 504), ("cancelled", 499), ("surprise", 500)]
+)
+@pytest.mark.parametrize("writer", [ChatWriter(HEADING, 0), CompletionWriter(HEADING, 0)])
+def test_ends_that_openai_does_not_know_are_errors(writer: Any, reason: str, status: int) -> None:
+    with pytest.raises(ApiError) as caught:
+        writer.push(Delta(text="x", finish_reason=reason))
+    assert caught.value.status == status

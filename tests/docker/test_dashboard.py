@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import urllib.request
 from typing import Any, Final
 
@@ -79,6 +80,21 @@ def test_alerts_ask_for_metrics_that_exist(
 ) -> None:
     wanted = [selector for selector in selectors(rule["expr"]) if selector.metric != "up"]
     assert [lack for selector in wanted for lack in missing(selector, page)] == []
+
+
+def test_every_metric_of_the_engine_has_a_panel(page: dict[str, list[dict[str, str]]]) -> None:
+    def family(metric: str) -> str:
+        return re.sub("_(bucket|sum|count)$", "", metric)
+
+    shown = {
+        family(selector.metric)
+        for panel in PANELS
+        for text in expressions(panel)
+        for selector in selectors(text)
+    }
+    ours = {family(metric) for metric in page if metric.startswith(("minisgl", "vllm:"))}
+    python_clients = {metric for metric in ours if metric.endswith("_created")}
+    assert ours - python_clients - shown == set()
 
 
 def test_what_does_not_exist_would_be_found(page: dict[str, list[dict[str, str]]]) -> None:

@@ -92,6 +92,8 @@ main = LazyGroup(
     "minisgl",
     {
         "serve": "minisgl_backend.cli.serve:serve",
+        "generate": "minisgl_client.cli.generate:generate",
+        "chat": "minisgl_client.cli.chat:chat",
         "gateway": "minisgl_gateway.command:gateway",
         "bench": "minisgl_backend.cli.main:bench",
     },

@@ -1,0 +1,1 @@
+"""`minisgl generate` and `minisgl chat`: the client for people and for pipes."""

@@ -1,0 +1,223 @@
+"""`minisgl chat`: a conversation in the terminal.
+
+Enter sends, Alt-Enter begins a new line, Ctrl-C stops the answer (what came of it is remembered) or
+clears the line, Ctrl-D ends. Lines that begin with a slash are commands; ``_COMMANDS`` lists them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import click
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from rich.console import Console
+from rich.markup import escape
+
+from minisgl_client import Client, MinisglError, Result
+from minisgl_client.cli.conversation import Conversation
+from minisgl_client.cli.display import MarkdownDisplay
+from minisgl_client.cli.options import given, parameter_options, parameters_of, server_options
+
+
+@click.command()
+@click.option("--system", metavar="TEXT", help="a system message")
+@click.option(
+    "--history",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="keeps what was typed  [default: minisgl/chat_history in $XDG_STATE_HOME]",
+)
+@parameter_options(max_tokens=512)
+@server_options
+def chat(
+    system: str | None,
+    history: Path | None,
+    url: str,
+    model: str,
+    timeout_s: float | None,
+    **parameters: Any,
+) -> None:
+    """Talk with the model."""
+    console = Console(highlight=False)
+    if not (console.is_terminal and os.isatty(0)):
+        raise click.UsageError("chat needs a terminal; `minisgl generate` does not")
+    conversation = Conversation(given(**parameters), system)
+    try:
+        with Client(url, model=model, timeout_s=timeout_s) as client:
+            if not client.is_ready():
+                raise click.ClickException(f"no server with the model {model} at {url}")
+            console.print(f"{model} at {url}. /help lists commands, Ctrl-D ends.", style="dim")
+            _Shell(client, conversation, console, history or _default_history()).run()
+    except MinisglError as error:
+        raise click.ClickException(f"{error.code}: {error}") from None
+
+
+def _default_history() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "minisgl" / "chat_history"
+
+
+class _Shell:
+    """Reads lines, and does or sends what they say."""
+
+    def __init__(
+        self, client: Client, conversation: Conversation, console: Console, history: Path
+    ) -> None:
+        self._client = client
+        self._conversation = conversation
+        self._console = console
+        history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        history.touch(mode=0o600)
+        self._prompt: PromptSession[str] = PromptSession(
+            "> ",
+            history=FileHistory(str(history)),
+            key_bindings=_keys(),
+            multiline=True,
+            completer=WordCompleter(list(_COMMANDS), sentence=True),
+            complete_while_typing=False,
+            bottom_toolbar=self._toolbar,
+        )
+
+    def run(self) -> None:
+        """Until the end of the input, or /quit."""
+        while True:
+            try:
+                line = self._prompt.prompt().strip()
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                return
+            if line == "/quit":
+                return
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._ask(line)
+
+    def _toolbar(self) -> str:
+        shown = (f"{name} {value}" for name, value in self._conversation.parameters.items())
+        num_turns = len(self._conversation.turns) // 2
+        return f" {' · '.join(shown)} · {num_turns} turns "
+
+    def _ask(self, question: str) -> None:
+        """Send a question, show the answer as it comes, remember both."""
+        messages = self._conversation.messages(question)
+        stream = self._client.stream(messages=messages, **self._conversation.parameters)
+        try:
+            with stream, MarkdownDisplay(self._console) as display:
+                for delta in stream:
+                    display.push(delta.text)
+        except KeyboardInterrupt:
+            pass
+        except MinisglError as error:
+            self._complain(f"{error.code}: {error}")
+            return
+        result = stream.result
+        if result.text:
+            self._conversation.add(question, result.text)
+        self._console.print(_figures(result), style="dim")
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        command = _COMMANDS.get(name)
+        if command is None:
+            self._complain(f"no command {name}; /help lists them")
+            return
+        try:
+            self._tell(command[1](self._conversation, rest.strip()))
+        except click.BadParameter as error:
+            self._complain(error.message)
+        except (OSError, ValueError) as error:
+            self._complain(str(error))
+
+    def _tell(self, text: str) -> None:
+        self._console.print(escape(text), style="dim")
+
+    def _complain(self, text: str) -> None:
+        self._console.print(escape(text), style="red")
+
+
+def _keys() -> KeyBindings:
+    """Enter sends; Alt-Enter begins a new line."""
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def _figures(result: Result) -> str:
+    """The line below an answer."""
+    parts = [] if result.finish_reason == "stop" else [result.finish_reason or "stopped"]
+    if result.first_delta_s is not None:
+        tokens, waited_s = result.num_output_tokens or 0, result.first_delta_s
+        rate = tokens / result.total_s
+        parts += [
+            f"{tokens} tokens, {rate:.1f} tokens/s",
+            f"first after {waited_s * 1000:.0f} ms",
+            f"{result.num_cached_tokens} of {result.num_input_tokens} prompt tokens cached",
+        ]
+    return " · ".join(parts)
+
+
+def _help(_: Conversation, _rest: str) -> str:
+    commands = [f"{name:8}  {text}" for name, (text, _) in _COMMANDS.items()]
+    keys = ["Enter     send", "Alt-Enter new line", "Ctrl-C    stop the answer", "Ctrl-D    end"]
+    return "\n".join([*commands, *keys])
+
+
+def _reset(conversation: Conversation, _: str) -> str:
+    conversation.turns.clear()
+    return "forgotten"
+
+
+def _system(conversation: Conversation, rest: str) -> str:
+    if rest:
+        conversation.system = None if rest == "-" else rest
+    return f"system message: {conversation.system or 'none'}"
+
+
+def _params(conversation: Conversation, rest: str) -> str:
+    words = shlex.split(rest)
+    unset = {word.removesuffix("=") for word in words if word.endswith("=")}
+    conversation.parameters |= parameters_of([word for word in words if not word.endswith("=")])
+    for name in unset & conversation.parameters.keys():
+        del conversation.parameters[name]
+    return "\n".join(
+        f"{name} = {json.dumps(value, ensure_ascii=False)}"
+        for name, value in conversation.parameters.items()
+    )
+
+
+def _save(conversation: Conversation, rest: str) -> str:
+    if not rest:
+        raise click.BadParameter("/save needs a file")
+    path = Path(rest).expanduser()
+    conversation.save(path)
+    return f"{len(conversation.turns)} messages in {path}"
+
+
+_COMMANDS: Final[Mapping[str, tuple[str, Callable[[Conversation, str], str]]]] = MappingProxyType(
+    {
+        "/help": ("this list", _help),
+        "/reset": ("forget what was said, keep the system message", _reset),
+        "/system": ("TEXT: set the system message; -: none; nothing: show it", _system),
+        "/params": ("NAME=VALUE ...: set parameters; NAME=: unset; nothing: show them", _params),
+        "/save": ("FILE: write the conversation as JSON", _save),
+        "/quit": ("end", lambda _, __: ""),
+    }
+)

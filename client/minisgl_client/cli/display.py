@@ -1,0 +1,59 @@
+"""An answer on the terminal while it comes: Markdown, drawn anew as it grows.
+
+Blocks that are complete are printed for good, so that only the last one is drawn again, and long
+answers scroll. Control characters of the answer never reach the terminal.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.spinner import Spinner
+
+_FENCE: Final = "```"
+_CONTROLS: Final = {
+    code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
+
+
+class MarkdownDisplay:
+    """A context manager: ``push`` the text as it comes."""
+
+    def __init__(self, console: Console) -> None:
+        self._open = ""
+        self._live = Live(
+            Spinner("dots"), console=console, refresh_per_second=12, vertical_overflow="visible"
+        )
+
+    def __enter__(self) -> MarkdownDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.update(Markdown(self._open))
+        self._live.stop()
+
+    def push(self, text: str) -> None:
+        complete, self._open = split_blocks(self._open + text.translate(_CONTROLS))
+        if complete:
+            self._live.console.print(Markdown(complete))
+        if self._open:
+            self._live.update(Markdown(self._open))
+
+
+def split_blocks(text: str) -> tuple[str, str]:
+    """The blocks that no later text can change, and the rest: cut at the last blank line that is
+    outside of fenced code."""
+    end = text.rfind("\n\n")
+    while end > 0 and text.count(_FENCE, 0, end) % 2:
+        end = text.rfind("\n\n", 0, end)
+    return (text[: end + 2], text[end + 2 :]) if end > 0 else ("", text)

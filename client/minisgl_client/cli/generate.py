@@ -1,0 +1,203 @@
+"""`minisgl generate`: one answer as it comes, or a file of requests to a file of answers.
+
+Exit codes: 0; 1 where a request failed; 2 for wrong usage; 130 after Ctrl-C, which cancels what is
+under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from minisgl_client import AsyncClient, Client, InvalidArgument, MinisglError, Result
+from minisgl_client.cli.lines import in_order, lines_of
+from minisgl_client.cli.options import given, parameter_options, server_options
+
+_INTERRUPTED: Final = 130
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option(
+    "-f",
+    "--file",
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
+    help="read the prompt from it; standard input where neither is given",
+)
+@click.option("--chat", is_flag=True, help="the prompt is a message of a chat")
+@click.option("--system", metavar="TEXT", help="a system message before it; implies --chat")
+@click.option(
+    "--jsonl",
+    is_flag=True,
+    help="each line of the input is a request and becomes a line of the output: a JSON string, or "
+    "an object of prompt, messages or input_ids, id, tools, and any parameters",
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="requests at a time with --jsonl",
+)
+@parameter_options(max_tokens=256)
+@server_options
+def generate(
+    prompt: str | None,
+    file: Path | None,
+    chat: bool,
+    system: str | None,
+    jsonl: bool,
+    concurrency: int,
+    url: str,
+    model: str,
+    timeout_s: float | None,
+    **parameters: Any,
+) -> None:
+    """Generate from a prompt, a file or standard input."""
+    if prompt is not None and (file is not None or jsonl):
+        raise click.UsageError("give a prompt, or a file or standard input")
+    settings = {"url": url, "model": model, "timeout_s": timeout_s}
+    template = _Template(given(**parameters), chat or system is not None, system)
+    try:
+        if jsonl:
+            sys.exit(asyncio.run(_answer_lines(settings, template, file, concurrency)))
+        _answer_one(settings, template, _text(file) if prompt is None else prompt)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    except MinisglError as error:
+        raise click.ClickException(f"{error.code}: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Template:
+    """How a prompt becomes a request."""
+
+    parameters: Mapping[str, Any]
+    chat: bool
+    system: str | None
+
+    def fill(self, prompt: str) -> dict[str, Any]:
+        """The arguments of the client's methods."""
+        if not self.chat:
+            return {"prompt": prompt, **self.parameters}
+        messages = [{"role": "user", "content": prompt}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return {"messages": messages, **self.parameters}
+
+
+def _text(file: Path | None) -> str:
+    """All of a file or of standard input, without the newline at its end."""
+    if file is None and sys.stdin.isatty():
+        raise click.UsageError("give a prompt, a file, or something on standard input")
+    with click.open_file("-" if file is None else str(file), encoding="utf-8") as stream:
+        text: str = stream.read()
+    return text.removesuffix("\n")
+
+
+def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -> None:
+    """Write the answer as it comes, and a newline."""
+    with Client(**settings) as client, client.stream(**template.fill(prompt)) as stream:
+        for delta in stream:
+            click.echo(delta.text, nl=False)
+    click.echo()
+
+
+async def _answer_lines(
+    settings: Mapping[str, Any], template: _Template, file: Path | None, concurrency: int
+) -> int:
+    """Write an answer for each line; the exit code."""
+    num_failed = 0
+
+    async def answer(line: bytes) -> str:
+        nonlocal num_failed
+        told: dict[str, Any] = {}
+        try:
+            request = _request(line, template)
+            if "id" in request:
+                told["id"] = request.pop("id")
+            result = await client.generate(request_id=str(told.get("id", "")), **request)
+            told |= _shown(result)
+            advance(result.num_output_tokens or 0)
+        except MinisglError as error:
+            num_failed += 1
+            told["error"] = {"code": error.code, "message": str(error)}
+            advance(0)
+        return json.dumps(told, ensure_ascii=False)
+
+    descriptor = (
+        sys.stdin.fileno() if file is None or str(file) == "-" else os.open(file, os.O_RDONLY)
+    )
+    with _progress(file) as advance:
+        async with AsyncClient(**settings) as client:
+            lines = (line async for line in lines_of(descriptor) if line.strip())
+            await in_order(lines, answer, click.echo, concurrency=concurrency)
+    return 1 if num_failed else 0
+
+
+def _request(line: bytes, template: _Template) -> dict[str, Any]:
+    """The arguments that a line says, with the command's own where it is silent."""
+    try:
+        said = json.loads(line)
+    except ValueError as error:
+        raise InvalidArgument(f"the line is not JSON: {error}") from None
+    if isinstance(said, str):
+        return template.fill(said)
+    if not isinstance(said, dict):
+        raise InvalidArgument("a line must be a JSON string or an object")
+    if mistaken := {"self", "request_id"} & said.keys():  # arguments of ours, not of the server
+        raise InvalidArgument(f"unknown parameter {min(mistaken)!r}")
+    if isinstance(prompt := said.get("prompt"), str):
+        del said["prompt"]
+        return template.fill(prompt) | said
+    return {**template.parameters, **said}
+
+
+def _shown(result: Result) -> dict[str, Any]:
+    """What a line of output tells of an answer: what depends on neither clock nor connection."""
+    shown = dataclasses.asdict(result)
+    for name in ("request_id", "first_delta_s", "total_s"):
+        del shown[name]
+    return {name: value for name, value in shown.items() if value not in (None, ())}
+
+
+@contextmanager
+def _progress(file: Path | None) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, if that is a terminal; what it yields counts an answer's tokens."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _tokens: None
+        return
+    total = None
+    if file is not None and file.is_file():
+        with file.open("rb") as lines:
+            total = sum(1 for line in lines if line.strip())
+    with Progress(
+        TextColumn("requests"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+        console=console,
+        redirect_stdout=sys.stdout.isatty(),
+    ) as progress:
+        task = progress.add_task("", total=total, tokens=0)
+        tokens = 0
+
+        def advance(num_tokens: int) -> None:
+            nonlocal tokens
+            tokens += num_tokens
+            progress.update(task, advance=1, tokens=tokens)
+
+        yield advance

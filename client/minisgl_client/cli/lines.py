@@ -1,0 +1,93 @@
+"""Many requests at a time: lines in, answers out, in the order of the lines.
+
+Knows order, concurrency and bytes; must not know what a line says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final
+
+_READ_BYTES: Final = 1 << 16
+_READ_AHEAD: Final = 64
+"""Lines that may wait for a place."""
+
+
+async def lines_of(descriptor: int) -> AsyncIterator[bytes]:
+    """The lines of a file or pipe, without their ends; a slow writer holds nothing up.
+
+    A thread reads, because the loop cannot wait for files; it does not outlive the process.
+    """
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[bytes | OSError | None] = asyncio.Queue(_READ_AHEAD)
+
+    def put(item: bytes | OSError | None) -> None:
+        asyncio.run_coroutine_threadsafe(queue.put(item), loop).result()
+
+    def read() -> None:
+        rest = b""
+        try:
+            while data := os.read(descriptor, _READ_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    put(line)
+            if rest:
+                put(rest)
+            put(None)
+        except OSError as error:
+            put(error)
+        except RuntimeError:
+            pass  # the loop has ended: nobody reads any more
+
+    threading.Thread(target=read, name="lines", daemon=True).start()
+    while (item := await queue.get()) is not None:
+        if isinstance(item, OSError):
+            raise item
+        yield item
+
+
+async def in_order(
+    lines: AsyncIterator[bytes],
+    answer: Callable[[bytes], Awaitable[str]],
+    write: Callable[[str], None],
+    *,
+    concurrency: int,
+) -> None:
+    """Write the answer to each line, in order, with at most ``concurrency`` being made at a time.
+
+    Cancelled, it cancels them all.
+    """
+    places = asyncio.Semaphore(concurrency)
+    tasks: asyncio.Queue[asyncio.Task[str] | None] = asyncio.Queue()
+    begun: set[asyncio.Task[str]] = set()
+
+    async def one(line: bytes) -> str:
+        try:
+            return await answer(line)
+        finally:
+            places.release()
+
+    async def begin_all() -> None:
+        try:
+            async for line in lines:
+                await places.acquire()
+                task = asyncio.create_task(one(line))
+                begun.add(task)
+                tasks.put_nowait(task)
+        finally:
+            tasks.put_nowait(None)
+
+    reading = asyncio.create_task(begin_all())
+    try:
+        while (task := await tasks.get()) is not None:
+            write(await task)
+            begun.discard(task)
+        await reading
+    finally:
+        reading.cancel()
+        for unfinished in begun:
+            unfinished.cancel()
+        await asyncio.gather(reading, *begun, return_exceptions=True)

@@ -1,0 +1,99 @@
+"""Options that the commands share: where to ask, and the parameters of a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from minisgl_client.wire import INPUTS, LISTS
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def server_options(command: _Command) -> _Command:
+    """``url``, ``model`` and ``timeout_s``."""
+    for option in (
+        click.option("--timeout-s", type=float, help="of an answer as a whole"),
+        click.option("--model", default="minisgl", show_default=True, help="the ensemble"),
+        click.option(
+            "--url",
+            default="localhost:8001",
+            show_default=True,
+            envvar="MINISGL_URL",
+            show_envvar=True,
+            help="HOST:PORT of gRPC, or an http:// address",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def parameter_options(*, max_tokens: int) -> Callable[[_Command], _Command]:
+    """The parameters used most, and all others by ``--param``; ``given`` gathers them."""
+
+    def decorate(command: _Command) -> _Command:
+        for option in (
+            click.option(
+                "-p",
+                "--param",
+                "others",
+                multiple=True,
+                metavar="NAME=VALUE",
+                callback=lambda _context, _option, texts: parameters_of(texts),
+                help="any parameter of the server; lists and objects as JSON",
+            ),
+            click.option("--stop", multiple=True, metavar="TEXT", help="may be repeated"),
+            click.option("--seed", type=int, help="the same seed gives the same answer"),
+            click.option("--top-k", type=int),
+            click.option("--top-p", type=float),
+            click.option("--temperature", type=float, help="0 is greedy; 1 where absent"),
+            click.option("--max-tokens", default=max_tokens, show_default=True),
+        ):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def given(
+    max_tokens: int,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    seed: int | None,
+    stop: Sequence[str],
+    others: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The parameters of a command's options, by name; ``--param`` goes before the others."""
+    options = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": list(stop) or None,
+        **others,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def parameters_of(texts: Sequence[str]) -> dict[str, Any]:
+    """The values of NAME=VALUE texts; raises ``click.BadParameter``."""
+    return dict(map(_parameter, texts))
+
+
+def _parameter(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE")
+    if INPUTS.get(name) == "BYTES" and not (name in LISTS and value.startswith("[")):
+        return name, value  # text as it is, though it may look like a number
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        if name in INPUTS:
+            raise click.BadParameter(f"{name}: {value!r} is no value for it") from None
+        return name, value

@@ -41,10 +41,13 @@ class ServerOptions:
 
 
 def with_ports(options: ServerOptions) -> ServerOptions:
-    """The options with free ports for those that are 0; ``ConfigError`` where one is taken."""
+    """The options with free ports for those that are 0.
+
+    ``ConfigError`` where one is taken, or given twice.
+    """
     names = ("http_port", "grpc_port", "metrics_port")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    ports = {}
+    ports: dict[str, int] = {}
     with contextlib.ExitStack() as held:
         for name in names:
             port = getattr(options, name)
@@ -53,12 +56,18 @@ def with_ports(options: ServerOptions) -> ServerOptions:
             try:
                 probe.bind((options.host, port))
             except OSError as error:
-                option = "--" + name.replace("_", "-")
                 raise ConfigError(
-                    f"{option} {port} on {options.host} cannot be used: {error.strerror}"
+                    f"{_option(name)} {port} on {options.host} cannot be used: {error.strerror}"
                 ) from error
-            ports[name] = probe.getsockname()[1]
+            port = probe.getsockname()[1]
+            if port in ports.values():
+                raise ConfigError(f"{_option(name)} {port} is that of another endpoint, too")
+            ports[name] = port
     return replace(options, **ports)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def command_line(options: ServerOptions, admin_key: str) -> list[str]:

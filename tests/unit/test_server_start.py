@@ -173,6 +173,14 @@ def test_a_port_that_is_taken() -> None:
             start(Installation(Path("/bin/true")), ServerOptions(http_port=0, grpc_port=port))
 
 
+def test_a_port_is_given_twice() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"--grpc-port {port} is that of another endpoint, too"):
+        start(Installation(Path("/bin/true")), ServerOptions(http_port=port, grpc_port=port))
+
+
 # --- installation ------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import contextlib
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 
@@ -47,7 +47,7 @@ def with_ports(options: ServerOptions) -> ServerOptions:
     """
     names = ("http_port", "grpc_port", "metrics_port")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    ports: dict[str, int] = {}
+    ports: dict[str, Any] = {}
     with contextlib.ExitStack() as held:
         for name in names:
             port = getattr(options, name)

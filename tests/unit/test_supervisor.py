@@ -1,0 +1,293 @@
+"""The supervisor's decisions, over a fake tritonserver whose models' processes have real pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.server.health import HealthServer
+from minisgl_backend.server.installation import Installation
+from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.process import TritonServer
+from minisgl_backend.server.repository import shipped_repository
+from minisgl_backend.server.supervisor import MAX_RECOVERIES, Health, Phase, Supervisor
+
+PATIENCE_S = 30.0
+MODELS = ("detokenizer", "llm_engine", "tokenizer")
+
+FAKE = """\
+#!{python}
+import http.server, os, pathlib, signal, subprocess, sys
+options = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[1:])
+place = pathlib.Path(os.environ["MINISGL_RUNTIME_DIR"])
+MODEL = '''
+import pathlib, sys, time
+sys.path.insert(0, {root!r})
+from minisgl_backend.heartbeat import Heartbeat, State
+place, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+heart = Heartbeat(place, name)
+for _ in range(int(sys.argv[3])):
+    heart.entered()
+while True:
+    broken = (place / ("broken-" + name)).exists()
+    heart.beat(state=State.BROKEN if broken else State.SERVING)
+    time.sleep(0.02)
+'''
+def load(name):
+    (place / ("broken-" + name)).unlink(missing_ok=True)
+    command = [sys.executable, "-c", MODEL, str(place), name, os.environ["NUM_INSIDE"]]
+    subprocess.Popen(command)
+    while not list(place.glob("heartbeat.*." + name)):
+        pass
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        good = self.headers["minisgl-admin-key"] and not (place / "refuse").exists()
+        if good:
+            load(self.path.split("/")[-2])
+        self.send_response(200 if good else 400)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+for name in {models!r}:
+    load(name)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+address = options["http-address"], int(options["http-port"])
+http.server.ThreadingHTTPServer(address, Handler).serve_forever()
+"""
+
+
+class World:
+    """A supervisor at work on a thread of its own."""
+
+    def __init__(self, folder: Path, *, num_inside: int = 0) -> None:
+        root = str(Path(__file__).parents[2])
+        binary = folder / "tritonserver"
+        binary.write_text(FAKE.format(python=sys.executable, root=root, models=MODELS))
+        binary.chmod(0o755)
+        self.servers: list[TritonServer] = []
+        self.refuses_to_start = False
+        self.error: Exception | None = None
+        self.stopping = threading.Event()
+
+        def start(options: ServerOptions) -> TritonServer:
+            if self.refuses_to_start:
+                raise ConfigError("the port is taken")
+            self.servers.append(
+                TritonServer(Installation(binary), shipped_repository(), {}, options)
+            )
+            return self.servers[-1]
+
+        made = threading.Event()
+        environment = {"NUM_INSIDE": str(num_inside)}
+        options = ServerOptions(
+            http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1, environment=environment
+        )
+
+        def live() -> None:
+            self.supervisor = Supervisor(start, options, first_pause_s=0.01)
+            made.set()
+            try:
+                self.supervisor.run(self.stopping)
+            except EngineFailure as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=live)
+        self._thread.start()
+        assert made.wait(PATIENCE_S)
+        self.wait_ready(0)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        limit = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < limit, self.supervisor.health()
+            time.sleep(0.005)
+
+    def wait_ready(self, num_recoveries: int) -> None:
+        """Until it serves, after so many recoveries."""
+        self.wait(lambda: self.supervisor.stats()["num_recoveries"] == num_recoveries)
+        self.wait(lambda: self.supervisor.health().ready)
+
+    def pids(self) -> dict[str, int]:
+        return {it["model"]: it["pid"] for it in self.supervisor.stats()["models"]}
+
+    def pages(self) -> list[str]:
+        """The models that have a page, in order."""
+        paths = self.supervisor.server.directory.glob("heartbeat.*")
+        return sorted(path.name.split(".")[2] for path in paths)
+
+    def join(self) -> None:
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        assert not any(server.directory.exists() for server in self.servers)
+
+    def close(self) -> None:
+        self.stopping.set()
+        self.join()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    it = World(tmp_path)
+    yield it
+    it.close()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_models_that_died_idle_are_loaded_again(world: World) -> None:
+    for count, model in enumerate(MODELS, start=1):
+        old = world.pids()
+        os.kill(old[model], signal.SIGKILL)
+        world.wait_ready(count)
+        new = world.pids()
+        assert [name for name in MODELS if new[name] != old[name]] == [model]
+    assert len(world.servers) == 1
+    assert world.pages() == sorted(MODELS)
+
+
+def test_a_process_that_dies_with_requests_inside_costs_a_restart(tmp_path: Path) -> None:
+    world = World(tmp_path, num_inside=3)
+    old = world.pids()
+    os.kill(old["tokenizer"], signal.SIGKILL)
+    world.wait_ready(1)
+    first, second = world.servers
+    assert (first.http_port, first.grpc_port) == (second.http_port, second.grpc_port)
+    assert not first.directory.exists()
+    assert not any(is_alive(pid) for pid in old.values())
+    world.close()
+
+
+def test_a_process_that_is_broken_is_ended(world: World) -> None:
+    old = world.pids()["llm_engine"]
+    (world.supervisor.server.directory / "broken-llm_engine").touch()
+    world.wait_ready(1)
+    assert not is_alive(old)
+    assert world.pids()["llm_engine"] != old
+    assert len(world.servers) == 1
+
+
+@pytest.mark.parametrize("model", [*MODELS, "tritonserver"])
+def test_silence_beyond_a_pause_is_a_hang(
+    world: World, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl_backend.server.supervisor.HANG_AFTER_S", 2.5)
+    server = world.supervisor.server
+    pid = server.pid if model == "tritonserver" else world.pids()[model]
+    os.kill(pid, signal.SIGSTOP)
+    world.wait(lambda: any("hangs" in it for it in world.supervisor.health().reasons))
+    world.wait_ready(1)
+    assert not is_alive(pid)
+    assert (world.supervisor.server is server) == (model != "tritonserver")
+
+
+def test_a_reload_that_fails_becomes_a_restart(world: World) -> None:
+    (world.supervisor.server.directory / "refuse").touch()
+    os.kill(world.pids()["tokenizer"], signal.SIGKILL)
+    world.wait_ready(2)
+    assert len(world.servers) == 2
+
+
+def test_it_gives_up_after_too_many_recoveries_and_says_so(world: World) -> None:
+    world.refuses_to_start = True
+    world.supervisor.server.signal(signal.SIGKILL)
+    world.wait(lambda: world.supervisor.health().phase is Phase.DOWN)
+    health = world.supervisor.health()
+    assert not health.live and not health.ready
+    assert health.reasons[0].startswith(f"given up after {MAX_RECOVERIES} recoveries in 10 min")
+    assert "the port is taken" in health.reasons[0]
+    world.stopping.set()
+    world.join()
+    assert isinstance(world.error, EngineFailure)
+    assert "given up" in str(world.error)
+
+
+def test_recoveries_of_long_ago_do_not_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl_backend.server.supervisor.WINDOW_S", 0.0)
+    for count in range(1, MAX_RECOVERIES + 2):
+        os.kill(world.pids()["tokenizer"], signal.SIGKILL)
+        world.wait_ready(count)
+
+
+def test_a_stop_during_a_recovery_is_not_held_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.supervisor, "_first_pause_s", 3600.0)
+    for _ in range(2):
+        os.kill(world.pids()["tokenizer"], signal.SIGKILL)
+        world.wait(lambda: not world.supervisor.health().ready)
+        if world.supervisor.stats()["num_recoveries"] == 1:
+            world.wait_ready(1)
+    assert world.supervisor.health().live
+
+
+def test_a_server_that_somebody_else_stops_is_left_alone(world: World) -> None:
+    world.supervisor.server.signal(signal.SIGTERM)
+    world.join()
+    assert "told to end by somebody else" in str(world.error)
+
+
+def test_a_model_that_is_unloaded_is_missed_but_no_fault(world: World) -> None:
+    (page,) = world.supervisor.server.directory.glob("heartbeat.*.tokenizer")
+    page.unlink()
+    world.wait(lambda: world.supervisor.health().reasons == ("tokenizer: not loaded",))
+    assert world.supervisor.health().live
+    assert world.supervisor.stats()["num_recoveries"] == 0
+
+
+# --- the health port ---------------------------------------------------------------------------
+
+
+def get(port: int, path: str) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_the_health_port() -> None:
+    health = Health(live=True, ready=False, phase=Phase.STARTING, reasons=("loading",))
+    server = HealthServer("127.0.0.1", 0)
+    server.start(lambda: health, lambda: {"models": []})
+    body = {"live": True, "ready": False, "phase": "starting", "reasons": ["loading"]}
+    assert get(server.port, "/live") == (200, body)
+    assert get(server.port, "/ready") == (503, body)
+    assert get(server.port, "/stats") == (200, {"models": []})
+    assert get(server.port, "/")[0] == 404
+    health = Health(live=False, ready=False, phase=Phase.DOWN)
+    assert get(server.port, "/live")[0] == 503
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port), timeout=5)
+
+
+def test_a_health_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--health-port {port} on 127.0.0.1 cannot be used"):
+            HealthServer("127.0.0.1", port)
+    HealthServer("127.0.0.1", 0).close()

@@ -1,4 +1,4 @@
-"""The Kubernetes manifest is valid, and says what a server of language models needs said."""
+"""The Kubernetes manifests are valid, and say what servers of language models need said."""
 
 from __future__ import annotations
 
@@ -7,65 +7,125 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import yaml
 
+from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from tests.docker.conftest import DOCKER, tool
 from tests.docker.dockerfile import stages, texts
+from tests.docs.test_docs import check_options
 
-MANIFEST: Final = DOCKER / "kubernetes/minisgl.yaml"
-BY_KIND: Final[dict[str, Any]] = {
-    resource["kind"]: resource for resource in yaml.safe_load_all(MANIFEST.read_text("utf-8"))
-}
-POD: Final[dict[str, Any]] = BY_KIND["Deployment"]["spec"]["template"]["spec"]
+IMAGES: Final = {"minisgl": "Dockerfile", "gateway": "Dockerfile.cpu"}
+"""The Dockerfile of each manifest's image."""
+
+
+def manifest(name: str) -> Path:
+    return DOCKER / f"kubernetes/{name}.yaml"
+
+
+def resources(name: str) -> dict[str, Any]:
+    """The resources of a manifest, by kind."""
+    loaded = yaml.safe_load_all(manifest(name).read_text("utf-8"))
+    return {resource["kind"]: resource for resource in loaded}
+
+
+def instruction(name: str, kind: str) -> str:
+    """The one instruction of that kind in the last stage of the image."""
+    *_, last = stages(DOCKER / IMAGES[name])
+    (text,) = texts(last, kind)
+    return text
+
+
+SERVER: Final = resources("minisgl")
+POD: Final[dict[str, Any]] = SERVER["Deployment"]["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 
+manifests = pytest.mark.parametrize("name", IMAGES)
 
-def test_the_manifest_is_valid_to_the_letter(tmp_path: Path) -> None:
-    def validate(manifest: Path) -> int:
-        command = [tool("kubernetes-validate"), "--strict", str(manifest)]
-        return subprocess.run(command, capture_output=True, check=False).returncode
 
-    assert validate(MANIFEST) == 0
+@manifests
+def test_manifests_are_valid_to_the_letter(name: str, tmp_path: Path) -> None:
+    def validate(path: Path) -> int:
+        command = [tool("kubernetes-validate"), "--strict", str(path)]
+        return subprocess.run(command, capture_output=True).returncode
+
+    assert validate(manifest(name)) == 0
     misspelt = tmp_path / "misspelt.yaml"
-    misspelt.write_text(MANIFEST.read_text("utf-8").replace("readinessProbe", "readynessProbe"))
+    text = manifest(name).read_text("utf-8")
+    misspelt.write_text(text.replace("readinessProbe", "readynessProbe"))
     assert validate(misspelt) != 0
 
 
-def test_the_command_is_the_images_and_a_model() -> None:
-    *_, last = stages(DOCKER / "Dockerfile")
-    (command,) = texts(last, "CMD")
-    default = json.loads(command)
+@manifests
+def test_commands_are_accepted(name: str) -> None:
+    (container,) = resources(name)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    check_options(main, container["args"])
+
+
+def test_the_server_runs_the_images_command_and_a_model() -> None:
+    default = json.loads(instruction("minisgl", "CMD"))
     assert CONTAINER["args"][: len(default)] == default
     assert CONTAINER["args"][len(default)] == "--model"
 
 
-def test_probes_and_services_name_ports_that_the_image_exposes() -> None:
-    *_, last = stages(DOCKER / "Dockerfile")
-    (exposed,) = texts(last, "EXPOSE")
-    ports = {port["name"]: port["containerPort"] for port in CONTAINER["ports"]}
-    assert {str(port) for port in ports.values()} == set(exposed.split())
-    probes = [CONTAINER[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
-    named = {probe["httpGet"]["port"] for probe in probes if "httpGet" in probe}
-    named |= {port["targetPort"] for port in BY_KIND["Service"]["spec"]["ports"]}
-    rules = BY_KIND["NetworkPolicy"]["spec"]["ingress"]
+@manifests
+def test_what_names_a_port_names_one_that_is_exposed(name: str) -> None:
+    found = resources(name)
+    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {str(port) for port in ports.values()} <= set(instruction(name, "EXPOSE").split())
+    probes = [probe for key, probe in container.items() if key.endswith("Probe")]
+    assert len(probes) >= 2
+    named = {(probe.get("httpGet") or probe["tcpSocket"])["port"] for probe in probes}
+    named |= {port["targetPort"] for port in found["Service"]["spec"]["ports"]}
+    rules = found.get("NetworkPolicy", {"spec": {"ingress": []}})["spec"]["ingress"]
     named |= {port["port"] for rule in rules for port in rule["ports"]}
     assert named <= set(ports)
 
 
-def test_the_service_and_the_deployment_select_the_pods() -> None:
-    labels = BY_KIND["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    assert BY_KIND["Service"]["spec"]["selector"].items() <= labels.items()
-    assert BY_KIND["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+@manifests
+def test_services_and_deployments_select_the_pods(name: str) -> None:
+    found = resources(name)
+    labels = found["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert found["Service"]["spec"]["selector"].items() <= labels.items()
+    assert found["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
-def test_only_clients_reach_triton() -> None:
-    policy = BY_KIND["NetworkPolicy"]["spec"]
-    labels = BY_KIND["Deployment"]["spec"]["template"]["metadata"]["labels"]
+@manifests
+def test_pods_have_few_rights(name: str) -> None:
+    pod = resources(name)["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    user = f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
+    assert instruction(name, "USER") == user
+
+
+def test_only_clients_reach_triton_and_the_gateway_is_one() -> None:
+    policy = SERVER["NetworkPolicy"]["spec"]
+    labels = SERVER["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert policy["podSelector"]["matchLabels"].items() <= labels.items()
     open_to_all = [rule for rule in policy["ingress"] if "from" not in rule]
-    ports = {port["port"] for rule in open_to_all for port in rule["ports"]}
-    assert ports == {"metrics", "health"}
+    assert {port["port"] for rule in open_to_all for port in rule["ports"]} == {"metrics", "health"}
+    (guarded,) = [rule for rule in policy["ingress"] if "from" in rule]
+    client = guarded["from"][0]["podSelector"]["matchLabels"]
+    gateway = resources("gateway")["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert client.items() <= gateway.items()
+
+
+def test_the_gateway_finds_the_server_and_its_keys() -> None:
+    pod = resources("gateway")["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    options = dict(word.removeprefix("--").split("=") for word in container["args"][1:])
+    host, port = options["triton"].split(":")
+    assert host == SERVER["Service"]["metadata"]["name"]
+    assert int(port) in {port["port"] for port in SERVER["Service"]["spec"]["ports"]}
+    (mount,) = container["volumeMounts"]
+    assert Path(options["api-key-file"]).parent == Path(mount["mountPath"])
 
 
 def test_shared_memory_is_large_and_bounded() -> None:
@@ -77,25 +137,11 @@ def test_shared_memory_is_large_and_bounded() -> None:
 
 
 def test_everything_that_is_written_to_is_a_volume() -> None:
-    *_, last = stages(DOCKER / "Dockerfile")
-    (environment,) = texts(last, "ENV")
-    folders = dict(word.split("=", 1) for word in environment.split())
+    folders = dict(word.split("=", 1) for word in instruction("minisgl", "ENV").split())
     mounts = [mount["mountPath"] for mount in CONTAINER["volumeMounts"]]
     for name in ("HF_HOME", "TRITON_CACHE_DIR"):
         assert any(Path(folders[name]).is_relative_to(mount) for mount in mounts)
     assert "/tmp" in mounts
-    assert CONTAINER["securityContext"]["readOnlyRootFilesystem"] is True
-
-
-def test_the_pod_has_few_rights() -> None:
-    assert POD["securityContext"]["runAsNonRoot"] is True
-    assert POD["automountServiceAccountToken"] is False
-    assert CONTAINER["securityContext"]["allowPrivilegeEscalation"] is False
-    assert CONTAINER["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    *_, last = stages(DOCKER / "Dockerfile")
-    assert texts(last, "USER") == [
-        f"{POD['securityContext']['runAsUser']}:{POD['securityContext']['runAsGroup']}"
-    ]
 
 
 def test_a_stop_waits_until_requests_are_answered() -> None:

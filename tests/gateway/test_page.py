@@ -1,0 +1,198 @@
+"""The page, in a headless Chromium: people ask, read, stop and leave.
+
+``SCREENSHOT=docs/chat.png`` in the environment makes the picture of the documentation.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from minisgl_backend.server.process import TritonServer
+from tests.gateway.conftest import KEYS, Gateway
+from tests.gateway.test_leaving import Engine
+from tests.server.client import PATIENCE_S
+
+pytestmark = pytest.mark.server
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FRANCE = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium on PATH")
+    with sync_playwright() as playwright:
+        # as root, as in a container, Chromium has no sandbox
+        opened = playwright.chromium.launch(
+            executable_path=CHROMIUM, chromium_sandbox=os.geteuid() != 0
+        )
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """An empty page; whatever it complains about in the console fails the test."""
+    made = browser.new_page(viewport={"width": 900, "height": 640})
+    made.set_default_timeout(PATIENCE_S * 1000)
+    expect.set_options(timeout=PATIENCE_S * 1000)
+    complaints: list[str] = []
+    made.on("pageerror", lambda error: complaints.append(str(error)))
+    made.on(
+        "console",
+        lambda message: complaints.append(message.text) if message.type == "error" else None,
+    )
+    yield made
+    made.close()
+    # the browser itself notes each answer that is no success
+    assert not [text for text in complaints if "Failed to load resource" not in text]
+
+
+def opened(page: Page, gateway: Gateway) -> None:
+    page.goto(gateway.url)
+    expect(page.get_by_role("status")).to_have_text("minisgl")
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_label("Your message", exact=True).last.fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_a_conversation(page: Page, gateway: Gateway) -> None:
+    opened(page, gateway)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("0")
+    for question, answer in ((FRANCE, "Paris"), ("What is 7 plus 8?", "15")):
+        ask(page, question)
+        last = page.locator("article.assistant").last
+        expect(last.locator(".figures")).to_have_text(
+            re.compile(r"\d+ tokens · \d+ tokens/s · first after \d+ ms · prompt \d+, \d+ of them")
+        )
+        expect(last.locator(".text")).to_have_text(answer)
+    ask(page, "Tell me a story about a fox.")
+    expect(page.locator("article.assistant .figures")).to_have_count(3)
+    if picture := os.environ.get("SCREENSHOT"):
+        page.emulate_media(color_scheme="light")
+        page.screenshot(path=picture)
+        assert Path(picture).stat().st_size < 200_000
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("article")).to_have_count(0)
+
+
+def test_parameters_reach_the_engine(page: Page, gateway: Gateway) -> None:
+    opened(page, gateway)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Most tokens").fill("2")
+    page.get_by_label("System message").fill("Be brief.")
+    ask(page, "Count from 1 to 10.")
+    expect(page.locator(".figures")).to_contain_text("cut at the most tokens · 2 tokens")
+    page.get_by_label("Temperature").fill("-1")
+    ask(page, "Again.")
+    expect(page.get_by_role("alert")).to_contain_text("temperature must be")
+
+
+def test_a_key_is_asked_for(page: Page, guarded: Gateway) -> None:
+    page.goto(guarded.url)
+    expect(page.get_by_role("status")).to_have_text("no API key is given")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("API key").fill(KEYS[0])
+    page.get_by_label("API key").blur()
+    expect(page.get_by_role("status")).to_have_text("minisgl")
+
+
+def test_stop_ends_the_answer_in_the_engine(
+    page: Page, talker: TritonServer, wide: Gateway
+) -> None:
+    engine = Engine(talker)
+    opened(page, wide)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Most tokens").fill("7000")
+    for stop in (lambda: page.get_by_role("button", name="Stop").click(), None):
+        ask(page, "Go on.")
+        last = page.locator("article.assistant").last
+        expect(last.locator(".text")).to_contain_text("look it up")
+        if stop is not None:
+            stop()
+        else:
+            page.keyboard.press("Escape")
+        expect(last.locator(".figures")).to_have_text("stopped")
+    engine.check_cancelled(2)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
+def test_a_closed_tab_frees_the_engine(page: Page, talker: TritonServer, wide: Gateway) -> None:
+    engine = Engine(talker)
+    opened(page, wide)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Most tokens").fill("7000")
+    ask(page, "Go on.")
+    expect(page.locator("article.assistant .text")).to_contain_text("look it up")
+    engine.wait_busy()
+    page.close()
+    engine.check_cancelled()
+
+
+MARKDOWN = """\
+# Title
+Some **bold**, *italic* and `code <b>`.
+
+1. one
+2. two
+
+- <script>alert(1)</script>
+
+```html
+<img src=x onerror=alert(1)>
+
+* no list
+```
+2 * 3 * 4 <i>stays</i>"""
+
+
+def test_markdown_is_shown_and_html_is_not(page: Page, gateway: Gateway) -> None:
+    opened(page, gateway)
+    html = page.evaluate(
+        """async (text) => {
+          const { markdown } = await import("/markdown.js");
+          const box = document.createElement("div");
+          box.append(...markdown(text));
+          return box.innerHTML;
+        }""",
+        MARKDOWN,
+    )
+    assert html == (
+        "<h3>Title</h3>"
+        "<p>Some <strong>bold</strong>, <em>italic</em> and <code>code &lt;b&gt;</code>.</p>"
+        '<ol start="1"><li>one</li><li>two</li></ol>'
+        "<ul><li>&lt;script&gt;alert(1)&lt;/script&gt;</li></ul>"
+        "<pre><code>&lt;img src=x onerror=alert(1)&gt;\n\n* no list</code></pre>"
+        "<p>2 * 3 * 4 &lt;i&gt;stays&lt;/i&gt;</p>"
+    )
+
+
+def test_the_page_may_load_nothing_from_elsewhere(page: Page, gateway: Gateway) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    opened(page, gateway)
+    assert asked and all(url.startswith((gateway.url, "data:")) for url in asked)
+    policy = gateway.get("/").headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+
+
+def test_everything_has_a_name(page: Page, gateway: Gateway) -> None:
+    """What one can press or fill in, by the names that a screen reader says."""
+    opened(page, gateway)
+    page.get_by_role("button", name="Settings").click()
+    snapshot = page.locator("body").aria_snapshot()
+    for role in ("textbox", "spinbutton", "button"):
+        assert not re.search(rf"- {role}(?! \"\w)", snapshot), snapshot
+    expect(page.get_by_role("button", name="Settings")).to_have_attribute("aria-expanded", "true")
+    expect(page.get_by_role("log")).to_have_accessible_name("Conversation")

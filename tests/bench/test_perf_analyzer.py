@@ -133,3 +133,42 @@ def test_an_export_is_read() -> None:
     assert (answered.num_output_tokens, answered.num_input_tokens) == (3, 9)
     assert answered.num_cached_tokens == 4
     assert failed.error == "no response"
+
+
+GENAI_PERF: dict[str, tuple[list[str], dict[str, list[str] | list[int]]]] = {
+    "minisgl": (
+        [],
+        {"sampling_parameters": ['{"max_tokens":"8","min_tokens":"8"}']},
+    ),
+    "minisgl_batched": (
+        ["--shape", "max_tokens:1", "--shape", "text_input:1"],
+        {"max_tokens": [8], "min_length": [8]},
+    ),
+}
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("model", list(GENAI_PERF))
+def test_what_genai_perf_makes_perf_analyzer_do(
+    server: TritonServer,
+    perf_analyzer: tuple[Path, dict[str, str]],
+    model: str,
+    tmp_path: Path,
+) -> None:
+    """The flags and inputs of genai-perf 0.0.16, endpoint type kserve, backends vllm and
+    tensorrtllm, as it writes them for the recipe of docs/benchmarks.md."""
+    more, inputs = GENAI_PERF[model]
+    common = {"model": model, "exclude_input_in_output": [True], "stream": [True]}
+    data = [{**common, "text_input": [f" not in danger of kibes {n}"], **inputs} for n in range(4)]
+    file, export = tmp_path / "inputs.json", tmp_path / "profile_export.json"
+    file.write_text(json.dumps({"data": data}))
+    tool = find_perf_analyzer(tmp_path, binary=str(perf_analyzer[0]), wheel=None)
+    command = ["-m", model, "--async", "--stability-percentage", "999", "--request-count", "4"]
+    command += ["-i", "grpc", "--streaming", *more, "-u", f"127.0.0.1:{server.grpc_port}"]
+    command += ["--concurrency-range", "2", "--service-kind", "triton", "--input-data", str(file)]
+    done = tool.run([*command, "--profile-export-file", str(export)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    requests = json.loads(export.read_text())["experiments"][0]["requests"]
+    assert len(requests) >= 4
+    for request in requests:
+        assert "".join(response.get("text_output", "") for response in request["response_outputs"])

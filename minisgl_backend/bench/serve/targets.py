@@ -121,7 +121,7 @@ class OpenAITarget:
                     raise Refused(f"HTTP {response.status_code}")
                 async for line in response.aiter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
-                        yield _chunk_of_event(json.loads(line[len("data: ") :]))
+                        yield chunk_of_event(json.loads(line[len("data: ") :]))
         except httpx.HTTPError as error:
             raise Refused(type(error).__name__) from error
 
@@ -140,7 +140,7 @@ class OpenAITarget:
         return self._model
 
 
-def _chunk_of_event(event: dict[str, Any]) -> Chunk:
+def chunk_of_event(event: dict[str, Any]) -> Chunk:
     if "error" in event:
         error = event["error"]
         raise Refused(str(error.get("code") or error.get("type") or "error"))

@@ -1,0 +1,185 @@
+"""`minisgl bench serve` against real servers, over each protocol, and its end by Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+from click.testing import CliRunner
+
+from minisgl_backend.bench.serve.outcome import Chunk
+from minisgl_backend.bench.serve.targets import Refused, chunk_of_event
+from minisgl_backend.cli.main import main
+from minisgl_backend.server.process import TritonServer
+from tests.bench.test_serve_parts import CONVERSATIONS
+from tests.gateway.conftest import gateway_of
+
+pytestmark = pytest.mark.server
+
+PROMPTS = [
+    {"prompt": "What is the capital of France?"},
+    {"messages": [{"role": "user", "content": "Count from 1 to 5."}], "max_tokens": 6},
+    {"input_ids": [5, 6, 7]},
+]
+
+
+def bench(*arguments: str) -> str:
+    """The output of the command, which succeeds."""
+    result = CliRunner().invoke(main, ["bench", "serve", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return rows
+
+
+def test_closed_and_open_loops_over_grpc(server: TritonServer, tmp_path: Path) -> None:
+    output = bench(
+        *("--url", f"127.0.0.1:{server.grpc_port}"),
+        *("--concurrency", "1,3", "--rate", "20"),
+        *("--requests", "6", "--input-len", "20", "--output-len", "8", "--range-ratio", "0.5"),
+        *("--slo", "ttft=60000,tpot=60000,e2e=60000"),
+        *("--json", str(tmp_path / "figures.json"), "--plots", str(tmp_path / "plots")),
+    )
+    assert "time to first token, ms, p50" in output
+    rows = rows_of(tmp_path / "figures.json")
+    labels = [("concurrency", 1), ("concurrency", 3), ("rate", 20)]
+    assert [(row["load"], row["level"]) for row in rows] == labels
+    for row in rows:
+        assert row["requests"] == 6 and row["errors"] == {}
+        # the same lengths at each load, and new tokens, which no cache knows
+        assert row["input_tokens"] == rows[0]["input_tokens"] <= 6 * 30
+        assert row["output_tokens"] == rows[0]["output_tokens"] <= 6 * 12
+        assert row["cached_share"] == 0
+        assert 0 < row["ttft_ms"]["p50"] <= row["e2e_ms"]["p99"]
+        assert row["goodput_share"] == 1
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "ttft.png"}
+
+
+def test_a_trace_at_two_speeds(server: TritonServer, tmp_path: Path) -> None:
+    """Blocks that the trace shares come from the prefix cache, which each replay finds cold."""
+    figures = tmp_path / "figures.json"
+    bench(
+        *("--url", f"127.0.0.1:{server.grpc_port}", "--json", str(figures)),
+        *("--trace", str(CONVERSATIONS), "--block-size", "32", "--requests", "8"),
+        *("--time-scale", "0.1,0.02"),
+    )
+    sparse, dense = rows_of(figures)
+    assert (sparse["level"], dense["level"]) == (0.1, 0.02)
+    assert sparse["seconds"] > 0.1 * 19  # the eighth request comes at 19.5 s of the trace
+    for row in (sparse, dense):
+        assert row["requests"] == 8 and not row["errors"]
+        assert 0.05 < row["cached_share"] < 0.9
+    assert sparse["output_tokens"] == dense["output_tokens"]
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http", "openai"])
+def test_prompts_of_a_file_over_each_protocol(
+    server: TritonServer, protocol: str, tmp_path: Path
+) -> None:
+    prompts, figures = tmp_path / "prompts.jsonl", tmp_path / "figures.json"
+    prompts.write_text("\n".join(map(json.dumps, PROMPTS)))
+    common = ["--prompts", str(prompts), "--output-len", "8", "--concurrency", "2"]
+    common += ["--warm-up", "1", "--json", str(figures)]
+    if protocol == "openai":
+        with gateway_of(f"127.0.0.1:{server.grpc_port}", tmp_path / "log") as gateway:
+            bench("--url", gateway.url, "--protocol", "openai", *common)
+    else:
+        url = server.url() if protocol == "http" else f"127.0.0.1:{server.grpc_port}"
+        bench("--url", url, *common)
+    (row,) = rows_of(figures)
+    assert row["requests"] == 3 and row["errors"] == {}
+    assert row["output_tokens"] == 8 + 6 + 8
+    assert row["input_tokens"] > 3 + len("France")
+    assert row["tpot_ms"]["p50"] > 0
+
+
+def test_errors_are_counted_by_code(server: TritonServer, tmp_path: Path) -> None:
+    prompts, figures = tmp_path / "prompts.jsonl", tmp_path / "figures.json"
+    lines = [{"input_ids": [5]}, {"input_ids": [99_999]}, {"prompt": "a", "max_tokens": 10**9}]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    output = bench(
+        *("--url", f"127.0.0.1:{server.grpc_port}", "--json", str(figures)),
+        *("--prompts", str(prompts), "--concurrency", "1"),
+    )
+    assert "errors INVALID_ARG" in output
+    (row,) = rows_of(figures)
+    assert row["requests"] == 3 and row["errors"] == {"INVALID_ARG": 2}
+    assert row["e2e_ms"]["p50"] > 0
+
+
+def test_a_server_that_is_not_there() -> None:
+    result = CliRunner().invoke(main, ["bench", "serve", "--url", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "Error: the server answers no request: CONNECTION_FAILED" in result.output
+
+
+def test_its_own_server_and_the_end_by_ctrl_c() -> None:
+    """What was measured before is told; the server and its files are gone."""
+    command = [sys.executable, "-c", "from minisgl_backend.cli.main import main; main()"]
+    command += ["bench", "serve", "--requests", "8", "--output-len", "4"]
+    command += ["--concurrency", "8", "--rate", "0.01"]
+    # sockets live in the folder, and a socket's path must be short
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        process = pexpect.spawn(
+            command[0],
+            command[1:],
+            env={**os.environ, "TMPDIR": folder, "TERM": "xterm"},
+            timeout=120,
+            encoding="utf-8",
+            dimensions=(60, 200),
+        )
+        try:
+            process.expect(r"rate 0\.01")
+            assert list(Path(folder).glob("minisgl-*"))
+            process.sendintr()
+            process.expect("time to first token, ms, p50")
+            process.expect("interrupted")
+            process.expect(pexpect.EOF)
+            process.wait()
+        finally:
+            process.close(force=True)
+        assert process.exitstatus == 130
+        assert not list(Path(folder).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--protocol", "openai"], "--protocol openai needs --url"),
+        (["--concurrency", "0"], "has a number that is not above 0"),
+        (["--rate", "fast"], "is no list of numbers"),
+        (["--slo", "speed=3"], "an objective is ttft, tpot or e2e"),
+    ],
+)
+def test_wrong_options(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "serve", *arguments])
+    assert result.exit_code
+    assert complaint in result.output
+
+
+def test_events_of_other_openai_servers() -> None:
+    """Usage may come with null choices; errors come under several names."""
+    text = {"choices": [{"text": "Hi"}], "usage": None}
+    assert chunk_of_event(text) == Chunk(True)
+    role = {"choices": [{"delta": {"role": "assistant", "content": None}}]}
+    assert chunk_of_event(role) == Chunk(False)
+    usage = {
+        "choices": [],
+        "usage": {
+            "prompt_tokens": 5,
+            "completion_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    }
+    assert chunk_of_event(usage) == Chunk(False, 7, 5, 2)
+    with pytest.raises(Refused, match="overloaded"):
+        chunk_of_event({"error": {"code": None, "type": "overloaded"}})

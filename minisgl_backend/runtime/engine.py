@@ -70,7 +70,6 @@ class Engine:
         self, info: EngineInfo, scheduler: Scheduler, executor: Executor, *, overlap: bool
     ) -> None:
         self.info = info
-        self._executor = executor
         self._recorder = Recorder()
         self._ids = itertools.count(1)
         self._changed = threading.Condition()
@@ -229,7 +228,7 @@ class Engine:
                 self._state = state
                 self._loop.refuse_rest(EngineFailure("the engine is down"))
                 self._changed.notify_all()
-            self._executor.close()
+            self._loop.close()
 
     def _forget_waiting(self, request: Request) -> None:
         with self._changed:

@@ -23,8 +23,8 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,7 +84,8 @@ class _Flight:
 class Pulse:
     """Shows from outside whether the loop is alive.
 
-    ``forward_since_s`` is set while the loop waits for the device: a long forward is no hang.
+    ``forward_since_s`` is set while the loop is in the device's hands: a long forward is no hang,
+    nor is a launch that has to compile kernels first.
     """
 
     tick_s: float = field(default_factory=time.monotonic)
@@ -138,6 +139,12 @@ class Loop:
         finally:
             for request_id in list(self._open):
                 self._end(request_id, Failed(error))
+
+    def close(self) -> None:
+        """Let the executor go, with all that it holds on the device; nothing may run after."""
+        self._executor.close()
+        self._flights.clear()
+        del self._executor
 
     def refuse_rest(self, error: MiniSGLError) -> None:
         """Fail the requests that reached the inbox after the loop had ended."""
@@ -246,17 +253,15 @@ class Loop:
                 self._on_admitted(entry.request)
                 self._recorder.request_admitted(len(entry.request.prompt))
                 self._deliver(entry.sink, Admitted(admission.num_cached_tokens))
-        self._flights.append(_Flight(plan, self._executor.launch(plan), launched_s))
+        with self._on_device():
+            pending = self._executor.launch(plan)
+        self._flights.append(_Flight(plan, pending, launched_s))
 
     def _commit(self) -> None:
         flight = self._flights[0]
         plan = flight.plan
-        self.pulse.forward_since_s = time.monotonic()
-        try:
+        with self._on_device():
             tokens = flight.pending.tokens()
-        finally:
-            self.pulse.tick_s = time.monotonic()
-            self.pulse.forward_since_s = None
         self._flights.popleft()
         result = self._scheduler.commit(plan, tokens)
         now = time.monotonic()
@@ -275,12 +280,21 @@ class Loop:
                 event = Finished(completion.reason, completion.stop_token_id)
                 self._end(completion.request_id, event)
 
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        self.pulse.forward_since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.pulse.tick_s = time.monotonic()
+            self.pulse.forward_since_s = None
+
     # --- after a step that broke -------------------------------------------------------------
 
     def _start_anew(self) -> None:
         """Begin with a fresh planner; raises ``EngineFailure`` where that has not helped before."""
         while self._flights:  # what they write must not meet what comes next
-            with suppress(Exception):
+            with suppress(Exception), self._on_device():
                 self._flights[0].pending.tokens()
             self._flights.popleft()
         self._scheduler = self._scheduler.renewed()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -533,6 +535,31 @@ def test_samples_for_histograms_are_handed_over_once(bench: Bench) -> None:
     assert len(samples.time_to_first_token_s) == len(samples.e2e_latency_s) == 1
     assert samples.step_s[0][0] == "prefill"
     assert not bench.engine.take_samples().prompt_tokens
+
+
+def test_a_launch_that_takes_long_is_no_hang(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, ages_s = bench.executor.launch, []
+
+    def compile_first(plan: StepPlan) -> Pending:
+        ready_s = time.monotonic() + 0.01
+        while time.monotonic() < ready_s:
+            pass
+        ages_s.append(bench.engine.health().tick_age_s)
+        return launch(plan)
+
+    monkeypatch.setattr(bench.executor, "launch", compile_first)
+    bench.submit(bench.request([1])).ending()
+    assert ages_s and not any(ages_s)
+
+
+def test_once_closed_it_lets_the_executor_go() -> None:
+    it = Bench()
+    it.submit(it.request([1]))
+    executor = weakref.ref(it.executor)
+    del it.executor
+    it.engine.close(drain_s=0)
+    gc.collect()
+    assert executor() is None
 
 
 def test_health_is_calm_while_idle_and_while_the_device_works(bench: Bench) -> None:

@@ -10,6 +10,9 @@ from typing import Any, Final
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from minisgl_backend.server.process import TritonServer
 from tests.docker.conftest import DOCKER
@@ -142,6 +145,32 @@ def test_panels_have_ids_and_places_of_their_own() -> None:
         above = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
         assert beside or above, f"{one['title']} covers {other['title']}"
         assert a["x"] + a["w"] <= 24
+
+
+def test_grafana_knows_every_field() -> None:
+    """Read and written by Grafana's own types, the dashboard loses nothing."""
+    register_default_plugins()
+
+    def understood(dashboard: dict[str, Any]) -> Any:
+        return json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
+
+    assert lost(DASHBOARD, understood(DASHBOARD)) == []
+    misspelt = {**DASHBOARD, "refesh": "5s"}
+    assert lost(misspelt, understood(misspelt)) == ["/refesh"]
+
+
+def lost(wanted: Any, got: Any, place: str = "") -> list[str]:
+    """Where ``got`` lacks something of ``wanted``; what it has in addition are defaults."""
+    if isinstance(wanted, dict) and isinstance(got, dict):
+        return [
+            text
+            for key, value in wanted.items()
+            for text in lost(value, got.get(key), f"{place}/{key}")
+        ]
+    if isinstance(wanted, list) and isinstance(got, list) and len(wanted) == len(got):
+        pairs = enumerate(zip(wanted, got, strict=True))
+        return [text for i, (a, b) in pairs for text in lost(a, b, f"{place}/{i}")]
+    return [] if wanted == got else [place]
 
 
 def test_every_panel_uses_the_dashboards_data_source() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -59,6 +60,8 @@ def serve(
 ) -> None:
     """Serve a checkpoint through tritonserver until Ctrl-C or SIGTERM."""
     started = time.monotonic()
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("minisgl_backend").setLevel(logging.INFO)
     console = Console(everything=log_verbose > 0)
     server_options = ServerOptions(
         host=host,

@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minisgl_backend.config import DEMO_MODEL
+from tests.server.client import wait_for
 
 _MAIN = "from minisgl_backend.cli.main import main; main()"
 PORTS = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "health")]
@@ -93,6 +97,36 @@ def test_sigterm_ends_it(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+def test_it_starts_again_what_was_killed(folder: Path) -> None:
+    """The health port tells of it, the ports stay as they are, and a stop is a stop."""
+    with serve(*PORTS, folder=folder) as process:
+        text = "".join(lines_until(process, "health"))
+        (health,) = re.findall(r"health +(http://\S+)/ready", text)
+        (triton,) = re.findall(r"HTTP +(http://\S+)", text)
+        assert get(health + "/ready")["ready"] is True
+        os.kill(get(health + "/stats")["tritonserver"]["pid"], signal.SIGKILL)
+        wait_for(lambda: not get(health + "/ready")["ready"], "an honest answer", 60)
+        assert "tritonserver ended with code -9" in get(health + "/ready")["reasons"]
+        wait_for(lambda: get(health + "/ready")["ready"], "a ready server", 120)
+        body = json.dumps({"text_input": "The capital of France is", "max_tokens": 3}).encode()
+        answer = get(urllib.request.Request(f"{triton}/v2/models/minisgl/generate", data=body))
+        assert answer["text_output"]
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert not list(folder.iterdir())
+
+
+def get(url: str | urllib.request.Request) -> dict[str, Any]:
+    """The JSON at an address, whatever the status."""
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            body: dict[str, Any] = json.load(response)
+    except urllib.error.HTTPError as error:
+        body = json.load(error)
+    return body
+
+
 def failure_of(*arguments: str) -> str:
     with serve(*PORTS, *arguments) as process:
         assert process.stdout is not None
@@ -109,6 +143,10 @@ def test_the_true_cause_of_a_failed_load(tmp_path: Path) -> None:
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "model.safetensors").write_bytes(b"\xff" * 100)
     assert re.search(r"Error: llm_engine: .*model.safetensors", failure_of("--model", str(broken)))
+
+
+def test_an_address_that_others_can_reach_must_be_meant() -> None:
+    assert "other machines can reach --host 0.0.0.0" in failure_of("--host", "0.0.0.0")
 
 
 def test_wrong_options() -> None:

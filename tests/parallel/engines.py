@@ -98,7 +98,7 @@ def ranked_engine(size: int, model: Path | None = None, **options: Any) -> Itera
     finally:
         engine.close(drain_s=0)
     if followers is not None:
-        assert not any(Path(f"/proc/{pid}").exists() for pid in followers.pids)
+        assert not any(is_running(pid) for pid in followers.pids)
 
 
 def wait_for_all(answers: Sequence[Answer]) -> None:
@@ -111,6 +111,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there, and more than an entry that its new parent has not read."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 def some_prompts(count: int, *, vocab_size: int, seed: int = 0) -> list[IntArray]:

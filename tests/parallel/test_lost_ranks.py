@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,14 @@ from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
 from minisgl_backend.execution.followers import Followers
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.request import SamplingParams
-from tests.parallel.engines import Answer, Ranked, ranked_engine, wait_for_all, wait_until
+from tests.parallel.engines import (
+    Answer,
+    Ranked,
+    is_running,
+    ranked_engine,
+    wait_for_all,
+    wait_until,
+)
 
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
 PROMPT = np.arange(40, dtype=np.int32)
@@ -84,15 +90,6 @@ def test_followers_die_with_their_leader_even_while_they_are_stopped() -> None:
         os.kill(follower, signal.SIGSTOP)
         leader.kill()
     wait_until(lambda: not is_running(follower))
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process is there, and more than an entry that its new parent has not read."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def follower_of(script: str) -> Followers:

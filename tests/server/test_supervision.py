@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,13 @@ PATIENCE_S = 120.0
 
 
 class Supervised:
-    """A supervised server with a paced engine, and its health port."""
+    """A supervised server, and its health port."""
 
-    def __init__(self, repository: Path) -> None:
+    def __init__(self, repository: Path, engine_options: Mapping[str, str]) -> None:
         installation = find_installation()
 
         def start(options: ServerOptions) -> TritonServer:
-            limits = {"drain_timeout_s": "1", "max_running_requests": "32"}
-            return TritonServer(installation, repository, limits, options)
+            return TritonServer(installation, repository, engine_options, options)
 
         self._stopping = threading.Event()
         self._made: queue.SimpleQueue[Supervisor] = queue.SimpleQueue()
@@ -106,7 +105,8 @@ class Supervised:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
-    it = Supervised(paced_repository(tmp_path_factory.mktemp("paced")))
+    limits = {"drain_timeout_s": "1", "max_running_requests": "32"}
+    it = Supervised(paced_repository(tmp_path_factory.mktemp("paced")), limits)
     yield it
     it.close()
 

@@ -1,0 +1,138 @@
+"""A server whose engine has two ranks: its tokens, and what becomes of it when one is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.build import build_engine
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.request import Request, SamplingParams
+from minisgl_backend.server.repository import shipped_repository
+from tests.parallel.engines import Answer, is_running, wait_for_all, wait_until
+from tests.server.client import Call, Refused, wait_for
+from tests.server.test_supervision import PATIENCE_S, Supervised
+
+OPTIONS = {
+    "tensor_parallel_size": "2",
+    "dtype": "float64",
+    "num_pages": "512",
+    "distributed_timeout_s": "3",
+    "drain_timeout_s": "1",
+}
+PROMPTS = [list(range(3, 60, 2)), list(range(100, 130)), [*range(3, 60, 2), 7, 8, 9]]
+SAMPLING: list[dict[str, Any]] = [
+    {"max_tokens": 16, "temperature": 0.0},
+    {"max_tokens": 16, "temperature": 0.8, "seed": 5},
+    {"max_tokens": 16, "temperature": 1.1, "top_p": 0.9, "seed": 6},
+]
+ENDLESS: dict[str, Any] = {
+    "input_ids": [1, 2, 3],
+    "max_tokens": 4000,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Supervised]:
+    it = Supervised(shipped_repository(), OPTIONS)
+    try:
+        yield it
+        last = rank_1(it)
+    finally:
+        it.close()
+    wait_until(lambda: not is_running(last))
+
+
+def ranks_of(parent: int) -> list[int]:
+    """The processes of an engine's other ranks."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            its_parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if its_parent == parent and b"minisgl_backend.cli.rank" in words:
+            found.append(int(process.name))
+    return found
+
+
+def rank_1(world: Supervised) -> int:
+    (pid,) = ranks_of(world.stats("llm_engine")["pid"])
+    return pid
+
+
+def expected_tokens() -> list[list[int]]:
+    """What an engine of one rank makes of the prompts, in this process."""
+    options = {**OPTIONS, "tensor_parallel_size": 1, "device": "cpu"}
+    engine = build_engine(EngineOptions.from_mapping(options))
+    answers = []
+    for prompt, values in zip(PROMPTS, SAMPLING, strict=True):
+        answer = Answer(engine.new_id())
+        ids = np.array(prompt, np.int32)
+        engine.submit(
+            Request(id=answer.request_id, prompt=ids, sampling=SamplingParams(**values)), answer
+        )
+        answers.append(answer)
+    wait_for_all(answers)
+    engine.close(drain_s=0)
+    return [answer.tokens for answer in answers]
+
+
+def tokens_of(world: Supervised, prompt: list[int], values: dict[str, Any]) -> list[int]:
+    with Call(world.server, "llm_engine", input_ids=prompt, **values) as call:
+        return [int(token) for response in call.all() for token in response["output_ids"]]
+
+
+def test_tokens_are_those_of_one_rank(world: Supervised) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        found = list(
+            pool.map(lambda args: tokens_of(world, *args), zip(PROMPTS, SAMPLING, strict=True))
+        )
+    assert found == expected_tokens()
+
+
+def num_recoveries(world: Supervised) -> int:
+    return int(world.get("/stats")[1]["num_recoveries"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_ends_every_stream_and_the_engine_comes_back(
+    world: Supervised, number: signal.Signals
+) -> None:
+    """Streams through the ensemble, and one to the engine itself; each ends with one error.
+
+    Since none is lost, the engine's model is loaded again and the server stays.
+    """
+    world.supervisor._recoveries.clear()
+    server, before = world.server, num_recoveries(world)
+    models = ("minisgl", "minisgl", "llm_engine")
+    calls = [Call(world.server, model, **ENDLESS) for model in models]
+    try:
+        for call in calls:
+            assert call.next(PATIENCE_S) is not None
+        lost = rank_1(world)
+        os.kill(lost, number)
+        for call in calls:
+            with pytest.raises(
+                Refused, match="INTERNAL: the engine stopped after an internal error"
+            ):
+                call.all()
+    finally:
+        for call in calls:
+            call.cancel()
+    wait_for(lambda: num_recoveries(world) > before, "a recovery", PATIENCE_S)
+    world.wait_ready()
+    assert world.answers()
+    assert rank_1(world) != lost
+    assert not is_running(lost)
+    assert world.server is server

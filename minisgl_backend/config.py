@@ -88,6 +88,9 @@ class EngineOptions:
     min_chunk_interval_ms: int = option(0, "at most one response each so many ms", minimum=0)
     drain_timeout_s: float = option(30.0, "time for running requests at a stop", minimum=0)
     num_tokenizers: int = option(2, "threads that tokenize", minimum=1, maximum=64)
+    parse_special_tokens: bool = option(
+        False, "where a request does not say so itself; true behind Triton's OpenAI frontend"
+    )
     seed: int | None = option(None, "of the seeds drawn for requests that bring none", minimum=0)
 
     def __post_init__(self) -> None:

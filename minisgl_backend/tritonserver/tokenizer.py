@@ -80,6 +80,7 @@ class TritonPythonModel:
         """Load the tokenizer and its chat template."""
         options = engine_options(args)
         self._limits = Limits()
+        self._parse_special_tokens = options.parse_special_tokens
         self._encoder = PromptEncoder.load(tokenizer_folder(options), self._limits)
         self._queue = QueueView(runtime_directory())
         self._max_jobs = options.max_running_requests + options.max_queued_requests
@@ -145,7 +146,7 @@ class TritonPythonModel:
 
     def _tokenize(self, job: _Job) -> Arrays:
         request = parse_generation(
-            job.inputs, job.parameters, timeout_us=job.timeout_us, limits=self._limits
+            self._with_default(job), job.parameters, timeout_us=job.timeout_us, limits=self._limits
         )
         if isinstance(request, StopRequest):
             self._stop(job)
@@ -160,6 +161,14 @@ class TritonPythonModel:
             prompt_text=self._encoder.prompt_text(request.prompt, ids) if shown else None,
         )
         return {INPUT_IDS.name: ids, REQUEST.name: text_array(record)}
+
+    def _with_default(self, job: _Job) -> Arrays:
+        """The inputs; where the operator says so, special tokens in a text are parsed."""
+        name = "parse_special_tokens"
+        said = name in job.inputs or name in job.parameters
+        if self._parse_special_tokens and "text_input" in job.inputs and not said:
+            return {**job.inputs, name: np.array([True])}
+        return job.inputs
 
     def _stop(self, stop: _Job) -> None:
         with self._lock:

@@ -5,6 +5,11 @@ phase of a request lasts long enough to be hit. The time runs from just before t
 until the planner has ended the request, by the planner's own journal, on the clock that both
 processes share. The client leaves at a random moment within the phase, up to 0.3 s after it began.
 
+    grpc-cancel    cancels its gRPC stream
+    grpc-kill      is a process that gets SIGKILL
+    http-close     closes its connection to Triton's generate_stream
+    gateway-close  closes its connection to the OpenAI-compatible gateway
+
     queued        two other requests hold all rows
     prefill       the prompt is being computed, 16 tokens a step
     first token   the client has had the first response
@@ -19,7 +24,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +32,7 @@ from typing import Any, Final
 import click
 from rich.progress import Progress
 
+from minisgl_backend.bench.gateway import started_gateway
 from minisgl_backend.bench.journal import Entry, Journal
 from minisgl_backend.bench.leaving import (
     EventStreamClose,
@@ -34,14 +40,13 @@ from minisgl_backend.bench.leaving import (
     GrpcKill,
     Leaving,
     grpc_message,
-    json_body,
 )
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started_paced
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.server.process import TritonServer
 
-WAYS: Final = ("grpc-cancel", "grpc-kill", "http-close")
+WAYS: Final = ("grpc-cancel", "grpc-kill", "http-close", "gateway-close")
 PHASES: Final = ("queued", "prefill", "first-token", "later-token")
 
 _NUM_ROWS: Final = 2
@@ -93,16 +98,20 @@ def cancel(
         "max_prefill_tokens": str(_PREFILL_TOKENS),
         "cache": "naive",  # so that each prompt is computed, and idle means that no page is held
     }
-    with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="minisgl-bench-"))
         path = Path(folder) / "journal.jsonl"
         journal = Journal(path)
-        with (
-            started_paced(
-                options, step_s=step_ms / 1000, journal=path, tritonserver=tritonserver
-            ) as server,
-            Progress(transient=True) as progress,
-        ):
-            bench = Bench(server, journal, random.Random(seed), patience)
+        stack.callback(journal.close)
+        server = stack.enter_context(
+            started_paced(options, step_s=step_ms / 1000, journal=path, tritonserver=tritonserver)
+        )
+        gateway_port = None
+        if any(way == "gateway-close" for way, _ in pairs):
+            address = f"127.0.0.1:{server.grpc_port}"
+            gateway_port = stack.enter_context(started_gateway(address))
+        bench = Bench(server, gateway_port, journal, random.Random(seed), patience)
+        with Progress(transient=True) as progress:
             task = progress.add_task("leaving", total=len(pairs) * repeats)
             for way, phase in pairs:
                 endings = []
@@ -111,7 +120,6 @@ def cancel(
                         endings.append(bench.leave_once(way, phase))
                         progress.advance(task)
                 report.add(way=way, phase=phase, **summary(endings))
-        journal.close()
     report.emit(json_path)
 
 
@@ -133,9 +141,15 @@ class Bench:
     """Clients that come and go, one after the other, at a server whose planner is read along."""
 
     def __init__(
-        self, server: TritonServer, journal: Journal, moments: random.Random, patience_s: float
+        self,
+        server: TritonServer,
+        gateway_port: int | None,
+        journal: Journal,
+        moments: random.Random,
+        patience_s: float,
     ) -> None:
         self._server = server
+        self._gateway_port = gateway_port
         self._journal = journal
         self._moments = moments
         self._patience_s = patience_s
@@ -189,9 +203,15 @@ class Bench:
     def _ask(self, way: str, *, num_prompt_tokens: int) -> Leaving:
         self._num_clients += 1
         name, prompt = str(self._num_clients), [7] * num_prompt_tokens
+        values = {"max_tokens": _MAX_TOKENS, "stream": True}
         if way == "http-close":
             address = f"127.0.0.1:{self._server.http_port}"
-            return EventStreamClose(address, json_body(name, prompt, _MAX_TOKENS))
+            body = {"id": name, "input_ids": prompt, **values}
+            return EventStreamClose(address, "/v2/models/minisgl/generate_stream", body)
+        if way == "gateway-close":
+            address = f"127.0.0.1:{self._gateway_port}"
+            body = {"model": "minisgl", "prompt": prompt, **values}
+            return EventStreamClose(address, "/v1/completions", body)
         client = GrpcKill if way == "grpc-kill" else GrpcCancel
         address = f"127.0.0.1:{self._server.grpc_port}"
         return client(address, grpc_message(name, prompt, _MAX_TOKENS))

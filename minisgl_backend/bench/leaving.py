@@ -11,7 +11,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from minisgl_backend.errors import EngineFailure
@@ -74,10 +74,10 @@ class GrpcKill:
 class EventStreamClose:
     """Closes the connection of its stream of server-sent events."""
 
-    def __init__(self, http_address: str, body: bytes) -> None:
+    def __init__(self, http_address: str, path: str, body: Mapping[str, Any]) -> None:
         self._connection = http.client.HTTPConnection(http_address)
-        path = "/v2/models/minisgl/generate_stream"
-        self._connection.request("POST", path, body, {"Accept": "text/event-stream"})
+        headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
+        self._connection.request("POST", path, json.dumps(body), headers)
         self._response: http.client.HTTPResponse | None = None
 
     def next(self) -> None:
@@ -107,12 +107,6 @@ def grpc_message(request_id: str, prompt: Sequence[int], max_tokens: int) -> byt
         request.inputs.add(name=name, datatype=datatype, shape=shape)
         request.raw_input_contents.append(content)
     return bytes(request.SerializeToString())
-
-
-def json_body(request_id: str, prompt: Sequence[int], max_tokens: int) -> bytes:
-    """The same request as Triton's generate endpoint takes it."""
-    values = {"input_ids": list(prompt), "stream": True, "max_tokens": max_tokens}
-    return json.dumps({"id": request_id, **values}).encode()
 
 
 def _int32(*values: int) -> bytes:

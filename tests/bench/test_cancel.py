@@ -107,7 +107,12 @@ def test_all_ways_of_leaving(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [*command, "--json", str(file)])
     assert result.exit_code == 0, result.output
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert [row["way"] for row in rows] == ["grpc-cancel", "grpc-kill", "http-close"]
+    assert [row["way"] for row in rows] == [
+        "grpc-cancel",
+        "grpc-kill",
+        "http-close",
+        "gateway-close",
+    ]
     for row in rows:
         assert row["ended"] == row["rows_and_pages_back"] == "1/1"
         assert 0 < row["p50_ms"] <= row["back_max_ms"]
@@ -116,4 +121,6 @@ def test_all_ways_of_leaving(tmp_path: Path) -> None:
 def test_an_unknown_way_is_refused() -> None:
     result = CliRunner().invoke(main, ["bench", "cancel", "--ways", "grpc-cancel,telepathy"])
     assert result.exit_code == 2
-    assert "'telepathy' is none of grpc-cancel, grpc-kill, http-close" in result.output
+    assert (
+        "'telepathy' is none of grpc-cancel, grpc-kill, http-close, gateway-close" in result.output
+    )

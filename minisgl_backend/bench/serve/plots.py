@@ -45,7 +45,9 @@ def latency_figure(measured: Sequence[Measured], objectives: Mapping[str, float]
             key = f"p{quantile}"
             axes.plot([p[0] for p in points], [p[2][key] for p in points], "o-", label=key)
         for tokens_per_s, label, times in points:
-            axes.annotate(label, (tokens_per_s, times["p99"]), fontsize=7, rotation=20)
+            above = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(label, (tokens_per_s, times["p99"]), fontsize=8, **above)
+        axes.margins(x=0.15, y=0.15)
         _finish(axes, title, "output tokens a second", "ms")
         if name in objectives:
             axes.axhline(objectives[name], color="gray", linestyle="--")

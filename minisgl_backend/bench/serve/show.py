@@ -45,8 +45,7 @@ def print_table(
     measured: Sequence[Measured], info: Mapping[str, Any], *, title: str = "serve"
 ) -> None:
     """A row a figure, a column a load."""
-    caption = ", ".join(f"{name} {value}" for name, value in info.items())
-    table = Table(title=title, caption=caption)
+    table = Table(title=title)
     table.add_column("")
     for one in measured:
         table.add_column(one.load.label, justify="right")
@@ -65,7 +64,9 @@ def print_table(
         table.add_row(
             f"errors {code}", *(_shown(one.figures["errors"].get(code, 0)) for one in measured)
         )
-    Console(width=max(100, Console().width)).print(table)
+    console = Console(width=max(100, Console().width))
+    console.print(table)
+    console.print(", ".join(f"{name} {value}" for name, value in info.items()), style="dim")
 
 
 def write_json(

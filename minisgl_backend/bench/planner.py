@@ -101,9 +101,13 @@ def _step_spans(page_size: int, num_requests: int, num_steps: int) -> list[float
     return spans
 
 
+def decoding_plan(num_requests: int) -> StepPlan:
+    """A step in which so many requests decode."""
+    return _planned(_decoding_scheduler(page_size=16, num_requests=num_requests, num_steps=1))
+
+
 def _encode_spans(num_steps: int) -> list[float]:
-    scheduler = _decoding_scheduler(page_size=16, num_requests=256, num_steps=1)
-    plan = _planned(scheduler)
+    plan = decoding_plan(256)
     return [_span(plan.encode) for _ in range(num_steps)]
 
 

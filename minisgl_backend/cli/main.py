@@ -75,6 +75,7 @@ bench = LazyGroup(
     "bench",
     {
         "planner": "minisgl_backend.bench.planner:planner",
+        "plan-broadcast": "minisgl_backend.bench.plan_broadcast:plan_broadcast",
         "response-path": "minisgl_backend.bench.response_path:response_path",
         "cancel": "minisgl_backend.bench.cancel:cancel",
         "gateway": "minisgl_backend.bench.gateway:gateway",

@@ -111,7 +111,7 @@ class PlanSender:
         Waits only for a rank that is ``_NUM_SLOTS`` plans behind.
         """
         if len(words) > self._slots.slot_words:
-            self._wait_until_at_most(0)
+            self.wait_taken()
             self._slots = self._slots.grown(len(words))
         self._wait_until_at_most(_NUM_SLOTS - 1)
         slot = self._count % _NUM_SLOTS
@@ -121,6 +121,10 @@ class PlanSender:
         for peer in self._peers:
             peer.send(where)
             peer.num_untaken += 1
+
+    def wait_taken(self) -> None:
+        """Return when every rank has taken all plans."""
+        self._wait_until_at_most(0)
 
     def _wait_until_at_most(self, num_untaken: int) -> None:
         for peer in self._peers:

@@ -19,6 +19,8 @@ from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
 from minisgl_backend.tritonserver.wire.parse import parse_generation, parse_token_generation
 
 LIMITS = Limits()
+MANY_KEYS = "{" + "".join(f'"key {i}": 1, ' for i in range(300_000)) + '"key 299999": 1}'
+"""What must not take time that grows with its square."""
 
 
 def strings(*items: bytes) -> npt.NDArray[Any]:
@@ -283,6 +285,7 @@ def test_a_value_given_twice_must_be_equal() -> None:
         ({"sampling_parameters": '{"seed": 1, "seed": 1}'}, "sampling_parameters has the key "),
         ({"sampling_parameters": '{"text_input": "x"}'}, "text_input may not stand in "),
         ({"sampling_parameters": '{"seed": ' + "1" * 5000 + "}"}, "sampling_parameters must be "),
+        ({"sampling_parameters": MANY_KEYS}, "sampling_parameters has the key 'key 299999' twice"),
     ],
 )
 def test_what_is_wrong_is_named(parameters: dict[str, Any], message: str) -> None:

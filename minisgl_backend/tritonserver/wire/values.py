@@ -49,11 +49,11 @@ def parse_json(name: str, text: str) -> Any:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequest(f"has the key {quoted(twice)} twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise InvalidRequest(f"has the key {quoted(name)} twice")
+        found[name] = value
     return found
 
 

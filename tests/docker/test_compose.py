@@ -19,13 +19,14 @@ from tests.docs.test_docs import check_options
 
 CPU: Final = [DOCKER / "compose.yaml"]
 GPU: Final = [*CPU, DOCKER / "compose.gpu.yaml"]
+SERVICES: Final[dict[str, Any]] = yaml.safe_load(CPU[0].read_text("utf-8"))["services"]
 
 
-def services(files: list[Path]) -> dict[str, Any]:
+def understood(files: list[Path]) -> dict[str, Any]:
     """The services as Docker Compose understands these files together."""
     options = [part for file in files for part in ("-f", str(file))]
     command = [tool("docker-compose"), *options, "config"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loaded: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
     return loaded
@@ -33,42 +34,42 @@ def services(files: list[Path]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("files", "dockerfile"), [(CPU, "Dockerfile.cpu"), (GPU, "Dockerfile")])
 def test_compose_accepts_the_files(files: list[Path], dockerfile: str) -> None:
-    found = services(files)
+    found = understood(files)
     assert set(found) == {"server", "gateway", "prometheus", "grafana"}
     assert found["server"]["build"]["dockerfile"] == f"docker/{dockerfile}"
     assert Path(found["server"]["build"]["context"]) == ROOT
 
 
 def test_the_gpu_is_asked_for() -> None:
-    (device,) = services(GPU)["server"]["deploy"]["resources"]["reservations"]["devices"]
+    (device,) = understood(GPU)["server"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
 
 
 def test_ports_are_published_on_the_loopback_address_only() -> None:
-    ports = [port for service in services(GPU).values() for port in service.get("ports", ())]
+    ports = [port for service in SERVICES.values() for port in service.get("ports", ())]
     assert ports
-    assert [port for port in ports if not str(port).startswith("127.0.0.1:")] == []
+    assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
+    assert "ports:" not in GPU[1].read_text("utf-8")
 
 
 def test_images_are_pinned_and_mounts_exist() -> None:
-    for service in services(CPU).values():
+    for service in SERVICES.values():
         name, _, version = service["image"].partition(":")
         assert version and version != "latest", name
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
-            assert not source.startswith("/") or Path(source).exists(), source
+            assert not source.startswith(".") or (DOCKER / source).exists(), source
 
 
 def test_the_server_has_few_rights_and_enough_shared_memory() -> None:
-    found = services(CPU)
-    assert found["server"]["shm_size"] == "1gb"
+    assert SERVICES["server"]["shm_size"] == "1gb"
     for name in ("server", "gateway"):
-        assert found[name]["read_only"] is True
-        assert found[name]["cap_drop"] == ["ALL"]
+        assert SERVICES[name]["read_only"] is True
+        assert SERVICES[name]["cap_drop"] == ["ALL"]
 
 
 def test_a_stop_waits_until_requests_are_answered() -> None:
-    grace = services(CPU)["server"]["stop_grace_period"]
+    grace = SERVICES["server"]["stop_grace_period"]
     amounts = re.findall(r"(\d+)([ms])", grace)
     grace_s = sum(int(amount) * {"m": 60, "s": 1}[unit] for amount, unit in amounts)
     # `minisgl serve` gives tritonserver 10 s more than the engine, and 8 s to unload
@@ -76,12 +77,11 @@ def test_a_stop_waits_until_requests_are_answered() -> None:
 
 
 def test_commands_are_accepted() -> None:
-    found = services(CPU)
     for name in ("server", "gateway"):
-        check_options(main, found[name]["command"])
-    check = found["gateway"]["healthcheck"]["test"]
+        check_options(main, SERVICES[name]["command"])
+    check = SERVICES["gateway"]["healthcheck"]["test"]
     assert check[1:3] == ["python", "/opt/minisgl/docker/healthcheck.py"]
-    (gateway_port,) = found["gateway"]["ports"]
+    (gateway_port,) = SERVICES["gateway"]["ports"]
     assert urlsplit(check[-1]).port == int(gateway_port.split(":")[1])
 
 

@@ -1,10 +1,9 @@
 """Chat templates: messages -> the prompt's text, by the Jinja program of a model's folder.
 
 Templates come with checkpoints, which are not always trustworthy, and run on what clients send. So
-they run in Jinja's immutable sandbox, see plain data only, and are bounded in time (checked at each
-turn of a loop and each macro call) and in size. What they may use beside Jinja follows
-transformers: ``raise_exception``, ``strftime_now``, ``tojson`` that does not escape HTML, loop
-controls, and the ``generation`` block, which only marks text for training.
+they run in a ``Sandbox``, see plain data only, and are bounded in time and in size. What they may
+use beside Jinja follows transformers: ``raise_exception``, ``strftime_now``, ``tojson`` that does
+not escape HTML, loop controls, and the ``generation`` block, which only marks text for training.
 
 A ``ChatTemplate`` may render on several threads at once.
 """
@@ -17,16 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
 from minisgl_backend.errors import ConfigError, InvalidRequest
 from minisgl_backend.text.messages import join_parts
+from minisgl_backend.text.sandbox import Meter, OutOfBounds, Sandbox
 
 MAX_SECONDS: Final = 5.0
-_TICK: Final = "_minisgl_tick"
 _PROBE: Final = "a probe of 29 letters and more"
 
 
@@ -46,11 +42,13 @@ class ChatTemplate:
         self._max_chars = max_chars
         self._max_seconds = max_seconds
         self._clock = clock
-        environment = _Sandbox(max_chars)
+        environment = Sandbox(max_chars)
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._meter_name = environment.meter_name
         try:
-            program = environment.parse(source)
-            _insert_ticks(program)
-            self._template = environment.from_string(program)
+            self._template = environment.compiled(source)
         except TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from None
         self._takes_parts = self._shows_parts()
@@ -79,28 +77,19 @@ class ChatTemplate:
                 tools=tools,
                 documents=None,
                 add_generation_prompt=True,
-                **{_TICK: self._deadline()},
+                **{self._meter_name: Meter(self._clock, self._max_seconds, 4 * self._max_chars)},
             ):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > self._max_chars:
-                    raise _OutOfBounds(f"makes more than {self._max_chars} characters")
-        except _OutOfBounds as error:
+                    raise OutOfBounds(f"makes more than {self._max_chars} characters")
+        except OutOfBounds as error:
             raise InvalidRequest(f"the chat template {error}") from None
         except Exception as error:
             # Anything may be raised by a program over data that it did not expect.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise InvalidRequest(f"the chat template refuses the messages: {reason}") from None
         return "".join(pieces)
-
-    def _deadline(self) -> Callable[[], None]:
-        end = self._clock() + self._max_seconds
-
-        def tick() -> None:
-            if self._clock() > end:
-                raise _OutOfBounds(f"runs longer than {self._max_seconds:g} s")
-
-        return tick
 
     def _shows_parts(self) -> bool:
         """Whether the template reads a content that is a list of text parts, or only a string."""
@@ -110,59 +99,6 @@ class ChatTemplate:
         except InvalidRequest:
             return False
         return _PROBE in text and "'type'" not in text and '"type"' not in text
-
-
-class _OutOfBounds(Exception):
-    """A template took too long or wrote too much."""
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox with transformers' additions, and bounds on what one operator can make."""
-
-    intercepted_binops = frozenset({"+", "*", "**"})
-
-    def __init__(self, max_chars: int) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-        )
-        self._max_size = max_chars
-        self.filters["tojson"] = _to_json
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-        del self.globals["lipsum"]
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and (abs(left) > 2**32 or abs(right) > 64):
-            raise _OutOfBounds("computes too large a power")
-        if operator == "*":
-            for size, times in ((left, right), (right, left)):
-                if isinstance(size, (str, list, tuple)) and len(size) * times > self._max_size:
-                    raise _OutOfBounds("makes too long a value")
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, (str, list, tuple)) and len(result) > self._max_size:
-            raise _OutOfBounds("makes too long a value")
-        return result
-
-
-class _GenerationBlock(Extension):
-    """``{% generation %} ... {% endgeneration %}`` renders what is inside."""
-
-    tags = {"generation"}  # noqa: RUF012 (its type is Jinja's)
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _insert_ticks(program: nodes.Template) -> None:
-    """Make every turn of a loop and every call of a macro look at the clock."""
-    for node in program.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-        assert isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock))
-        call = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
-        tick = nodes.ExprStmt(call).set_lineno(node.lineno)
-        for child in tick.find_all(nodes.Node):
-            child.set_lineno(node.lineno)
-        node.body.insert(0, tick)
 
 
 def _to_json(

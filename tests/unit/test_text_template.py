@@ -11,7 +11,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minisgl_backend.errors import ConfigError, InvalidRequest
-from minisgl_backend.text.template import ChatTemplate, _Sandbox
+from minisgl_backend.text.sandbox import Sandbox
+from minisgl_backend.text.template import ChatTemplate
 
 CHATML = """{%- for message in messages %}
     {%- if loop.first and message.role != 'system' %}
@@ -166,10 +167,39 @@ def test_time_is_bounded(source: str) -> None:
         "{{ (10**30) ** 2 }}",
         "{% set ns = namespace(x='0123456789') %}"
         "{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='0123456789') %}"
+        "{% for a in range(99) %}{% set ns.x = ns.x ~ 1 ~ ns.x %}{% endfor %}",
+        "{% set a = 'x' * 999 %}{% for i in range(99) %}{% set b = a ~ a ~ a ~ a ~ a ~ a ~ a"
+        " ~ a ~ a ~ a ~ a %}{% endfor %}",
+        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% set ns = namespace(x='0123456789') %}"
+        "{% for a in range(99) %}{% set ns.x = twice(ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x='0123456789') %}{% for a in range(99) %}"
+        "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}{% endfor %}",
+        "{% set x %}{% for a in range(9999) %}0123456789{% endfor %}{% endset %}",
+        "{% set x %}{% for a in range(9999) %}{% if a %}0123456789{% endif %}{% endfor %}"
+        "{% endset %}",
+        "{{ 'x'.center(10**9) }}",
+        "{{ 'x'.ljust(width=10**9) }}",
+        "{{ 'x' | center(10**9) }}",
+        "{{ '\t'.expandtabs(10**9) }}",
+        "{{ ('a' * 9999).replace('a', 'b' * 9999) }}",
+        "{{ ('a' * 9999) | replace('a', 'b' * 9999) }}",
+        "{{ ('a' * 9999) | replace('', 'b' * 9999) }}",
+        "{{ ('a' * 9999).join(range(9999)) }}",
+        "{{ range(9999) | join('a' * 9999) }}",
+        "{{ range(9999) | join(d='a' * 9999) }}",
+        "{{ 'a'.translate({97: 'b' * 9999}) }}",
+        "{{ ('a\n' * 4999) | indent(9999) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%1000000000d' | format(1) }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ messages | tojson(indent=1000) }}",
+        "{{ 'x'.encode() * 10**9 }}",
+        "{{ range(9999) | list | pprint }}",
     ],
 )
 def test_size_is_bounded(source: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"^the chat template (makes|computes)"):
+    with pytest.raises(InvalidRequest, match=r"^the chat template (makes|computes|may not)"):
         template(source, max_chars=10**4).render(CHAT)
 
 
@@ -179,13 +209,27 @@ def test_arithmetic_within_bounds() -> None:
     )
 
 
+def test_operations_within_bounds() -> None:
+    """What is watched gives what it gave."""
+    source = (
+        "{{ 1 ~ 'a' ~ none ~ 2.5 }} {{ ['a', 1] | join('-') }} {{ ', '.join(['a', 'b']) }}"
+        " {{ 'a b'.replace('a', 'c') }} {{ 'aa' | replace('a', 'b', 1) }} {{ '%05d' % 42 }}"
+        " {{ '{:>4}'.format('x') }} {{ 'x' | center(5) }} {{ [3, 1] | sort | join }}"
+        " {{ [{'n': 1}, {'n': 2}] | map(attribute='n') | join('+') }} {{ none }}"
+        " {{ {'a': [1]} | tojson(indent=2) }} {{ 'a\nb' | indent(2) }} {{ [1] | first }}"
+    )
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    plain.filters["tojson"] = lambda value, indent: json.dumps(value, indent=indent)
+    assert template(source).render(CHAT) == plain.from_string(source).render()
+
+
 def test_a_template_that_does_not_compile_fails_the_load() -> None:
     with pytest.raises(ConfigError, match="the chat template does not compile"):
         template("{% for %}")
 
 
 def test_the_sandbox_is_jinjas_immutable_one() -> None:
-    assert issubclass(_Sandbox, ImmutableSandboxedEnvironment)
+    assert issubclass(Sandbox, ImmutableSandboxedEnvironment)
 
 
 def test_what_clients_send_is_not_a_program() -> None:

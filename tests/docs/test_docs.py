@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from doctest import DocTestParser
 from pathlib import Path
 from typing import Final
 
@@ -110,8 +111,13 @@ def test_what_is_not_there_would_be_found() -> None:
 @pages
 def test_python_examples_are_python(page: Page) -> None:
     for block in page.blocks:
-        if block.language == "python" and not block.text.startswith("# minisgl_backend/"):
-            compile(block.text, str(page.path), "exec")
+        if block.language != "python" or block.text.startswith("# minisgl_backend/"):
+            continue
+        sources = [block.text]
+        if block.text.startswith(">>> "):
+            sources = [example.source for example in DocTestParser().get_examples(block.text)]
+        for source in sources:
+            compile(source, str(page.path), "exec")
 
 
 def test_the_readme_leads_to_every_page() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any, Final
 import pytest
 
 from minisgl_backend.server.process import TritonServer
+from tests.docker.conftest import tool
 from tests.docs.markdown import Call, Page
 from tests.docs.test_docs import ROOT
 
@@ -63,6 +66,19 @@ def events(text: str) -> list[dict[str, Any]]:
 
 def text_of(found: list[dict[str, Any]]) -> str:
     return "".join(event["text_output"] for event in found)
+
+
+def test_the_shell_example_prints_what_is_shown(server: TritonServer) -> None:
+    (call,) = [call for call in README.calls if "minisgl generate" in call.command]
+    done = subprocess.run(
+        [tool("minisgl"), *shlex.split(call.command)[1:]],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "MINISGL_URL": f"127.0.0.1:{server.grpc_port}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == call.output
 
 
 def test_the_first_curl_line_is_what_the_server_suggests() -> None:

@@ -95,14 +95,12 @@ class LeadingExecutor:
         if self._is_closed:
             return
         self._is_closed = True
-        lost = self.followers.failure is not None
         self._executor.close()
         self.followers.close()
-        if not lost:
-            self._group.close()
+        self._group.leave()
 
     def _lost(self, failure: EngineFailure) -> None:
-        self._group.abort()
+        self._group.leave()
         self._on_lost(failure)
 
     def _is_overdue(self) -> bool:

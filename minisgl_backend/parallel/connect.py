@@ -56,12 +56,15 @@ def connect(
 ) -> Group:
     """The group of all ranks that meet in ``store``; returns when each of them is there.
 
-    A collective that waits for a silent rank ends after ``timeout_s`` where the library can tell,
-    as gloo can. Raises ``RuntimeError`` where the ranks do not find each other in that time.
+    With gloo a collective that waits for longer than ``timeout_s`` raises. Raises ``ConfigError``
+    where the ranks do not find each other in that time.
     """
-    host = gloo_group(place, store, timeout_s)
-    if comm == "gloo":
-        return host
-    if comm == "nccl":
-        return nccl_group(place, store, timeout_s, host)
-    return pynccl_group(host, device)
+    try:
+        host = gloo_group(place, store, timeout_s)
+        if comm == "gloo":
+            return host
+        if comm == "nccl":
+            return nccl_group(place, store, host)
+        return pynccl_group(host, device)
+    except RuntimeError as error:
+        raise ConfigError(f"the ranks cannot connect by {comm}: {error}") from error

@@ -41,11 +41,11 @@ class Group(Protocol):
     def least(self, numbers: Sequence[int]) -> list[int]:
         """For each place in ``numbers`` the least of all ranks' numbers there. Waits for all."""
 
-    def abort(self) -> None:
-        """End collectives that wait for a lost rank, on any thread; the group is of no use then."""
+    def leave(self) -> None:
+        """Give the group up, on any thread: collectives end, also those that wait for a lost rank.
 
-    def close(self) -> None:
-        """Leave the group. To be called when no collective runs, nor any graph that holds one."""
+        Waits for nobody. Idempotent.
+        """
 
 
 class OneRank:
@@ -66,10 +66,7 @@ class OneRank:
     def least(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
 
-    def abort(self) -> None:
-        pass
-
-    def close(self) -> None:
+    def leave(self) -> None:
         pass
 
 

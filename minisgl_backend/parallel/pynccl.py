@@ -4,15 +4,15 @@ That makes it cheap to launch, and plain to capture: a CUDA graph holds the coll
 any kernel. The ranks get the communicator's id through the group of their hosts.
 
 The communicator belongs to one GPU; all calls come from the threads that launch on it, but for
-``abort``, which NCCL allows from any.
+``leave``, as NCCL allows it. It is aborted, not destroyed, since destroying waits for other ranks.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Sequence
-from pathlib import Path
+import threading
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -22,7 +22,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.parallel.group import Group, side_by_side
 from minisgl_backend.parallel.torch_group import keep_multicast_off
 
-_ID_BYTES: Final = 128
+ID_BYTES: Final = 128
 _SUM: Final = 0
 _DTYPES: Final = {
     torch.int8: 0,
@@ -35,10 +35,11 @@ _DTYPES: Final = {
     torch.bfloat16: 9,
 }
 """``ncclDataType_t`` of nccl.h."""
+_LIBRARY: Final = "libnccl.so.2"
 
 
 class _UniqueId(ctypes.Structure):
-    _fields_ = (("internal", ctypes.c_byte * _ID_BYTES),)
+    _fields_ = (("internal", ctypes.c_byte * ID_BYTES),)
 
 
 class Nccl:
@@ -56,7 +57,6 @@ class Nccl:
         library.ncclAllGather.argtypes = [pointer, pointer, size, number, pointer, pointer]
         library.ncclBroadcast.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
         library.ncclCommAbort.argtypes = [pointer]
-        library.ncclCommDestroy.argtypes = [pointer]
 
     def new_id(self) -> bytes:
         """The name of a communicator to be."""
@@ -80,19 +80,23 @@ class Nccl:
 
 
 class PyNcclGroup:
-    """A group over an NCCL communicator of its own, for tensors on ``device``."""
+    """A group over an NCCL communicator of its own, on the GPU that is current now."""
 
-    def __init__(self, nccl: Nccl, host: Group, device: torch.device):
-        """``host`` is the group of the same ranks for tensors in main memory."""
+    def __init__(self, nccl: Nccl, host: Group, stream: Callable[[], int]):
+        """``host`` is the group of the same ranks for tensors in main memory; ``stream`` tells on
+        which CUDA stream a collective is to run."""
         self.rank, self.size = host.rank, host.size
         self._nccl = nccl
         self._host = host
-        name = torch.zeros(_ID_BYTES, dtype=torch.uint8)
+        self._stream = stream
+        self._leaving = threading.Lock()
+        name = torch.zeros(ID_BYTES, dtype=torch.uint8)
         if self.rank == 0:
             name = torch.frombuffer(bytearray(nccl.new_id()), dtype=torch.uint8)
         name = host.broadcast(name)
-        with torch.cuda.device(device):
-            self._communicator = nccl.connect(name.numpy().tobytes(), self.rank, self.size)
+        self._communicator: ctypes.c_void_p | None = nccl.connect(
+            name.numpy().tobytes(), self.rank, self.size
+        )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
@@ -115,32 +119,36 @@ class PyNcclGroup:
     def least(self, numbers: Sequence[int]) -> list[int]:
         return self._host.least(numbers)
 
-    def abort(self) -> None:
-        self._nccl.call("ncclCommAbort", self._communicator)
-
-    def close(self) -> None:
-        self._nccl.call("ncclCommDestroy", self._communicator)
+    def leave(self) -> None:
+        with self._leaving:
+            communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            self._nccl.call("ncclCommAbort", communicator)
 
     def _launch(self, function: str, *arguments: int) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        self._nccl.call(function, *arguments, self._communicator, stream)
+        if self._communicator is None:
+            raise RuntimeError("the ranks have parted")
+        self._nccl.call(function, *arguments, self._communicator, self._stream())
 
 
 def pynccl_group(host: Group, device: torch.device) -> PyNcclGroup:
     """The ranks of ``host``, for tensors on their GPUs. Raises ``ConfigError`` without libnccl."""
     keep_multicast_off()
-    return PyNcclGroup(load_nccl(), host, device)
+    with torch.cuda.device(device):
+        return PyNcclGroup(
+            Nccl(load_nccl()), host, lambda: int(torch.cuda.current_stream(device).cuda_stream)
+        )
 
 
-def load_nccl() -> Nccl:
+def load_nccl() -> ctypes.CDLL:
     """The libnccl that PyTorch brought, else the system's."""
-    spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
-    folders = (
-        [Path(folder) / "lib" for folder in (spec.submodule_search_locations or [])] if spec else []
-    )
-    for name in (*(str(folder / "libnccl.so.2") for folder in folders), "libnccl.so.2"):
+    folders: list[str] = []
+    if importlib.util.find_spec("nvidia") is not None:
+        spec = importlib.util.find_spec("nvidia.nccl")
+        folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    for name in (*(f"{folder}/lib/{_LIBRARY}" for folder in folders), _LIBRARY):
         try:
-            return Nccl(ctypes.CDLL(name))
+            return ctypes.CDLL(name)
         except OSError:
             continue
-    raise ConfigError("comm=pynccl needs libnccl.so.2: pip install nvidia-nccl-cu12 (or -cu13)")
+    raise ConfigError(f"comm=pynccl needs {_LIBRARY}: pip install nvidia-nccl-cu12 (or -cu13)")

@@ -2,7 +2,7 @@
 
 The backends are used as objects, not through ``init_process_group``: nothing of this process is
 shared, so two engines, or several ranks as threads, may live in one. Gloo ends a collective that
-waits longer than the group's timeout; NCCL's run on the GPU, and only ``abort`` ends them.
+waits longer than the group's timeout; NCCL's run on the GPU, where only ``leave`` ends them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from minisgl_backend.parallel.group import side_by_side
 from minisgl_backend.parallel.place import Place
 
 _LOOPBACK_HOST: Final = "127.0.0.1"
+_NO_TIMEOUT: Final = timedelta(days=365)
+"""PyTorch would end the whole process when a collective on a GPU takes longer than its timeout."""
 
 
 class TorchGroup:
@@ -55,13 +57,9 @@ class TorchGroup:
         self._backend.allreduce(found, dist.ReduceOp.MIN).wait()
         return [int(number) for number in found.tolist()]
 
-    def abort(self) -> None:
-        if self._host is not None:  # gloo's end by themselves: with their peer, or in time
+    def leave(self) -> None:
+        if self._host is not None:  # gloo's collectives end by themselves: with a peer, or in time
             self._backend.abort()
-
-    def close(self) -> None:
-        if self._host is not None:
-            self._backend.shutdown()
 
 
 def gloo_group(place: Place, store: Store, timeout_s: float) -> TorchGroup:
@@ -78,13 +76,14 @@ def gloo_group(place: Place, store: Store, timeout_s: float) -> TorchGroup:
     return TorchGroup(gloo(PrefixStore("gloo", store), place.rank, place.size, options))
 
 
-def nccl_group(place: Place, store: Store, timeout_s: float, host: TorchGroup) -> TorchGroup:
+def nccl_group(place: Place, store: Store, host: TorchGroup) -> TorchGroup:
     """The group of all ranks for tensors on their GPUs, by PyTorch's NCCL."""
     keep_multicast_off()
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    return TorchGroup(nccl(PrefixStore("nccl", store), place.rank, place.size, options), host)
+    options._timeout = _NO_TIMEOUT
+    group = nccl(PrefixStore("nccl", store), place.rank, place.size, options)
+    return TorchGroup(group, host)
 
 
 def keep_multicast_off() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.parallel.connect import choose_comm, open_store
+from minisgl_backend.parallel.connect import choose_comm, connect, open_store
 from minisgl_backend.parallel.group import Group, OneRank, least_free_memory, side_by_side
 from minisgl_backend.parallel.place import Place
 from tests.parallel.threads import on_ranks
@@ -138,6 +138,12 @@ def test_a_taken_port_is_refused() -> None:
         place = Place.first(2, f"127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ConfigError, match=r"cannot meet at 127\.0\.0\.1:"):
             open_store(place, 5)
+
+
+def test_a_rank_that_nobody_meets_says_so() -> None:
+    place, store = open_store(Place.first(2, None), 1)
+    with pytest.raises(ConfigError, match="the ranks cannot connect by gloo"):
+        connect(place, store, "gloo", CPU, timeout_s=1)
 
 
 def test_a_library_of_another_device_is_refused() -> None:

@@ -26,7 +26,7 @@ def on_ranks(size: int, work: Callable[[Group], T], *, timeout_s: float = 60.0) 
         try:
             return work(group)
         finally:
-            group.close()
+            group.leave()
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(run, range(size)))

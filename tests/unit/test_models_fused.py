@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,32 +19,33 @@ from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.fused import FusedDecoder
-from minisgl_backend.parallel.group import OneRank
+from minisgl_backend.parallel.group import Group, OneRank
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
     write_broad_checkpoint,
     write_checkpoint,
 )
+from tests.parallel.threads import on_ranks
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
 NUM_PAGES = 32
 
 
-def load(folder: Path) -> Decoder:
+def load(folder: Path, group: Group) -> Decoder:
     return build_model(
         load_spec(folder),
         folder,
         dtype=torch.float32,
         device=CPU,
-        group=OneRank(),
+        group=group,
         max_sequence_length=CONTEXT,
     )
 
 
 def pages_of(model: Decoder) -> list[PagedKV]:
-    shape = model.spec.attention_shape()
+    shape = model.spec.attention_shape(model.group.size)
     dims = (NUM_PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
     return [PagedKV(keys=torch.zeros(dims), values=torch.zeros(dims)) for _ in shape.windows]
 
@@ -55,19 +57,45 @@ def pages_of(model: Decoder) -> list[PagedKV]:
 def test_a_prompt_then_a_token(case: str, length: int, tmp_path: Path) -> None:
     """5 tokens take the small form of a layer, 40 the wide one; "broad" is large enough for the
     products of ``wide_linear``."""
-    if case == "broad":
-        assert wide_linear.is_faster(40, 512, 512, parts=True)
-        theirs = write_broad_checkpoint(tmp_path)
-    else:
-        theirs = write_checkpoint(case, tmp_path)
-    ours = load(tmp_path)
-    shape, kv = ours.spec.attention_shape(), pages_of(ours)
-    fused = FusedDecoder(ours, kv)
-    table = torch.randperm(NUM_PAGES).int().view(2, -1)
+    theirs = write(case, tmp_path)
+    check_prompt_then_token(load(tmp_path, OneRank()), *a_prompt(theirs, length))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "qwen3-moe", "broad"])
+def test_a_prompt_then_a_token_on_several_ranks(case: str, size: int, tmp_path: Path) -> None:
+    """Four ranks share two key-value heads, but for those of llama-biases and broad, which have
+    four."""
+    theirs = write(case, tmp_path)
+    prompt = a_prompt(theirs, 40)
+
+    def check(group: Group) -> None:
+        check_prompt_then_token(load(tmp_path, group), *prompt)
+
+    on_ranks(size, check)
+
+
+def write(case: str, folder: Path) -> Any:
+    if case != "broad":
+        return write_checkpoint(case, folder)
+    assert wide_linear.is_faster(40, 512, 512, parts=True)
+    return write_broad_checkpoint(folder)
+
+
+def a_prompt(theirs: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A prompt and one token more, the logits of each, and a page table for two rows."""
     ids = torch.randint(0, VOCAB_SIZE, (length + 1,))
     with torch.inference_mode():
-        expected = theirs(ids[None]).logits[0]
+        expected: Tensor = theirs(ids[None]).logits[0]
+    return ids, expected, torch.randperm(NUM_PAGES).int().view(2, -1)
 
+
+def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table: Tensor) -> None:
+    """Prefill all but the last of ``ids``, then decode it."""
+    shape, kv = ours.spec.attention_shape(ours.group.size), pages_of(ours)
+    fused = FusedDecoder(ours, kv)
+    length = len(ids) - 1
+    with torch.inference_mode():
         prefill = TritonPrefill(shape)
         chunks = prefill.plan_chunks(
             Chunks(

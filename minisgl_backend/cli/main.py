@@ -97,6 +97,7 @@ main = LazyGroup(
         "chat": "minisgl_client.cli.chat:chat",
         "gateway": "minisgl_gateway.command:gateway",
         "bench": "minisgl_backend.cli.main:bench",
+        "check": "minisgl_backend.check.command:check",
     },
     help="MiniSGL: LLM serving inside Triton Inference Server.",
 )

@@ -1,0 +1,164 @@
+"""Sends one request as raw JSON or as a raw gRPC message, and gives back how it ended.
+
+Knows Triton's endpoints and messages. Must not use a client that would refuse a wrong request
+itself.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from minisgl_client.wire import INPUTS, LISTS
+
+GENERATE: Final = "/v2/models/minisgl/generate"
+_STREAM_INFER: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
+_FORMATS: Final = {"BOOL": "?", "INT32": "i", "UINT64": "Q", "FP32": "f"}
+_KINDS: Final[Mapping[str, tuple[type, ...]]] = {
+    "BOOL": (bool,),
+    "INT32": (int,),
+    "UINT64": (int,),
+    "FP32": (float, int),
+    "BYTES": (str,),
+}
+PATIENCE_S: Final = 60.0
+"""What takes longer hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ended: an error's message, or None for an answer.
+
+    ``status`` is HTTP's, None over gRPC or where there was no answer at all.
+    """
+
+    error: str | None
+    seconds: float
+    status: int | None = None
+
+
+class HttpCaller:
+    """Sends bodies over HTTP."""
+
+    def __init__(self, http_url: str) -> None:
+        self._address = urlsplit(http_url).netloc
+
+    def send(
+        self,
+        body: bytes | Iterable[bytes],
+        *,
+        path: str = GENERATE,
+        method: str = "POST",
+        headers: Mapping[str, str] | None = None,
+    ) -> Ending:
+        """How it ended; a body in pieces is sent in chunks."""
+        started_s = time.perf_counter()
+        connection = http.client.HTTPConnection(self._address, timeout=PATIENCE_S)
+        try:
+            fields = dict(headers or {})
+            is_chunked = not isinstance(body, bytes)
+            if is_chunked:
+                fields["Transfer-Encoding"] = "chunked"
+            connection.request(method, path, body, fields, encode_chunked=is_chunked)
+            response = connection.getresponse()
+            text = response.read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            return Ending(f"no answer: {error!r}", time.perf_counter() - started_s)
+        finally:
+            connection.close()
+        seconds = time.perf_counter() - started_s
+        if response.status == 200:
+            return Ending(None, seconds, 200)
+        return Ending(_message(text), seconds, response.status)
+
+
+def _message(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"])
+    except (ValueError, LookupError, TypeError):
+        return text
+
+
+class GrpcCaller:
+    """Sends messages over one gRPC connection."""
+
+    def __init__(self, grpc_address: str) -> None:
+        import grpc
+
+        unlimited = (("grpc.max_send_message_length", -1), ("grpc.max_metadata_size", 2**24))
+        self._channel: Any = grpc.insecure_channel(grpc_address, options=unlimited)
+        self._infer: Any = self._channel.stream_stream(_STREAM_INFER)
+
+    def send(self, message: bytes) -> Ending:
+        """How it ended."""
+        import grpc
+        from tritonclient.grpc import service_pb2
+
+        started_s = time.perf_counter()
+        error: str | None = None
+        try:
+            for data in self._infer(iter([message]), timeout=PATIENCE_S):
+                response = service_pb2.ModelStreamInferResponse.FromString(data)
+                error = error or response.error_message or None
+        except grpc.RpcError as failure:
+            status: Any = failure
+            error = f"{status.code().name}: {status.details()}"
+        return Ending(error, time.perf_counter() - started_s)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+
+def grpc_message(values: Mapping[str, Any], *, request_id: str = "") -> Any | None:
+    """The ``ModelInferRequest`` of these values; None where gRPC cannot carry them."""
+    from tritonclient.grpc import service_pb2
+
+    message = service_pb2.ModelInferRequest(model_name="minisgl", id=request_id)
+    for name, value in values.items():
+        if name in INPUTS:
+            items = value if name in LISTS and isinstance(value, list) else [value]
+            content = _content(INPUTS[name], items)
+            if content is None:
+                return None
+            message.inputs.add(name=name, datatype=INPUTS[name], shape=[len(items)])
+            message.raw_input_contents.append(content)
+            continue
+        parameter = message.parameters[name]
+        if isinstance(value, bool):
+            parameter.bool_param = value
+        elif isinstance(value, int):
+            parameter.int64_param = value
+        elif isinstance(value, float):
+            parameter.double_param = value
+        else:
+            parameter.string_param = str(value)
+    return message
+
+
+def _content(datatype: str, items: list[Any]) -> bytes | None:
+    """The elements of a tensor as Triton lays them out; None where the type cannot hold them."""
+    kinds = _KINDS[datatype]
+    if any(type(item) not in kinds for item in items):
+        return None
+    if datatype == "BYTES":
+        texts = [item.encode("utf-8", "surrogatepass") for item in items]
+        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    try:
+        return struct.pack(f"<{len(items)}{_FORMATS[datatype]}", *items)
+    except (struct.error, OverflowError):
+        return None
+
+
+def json_of(values: Mapping[str, Any]) -> bytes | None:
+    """The body of these values; None where one is a number that JSON does not have."""
+    try:
+        return json.dumps(values, allow_nan=False).encode()
+    except ValueError:
+        return None

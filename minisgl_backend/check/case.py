@@ -1,0 +1,83 @@
+"""What a case found, and what all cases add up to: one table, the failures, the figures.
+
+Knows names and numbers only. A case without failures passed; one that was not run says why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from minisgl_backend.bench.report import Report
+
+_MOST_SHOWN: Final = 8
+"""Failures of one case that are printed; the file has all."""
+
+
+@dataclass(slots=True)
+class Case:
+    """One line of the table. ``count`` is how many requests, or whatever it tried, there were."""
+
+    name: str
+    count: int = 0
+    what: str = ""
+    failures: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    is_skipped: bool = False
+
+    def expect(self, condition: object, failure: str) -> None:
+        """Note the failure unless the condition holds."""
+        if not condition:
+            self.failures.append(failure)
+
+    @property
+    def result(self) -> str:
+        """``pass``, ``FAIL`` or ``skipped``."""
+        if self.failures:
+            return "FAIL"
+        return "skipped" if self.is_skipped else "pass"
+
+
+def skipped(name: str, why: str) -> Case:
+    """A case that this server does not allow."""
+    return Case(name, what=why, is_skipped=True)
+
+
+def emit(cases: Sequence[Case], info: Mapping[str, Any], json_path: Path | None) -> None:
+    """Print the table, the failures and the figures; the file has the same."""
+    table = Report("check", info=info)
+    for case in cases:
+        table.add(case=case.name, result=case.result, count=case.count, what=case.what)
+    table.emit()
+    figures = {name: value for case in cases for name, value in case.figures.items()}
+    if figures:
+        shown = Report("figures", info=info)
+        for name, value in figures.items():
+            shown.add(figure=name, value=value)
+        shown.emit()
+    for case in cases:
+        for failure in case.failures[:_MOST_SHOWN]:
+            click.echo(f"FAIL {case.name}: {failure}")
+        if len(case.failures) > _MOST_SHOWN:
+            click.echo(f"FAIL {case.name}: and {len(case.failures) - _MOST_SHOWN} more")
+    if json_path is not None:
+        content = {
+            "info": dict(info),
+            "cases": [
+                {
+                    "case": case.name,
+                    "result": case.result,
+                    "count": case.count,
+                    "what": case.what,
+                    "failures": case.failures,
+                }
+                for case in cases
+            ],
+            "figures": figures,
+        }
+        json_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,108 @@
+"""What must be back where it was when nothing is going on.
+
+Knows the counts that ``/stats`` tells. Every violation is one sentence; an idle server has none.
+
+Pages: those free and those cached are all there are, and every cached one may be evicted. Requests:
+none anywhere, in no process. Processes: the same ones, with no more threads, descriptors and shared
+memory than at the start.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from minisgl_backend.check.target import Stats, Target, wait_until
+
+SETTLES_WITHIN_S: Final = 20.0
+"""How long a server may take to be idle; it is over in a moment, but machines are busy."""
+_SPARE: Final = {"tritonserver": {"num_threads": 64, "num_descriptors": 64}}
+"""What tritonserver's own libraries keep for the next connections."""
+_MODEL_SPARE: Final = {"num_threads": 4, "num_descriptors": 4}
+"""What Python's and torch's libraries start when they are first used."""
+_SPARE_SHARED_MEMORY: Final = 64 * 2**20
+"""24.10 enlarges a model's region when much passes at a time, and never shrinks it."""
+_QUIET_S: Final = 0.3
+
+
+class Invariants:
+    """Compares a server with what it was when this was made, after a warm-up and idle."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        wait_until(lambda: not busy(target.stats()), SETTLES_WITHIN_S)
+        self._before = target.stats()
+
+    def violations(self) -> list[str]:
+        """What is not as it was, when the server had time to settle."""
+        target = self._target
+        wait_until(lambda: not self._differences(target.stats()), SETTLES_WITHIN_S)
+        stats = target.stats()
+        found = self._differences(stats)
+        if not found:
+            time.sleep(_QUIET_S)
+            made = _num_tokens(target.stats()) - _num_tokens(stats)
+            if made:
+                found.append(f"{made} tokens were made for nobody")
+        return found
+
+    def renew(self) -> None:
+        """Take the processes of now for the start: some of them are new."""
+        self._before = self._target.stats()
+
+    def _differences(self, stats: Stats) -> list[str]:
+        found = busy(stats) + _footprints(self._before, stats)
+        for name, process in self._before.processes.items():
+            now = stats.processes.get(name, {})
+            if now.get("pid") != process["pid"]:
+                found.append(f"{name} is another process than at the start")
+        return found
+
+
+def busy(stats: Stats) -> list[str]:
+    """What an idle server would not say of itself."""
+    found = []
+    for model in ("llm_engine", "tokenizer", "detokenizer"):
+        counts = stats.process(model)
+        if not counts:
+            found.append(f"{model} does not answer")
+            continue
+        for name in ("num_open", "num_streams", "num_jobs", "num_inside"):
+            if counts.get(name, 0):
+                found.append(f"{model} has {name} = {counts[name]}")
+    scheduler = stats.engine.get("scheduler")
+    if scheduler is None:
+        return found
+    for name in ("num_running", "num_waiting"):
+        if scheduler[name]:
+            found.append(f"the planner has {name} = {scheduler[name]}")
+    free, cached, total = (scheduler[f"{kind}_pages"] for kind in ("free", "cached", "total"))
+    if free + cached != total:
+        found.append(f"{total - free - cached} of {total} pages are neither free nor cached")
+    if scheduler["evictable_pages"] != cached:
+        found.append(f"{cached - scheduler['evictable_pages']} cached pages are still held")
+    return found
+
+
+def _footprints(before: Stats, now: Stats) -> list[str]:
+    found = []
+    for name, process in before.processes.items():
+        spare = _SPARE.get(name, _MODEL_SPARE)
+        for kind, allowed in spare.items():
+            grown = now.processes.get(name, {}).get(kind, 0) - process.get(kind, 0)
+            if grown > allowed:
+                found.append(f"{name} has {grown} more {kind[4:]} than at the start")
+    grown = now.told["shared_memory_bytes"] - before.told["shared_memory_bytes"]
+    if grown > _SPARE_SHARED_MEMORY:
+        found.append(f"{grown:,} bytes more of shared memory than at the start")
+    return found
+
+
+def _num_tokens(stats: Stats) -> int:
+    return int(stats.engine["num_generated_tokens"])
+
+
+def settled(condition: Callable[[], bool]) -> bool:
+    """Whether the condition came true in time."""
+    return wait_until(condition, SETTLES_WITHIN_S)

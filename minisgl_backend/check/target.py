@@ -1,0 +1,90 @@
+"""The server that is checked: where it listens, and what it tells of itself.
+
+Knows addresses and the health port. Must not know cases.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from minisgl_backend.loopback import open_local
+
+TEXT_MODELS: Final = ("tokenizer", "detokenizer")
+_ANSWER_S: Final = 30.0
+_POLL_S: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """``grpc_address`` is HOST:PORT, the other two are http:// addresses without a path."""
+
+    grpc_address: str
+    http_url: str
+    health_url: str
+
+    def stats(self) -> Stats:
+        """Counts of all processes at this moment; raises ``OSError`` where nobody answers."""
+        with open_local(f"{self.health_url}/stats", timeout_s=_ANSWER_S) as response:
+            return Stats(json.load(response))
+
+    def is_ready(self) -> bool:
+        """What the health port says."""
+        try:
+            with open_local(f"{self.health_url}/ready", timeout_s=_ANSWER_S) as response:
+                return response.status == 200
+        except urllib.error.HTTPError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What ``/stats`` answered."""
+
+    told: Mapping[str, Any]
+
+    def process(self, model: str) -> Mapping[str, Any]:
+        """The counts of a model's process; empty where it has none that answers."""
+        found = [one for one in self.told["models"] if one["model"] == model]
+        return found[0] if len(found) == 1 and "error" not in found[0] else {}
+
+    @property
+    def processes(self) -> Mapping[str, Mapping[str, Any]]:
+        """The footprint of each process by name."""
+        models = {one["model"]: one for one in self.told["models"]}
+        return {"tritonserver": self.told["tritonserver"], **models}
+
+    @property
+    def engine(self) -> Mapping[str, Any]:
+        """The counts of the engine; empty where it does not answer."""
+        return self.process("llm_engine")
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What the engine was started with."""
+        told: Mapping[str, Any] = self.engine["info"]
+        return told
+
+    @property
+    def num_positions(self) -> int:
+        """Token positions that all pages together have."""
+        return int(self.info["num_pages"]) * int(self.info["page_size"])
+
+    @property
+    def resident_mb(self) -> float:
+        """Memory of all processes."""
+        return float(sum(one.get("resident_bytes", 0) for one in self.processes.values())) / 1e6
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Poll until the condition holds; False where it has not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True

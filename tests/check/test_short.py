@@ -1,0 +1,57 @@
+"""The command as an operator calls it: its own server, everything passes, and the table says so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+CASES = {
+    "bad inputs over HTTP": 100,
+    "bad inputs over gRPC": 100,
+    "closed loop": 1,
+    "burst over the queue": 12,
+    "open loop at twice the capacity": 1,
+    "cancel storm": 60,
+    "prefix churn": 40,
+    "pages for 2.5 requests": 8,
+    "slow readers beside normal ones": 1,
+    "one request in five is bad": 40,
+    "cancel, one at a time": 10,
+    "canary": 6,
+    "the engine pauses for 3 s": 1,
+    "kill -9 of llm_engine": 10,
+    "kill -9 of tokenizer": 10,
+    "kill -9 of detokenizer": 10,
+    "kill -9 of tritonserver": 10,
+}
+"""Every case, and how many tries it has at least."""
+
+
+def test_the_short_check_passes(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    command = [str(Path(sys.executable).with_name("minisgl")), "check", "--seed", "1"]
+    done = subprocess.run(
+        [*command, "--json", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.stdout.startswith("seed 1\n")
+    content: dict[str, Any] = json.loads(path.read_text())
+    assert content["info"]["seed"] == 1
+    counts = {case["case"]: case["count"] for case in content["cases"]}
+    assert counts.keys() == CASES.keys()
+    for case in content["cases"]:
+        assert case["result"] == "pass" and not case["failures"]
+        assert case["count"] >= CASES[case["case"]]
+        assert f" {case['case']} │   pass │" in done.stdout
+    figures = content["figures"]
+    for way in ("HTTP", "gRPC"):
+        assert figures[f"bad inputs over {way}, clean"] == figures[f"bad inputs over {way}, tried"]
+    assert figures["canary mismatches"] == 0 < figures["canary runs"]
+    assert figures["refused"] > 0

@@ -1,0 +1,81 @@
+"""Whatever body a caller of the gateway sends, it is understood or refused in a sentence.
+
+What is understood, the client's own checks take too, so that only the server can refuse it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from minisgl_client.errors import InvalidArgument
+from minisgl_client.request import build
+from minisgl_gateway.body import parse
+from minisgl_gateway.conversion import Policy, chat_generations, completion_generations
+from minisgl_gateway.errors import ApiError
+from minisgl_gateway.schema import NOT_OFFERED, ChatCompletionRequest, CompletionRequest
+
+POLICY = Policy(timeout_s=10.0, chat_tokens=64)
+KINDS: list[Any] = [ChatCompletionRequest, CompletionRequest]
+GOOD: dict[Any, dict[str, Any]] = {
+    ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "Hi"}]},
+    CompletionRequest: {"model": "m", "prompt": "Hi"},
+}
+WORDS = st.sampled_from(["user", "assistant", "tool", "text", "image_url", "function", "auto", ""])
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-3, 40), st.floats(), st.text(max_size=6)
+)
+KEYS = st.sampled_from(["role", "content", "type", "text", "name", "function", "tool_calls", "5"])
+JSON = st.recursive(
+    SCALARS | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+)
+
+
+def names(kind: Any) -> st.SearchStrategy[str]:
+    return st.sampled_from([*kind.model_fields, *NOT_OFFERED[kind]]) | st.text(max_size=8)
+
+
+def check_refusal(error: ApiError) -> None:
+    assert 400 <= error.status < 500
+    assert 0 < len(error.message) < 400
+    assert "\n" not in error.message and "Traceback" not in error.message
+    error.message.encode()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_fields_of_any_value(kind: Any, data: st.DataObject) -> None:
+    fields = GOOD[kind] | data.draw(st.dictionaries(names(kind), JSON, max_size=3))
+    convert: Any = chat_generations if kind is ChatCompletionRequest else completion_generations
+    try:
+        generations = convert(parse(kind, json.dumps(fields).encode()), POLICY)
+    except ApiError as error:
+        check_refusal(error)
+        return
+    assert generations
+    for one in generations:
+        prompt = {
+            "text_input": one.prompt,
+            "input_ids": one.input_ids,
+            "messages": one.messages,
+            "tools": one.tools,
+        }
+        try:
+            build("minisgl", "", {**prompt, **one.parameters}).to_grpc(1000)
+        except InvalidArgument as refusal:
+            assert 0 < len(str(refusal)) < 400
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(cut=st.integers(0, 200), junk=st.binary(max_size=12))
+def test_broken_bodies(kind: Any, cut: int, junk: bytes) -> None:
+    """Cut anywhere, with anything in between."""
+    good = json.dumps(GOOD[kind]).encode()
+    try:
+        parse(kind, good[:cut] + junk + good[cut:])
+    except ApiError as error:
+        check_refusal(error)

@@ -10,6 +10,7 @@ import pytest
 from minisgl_client import AsyncClient, Cancelled, Client
 
 from minisgl_backend.server.process import TritonServer
+from tests.client.engine import Engine
 from tests.client.ways import Way, all_ways, url_of
 from tests.server.client import Metrics, wait_for
 
@@ -17,32 +18,6 @@ pytestmark = pytest.mark.server
 
 LONG: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 4000}
 """80 s of the paced engine's time."""
-
-
-class Engine:
-    """What the metrics say since the last look."""
-
-    def __init__(self, server: TritonServer) -> None:
-        self._server = server
-        wait_for(self._is_idle, "an idle engine")
-        self._cancelled = self._count()
-
-    def check_cancelled(self, expected: int = 1) -> None:
-        """So many more requests are cancelled, and none is left."""
-        wait_for(lambda: self._count() >= self._cancelled + expected, "the cancelled requests")
-        wait_for(self._is_idle, "an idle engine")
-        assert self._count() == self._cancelled + expected
-
-    def _count(self) -> float:
-        return Metrics(self._server)["minisgl:requests_cancelled_total"]
-
-    def _is_idle(self) -> bool:
-        metrics = Metrics(self._server)
-        return (
-            metrics["vllm:num_requests_running"] == 0
-            and metrics["vllm:num_requests_waiting"] == 0
-            and metrics["vllm:kv_cache_usage_perc"] == 0
-        )
 
 
 @all_ways

@@ -39,20 +39,27 @@ class MarkdownDisplay:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._live.update(Markdown(self._open))
+        self._live.update(_drawn(self._open))
         self._live.stop()
 
     def push(self, text: str) -> None:
         complete, self._open = split_blocks(self._open + text.translate(_CONTROLS))
         if complete:
-            self._live.console.print(Markdown(complete))
-        if self._open:
-            self._live.update(Markdown(self._open))
+            self._live.console.print(_drawn(complete))
+        if complete or self._open:
+            self._live.update(_drawn(self._open))
+
+
+def _drawn(text: str) -> Markdown:
+    """Markdown in which each line of the answer stays a line, as two blanks at its end say."""
+    return Markdown(text.replace("\n", "  \n"))
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """The blocks that no later text can change, and the rest: cut at the last blank line that is
-    outside of fenced code."""
+    """The blocks that no later text can change, and the rest.
+
+    The cut is at the last blank line outside of fenced code.
+    """
     end = text.rfind("\n\n")
     while end > 0 and text.count(_FENCE, 0, end) % 2:
         end = text.rfind("\n\n", 0, end)

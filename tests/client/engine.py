@@ -1,0 +1,32 @@
+"""What the engine of a server under test has to say about cancelled requests."""
+
+from __future__ import annotations
+
+from minisgl_backend.server.process import TritonServer
+from tests.server.client import Metrics, wait_for
+
+
+class Engine:
+    """What the metrics say since the last look."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
+        wait_for(self._is_idle, "an idle engine")
+        self._cancelled = self._count()
+
+    def check_cancelled(self, expected: int = 1) -> None:
+        """So many more requests are cancelled, and none is left."""
+        wait_for(lambda: self._count() >= self._cancelled + expected, "the cancelled requests")
+        wait_for(self._is_idle, "an idle engine")
+        assert self._count() == self._cancelled + expected
+
+    def _count(self) -> float:
+        return Metrics(self._server)["minisgl:requests_cancelled_total"]
+
+    def _is_idle(self) -> bool:
+        metrics = Metrics(self._server)
+        return (
+            metrics["vllm:num_requests_running"] == 0
+            and metrics["vllm:num_requests_waiting"] == 0
+            and metrics["vllm:kv_cache_usage_perc"] == 0
+        )

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from doctest import DocTestParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -48,20 +49,22 @@ def test_files_that_are_named_exist(page: Page) -> None:
             assert not places or any((folder / code).exists() for folder in places), code
 
 
-def commands(page: Page) -> Iterator[list[str]]:
-    """Each call of `minisgl` and `make`, in console blocks and in the text."""
+def calls(page: Page) -> Iterator[list[str]]:
+    """The words of every command in console blocks, in indented blocks and in the text."""
     texts = [call.command for call in page.calls]
-    texts += [code for code in page.inline if re.match(r"(minisgl|make) [a-z]", code)]
+    texts += [code for code in page.inline if re.match(r"(minisgl|make|docker) [a-z]", code)]
     for block in page.blocks:
         if not block.language:
-            joined = re.sub(r"\\\n\s*", " ", block.text)
-            texts += [line for line in joined.splitlines() if line.strip().startswith("minisgl ")]
+            texts += re.sub(r"\\\n\s*", " ", block.text).splitlines()
     for text in texts:
-        words = shlex.split(text, comments=True)
+        try:
+            words = shlex.split(text, comments=True)
+        except ValueError:
+            continue  # output, not a command
         while words:
             end = next((i for i, word in enumerate(words) if word in _OPERATORS), len(words))
             call, words = words[:end], words[end + 1 :]
-            if call and call[0].split("/")[-1] in ("minisgl", "make"):
+            if call:
                 yield [call[0].split("/")[-1], *call[1:]]
 
 
@@ -69,11 +72,13 @@ def commands(page: Page) -> Iterator[list[str]]:
 def test_commands_and_their_options_exist(page: Page) -> None:
     if page.path.name == "reference.md":  # written from the options themselves
         return
-    for program, *arguments in commands(page):
+    for program, *arguments in calls(page):
         if program == "minisgl":
             check_options(main, arguments)
-        else:
+        elif program == "make":
             check_make(arguments)
+        elif program in ("docker", "kubectl"):
+            check_container(arguments)
 
 
 def check_options(command: click.Command, arguments: list[str]) -> None:
@@ -99,6 +104,15 @@ def check_make(arguments: list[str]) -> None:
             check_options(main, ["serve", *shlex.split(value)])
 
 
+def check_container(arguments: list[str]) -> None:
+    """Files behind ``-f`` exist, and what an image of ours is to run is a command of ours."""
+    for flag, value in pairwise(arguments):
+        assert flag != "-f" or (ROOT / value).is_file(), value
+    image = next((i for i, word in enumerate(arguments) if word.startswith("minisgl:")), None)
+    if arguments[0] == "run" and image is not None:
+        check_options(main, arguments[image + 1 :])
+
+
 def test_what_is_not_there_would_be_found() -> None:
     with pytest.raises(AssertionError, match="no command seve"):
         check_options(main, ["seve"])
@@ -106,6 +120,8 @@ def test_what_is_not_there_would_be_found() -> None:
         check_options(main, ["serve", "--modle", "x"])
     with pytest.raises(AssertionError, match="make has no tset"):
         check_make(["tset"])
+    with pytest.raises(AssertionError, match="no --modle"):
+        check_container(["run", "--rm", "minisgl:cpu", "serve", "--modle", "x"])
 
 
 @pages

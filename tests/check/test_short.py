@@ -37,9 +37,7 @@ CASES = {
 def test_the_short_check_passes(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     command = [str(Path(sys.executable).with_name("minisgl")), "check", "--seed", "1"]
-    done = subprocess.run(
-        [*command, "--json", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert done.stdout.startswith("seed 1\n")
     content: dict[str, Any] = json.loads(path.read_text())

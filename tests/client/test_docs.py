@@ -24,7 +24,7 @@ def blocks(language: str) -> str:
 
 
 def test_python(server: TritonServer) -> None:
-    examples = blocks("python").replace("localhost:8001", url_of(server, "grpc"))
+    examples = blocks("pycon").replace("localhost:8001", url_of(server, "grpc"))
     test = doctest.DocTestParser().get_doctest(examples, {}, "client.md", None, 0)
     assert len(test.examples) > 15
     told: list[str] = []

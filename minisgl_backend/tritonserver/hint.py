@@ -10,6 +10,7 @@ about to stop it, and waits until the engines took their signs down.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 from pathlib import Path
@@ -26,7 +27,8 @@ class QueueSign:
 
     def __init__(self, directory: Path | None, place: str) -> None:
         self._directory = directory
-        self._name = f"{place}.{secrets.token_hex(8)}"
+        # the id tells who looks after this process what to remove when it was killed
+        self._name = f"{place}.{os.getpid()}.{secrets.token_hex(8)}"
         self._full = False
         if directory is not None:
             for state in (_OPEN, _FULL):

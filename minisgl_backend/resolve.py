@@ -77,6 +77,9 @@ def _device(options: EngineOptions, place: Place) -> CpuDevice | CudaDevice:
         missing = "Triton (pip install triton)" if torch.cuda.is_available() else "an NVIDIA GPU"
         raise ConfigError(f"device cuda needs {missing}")
     if can_cuda and options.device != "cpu":
+        num_gpus = torch.cuda.device_count()
+        if place.local_size > num_gpus:
+            raise ConfigError(f"{place.local_size} ranks need a GPU each, and there are {num_gpus}")
         return CudaDevice(place.local_rank)
     if place.size == 1:
         return CpuDevice()

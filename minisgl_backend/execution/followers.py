@@ -160,7 +160,7 @@ class Followers:
         with theirs:
             process = subprocess.Popen(
                 [*command, *map(str, descriptors), str(os.getpid())],
-                env={**os.environ, **place.environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**os.environ, **place.environment(), **_import_path()},
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
             )
@@ -189,6 +189,12 @@ class Followers:
         finally:
             for descriptor in ranks:
                 os.close(descriptor)
+
+
+def _import_path() -> dict[str, str]:
+    """A child with these variables imports what this process imports, in whatever folder it is."""
+    folders = map(os.path.abspath, sys.path)
+    return {"PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}
 
 
 class Leader:

@@ -74,7 +74,7 @@ def prometheus(
     binary = tool("prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
     config = yaml.safe_load((DOCKER / "prometheus/prometheus.yml").read_text("utf-8"))
-    config["global"].update(scrape_interval="200ms", scrape_timeout="200ms")
+    config["global"].update(scrape_interval="500ms", scrape_timeout="500ms")
     config["rule_files"] = [str(DOCKER / "prometheus" / name) for name in config["rule_files"]]
     targets = {
         "minisgl": f"127.0.0.1:{server.metrics_port}",
@@ -111,7 +111,7 @@ def prometheus(
 def test_every_panel_shows_numbers(gateway: str, prometheus: Prometheus) -> None:
     """GPU metrics apart: the server here has none."""
     wanted = {
-        filled_in(target["expr"]).replace("[1m]", "[5s]")
+        filled_in(target["expr"]).replace("[1m]", "[10s]")
         for panel in PANELS
         for target in panel["targets"]
         if "nv_gpu_" not in target["expr"]

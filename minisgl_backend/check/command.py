@@ -123,7 +123,7 @@ def run_cases(
                 break
         yield from judged([canary.case()])
         if isinstance(target, OwnServer):
-            faults = Faults(target, canary, rng, is_timed=extent.is_timed)
+            faults = Faults(target, canary, is_timed=extent.is_timed)
             for fault in (
                 faults.paused,
                 lambda: faults.killed("llm_engine"),

@@ -7,7 +7,6 @@ afterwards new requests must be served and nothing of the dead be left.
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +27,7 @@ NOTICED_WITHIN_S: Final = 2.0
 RECOVERED_WITHIN_S: Final = 15.0
 PAUSE_S: Final = 3.0
 """No hang: nothing may happen but that answers come later."""
-_NUM_STREAMS: Final = 10
+_NUM_STREAMS: Final = 16
 _LONG: Final = 300
 _STARTED_S: Final = 30.0
 
@@ -37,12 +36,12 @@ class Faults:
     """Faults of one server; ``is_timed``: promises about times are judged, not only shown."""
 
     def __init__(
-        self, own: OwnServer, canary: Canary, rng: random.Random, *, is_timed: bool
+        self, own: OwnServer, canary: Canary, *, is_timed: bool, patience_s: float = PATIENCE_S
     ) -> None:
         self._own = own
         self._canary = canary
-        self._rng = rng
         self._is_timed = is_timed
+        self._patience_s = patience_s
 
     def killed(self, model: str) -> Case:
         """SIGKILL of a model's process."""
@@ -94,10 +93,10 @@ class Faults:
                 case.expect(open_now, "the streams did not begin")
                 killed_s = time.perf_counter()
                 pid = kill()
-                noticed = wait_until(lambda: not self._own.is_ready(), PATIENCE_S)
+                noticed = wait_until(lambda: not self._own.is_ready(), self._patience_s)
                 noticed_s = time.perf_counter() - killed_s
                 case.expect(noticed, "the health port never said so")
-                done, hung = wait_for_all(endings, PATIENCE_S)
+                done, hung = wait_for_all(endings, self._patience_s)
                 ended_s = time.perf_counter() - killed_s
                 case.expect(not hung, f"{len(hung)} callers wait for ever")
                 if hung:
@@ -107,7 +106,7 @@ class Faults:
             case.expect(
                 errors == len(done), f"{len(done) - errors} streams ended as if all was well"
             )
-        ready = wait_until(self._serves, PATIENCE_S)
+        ready = wait_until(self._serves, self._patience_s)
         recovered_s = time.perf_counter() - killed_s
         case.expect(ready, "new requests are not served")
         case.expect(not _runs(pid), "the process is still there")

@@ -29,15 +29,16 @@ _QUIET_S: Final = 0.3
 class Invariants:
     """Compares a server with what it was when this was made, after a warm-up and idle."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, *, settles_within_s: float = SETTLES_WITHIN_S) -> None:
         self._target = target
-        wait_until(lambda: not busy(target.stats()), SETTLES_WITHIN_S)
+        self._settles_within_s = settles_within_s
+        wait_until(lambda: not busy(target.stats()), settles_within_s)
         self._before = target.stats()
 
     def violations(self) -> list[str]:
         """What is not as it was, when the server had time to settle."""
         target = self._target
-        wait_until(lambda: not self._differences(target.stats()), SETTLES_WITHIN_S)
+        wait_until(lambda: not self._differences(target.stats()), self._settles_within_s)
         stats = target.stats()
         found = self._differences(stats)
         if not found:

@@ -33,7 +33,7 @@ OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
         "page_size": "16",
         "num_pages": "64",
         "max_running_requests": "4",
-        "max_queued_requests": "8",
+        "max_queued_requests": "12",
         "max_prefill_tokens": "128",
         "drain_timeout_s": "1",
     }

@@ -16,7 +16,7 @@ CASES = {
     "bad inputs over HTTP": 100,
     "bad inputs over gRPC": 100,
     "closed loop": 1,
-    "burst over the queue": 12,
+    "burst over the queue": 16,
     "open loop at twice the capacity": 1,
     "cancel storm": 60,
     "prefix churn": 40,
@@ -26,10 +26,10 @@ CASES = {
     "cancel, one at a time": 10,
     "canary": 6,
     "the engine pauses for 3 s": 1,
-    "kill -9 of llm_engine": 10,
-    "kill -9 of tokenizer": 10,
-    "kill -9 of detokenizer": 10,
-    "kill -9 of tritonserver": 10,
+    "kill -9 of llm_engine": 16,
+    "kill -9 of tokenizer": 16,
+    "kill -9 of detokenizer": 16,
+    "kill -9 of tritonserver": 16,
 }
 """Every case, and how many tries it has at least."""
 

@@ -1,0 +1,176 @@
+"""A check that cannot fail proves nothing: each broken promise must turn it red.
+
+The engine under check is paced and breaks what a file in its repository names.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+from minisgl_client.client import Client
+from minisgl_client.errors import MinisglError
+
+from minisgl_backend.check import own_server
+from minisgl_backend.check.canary import Canary
+from minisgl_backend.check.faults import Faults
+from minisgl_backend.check.invariants import Invariants
+from minisgl_backend.check.leavers import Leavers
+from minisgl_backend.check.own_server import OwnServer
+from minisgl_backend.check.refusals import bad_inputs
+from minisgl_backend.check.shapes import Extent
+from minisgl_backend.check.target import wait_until
+from minisgl_backend.server.repository import shipped_repository
+
+pytestmark = pytest.mark.server
+HERE = Path(__file__).parent
+HELD_PROMPT = list(range(40))
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+    repository = tmp_path_factory.mktemp("broken") / "model_repository"
+    shutil.copytree(shipped_repository(), repository)
+    for model, source in (
+        ("llm_engine", "broken_engine.py"),
+        ("tokenizer", "broken_tokenizer.py"),
+    ):
+        shutil.copy(HERE / source, repository / model / "1" / "model.py")
+    with own_server.started(repository=repository) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def canary(own: OwnServer) -> Iterator[Canary]:
+    canary = Canary(own)
+    canary.record()
+    yield canary
+    canary.close()
+
+
+@contextmanager
+def broken(own: OwnServer, promise: str) -> Iterator[None]:
+    defect = own.server.repository / "defect"
+    defect.write_text(promise)
+    try:
+        yield
+    finally:
+        defect.unlink()
+
+
+def cancel_one(own: OwnServer, *, max_tokens: int = 300) -> None:
+    with (
+        Client(own.grpc_address) as client,
+        client.stream(input_ids=HELD_PROMPT, max_tokens=max_tokens) as stream,
+    ):
+        next(stream)
+
+
+def sound(own: OwnServer) -> Invariants:
+    """What is so before a defect, and no later."""
+    invariants = Invariants(own)
+    assert not invariants.violations()
+    return Invariants(own, settles_within_s=0.5)
+
+
+def test_nothing_is_found_without_a_defect(own: OwnServer, canary: Canary) -> None:
+    invariants = sound(own)
+    with canary.watching():
+        cases = bad_inputs(own, is_timed=False)
+        cancel_one(own)
+    assert Invariants(own).violations() == []
+    assert [case.failures for case in cases] == [[], []]
+    assert canary.case().failures == []
+    assert invariants.violations() == []
+
+
+def test_another_token(own: OwnServer, canary: Canary) -> None:
+    with broken(own, "another token"):
+        canary.compare()
+    (mismatch,) = canary.mismatches
+    assert "is not" in mismatch
+    assert canary.case().result == "FAIL"
+    canary.mismatches.clear()
+
+
+def test_an_error_that_tells_a_path(own: OwnServer) -> None:
+    with broken(own, "an error tells a path"):
+        for case in bad_inputs(own, is_timed=False):
+            assert any(".py" in failure and "tells" in failure for failure in case.failures)
+
+
+def test_numbers_that_are_none(own: OwnServer) -> None:
+    with broken(own, "NaN passes"):
+        over_http, over_grpc = bad_inputs(own, is_timed=False)
+    assert "temperature nan: was answered" in over_grpc.failures
+    assert "NaN: was answered" in over_http.failures
+
+
+def test_a_cancel_that_is_ignored(own: OwnServer) -> None:
+    extent = Extent(load_s=0.1, num_cut=1, num_churned=1, is_timed=True)
+    with broken(own, "a cancel is ignored"):
+        case = Leavers(own, extent, Random(0)).cancel_alone()
+    assert any("freed after" in failure for failure in case.failures)
+
+
+def test_descriptors_that_leak(own: OwnServer) -> None:
+    invariants = sound(own)
+    with broken(own, "descriptors leak"), Client(own.grpc_address) as client:
+        client.generate(input_ids=[1], max_tokens=1)
+    assert any("descriptors" in one for one in invariants.violations())
+
+
+def test_shared_memory_that_stays(own: OwnServer) -> None:
+    invariants = sound(own)
+    region = Path("/dev/shm", f"{own.server.shared_memory_prefix}left")
+    with region.open("wb") as file:
+        file.truncate(2**27)
+    try:
+        assert any("shared memory" in one for one in invariants.violations())
+    finally:
+        region.unlink()
+
+
+def test_an_answer_that_is_lost(own: OwnServer) -> None:
+    invariants = sound(own)
+    with broken(own, "an answer is lost"):
+        with Client(own.grpc_address, retries=0) as client, pytest.raises(MinisglError):
+            client.generate(input_ids=[1], max_tokens=1, timeout_ms=100)
+        assert "llm_engine has num_inside = 1" in invariants.violations()
+    with broken(own, "an answer is found"), Client(own.grpc_address) as client:
+        client.generate(input_ids=[1], max_tokens=1)
+    sound(own)
+
+
+@pytest.mark.parametrize(
+    ("promise", "violation"),
+    [
+        ("a page leaks", "1 of 64 pages are neither free nor cached"),
+        ("a prefix stays locked", "cached pages are still held"),
+    ],
+)
+def test_pages_that_do_not_come_back(own: OwnServer, promise: str, violation: str) -> None:
+    with broken(own, promise):
+        cancel_one(own)
+        assert wait_until(lambda: own.stats().engine["num_open"] == 0, PATIENCE_S)
+    found = Invariants(own, settles_within_s=0.5).violations()
+    assert any(violation in one for one in found)
+
+
+class Blind(OwnServer):
+    """Its health port says that all is well, always."""
+
+    def is_ready(self) -> bool:
+        return True
+
+
+def test_a_health_port_that_sees_nothing(own: OwnServer, canary: Canary) -> None:
+    blind = Blind(own.grpc_address, own.http_url, own.health_url, own.supervisor)
+    case = Faults(blind, canary, is_timed=False, patience_s=5.0).killed("tokenizer")
+    assert "the health port never said so" in case.failures
+    assert wait_until(own.is_ready, PATIENCE_S)

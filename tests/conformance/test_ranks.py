@@ -1,10 +1,8 @@
-"""A model split over two ranks computes what the whole one does."""
+"""A model split over ranks computes what the whole one does."""
 
 from __future__ import annotations
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,57 +18,22 @@ from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.parallel.group import Group, OneRank
 from tests.conformance.checkpoints import write_checkpoint
+from tests.parallel.threads import on_ranks
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
 
 
-class ThreadRank(OneRank):
-    """A rank that is a thread; ``meeting`` is shared by all."""
-
-    def __init__(self, rank: int, meeting: Meeting):
-        self.rank = rank
-        self.size = len(meeting.brought)
-        self._meeting = meeting
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack(self._meeting.exchange(self.rank, x)).sum(dim=0)
-
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        return torch.cat(self._meeting.exchange(self.rank, x), dim=dim)
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        return self._meeting.exchange(self.rank, x)[0]
-
-
-class Meeting:
-    """Where threads wait for each other and swap tensors."""
-
-    def __init__(self, size: int):
-        self.brought: list[Tensor] = [torch.empty(0)] * size
-        self._barrier = threading.Barrier(size, timeout=60)
-
-    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        self.brought[rank] = x.clone()
-        self._barrier.wait()
-        found = list(self.brought)
-        self._barrier.wait()
-        return found
-
-
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", ["llama-biases", "odd-vocabulary", "qwen3-moe"])
-def test_logits_are_equal(case: str, tmp_path: Path) -> None:
+def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
     if case == "odd-vocabulary":
         write_checkpoint("qwen3", tmp_path)
         _drop_last_token(tmp_path)
     else:
         write_checkpoint(case, tmp_path)
     whole = _logits(tmp_path, OneRank())
-    meeting = Meeting(2)
-    with ThreadPoolExecutor(2) as threads:
-        ranks = [ThreadRank(rank, meeting) for rank in range(2)]
-        split = list(threads.map(lambda rank: _logits(tmp_path, rank), ranks))
-    for logits in split:
+    for logits in on_ranks(size, lambda group: _logits(tmp_path, group)):
         assert logits.shape == whole.shape
         torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
 
@@ -101,7 +64,7 @@ def _logits(folder: Path, group: Group) -> Tensor:
 
 
 def _drop_last_token(folder: Path) -> None:
-    """255 tokens do not split evenly over two ranks."""
+    """255 tokens do not split evenly over ranks."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 255}))
     tensors = load_file(folder / "model.safetensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -59,7 +60,10 @@ def test_a_lost_rank_fails_every_open_request(number: signal.Signals) -> None:
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
-    with ranked_engine(2, **OPTIONS) as ranked:
+    """The ranks of this one meet where the operator says."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with ranked_engine(2, distributed_address=address, **OPTIONS) as ranked:
         ranked.kill(1, signal.SIGKILL)
         check_all_failed(ranked, [])
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.slot import collect_slots
+from minisgl_backend.models import weights
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
@@ -241,6 +246,41 @@ def test_two_ranks_hold_each_tensor_once(checkpoints: Path, case: str) -> None:
             assert torch.equal(mine.target, theirs.target), name
         else:
             assert torch.equal(torch.cat([mine.target, theirs.target], dim=mine.dim), tensor), name
+
+
+class _Slice:
+    """A tensor of a file; ``num_read`` counts the numbers that are read from any."""
+
+    num_read = 0
+
+    def __init__(self, stored: Any):
+        self._stored = stored
+        self.get_shape = stored.get_shape
+
+    def __getitem__(self, region: Any) -> Tensor:
+        found: Tensor = self._stored[region]
+        _Slice.num_read += found.numel()
+        return found
+
+
+def test_a_rank_reads_its_slices_only(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its half of the matrices, the norms and the router, and no more."""
+    opened = weights._opened
+
+    @contextmanager
+    def watched(path: Path) -> Iterator[Any]:
+        with opened(path) as file:
+            yield SimpleNamespace(
+                keys=file.keys, get_slice=lambda name: _Slice(file.get_slice(name))
+            )
+
+    monkeypatch.setattr(weights, "_opened", watched)
+    monkeypatch.setattr(_Slice, "num_read", 0)
+    model = _build(checkpoints / "qwen3-moe", group=_Rank(1))
+    assert _Slice.num_read == sum(
+        math.prod(slot.shape) if slot.dim is None else slot.target.numel()
+        for slot in collect_slots(model).values()
+    )
 
 
 def test_ranks_beyond_the_heads_hold_the_same_keys(checkpoints: Path) -> None:

@@ -205,8 +205,8 @@ class Supervisor:
         if now_s - self._asked_s >= _ASK_EVERY_S:
             self._asked_s = now_s
             answer = self.server.is_ready(timeout_s=_ASK_EVERY_S)
-            self._triton_is_ready = answer is True
-            if answer is not None:
+            if answer is not None:  # silence is no answer on a busy machine, until it is a hang
+                self._triton_is_ready = answer
                 self._answered_s = time.monotonic()
 
     def _find_fault(self) -> _Fault | None:

@@ -103,7 +103,7 @@ def test_it_starts_again_what_was_killed(folder: Path) -> None:
         text = "".join(lines_until(process, "health"))
         (health,) = re.findall(r"health +(http://\S+)/ready", text)
         (triton,) = re.findall(r"HTTP +(http://\S+)", text)
-        assert get(health + "/ready")["ready"] is True
+        wait_for(lambda: get(health + "/ready")["ready"], "a ready server", 60)
         os.kill(get(health + "/stats")["tritonserver"]["pid"], signal.SIGKILL)
         wait_for(lambda: not get(health + "/ready")["ready"], "an honest answer", 60)
         assert "tritonserver ended with code -9" in get(health + "/ready")["reasons"]

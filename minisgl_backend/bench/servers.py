@@ -17,6 +17,9 @@ from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 
+_STARTS_WITHIN_S: Final = 300.0
+"""The demo model loads in seconds; tritonserver 24.10 now and then hangs at its start."""
+
 _PACED_MODEL: Final = """\
 from pathlib import Path
 
@@ -38,7 +41,7 @@ def started(
         ServerOptions(http_port=0, grpc_port=0, metrics_port=0),
     )
     try:
-        server.wait_ready()
+        server.wait_ready(_STARTS_WITHIN_S)
         yield server
     finally:
         server.stop()

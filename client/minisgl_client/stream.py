@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
 from minisgl_client.answer import Delta, Result, add_up
 from minisgl_client.attempts import Attempts
@@ -64,7 +65,7 @@ class _Answer:
 class Stream(_Answer):
     """An iterator of ``Delta``, and a context manager that closes it.
 
-    Belongs to one thread, but another one may close it: that ends the iteration.
+    Belongs to one thread; over gRPC another one may close it, which ends the iteration.
     """
 
     def __init__(self, transport: Transport, request: Request, attempts: Attempts) -> None:
@@ -97,16 +98,21 @@ class Stream(_Answer):
                 self._call = self._transport.start(self._request, self._attempts.remaining_ms())
                 return self._call.read()
             except MinisglError as error:
-                time.sleep(self._attempts.pause_after(error))
+                pause_s = self._attempts.pause_after(error)
+            if self._call is not None:
+                self._call.cancel()  # lets go of its connection
+            time.sleep(pause_s)
 
     def close(self) -> None:
         """Cancel the request, unless it has ended."""
-        if self._ended_s is None and self._call is not None:
-            if self._is_whole:
-                self._call.read()  # 24.10 leaks a request where a cancel meets its end
-            else:
-                self._call.cancel()
+        if self._ended_s is not None:
+            return
         self._end()
+        if self._call is not None and self._is_whole:
+            with suppress(MinisglError):
+                self._call.read()  # the end, which must not be met by a cancel
+        elif self._call is not None:
+            self._call.cancel()
 
     def __enter__(self) -> Stream:
         return self
@@ -151,16 +157,21 @@ class AsyncStream(_Answer):
                 )
                 return await self._call.read()
             except MinisglError as error:
-                await asyncio.sleep(self._attempts.pause_after(error))
+                pause_s = self._attempts.pause_after(error)
+            if self._call is not None:
+                await self._call.cancel()  # lets go of its connection
+            await asyncio.sleep(pause_s)
 
     async def aclose(self) -> None:
         """Cancel the request, unless it has ended."""
-        if self._ended_s is None and self._call is not None:
-            if self._is_whole:
-                await self._call.read()  # 24.10 leaks a request where a cancel meets its end
-            else:
-                await self._call.cancel()
+        if self._ended_s is not None:
+            return
         self._end()
+        if self._call is not None and self._is_whole:
+            with suppress(MinisglError):
+                await self._call.read()  # the end, which must not be met by a cancel
+        elif self._call is not None:
+            await self._call.cancel()
 
     async def __aenter__(self) -> AsyncStream:
         return self

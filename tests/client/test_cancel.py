@@ -69,6 +69,14 @@ def test_letting_go_of_the_stream(paced_server: TritonServer) -> None:
         engine.check_cancelled()
 
 
+async def test_letting_go_of_an_asynchronous_stream(paced_server: TritonServer) -> None:
+    engine = Engine(paced_server)
+    async with AsyncClient(url_of(paced_server, "grpc")) as client:
+        async for _ in client.stream(**LONG):
+            break
+        await asyncio.to_thread(engine.check_cancelled)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_a_whole_answer_that_nobody_waits_for(
     paced_server: TritonServer, is_async: bool

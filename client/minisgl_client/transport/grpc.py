@@ -3,11 +3,15 @@
 A stream that carries one request is cancelled by itself, and its end is the answer's end. Since the
 client's side of it is one message, the call is made as one with a single request, which spares the
 thread or task that would feed it.
+
+Triton 24.10 never lets go of a request whose stream is cancelled when all its responses have been
+sent; so what is known to be at its end is read to the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import grpc
@@ -75,7 +79,12 @@ class GrpcCall:
             message = next(self._call, None)
         except grpc.RpcError as error:
             raise _error_of(error) from None
-        return None if message is None else delta_of_message(message)
+        if message is None:
+            return None
+        if message.error_message:
+            with suppress(grpc.RpcError):
+                next(self._call, None)  # the end, which must not be met by a cancel
+        return delta_of_message(message)
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -119,15 +128,20 @@ class AsyncGrpcTransport:
 class AsyncGrpcCall:
     def __init__(self, call: Any) -> None:
         self._call = call
-        self._messages = aiter(call)
+
+    def __del__(self) -> None:
+        self._call.cancel()  # grpcio's own call would wait for the garbage collector
 
     async def read(self) -> Delta | None:
         try:
-            message = await anext(self._messages)
-        except StopAsyncIteration:
-            return None
+            message = await self._call.read()
         except grpc.RpcError as error:
             raise _error_of(error) from None
+        if message is grpc.aio.EOF:
+            return None
+        if message.error_message:
+            with suppress(grpc.RpcError):
+                await self._call.read()  # the end, which must not be met by a cancel
         return delta_of_message(message)
 
     async def cancel(self) -> None:

@@ -31,7 +31,7 @@ from tests.parallel.engines import (
 
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
 PROMPT = np.arange(40, dtype=np.int32)
-OPTIONS: dict[str, Any] = {"num_pages": 2000, "distributed_timeout_s": 2}
+OPTIONS: dict[str, Any] = {"num_pages": 2000, "distributed_timeout_s": 4}
 
 
 def start_four(ranked: Ranked) -> list[Answer]:

@@ -24,7 +24,7 @@ OPTIONS = {
     "tensor_parallel_size": "2",
     "dtype": "float64",
     "num_pages": "512",
-    "distributed_timeout_s": "3",
+    "distributed_timeout_s": "5",
     "drain_timeout_s": "1",
 }
 PROMPTS = [list(range(3, 60, 2)), list(range(100, 130)), [*range(3, 60, 2), 7, 8, 9]]

@@ -6,6 +6,7 @@ Knows names and numbers only. A case without failures passed; one that was not r
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,9 @@ class Case:
     what: str = ""
     failures: list[str] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
+    ended: Counter[str] = field(default_factory=Counter)
+    """How many requests ended how: answered, refused, cut, failed."""
+    seconds: float = 0.0
     is_skipped: bool = False
 
     def expect(self, condition: object, failure: str) -> None:
@@ -52,9 +56,17 @@ def emit(cases: Sequence[Case], info: Mapping[str, Any], json_path: Path | None)
     """Print the table, the failures and the figures; the file has the same."""
     table = Report("check", info=info)
     for case in cases:
-        table.add(case=case.name, result=case.result, count=case.count, what=case.what)
+        table.add(
+            case=case.name,
+            result=case.result,
+            count=case.count,
+            seconds=case.seconds,
+            what=case.what,
+        )
     table.emit()
-    figures = {name: value for case in cases for name, value in case.figures.items()}
+    ended = sum((case.ended for case in cases), Counter[str]())
+    figures = {f"requests {how}": count for how, count in sorted(ended.items())}
+    figures |= {name: value for case in cases for name, value in case.figures.items()}
     if figures:
         shown = Report("figures", info=info)
         for name, value in figures.items():
@@ -73,6 +85,8 @@ def emit(cases: Sequence[Case], info: Mapping[str, Any], json_path: Path | None)
                     "case": case.name,
                     "result": case.result,
                     "count": case.count,
+                    "seconds": case.seconds,
+                    "ended": dict(case.ended),
                     "what": case.what,
                     "failures": case.failures,
                 }

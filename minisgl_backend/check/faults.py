@@ -43,6 +43,16 @@ class Faults:
         self._is_timed = is_timed
         self._patience_s = patience_s
 
+    def jobs(self) -> dict[str, Callable[[], list[Case]]]:
+        """All faults by name. Fewer than the supervisor would take for hopeless."""
+        return {
+            "pause": lambda: [self.paused()],
+            "engine": lambda: [self.killed("llm_engine")],
+            "tokenizer": lambda: [self.killed("tokenizer")],
+            "detokenizer": lambda: [self.killed("detokenizer")],
+            "tritonserver": lambda: [self.server_killed()],
+        }
+
     def killed(self, model: str) -> Case:
         """SIGKILL of a model's process."""
         return self._dead(f"kill -9 of {model}", model, lambda: self._own.send(model, SIGKILL))
@@ -68,6 +78,7 @@ class Faults:
                 for _ in stream:
                     pass
                 num_tokens = stream.result.num_output_tokens
+                case.ended["answered"] += 1
                 case.expect(num_tokens == _LONG, f"the stream ended after {num_tokens} tokens")
             except MinisglError as error:
                 case.expect(False, f"the stream ended with {error.code}")
@@ -106,6 +117,7 @@ class Faults:
             case.expect(
                 errors == len(done), f"{len(done) - errors} streams ended as if all was well"
             )
+        case.ended.update(failed=errors, answered=len(done) - errors)
         ready = wait_until(self._serves, self._patience_s)
         recovered_s = time.perf_counter() - killed_s
         case.expect(ready, "new requests are not served")

@@ -33,7 +33,9 @@ class Invariants:
         self._target = target
         self._settles_within_s = settles_within_s
         wait_until(lambda: not busy(target.stats()), settles_within_s)
-        self._before = target.stats()
+        stats = target.stats()
+        self._processes = dict(stats.processes)
+        self._shared_memory_bytes = int(stats.told["shared_memory_bytes"])
 
     def violations(self) -> list[str]:
         """What is not as it was, when the server had time to settle."""
@@ -49,15 +51,25 @@ class Invariants:
         return found
 
     def renew(self) -> None:
-        """Take the processes of now for the start: some of them are new."""
-        self._before = self._target.stats()
+        """After a fault: processes that are new have their start now."""
+        for name, process in self._target.stats().processes.items():
+            if process["pid"] != self._processes.get(name, {}).get("pid"):
+                self._processes[name] = process
 
     def _differences(self, stats: Stats) -> list[str]:
-        found = busy(stats) + _footprints(self._before, stats)
-        for name, process in self._before.processes.items():
+        found = busy(stats)
+        for name, before in self._processes.items():
             now = stats.processes.get(name, {})
-            if now.get("pid") != process["pid"]:
+            if now.get("pid") != before["pid"]:
                 found.append(f"{name} is another process than at the start")
+                continue
+            for kind, spare in _SPARE.get(name, _MODEL_SPARE).items():
+                grown = now.get(kind, 0) - before.get(kind, 0)
+                if grown > spare:
+                    found.append(f"{name} has {grown} more {kind[4:]} than at the start")
+        grown = stats.told["shared_memory_bytes"] - self._shared_memory_bytes
+        if grown > _SPARE_SHARED_MEMORY:
+            found.append(f"{grown:,} bytes more of shared memory than at the start")
         return found
 
 
@@ -83,20 +95,6 @@ def busy(stats: Stats) -> list[str]:
         found.append(f"{total - free - cached} of {total} pages are neither free nor cached")
     if scheduler["evictable_pages"] != cached:
         found.append(f"{cached - scheduler['evictable_pages']} cached pages are still held")
-    return found
-
-
-def _footprints(before: Stats, now: Stats) -> list[str]:
-    found = []
-    for name, process in before.processes.items():
-        spare = _SPARE.get(name, _MODEL_SPARE)
-        for kind, allowed in spare.items():
-            grown = now.processes.get(name, {}).get(kind, 0) - process.get(kind, 0)
-            if grown > allowed:
-                found.append(f"{name} has {grown} more {kind[4:]} than at the start")
-    grown = now.told["shared_memory_bytes"] - before.told["shared_memory_bytes"]
-    if grown > _SPARE_SHARED_MEMORY:
-        found.append(f"{grown:,} bytes more of shared memory than at the start")
     return found
 
 

@@ -29,7 +29,7 @@ _NUM_TOKENS: Final = 16
 _LONG: Final = 200
 _LATEST_S: Final = 0.2
 """A client that goes before its first token does so within that time."""
-_NUM_SINGLE: Final = 10
+_MOST_SINGLE: Final = 50
 FREED_WITHIN_MS: Final = 500.0
 
 
@@ -66,18 +66,20 @@ class Leavers:
         case.count = sum(ended.values())
         for how, count in ended.items():
             case.expect(how in _GOOD_ENDS, f"{count} ended with {how}")
+            case.ended[_GOOD_ENDS.get(how, "failed")] += count
         case.what = ", ".join(f"{count} {how}" for how, count in sorted(ended.items()))
         case.expect(settled(self._is_idle), "requests of clients that left are still there")
         return case
 
     def cancel_alone(self) -> Case:
         """How long the engine works for a client that left, with nothing else to do."""
-        case = Case("cancel, one at a time", _NUM_SINGLE)
+        num = min(_MOST_SINGLE, max(1, self._extent.num_cut // 3))
+        case = Case("cancel, one at a time", num)
         freed_ms, made = [], []
         longest = int(self._info["max_sequence_length"])
         pool = int(self._info["num_pages"]) * int(self._info["page_size"])
         with Client(self._target.grpc_address, retries=0) as client:
-            for _ in range(_NUM_SINGLE):
+            for _ in range(num):
                 stream = client.stream(
                     input_ids=self._prompt(), max_tokens=min(longest, pool) // 2, ignore_eos=True
                 )
@@ -90,6 +92,7 @@ class Leavers:
                     case.expect(False, "a request was never freed")
                     break
                 freed_ms.append(1e3 * (time.perf_counter() - left_s))
+                case.ended["cut"] += 1
                 made.append(self._num_generated() - before)
         if freed_ms:
             slowest_ms = max(freed_ms)
@@ -175,4 +178,4 @@ class Leavers:
         return int(self._target.stats().engine["num_generated_tokens"])
 
 
-_GOOD_ENDS: Final = frozenset({"cut", "whole", "UNAVAILABLE"})
+_GOOD_ENDS: Final = {"cut": "cut", "whole": "answered", "UNAVAILABLE": "refused"}

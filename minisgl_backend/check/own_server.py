@@ -38,7 +38,7 @@ OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
         "drain_timeout_s": "1",
     }
 )
-PATIENCE_S: Final = 180.0
+PATIENCE_S: Final = 300.0
 """For a server to be ready on a busy machine."""
 
 
@@ -49,8 +49,11 @@ class OwnServer(Target):
     supervisor: Supervisor
 
     def pid(self, model: str) -> int:
-        """The process id of a model."""
-        return int(self.stats().process(model)["pid"])
+        """The process id of a model; raises ``EngineFailure`` where it has none."""
+        process = self.stats().processes.get(model)
+        if process is None:
+            raise EngineFailure(f"{model} has no process")
+        return int(process["pid"])
 
     def send(self, model: str, number: int) -> int:
         """Send a signal to a model's process; its id."""

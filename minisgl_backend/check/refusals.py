@@ -94,6 +94,7 @@ class _Tries:
     def add(self, name: str, ending: Ending, expected: Expected) -> None:
         """Judge one."""
         self._case.count += 1
+        self._case.ended["refused" if ending.error else "answered"] += 1
         self._slowest = max(self._slowest, (ending.seconds, name))
         found = faults_of(ending, expected)
         if self._is_timed and ending.seconds > PROMISED_S:

@@ -155,8 +155,10 @@ class Shapes:
         errors = self._ask_all(drawn, ask, clients)
         after = self._target.stats().engine["scheduler"]
         case.count = len(drawn)
+        case.ended["answered"] = len(drawn) - sum(errors.values())
         for code, count in errors.items():
             case.expect(False, f"{count} ended with {code}")
+            case.ended["failed"] += count
         for name, texts in answers.items():
             case.expect(len(texts) == 1, f"the answers to {name!r} differ: {sorted(texts)}")
         queries = after["prefix_queries"] - before["prefix_queries"]
@@ -174,12 +176,13 @@ class Shapes:
         clients = min(8, int(self._info["max_running_requests"]) + 4)
         case = Case(name)
         before = self._target.stats().engine["scheduler"]["num_retractions"]
+        num_tokens = length - _PROMPT_TOKENS
         calls = [
-            Call(length - _PROMPT_TOKENS, self._prompt())
+            Call(num_tokens, self._prompt())
             for _ in range(clients * max(1, round(self._extent.load_s / 15)))
         ]
         outcomes = self._run(Load("pool", clients, calls, concurrency=clients))
-        self._judge(case, outcomes, may_refuse=False)
+        self._judge(case, outcomes, may_refuse=False, num_tokens=num_tokens)
         retractions = self._target.stats().engine["scheduler"]["num_retractions"] - before
         longest_s = max(one.e2e_ms for one in outcomes) / 1e3
         case.what = f"{retractions} retractions, longest request {longest_s:.1f} s"
@@ -207,22 +210,33 @@ class Shapes:
         drawn = [(index % 5 == 0, self._prompt()) for index in range(num)]
         self._ask_all(drawn, ask, min(4, int(self._info["max_running_requests"])))
         case.count = num
+        ends = {"bad: INVALID_ARG": "refused", "good: whole": "answered"}
         for how, count in ended.items():
-            case.expect(how in ("bad: INVALID_ARG", "good: whole"), f"{count} are {how}")
+            case.expect(how in ends, f"{count} are {how}")
+            case.ended[ends.get(how, "failed")] += count
         case.what = ", ".join(f"{count} {how}" for how, count in sorted(ended.items()))
         return case
 
     # --- helpers -----------------------------------------------------------------------------
 
-    def _judge(self, case: Case, outcomes: Sequence[Outcome], *, may_refuse: bool) -> int:
+    def _judge(
+        self,
+        case: Case,
+        outcomes: Sequence[Outcome],
+        *,
+        may_refuse: bool,
+        num_tokens: int = _NUM_TOKENS,
+    ) -> int:
         """Each must have all its tokens, or a refusal where that may be; how many were refused."""
         case.count += len(outcomes)
         errors = Counter(one.error for one in outcomes if one.error is not None)
         for code, count in errors.items():
             case.expect(may_refuse and code == "UNAVAILABLE", f"{count} ended with {code}")
+            case.ended["refused" if code == "UNAVAILABLE" else "failed"] += count
+        case.ended["answered"] += len(outcomes) - sum(errors.values())
         for one in outcomes:
-            if one.error is None and not one.num_output_tokens:
-                case.expect(False, "an answer without tokens")
+            short = one.error is None and one.num_output_tokens != num_tokens
+            case.expect(not short, f"an answer of {one.num_output_tokens} tokens")
         return sum(errors.values())
 
     def _calls(self, count: int) -> list[Call]:

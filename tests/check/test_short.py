@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 
 CASES = {
     "bad inputs over HTTP": 100,
@@ -25,6 +25,9 @@ CASES = {
     "one request in five is bad": 40,
     "cancel, one at a time": 10,
     "canary": 6,
+    "memory": 9,
+    "metrics agree with the engine": 8,
+    "the server's log": 20,
     "the engine pauses for 3 s": 1,
     "kill -9 of llm_engine": 16,
     "kill -9 of tokenizer": 16,
@@ -53,3 +56,4 @@ def test_the_short_check_passes(tmp_path: Path) -> None:
         assert figures[f"bad inputs over {way}, clean"] == figures[f"bad inputs over {way}, tried"]
     assert figures["canary mismatches"] == 0 < figures["canary runs"]
     assert figures["refused"] > 0
+    assert all(figures[f"requests {how}"] > 0 for how in ("answered", "refused", "cut", "failed"))

@@ -20,6 +20,7 @@ from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.cuda_executor import CudaExecutor
 from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.execution.followers import Followers
@@ -140,18 +141,28 @@ def _lead(facts: Resolved) -> tuple[EngineInfo, Executor]:
     options, timeout_s = facts.options, facts.options.distributed_timeout_s
     place, store = open_store(facts.place, timeout_s)
     told = replace(options, model=str(facts.folder))  # which may just have been fetched
-    followers = Followers(place, _FOLLOWER_COMMAND, json.dumps(asdict(told)).encode(), timeout_s)
+    followers = Followers(place, _FOLLOWER_COMMAND, json.dumps(asdict(told)).encode())
+
+    def join() -> Group:
+        group = _connect(facts, store)
+        followers.on_lost = lambda failure: group.leave()  # or this rank might wait for ever
+        return group
+
     try:
-        rank = build_rank(facts, lambda: _connect(facts, store), followers.meet)
+        rank = build_rank(facts, join, followers.meet)
         leader = LeadingExecutor(
             rank.executor,
             rank.group,
             followers,
+            timeout_s=timeout_s,
             # gloo ends collectives that wait for too long, NCCL does not
-            step_timeout_s=None if facts.comm == "gloo" else timeout_s,
+            steps_may_hang=facts.comm != "gloo",
         )
-    except BaseException:
+    except BaseException as error:
+        report = followers.report()
         followers.close(patience_s=0)
+        if report is not None and not isinstance(error, ConfigError):
+            raise ConfigError(report) from error
         raise
     logger.info("%d tensor-parallel ranks, processes %s", place.size, followers.pids)
     return rank.info, leader

@@ -30,10 +30,10 @@ _PAUSE_S: Final = 0.001
 def measure(plan: StepPlan, size: int, num_steps: int) -> dict[str, float]:
     """Figures of ``size`` ranks; see ``plan_broadcast``."""
     place = Place.first(size, "127.0.0.1:1")  # no group is made, so nobody goes there
-    followers = Followers(place, _COMMAND, b"none", timeout_s=60.0)
+    followers = Followers(place, _COMMAND, b"none")
     try:
         followers.meet()
-        sender = PlanSender(followers.peers, followers.slots)
+        sender = PlanSender(followers.peers, followers.slots, timeout_s=60.0)
         sent, taken = [], []
         for _ in range(num_steps):
             time.sleep(_PAUSE_S)

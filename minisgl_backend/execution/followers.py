@@ -1,11 +1,11 @@
 """Ranks 1 .. size - 1 of a host as processes, and what they and rank 0 say to each other at first.
 
 Rank 0 tells each follower its options. Then all meet a few times, so that no rank waits in a
-collective for one that is not there yet or has failed; after that the socket carries plans
-(``plan_channel``). Knows processes and sockets; must not know models or what the options mean.
+collective for one that is not there yet; after that the socket carries plans (``plan_channel``).
+Knows processes and sockets; must not know models or what the options mean.
 
 Followers never outlive the process of rank 0, however it ends. None is replaced: once one is lost,
-all are ended.
+all are ended, and ``on_lost`` is told.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 _HERE: Final = b"here"
 _GO: Final = b"go"
-_WATCH: Final = b"w"
-_CLOSE: Final = b"c"
 _START_S: Final = 1800.0
 """Patience with a rank that loads its part of the model."""
 _END_S: Final = 10.0
@@ -47,19 +45,19 @@ _PR_SET_PDEATHSIG: Final = 1
 class Followers:
     """Ranks 1 .. size - 1 as processes of this host: started, met, watched and ended."""
 
-    def __init__(self, place: Place, command: Sequence[str], greeting: bytes, timeout_s: float):
+    def __init__(self, place: Place, command: Sequence[str], greeting: bytes):
         """``command`` is called for each with the numbers of two descriptors and of this process.
 
-        ``greeting`` is the first thing a follower is told. ``timeout_s`` is the patience with a
-        follower that runs.
+        ``greeting`` is the first thing a follower is told.
         """
         self.slots = Slots.create()
         self.peers: list[Peer] = []
         self.failure: EngineFailure | None = None
-        self._timeout_s = timeout_s
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._on_lost: Callable[[EngineFailure], None] = lambda failure: None
-        self._is_overdue: Callable[[], bool] = lambda: False
+        self.on_lost: Callable[[EngineFailure], None] = lambda failure: None
+        """Called once, on another thread, when a follower has ended or hangs."""
+        self.is_overdue: Callable[[], bool] = lambda: False
+        """Asked now and then whether one hangs."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._wake, self._waker = os.pipe()
@@ -83,7 +81,7 @@ class Followers:
     def meet(self) -> None:
         """Return when every follower has come to its own ``meet``, and let them go on.
 
-        Raises ``ConfigError`` with the cause where one cannot.
+        Raises ``ConfigError`` with the cause where one cannot, ``EngineFailure`` where it is gone.
         """
         for peer in self.peers:
             message = peer.receive()
@@ -92,14 +90,15 @@ class Followers:
         for peer in self.peers:
             peer.send(_GO)
 
-    def watch(
-        self, on_lost: Callable[[EngineFailure], None], is_overdue: Callable[[], bool]
-    ) -> None:
-        """From now on, call ``on_lost`` once when a follower ends or ``is_overdue`` says so."""
+    def report(self) -> str | None:
+        """What a follower has said of why it cannot start."""
         for peer in self.peers:
-            peer.socket.settimeout(self._timeout_s)
-        self._on_lost, self._is_overdue = on_lost, is_overdue
-        os.write(self._waker, _WATCH)
+            peer.socket.setblocking(False)
+            with contextlib.suppress(EngineFailure, BlockingIOError):
+                while (message := peer.receive()) == _HERE:
+                    pass
+                return f"rank {peer.rank}: {message.decode()}"
+        return None
 
     def lose(self, cause: str) -> EngineFailure:
         """End all followers, since one is of no use any more; what the first cause was."""
@@ -107,18 +106,17 @@ class Followers:
             is_first = self.failure is None
             if self.failure is None:
                 self.failure = EngineFailure(cause)
-            failure, on_lost = self.failure, self._on_lost
+            failure = self.failure
         if is_first:
             logger.error("the engine is down: %s", cause)
             for process in self._processes:
                 process.kill()
-            on_lost(failure)
+            self.on_lost(failure)
         return failure
 
     def close(self, *, patience_s: float = _END_S) -> None:
         """End the processes: by themselves in that time, or at once. Idempotent."""
         with self._lock:
-            self._on_lost = lambda failure: None
             if self.failure is None:
                 self.failure = EngineFailure("the ranks have been ended")
         for peer in self.peers:
@@ -132,7 +130,7 @@ class Followers:
                 process.wait()
         if not self._is_closed:
             self._is_closed = True
-            os.write(self._waker, _CLOSE)
+            os.write(self._waker, b"close")
             self._thread.join()
             self.slots.close()
             os.close(self._wake)
@@ -168,23 +166,20 @@ class Followers:
         ours.send(greeting)
 
     def _watch(self) -> None:
-        """Look after the processes until ``close``; while they start, ``meet`` does."""
+        """Look after the processes until ``close``."""
         ranks = {os.pidfd_open(pid): rank for rank, pid in enumerate(self.pids, start=1)}
         poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
+        for descriptor in (self._wake, *ranks):
+            poll.register(descriptor, select.POLLIN)
         try:
             while True:
                 found = [descriptor for descriptor, _ in poll.poll(_LOOK_EVERY_S * 1000)]
                 if self._wake in found:
-                    if os.read(self._wake, 1) == _CLOSE:
-                        return
-                    for descriptor in ranks:
-                        poll.register(descriptor, select.POLLIN)
-                    continue
+                    return
                 for descriptor in found:
                     poll.unregister(descriptor)
                     self.lose(f"rank {ranks[descriptor]} ended")
-                if self._is_overdue():
+                if self.is_overdue():
                     self.lose("a step of the ranks does not end")
         finally:
             for descriptor in ranks:

@@ -80,6 +80,8 @@ class Peer:
         """The rank's next message; ``EngineFailure`` where it is gone or silent for too long."""
         try:
             message = self.socket.recv(2**16)
+        except BlockingIOError:
+            raise
         except TimeoutError:
             raise EngineFailure(f"rank {self.rank} does not answer") from None
         except OSError:
@@ -100,7 +102,10 @@ class Peer:
 class PlanSender:
     """Rank 0's end."""
 
-    def __init__(self, peers: Sequence[Peer], slots: Slots):
+    def __init__(self, peers: Sequence[Peer], slots: Slots, *, timeout_s: float):
+        """``timeout_s`` is the patience with a rank that does not take its plans."""
+        for peer in peers:
+            peer.socket.settimeout(timeout_s)
         self._peers = list(peers)
         self._slots = slots
         self._count = 0

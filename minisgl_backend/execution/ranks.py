@@ -46,18 +46,21 @@ class LeadingExecutor:
         group: Group,
         followers: Followers,
         *,
-        step_timeout_s: float | None,
+        timeout_s: float,
+        steps_may_hang: bool,
     ):
-        """``step_timeout_s`` bounds a step where collectives do not end by themselves."""
+        """``timeout_s`` is the patience with a silent rank; it bounds a whole step where that may
+        hang, since the group's collectives do not end by themselves."""
         self.followers = followers
         self._executor = executor
         self._group = group
-        self._plans = PlanSender(followers.peers, followers.slots)
-        self._step_timeout_s = step_timeout_s
+        self._plans = PlanSender(followers.peers, followers.slots, timeout_s=timeout_s)
+        self._step_timeout_s = timeout_s if steps_may_hang else float("inf")
         self._waiting_since_s: float | None = None
         self._on_lost: Callable[[EngineFailure], None] = lambda failure: None
         self._is_closed = False
-        followers.watch(self._lost, self._is_overdue)
+        followers.on_lost = self._lost
+        followers.is_overdue = self._is_overdue
 
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
         """Call ``report`` when a follower is lost, on another thread; at once if it already is."""
@@ -104,12 +107,8 @@ class LeadingExecutor:
         self._on_lost(failure)
 
     def _is_overdue(self) -> bool:
-        since = self._waiting_since_s
-        return (
-            since is not None
-            and self._step_timeout_s is not None
-            and time.monotonic() - since > self._step_timeout_s
-        )
+        since_s = self._waiting_since_s
+        return since_s is not None and time.monotonic() - since_s > self._step_timeout_s
 
 
 class _LeadingStep:

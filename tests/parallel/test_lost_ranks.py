@@ -96,16 +96,16 @@ def test_followers_die_with_their_leader_even_while_they_are_stopped() -> None:
     wait_until(lambda: not is_running(follower))
 
 
-def follower_of(script: str) -> Followers:
-    """A follower that is this script; ``rank0`` is its ``Leader``."""
+def follower_of(script: str, *, size: int = 2) -> Followers:
+    """Followers that are this script; ``rank0`` is their ``Leader``."""
     prelude = """\
     import os, socket, sys
     from minisgl_backend.execution.followers import Leader
     rank0 = Leader(socket.socket(fileno=int(sys.argv[1])))
     """
     text = textwrap.dedent(prelude) + textwrap.dedent(script)
-    place = Place.first(2, "127.0.0.1:1")  # nobody goes there
-    return Followers(place, [sys.executable, "-c", text], b"the options", timeout_s=60)
+    place = Place.first(size, "127.0.0.1:1")  # nobody goes there
+    return Followers(place, [sys.executable, "-c", text], b"the options")
 
 
 def test_the_start_in_step() -> None:
@@ -134,6 +134,25 @@ def test_a_rank_that_cannot_start_tells_why() -> None:
         followers.close(patience_s=0)
 
 
+def test_one_rank_that_cannot_start_ends_all_and_its_cause_is_kept() -> None:
+    """Rank 0 may be waiting in a collective then, out of which ``on_lost`` brings it."""
+    script = """\
+    if os.environ["RANK"] == "2":
+        rank0.report(ValueError("the shard has a hole"))
+    else:
+        rank0.meet()
+    """
+    followers = follower_of(script, size=3)
+    lost = threading.Event()
+    followers.on_lost = lambda failure: lost.set()
+    try:
+        assert lost.wait(60)
+        assert followers.report() == "rank 2: the shard has a hole"
+        wait_until(lambda: not is_running(followers.pids[0]))
+    finally:
+        followers.close()
+
+
 def test_a_rank_that_dies_at_the_start_is_named() -> None:
     followers = follower_of("os.abort()")
     try:
@@ -154,7 +173,7 @@ def test_a_follower_that_does_not_end_by_itself_is_killed() -> None:
 def test_a_command_that_cannot_be_run_is_an_error_at_once() -> None:
     before = threading.active_count()
     with pytest.raises(FileNotFoundError):
-        Followers(Place.first(3, "127.0.0.1:1"), ["/nonexistent"], b"", timeout_s=1)
+        Followers(Place.first(3, "127.0.0.1:1"), ["/nonexistent"], b"")
     wait_until(lambda: threading.active_count() == before)
 
 

@@ -35,11 +35,10 @@ def channel(
             peers = []
             for rank in range(1, num_ranks + 1):
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                ours.settimeout(timeout_s)
                 peers.append(Peer(rank, ours_open.enter_context(ours)))
                 sockets.append(after.enter_context(theirs))
             receivers = [PlanReceiver(theirs, slots.descriptor) for theirs in sockets]
-            yield PlanSender(peers, slots), receivers, sockets
+            yield PlanSender(peers, slots, timeout_s=timeout_s), receivers, sockets
 
 
 def plans_of_sizes(*sizes: int) -> list[IntArray]:
@@ -131,7 +130,7 @@ def test_plans_end_with_rank_0() -> None:
     slots = Slots.create()
     with theirs:
         with ours:
-            PlanSender([Peer(1, ours)], slots).send(np.arange(3, dtype=np.int32))
+            PlanSender([Peer(1, ours)], slots, timeout_s=WAIT_S).send(np.arange(3, dtype=np.int32))
         plans = iter(PlanReceiver(theirs, slots.descriptor))
         assert next(plans).tolist() == [0, 1, 2]
         assert list(plans) == []

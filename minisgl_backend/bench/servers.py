@@ -18,7 +18,7 @@ from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 
 _STARTS_WITHIN_S: Final = 300.0
-"""The demo model loads in seconds; tritonserver 24.10 now and then hangs at its start."""
+"""The demo model loads in seconds; a server that hangs must not keep a benchmark for ever."""
 
 _PACED_MODEL: Final = """\
 from pathlib import Path

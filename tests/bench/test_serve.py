@@ -64,21 +64,23 @@ def test_closed_and_open_loops_over_grpc(server: TritonServer, tmp_path: Path) -
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "ttft.png"}
 
 
-def test_a_trace_at_two_speeds(server: TritonServer, tmp_path: Path) -> None:
-    """Blocks that the trace shares come from the prefix cache, which each replay finds cold."""
+def test_a_trace_one_by_one_and_at_two_speeds(server: TritonServer, tmp_path: Path) -> None:
+    """Blocks that the trace shares come from the prefix cache, which each run finds cold."""
     figures = tmp_path / "figures.json"
     bench(
         *("--url", f"127.0.0.1:{server.grpc_port}", "--json", str(figures)),
         *("--trace", str(CONVERSATIONS), "--block-size", "32", "--requests", "8"),
-        *("--time-scale", "0.1,0.02"),
+        *("--concurrency", "1", "--time-scale", "0.1,0.02"),
     )
-    sparse, dense = rows_of(figures)
+    one_by_one, sparse, dense = rows_of(figures)
     assert (sparse["level"], dense["level"]) == (0.1, 0.02)
     assert sparse["seconds"] > 0.1 * 19  # the eighth request comes at 19.5 s of the trace
+    assert one_by_one["cached_share"] > 0.3
     for row in (sparse, dense):
         assert row["requests"] == 8 and not row["errors"]
-        assert 0.05 < row["cached_share"] < 0.9
-    assert sparse["output_tokens"] == dense["output_tokens"]
+        # requests that come at the same time compute the same prefix, each for itself
+        assert row["cached_share"] <= one_by_one["cached_share"]
+        assert row["output_tokens"] == one_by_one["output_tokens"]
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http", "openai"])
@@ -155,6 +157,7 @@ def test_its_own_server_and_the_end_by_ctrl_c() -> None:
     ("arguments", "complaint"),
     [
         (["--protocol", "openai"], "--protocol openai needs --url"),
+        (["--protocol", "http"], "--protocol http needs --url"),
         (["--concurrency", "0"], "has a number that is not above 0"),
         (["--rate", "fast"], "is no list of numbers"),
         (["--slo", "speed=3"], "an objective is ttft, tpot or e2e"),
@@ -164,6 +167,15 @@ def test_wrong_options(arguments: list[str], complaint: str) -> None:
     result = CliRunner().invoke(main, ["bench", "serve", *arguments])
     assert result.exit_code
     assert complaint in result.output
+
+
+def test_missing_plots_are_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = CliRunner().invoke(main, ["bench", "serve", "--plots", "somewhere"])
+    assert result.exit_code == 2
+    assert "--plots needs matplotlib" in result.output
 
 
 def test_events_of_other_openai_servers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,8 +113,10 @@ def serve(
     workload = Workload(**options)
     loads = workload.loads()
     sampling = Sampling(temperature, ignore_eos)
-    if protocol == "openai" and url is None:
-        raise click.UsageError("--protocol openai needs --url")
+    if url is None and protocol not in (None, "grpc"):
+        raise click.UsageError(f"--protocol {protocol} needs --url")
+    if plots is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--plots needs matplotlib: pip install 'minisgl-triton[bench]'")
     measured: list[Measured] = []
     interrupted = False
     with address_of(url) as address:

@@ -160,6 +160,7 @@ def test_its_own_server_and_the_end_by_ctrl_c() -> None:
         (["--protocol", "http"], "--protocol http needs --url"),
         (["--concurrency", "0"], "has a number that is not above 0"),
         (["--rate", "fast"], "is no list of numbers"),
+        (["--url", "http://a:1", "--protocol", "grpc"], "http://a:1 is no address for grpc"),
         (["--slo", "speed=3"], "an objective is ttft, tpot or e2e"),
     ],
 )
@@ -181,9 +182,9 @@ def test_missing_plots_are_told_before_anything_is_measured(
 def test_events_of_other_openai_servers() -> None:
     """Usage may come with null choices; errors come under several names."""
     text = {"choices": [{"text": "Hi"}], "usage": None}
-    assert chunk_of_event(text) == Chunk(True)
+    assert chunk_of_event(json.dumps(text)) == Chunk(True)
     role = {"choices": [{"delta": {"role": "assistant", "content": None}}]}
-    assert chunk_of_event(role) == Chunk(False)
+    assert chunk_of_event(json.dumps(role)) == Chunk(False)
     usage = {
         "choices": [],
         "usage": {
@@ -192,6 +193,8 @@ def test_events_of_other_openai_servers() -> None:
             "prompt_tokens_details": {"cached_tokens": 2},
         },
     }
-    assert chunk_of_event(usage) == Chunk(False, 7, 5, 2)
+    assert chunk_of_event(json.dumps(usage)) == Chunk(False, 7, 5, 2)
     with pytest.raises(Refused, match="overloaded"):
-        chunk_of_event({"error": {"code": None, "type": "overloaded"}})
+        chunk_of_event('{"error": {"code": null, "type": "overloaded"}}')
+    with pytest.raises(Refused, match="not JSON"):
+        chunk_of_event("<html>")

@@ -53,7 +53,10 @@ class TritonTarget:
         model: str,
         sampling: Sampling,
     ) -> None:
-        self._client = AsyncClient(url, protocol=protocol, model=model, retries=0)
+        try:
+            self._client = AsyncClient(url, protocol=protocol, model=model, retries=0)
+        except MinisglError as error:
+            raise ConfigError(str(error)) from error
         self._sampling = sampling
 
     async def stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
@@ -120,8 +123,9 @@ class OpenAITarget:
                 if response.status_code != 200:
                     raise Refused(f"HTTP {response.status_code}")
                 async for line in response.aiter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        yield chunk_of_event(json.loads(line[len("data: ") :]))
+                    data = line.removeprefix("data:").strip()
+                    if data != line and data != "[DONE]":
+                        yield chunk_of_event(data)
         except httpx.HTTPError as error:
             raise Refused(type(error).__name__) from error
 
@@ -140,7 +144,12 @@ class OpenAITarget:
         return self._model
 
 
-def chunk_of_event(event: dict[str, Any]) -> Chunk:
+def chunk_of_event(data: str) -> Chunk:
+    """The chunk of an event's JSON; raises ``Refused`` where it is an error, or no JSON."""
+    try:
+        event = json.loads(data)
+    except ValueError:
+        raise Refused("not JSON") from None
     if "error" in event:
         error = event["error"]
         raise Refused(str(error.get("code") or error.get("type") or "error"))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from minisgl_client.answer import Result
 from minisgl_client.attempts import Attempts
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 Message: TypeAlias = Mapping[str, Any]
 """A message of a chat: ``role``, ``content``, and what the model's template knows beside them."""
 Protocol: TypeAlias = Literal["grpc", "http"]
+
+_SCHEMES: Final = {"grpc": ("", "grpc"), "http": ("", "http", "https")}
 
 
 class _Caller:
@@ -56,7 +58,7 @@ class _Caller:
         scheme, _, address = url.rpartition("://")
         if protocol is None:
             protocol = "http" if scheme in ("http", "https") else "grpc"
-        if scheme not in {"grpc": ("", "grpc"), "http": ("", "http", "https")}[protocol]:
+        if scheme not in _SCHEMES.get(protocol, ()):
             raise InvalidArgument(f"{url} is no address for {protocol}")
         self.model = model
         self.protocol = protocol

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -141,6 +142,15 @@ ARGUMENTS = {"text_input", "messages", "input_ids", "tools", "stream", "stop_req
 
 def test_every_input_is_a_parameter_or_an_argument() -> None:
     assert set(Parameters.__annotations__) == set(PARAMETERS) == set(wire.INPUTS) - ARGUMENTS
+
+
+def test_parameters_have_the_types_of_their_tensors() -> None:
+    kinds = {"BOOL": "bool", "INT32": "int", "UINT64": "int", "FP32": "float", "BYTES": "str"}
+    for name, annotation in Parameters.__annotations__.items():
+        text = str(getattr(annotation, "__forward_arg__", annotation))
+        assert re.search(rf"\b{kinds[wire.INPUTS[name]]}\b", text), name
+        is_list = name in wire.LISTS and name != "end_id"
+        assert ("Sequence" in text) is is_list, name
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

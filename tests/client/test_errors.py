@@ -103,9 +103,15 @@ def test_errors_leave_the_client_usable(server: TritonServer, way: Way) -> None:
 
 
 def test_settings_that_contradict_each_other() -> None:
-    for url, protocol in [("http://here", "grpc"), ("grpc://here", "http"), ("ftp://here", None)]:
+    wrong: list[dict[str, Any]] = [
+        {"url": "http://here", "protocol": "grpc"},
+        {"url": "grpc://here", "protocol": "http"},
+        {"url": "ftp://here"},
+        {"url": "here", "protocol": "tcp"},
+    ]
+    for settings in wrong:
         with pytest.raises(InvalidArgument, match="is no address for"):
-            Client(url, protocol=protocol)  # type: ignore[arg-type]
+            Client(**settings)
     with pytest.raises(InvalidArgument, match="timeout_s must be > 0, got 0"):
         Client(timeout_s=0)
 

@@ -104,8 +104,8 @@ class _Shell:
 
     def _toolbar(self) -> str:
         shown = (f"{name} {value}" for name, value in self._conversation.parameters.items())
-        num_turns = len(self._conversation.turns) // 2
-        return f" {' · '.join(shown)} · {num_turns} turns "
+        turn = len(self._conversation.turns) // 2 + 1
+        return f" {' · '.join(shown)} · turn {turn} "
 
     def _ask(self, question: str) -> None:
         """Send a question, show the answer as it comes, remember both."""

@@ -44,6 +44,7 @@ from minisgl_backend.bench.leaving import (
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started_paced
 from minisgl_backend.errors import EngineFailure
+from minisgl_backend.loopback import open_local
 from minisgl_backend.server.process import TritonServer
 
 WAYS: Final = ("grpc-cancel", "grpc-kill", "http-close", "gateway-close")
@@ -220,7 +221,7 @@ class Bench:
         """End the request of a client whose leaving was not noticed."""
         url = self._server.url("/v2/models/minisgl/generate")
         body = f'{{"id": "{number}", "stop_request": true}}'.encode()
-        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=_SETTLES_WITHIN_S):
+        with open_local(urllib.request.Request(url, body), timeout_s=_SETTLES_WITHIN_S):
             pass
 
     def _expect(self, condition: Callable[[Entry], bool], what: str, *, since: int) -> Entry:

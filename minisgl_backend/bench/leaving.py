@@ -35,7 +35,9 @@ class GrpcCancel:
     def __init__(self, grpc_address: str, message: bytes) -> None:
         import grpc
 
-        self._channel: Any = grpc.insecure_channel(grpc_address)
+        self._channel: Any = grpc.insecure_channel(
+            grpc_address, options=[("grpc.enable_http_proxy", 0)]
+        )
         method = self._channel.stream_stream(
             _METHOD, request_serializer=_same, response_deserializer=_same
         )

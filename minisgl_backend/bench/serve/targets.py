@@ -98,6 +98,7 @@ class OpenAITarget:
             headers=headers,
             limits=limits,
             timeout=httpx.Timeout(None, connect=10),
+            trust_env=False,  # a proxy would be measured too
         )
         self._model = model
         self._sampling = sampling

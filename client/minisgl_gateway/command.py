@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import os
 import signal
 from pathlib import Path
+from typing import Any, Final
 
 import click
 
 from minisgl_gateway.options import GatewayOptions
 from minisgl_gateway.server import listen, make_server
 
-_DEFAULTS = GatewayOptions()
+
+class _Seconds(click.FloatRange):
+    """A time of 0.1 s to a day; NaN, which is in every range, is refused."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail("not a number", param, ctx)
+        return seconds
+
+
+_DEFAULTS: Final = GatewayOptions()
+_POSITIVE: Final = click.IntRange(min=1)
+_SECONDS: Final = _Seconds(min=0.1, max=86_400)
 
 
 @click.command()
@@ -37,19 +54,41 @@ _DEFAULTS = GatewayOptions()
 )
 @click.option(
     "--default-max-tokens",
+    type=_POSITIVE,
     default=_DEFAULTS.default_max_tokens,
     show_default=True,
     help="of a chat that does not say max_tokens",
 )
-@click.option("--max-requests", default=_DEFAULTS.max_requests, show_default=True, help="in all")
-@click.option("--max-requests-per-key", default=_DEFAULTS.max_requests_per_key, show_default=True)
-@click.option("--max-body-bytes", default=_DEFAULTS.max_body_bytes, show_default=True)
-@click.option("--max-header-bytes", default=_DEFAULTS.max_header_bytes, show_default=True)
 @click.option(
-    "--timeout-s", default=_DEFAULTS.timeout_s, show_default=True, help="of a request as a whole"
+    "--max-requests",
+    type=_POSITIVE,
+    default=_DEFAULTS.max_requests,
+    show_default=True,
+    help="answers under way at a time, in all",
+)
+@click.option(
+    "--max-requests-per-key",
+    type=_POSITIVE,
+    default=_DEFAULTS.max_requests_per_key,
+    show_default=True,
+    help="the same for each key",
+)
+@click.option(
+    "--max-body-bytes", type=_POSITIVE, default=_DEFAULTS.max_body_bytes, show_default=True
+)
+@click.option(
+    "--max-header-bytes", type=_POSITIVE, default=_DEFAULTS.max_header_bytes, show_default=True
+)
+@click.option(
+    "--timeout-s",
+    type=_SECONDS,
+    default=_DEFAULTS.timeout_s,
+    show_default=True,
+    help="of a request as a whole",
 )
 @click.option(
     "--patience-s",
+    type=_SECONDS,
     default=_DEFAULTS.patience_s,
     show_default=True,
     help="with a client that neither sends nor reads",

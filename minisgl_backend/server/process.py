@@ -48,6 +48,8 @@ HTTP_URL_VARIABLE: Final = "MINISGL_HTTP_URL"
 
 DRAIN_FILE: Final = "drain"
 """Its presence in the runtime directory asks engines to take no more requests, and to end."""
+RECOVERING_FILE: Final = "recovering"
+"""Its presence there asks tokenizers to take no requests for now."""
 ENGINE_SIGNS: Final = "queue-*"
 """What engines put up in the runtime directory while they serve."""
 

@@ -33,7 +33,7 @@ from minisgl_backend.server.model_processes import (
     footprint,
 )
 from minisgl_backend.server.options import ServerOptions
-from minisgl_backend.server.process import TritonServer
+from minisgl_backend.server.process import RECOVERING_FILE, TritonServer
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,10 @@ class Supervisor:
                 logger.warning("%d requests are lost with it: starting again", beat.num_inside)
                 self._restart(stopping)
             else:
+                sign = self.server.directory / RECOVERING_FILE
+                sign.touch()
                 self.server.reload(fault.process.model, timeout_s=_RELOAD_S)
+                sign.unlink()
         except ConfigError as error:
             return _Fault(f"recovery failed: {error}")
         return None

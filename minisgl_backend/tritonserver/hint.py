@@ -4,7 +4,8 @@ A sign is an empty file, named after its engine and after whether its queue is f
 at them to refuse early; without a runtime directory there are none, and the engine refuses by
 itself. When a model is reloaded, the new engine takes the old one's sign down, so that the old one
 learns that it has a successor. Who started the server puts a file ``drain`` beside them when it is
-about to stop it, and waits until the engines took their signs down.
+about to stop it, and waits until the engines took their signs down; and a file ``recovering`` while
+it loads a model again that died, so that nobody sends requests that way.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Final
 _OPEN: Final = "queue-open"
 _FULL: Final = "queue-full"
 _DRAIN: Final = "drain"
+_RECOVERING: Final = "recovering"
 _READ_EVERY_S: Final = 0.02
 
 
@@ -72,18 +74,24 @@ class QueueView:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._read_s = float("-inf")
-        self._full = False
+        self._states: set[str] = set()
 
     def is_full(self) -> bool:
-        """Whether every engine says that its queue is full; looked up every 20 ms at most."""
-        if self._directory is None:
-            return False
+        """Whether every engine says that its queue is full."""
+        states = self._look()
+        return _FULL in states and _OPEN not in states
+
+    def is_recovering(self) -> bool:
+        """Whether another model is being loaded again."""
+        return _RECOVERING in self._look()
+
+    def _look(self) -> set[str]:
+        """The states that signs show, looked up every 20 ms at most."""
         now_s = time.monotonic()
-        if now_s - self._read_s >= _READ_EVERY_S:
+        if self._directory is not None and now_s - self._read_s >= _READ_EVERY_S:
             self._read_s = now_s
             try:
-                states = {path.name.partition(".")[0] for path in self._directory.iterdir()}
+                self._states = {path.name.partition(".")[0] for path in self._directory.iterdir()}
             except OSError:
-                states = set()
-            self._full = _FULL in states and _OPEN not in states
-        return self._full
+                self._states = set()
+        return self._states

@@ -118,6 +118,8 @@ class TritonPythonModel:
     def _queue_job(self, request: Any, responder: Responder) -> None:
         if self._queue.is_full():
             raise Overloaded("queue full: every engine has as many requests as it may hold")
+        if self._queue.is_recovering():
+            raise Overloaded("a part of the server died and is being started again")
         inputs = read_inputs(request)
         size = checked_size(request, inputs, self._limits)
         job = _Job(request, inputs, responder)

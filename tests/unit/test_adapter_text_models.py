@@ -128,6 +128,14 @@ def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
     assert messages[3].startswith("INVALID_ARG: a request must be at most")
 
 
+def test_a_server_in_recovery_is_spared(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "recovering").touch()
+    request = pb_utils.InferenceRequest({"text_input": text("x")})
+    tokenizer.execute([request])
+    message = message_of(answer_of(request))
+    assert message == "UNAVAILABLE: a part of the server died and is being started again"
+
+
 def test_full_engines_are_spared(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The hint is looked at first, and only while every engine shows it."""
     signs = [QueueSign(tmp_path, "a"), QueueSign(tmp_path, "b")]

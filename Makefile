@@ -9,7 +9,10 @@ CUDA := $(wildcard /proc/driver/nvidia/version)
 TORCH := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 CODE := minisgl_backend client tests tools model_repository
 
-.PHONY: help install serve test lint types format check nightly docs clean
+FUZZ := $(addprefix tests/properties/test_,wire_fuzz.py gateway_fuzz.py detokenizer_chunking.py)
+MINUTES := 10
+
+.PHONY: help install serve test fuzz lint types format check nightly docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -48,6 +51,12 @@ test: $(VENV)/.dev  ## run all tests that need no GPU, those on a real tritonser
 
 nightly: $(VENV)/.dev  ## the property tests with many more examples
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/properties $(ARGS)
+
+fuzz: $(VENV)/.dev  ## fuzz the wire, chats, detokenizer and gateway for MINUTES=10
+	@end=$$(( $$(date +%s) + 60 * $(MINUTES) )); \
+	while [ $$(date +%s) -lt $$end ]; do \
+	  HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q -x $(FUZZ) $(ARGS) || exit 1; \
+	done
 
 lint: $(VENV)/.dev  ## ruff and the import rules
 	@$(BIN)/ruff check $(CODE)

@@ -5,7 +5,6 @@ The engine under check is paced and breaks what a file in its repository names.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from minisgl_client.client import Client
 from minisgl_client.errors import MinisglError
 
-from minisgl_backend.check import own_server
 from minisgl_backend.check.canary import Canary
 from minisgl_backend.check.faults import Faults
 from minisgl_backend.check.invariants import Invariants
@@ -24,25 +22,10 @@ from minisgl_backend.check.own_server import OwnServer
 from minisgl_backend.check.refusals import bad_inputs
 from minisgl_backend.check.shapes import Extent
 from minisgl_backend.check.target import wait_until
-from minisgl_backend.server.repository import shipped_repository
 
 pytestmark = pytest.mark.server
-HERE = Path(__file__).parent
 HELD_PROMPT = list(range(40))
 PATIENCE_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
-    repository = tmp_path_factory.mktemp("broken") / "model_repository"
-    shutil.copytree(shipped_repository(), repository)
-    for model, source in (
-        ("llm_engine", "broken_engine.py"),
-        ("tokenizer", "broken_tokenizer.py"),
-    ):
-        shutil.copy(HERE / source, repository / model / "1" / "model.py")
-    with own_server.started(repository=repository) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

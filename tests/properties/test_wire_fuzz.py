@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.config import Limits
+from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import RequestError
 from minisgl_backend.text.prompt import MessagesPrompt
 from minisgl_backend.text.template import ChatTemplate
@@ -57,6 +58,7 @@ ENCODER = PromptEncoder(
     },
     limits=LIMITS,
 )
+DEMO = PromptEncoder.load(DEMO_MODEL, LIMITS)
 
 
 def check_sentence(error: RequestError) -> None:
@@ -135,14 +137,16 @@ MESSAGES = st.recursive(
 )
 
 
+@pytest.mark.parametrize("encoder", [ENCODER, DEMO], ids=["any value", "demo model"])
 @given(
     st.lists(st.dictionaries(MESSAGE_KEYS, MESSAGES, max_size=4), max_size=3) | MESSAGES,
     st.none() | MESSAGES,
 )
-def test_messages(messages: Any, tools: Any) -> None:
+def test_messages(encoder: PromptEncoder, messages: Any, tools: Any) -> None:
+    """Through a template that reads whatever is there, and through the demo model's."""
     prompt = MessagesPrompt(json.dumps(messages), None if tools is None else json.dumps(tools))
     try:
-        ids = ENCODER.encode(prompt)
+        ids = encoder.encode(prompt)
     except RequestError as error:
         check_sentence(error)
     else:

@@ -1,0 +1,28 @@
+"""A server for this folder's tests: sound, until a test asks it to break a promise."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minisgl_backend.check.own_server import OwnServer, started
+from minisgl_backend.server.repository import shipped_repository
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+    """Its engine takes 5 ms a step, and breaks what the file `defect` in its repository names."""
+    repository = tmp_path_factory.mktemp("broken") / "model_repository"
+    shutil.copytree(shipped_repository(), repository)
+    for model, source in (
+        ("llm_engine", "broken_engine.py"),
+        ("tokenizer", "broken_tokenizer.py"),
+    ):
+        shutil.copy(HERE / source, repository / model / "1" / "model.py")
+    with started(repository=repository) as server:
+        yield server

@@ -18,6 +18,7 @@ import pytest
 from minisgl_client import (
     ConnectionFailed,
     ConnectionLost,
+    InvalidArgument,
     MinisglError,
     ServerError,
     Timeout,
@@ -33,8 +34,8 @@ from tests.client.ways import Way, all_ways
 BUSY = "error: in ensemble 'minisgl', UNAVAILABLE: queue full"
 """A response that is an error; others are texts, ``LAST`` one with a finish reason."""
 LAST = "last: "
-HANG, BREAK = "hang", "break"
-"""Steps that keep the client waiting, and that break the connection."""
+HANG, BREAK, STATUS = "hang", "break", "status"
+"""Steps that keep the client waiting, break the connection, answer as something else would."""
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Script:
     deadlines_ms: list[int | None] = field(default_factory=list)
     """The ``timeout_ms`` of each request."""
     over: threading.Event = field(default_factory=threading.Event)
+    status: int = 503
 
     def begin(self, timeout_ms: int | None) -> Sequence[str]:
         self.deadlines_ms.append(timeout_ms)
@@ -68,6 +70,8 @@ def grpc_server(script: Script) -> Iterator[str]:
                 script.over.wait()
             elif step == BREAK:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+            elif step == STATUS:
+                context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
             elif step.startswith("error: "):
                 message = step.removeprefix("error: ")
                 yield service_pb2.ModelStreamInferResponse(error_message=message)
@@ -114,6 +118,9 @@ def http_server(script: Script) -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.close_connection = True
             steps = script.begin(body.get("timeout_ms"))
+            if steps[0] == STATUS:
+                self.send_error(script.status)
+                return
             if steps[0] != BREAK:
                 self.send_response(400 if steps[0].startswith("error: ") else 200)
                 self.send_header("Content-Type", "text/event-stream")
@@ -199,6 +206,28 @@ def test_no_second_try(way: Way, answer: list[str], kind: type[MinisglError]) ->
     with serving(way, script) as url, pytest.raises(kind):
         way.stream(url, prompt="x")
     assert script.num_requests == 1
+
+
+@all_ways
+def test_something_that_is_not_triton(way: Way) -> None:
+    """A proxy, or another server."""
+    kinds: dict[int, type[MinisglError]] = {503: Unavailable, 405: InvalidArgument}
+    for status, kind in kinds.items():
+        script = Script([[STATUS]], status=status)
+        expected = f"HTTP status {status}"
+        if way.protocol == "grpc":
+            kind, expected = ServerError, "gRPC status UNIMPLEMENTED: no such method"
+        with serving(way, script) as url, pytest.raises(kind, match=expected):
+            way.generate(url, prompt="x")
+        assert script.num_requests == (3 if kind is Unavailable else 1)
+
+
+def test_an_endless_answer_ends_with_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though something comes again and again; gRPC has this built in."""
+    monkeypatch.setattr(http_transport, "GRACE_S", -1.0)
+    events = http_transport._Events(timeout_ms=500)
+    with pytest.raises(Timeout, match="no end in time"):
+        events.feed(b"data: {}")
 
 
 @all_ways

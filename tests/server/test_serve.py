@@ -104,13 +104,16 @@ def test_it_starts_again_what_was_killed(folder: Path) -> None:
         (health,) = re.findall(r"health +(http://\S+)/ready", text)
         (triton,) = re.findall(r"HTTP +(http://\S+)", text)
         wait_for(lambda: get(health + "/ready")["ready"], "a ready server", 60)
-        os.kill(get(health + "/stats")["tritonserver"]["pid"], signal.SIGKILL)
+        stats = get(health + "/stats")
+        os.kill(stats["tritonserver"]["pid"], signal.SIGKILL)
         wait_for(lambda: not get(health + "/ready")["ready"], "an honest answer", 60)
         assert "tritonserver ended with code -9" in get(health + "/ready")["reasons"]
         wait_for(lambda: get(health + "/ready")["ready"], "a ready server", 120)
         body = json.dumps({"text_input": "The capital of France is", "max_tokens": 3}).encode()
         answer = get(urllib.request.Request(f"{triton}/v2/models/minisgl/generate", data=body))
         assert answer["text_output"]
+        assert len(stats["models"]) == 3
+        assert not any(Path(f"/proc/{model['pid']}").exists() for model in stats["models"])
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
         assert process.returncode == 0

@@ -7,7 +7,7 @@ CONSTRAINTS := constraints.txt
 EXTRAS := server
 CUDA := $(wildcard /proc/driver/nvidia/version)
 TORCH := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
-CODE := minisgl_backend client tests tools model_repository
+CODE := minisgl_backend client docker tests tools model_repository
 
 FUZZ := $(addprefix tests/properties/test_,wire_fuzz.py gateway_fuzz.py detokenizer_chunking.py)
 MINUTES := 10

@@ -15,6 +15,7 @@ import sys
 
 from minisgl_backend.build import build_follower
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.execution.followers import Leader, end_with
 from minisgl_backend.execution.plan_channel import PlanReceiver
 from minisgl_backend.execution.ranks import follow
@@ -36,6 +37,8 @@ def main(arguments: list[str]) -> int:
         place = Place.from_environment(os.environ)
         executor = build_follower(options, place, leader.meet).executor
     except Exception as error:
+        if not isinstance(error, MiniSGLError):
+            logger.exception("this rank cannot start")
         leader.report(error)
         return 1
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -132,6 +134,19 @@ def test_a_rank_that_cannot_start_tells_why() -> None:
             followers.meet()
     finally:
         followers.close(patience_s=0)
+
+
+def test_options_that_only_a_follower_refuses_are_told(tmp_path: Path) -> None:
+    """As where a model's files went since rank 0 saw them."""
+    place = Place.first(2, "127.0.0.1:1")
+    command = [sys.executable, "-m", "minisgl_backend.cli.rank"]
+    greeting = json.dumps({"tensor_parallel_size": 2, "device": "cpu", "model": str(tmp_path)})
+    followers = Followers(place, command, greeting.encode())
+    try:
+        with pytest.raises(ConfigError, match=r"rank 1: .* holds no config\.json"):
+            followers.meet()
+    finally:
+        followers.close()
 
 
 def test_one_rank_that_cannot_start_ends_all_and_its_cause_is_kept() -> None:

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 HANG_AFTER_S: Final = 7.0
 """Silence that is no pause any more. Longer than any pause of a healthy process, by far: a loop is
 not silent while it waits for its device, and a page is touched four times a second."""
+TRITON_HANG_AFTER_S: Final = 20.0
+"""The same for tritonserver, which is asked over HTTP and may be late on an overloaded machine."""
 MAX_RECOVERIES: Final = 5
 WINDOW_S: Final = 600.0
 _LOOK_EVERY_S: Final = 0.1
@@ -223,7 +225,7 @@ class Supervisor:
                 return _Fault(f"{name} broke", process)
             if silent_s > HANG_AFTER_S:
                 return _Fault(f"{name} hangs: silent for {silent_s:.1f} s", process)
-        if now_s - self._answered_s > HANG_AFTER_S:
+        if now_s - self._answered_s > TRITON_HANG_AFTER_S:
             return _Fault("tritonserver hangs: it does not answer over HTTP")
         return None
 

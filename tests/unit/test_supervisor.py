@@ -193,6 +193,7 @@ def test_silence_beyond_a_pause_is_a_hang(
     world: World, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minisgl_backend.server.supervisor.HANG_AFTER_S", 2.5)
+    monkeypatch.setattr("minisgl_backend.server.supervisor.TRITON_HANG_AFTER_S", 2.5)
     server = world.supervisor.server
     pid = server.pid if model == "tritonserver" else world.pids()[model]
     os.kill(pid, signal.SIGSTOP)

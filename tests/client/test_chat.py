@@ -1,0 +1,163 @@
+"""`minisgl chat`, in a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from minisgl_backend.server.process import TritonServer
+from tests.client.commands import GREEDY, MINISGL, run
+from tests.client.engine import Engine
+from tests.client.ways import url_of
+from tests.server.client import PATIENCE_S, Metrics, wait_for
+
+pytestmark = pytest.mark.server
+
+
+class Terminal:
+    """A chat in a terminal of 100 columns; ``say`` waits for the prompt first."""
+
+    def __init__(self, server: TritonServer, history: Path, *words: str) -> None:
+        url = url_of(server, "grpc")
+        self.child = pexpect.spawn(
+            MINISGL[0],
+            [*MINISGL[1:], "chat", "--url", url, "--history", str(history), *GREEDY, *words],
+            encoding="utf-8",
+            timeout=PATIENCE_S * 2,
+            dimensions=(40, 100),
+            env={**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        )
+
+    def say(self, line: str, *expected: str) -> tuple[str, ...]:
+        """Type a line when the terminal is ready for it; see these patterns after it.
+
+        The groups of the last pattern are what it returns.
+        """
+        self.child.expect(r"\x1b\[\?2004h.*>")
+        self.child.send(line)
+        groups: tuple[str, ...] = ()
+        for pattern in expected:
+            self.child.expect(pattern)
+            assert isinstance(self.child.match, re.Match)
+            groups = self.child.match.groups()
+        return groups
+
+    def end(self, keys: str = "\x04") -> None:
+        self.say(keys)
+        self.child.expect(pexpect.EOF)
+        self.child.close()
+        assert self.child.exitstatus == 0
+
+
+@contextmanager
+def chat(server: TritonServer, history: Path, *words: str) -> Iterator[Terminal]:
+    terminal = Terminal(server, history, *words)
+    try:
+        yield terminal
+    finally:
+        terminal.child.close(force=True)
+
+
+FIGURES = (
+    r"(\d+) tokens, [\d.]+ tokens/s · first after \d+ ms · (\d+) of (\d+) prompt tokens cached"
+)
+
+
+def test_chat(server: TritonServer, tmp_path: Path) -> None:
+    history, saved = tmp_path / "state" / "history", tmp_path / "chat.json"
+    with chat(server, history, "--system", "Be brief.") as terminal:
+        terminal.child.expect(r"minisgl at 127\.0\.0\.1:\d+\. /help lists commands")
+        terminal.say("What is the capital of France?\r", "Paris", FIGURES)
+        question = "The code of Anna is 4711.\x1b\rWhat is the code of Anna?\r"
+        _, num_cached, _ = terminal.say(question, "4711", FIGURES)
+        assert int(num_cached) > 0  # the conversation so far, from the cache
+        terminal.say("/help\r", "/params .*NAME=VALUE", "Ctrl-D +end")
+        terminal.say(
+            "/params seed=7 stop='[\"zz z\"]' top_k=3\r", r'stop = \["zz z"\]', "top_k = 3"
+        )
+        terminal.say("/params top_k= max_tokens=64\r", "max_tokens = 64", "seed = 7")
+        terminal.say("/params top_k=much\r", "top_k: 'much' is no value for it")
+        terminal.say("/params 'top_k\r", "No closing quotation")
+        terminal.say("/system\r", r"system message: Be brief\.")
+        terminal.say("/system Be kind.\r", r"system message: Be kind\.")
+        terminal.say(f"/save {saved}\r", "4 messages in")
+        terminal.say(f"/save {tmp_path}\r", "Is a directory")
+        terminal.say("/save\r", "/save needs a file")
+        terminal.say("/nothing\r", "no command /nothing; /help lists them")
+        terminal.say("/params tempreature=3\r", "tempreature = 3")
+        terminal.say("hello\r", "INVALID_ARG: unknown parameter 'tempreature'; did you mean")
+        terminal.say("/params tempreature=\r", "seed = 7")
+        terminal.say("/system -\r", "system message: none")
+        terminal.say("/reset\r", "forgotten")
+        _, _, num_input = terminal.say("What is the emoji for a fox?\r", "🦊", FIGURES)
+        assert int(num_input) < 25  # nothing of the conversation before
+        terminal.say("half a line\x03")
+        terminal.end()
+    content = json.loads(saved.read_text("utf-8"))
+    assert content["system"] == "Be kind."
+    assert content["parameters"] == {
+        "max_tokens": 64,
+        "temperature": 0.0,
+        "seed": 7,
+        "stop": ["zz z"],
+    }
+    assert [turn["role"] for turn in content["messages"]] == ["user", "assistant"] * 2
+    assert content["messages"][2]["content"] == (
+        "The code of Anna is 4711.\nWhat is the code of Anna?"
+    )
+    assert "What is the capital of France?" in history.read_text("utf-8")
+    assert history.stat().st_mode & 0o777 == 0o600
+    with chat(server, history) as terminal:
+        terminal.say("\x1b[A\r", "🦊", FIGURES)  # arrow up: the last question of the day before
+        terminal.end("/quit\r")
+
+
+def test_lines_of_an_answer_stay_lines(server: TritonServer, tmp_path: Path) -> None:
+    with chat(server, tmp_path / "history") as terminal:
+        terminal.say("Write a poem about the sea.\r", FIGURES)
+        lines = (terminal.child.before or "").split("\r\n")
+        assert any("🌙 🌊 ⭐ 🌊 🌙" in line and "🐙" not in line for line in lines)
+        terminal.end()
+
+
+def test_interrupting_an_answer(paced_server: TritonServer, tmp_path: Path) -> None:
+    """Ctrl-C stops the answer, frees the engine, and leaves the shell as it was."""
+    engine = Engine(paced_server)
+    saved = tmp_path / "chat.json"
+    with chat(paced_server, tmp_path / "history", "--max-tokens", "4000") as terminal:
+        terminal.say("Go on for ever.\r")
+        wait_for(
+            lambda: (
+                Metrics(paced_server)["vllm:generation_tokens_total"] > 0
+                and Metrics(paced_server)["vllm:num_requests_running"] == 1
+            ),
+            "an answer under way",
+        )
+        terminal.child.sendintr()
+        terminal.child.expect("stopped · " + FIGURES)
+        engine.check_cancelled()
+        terminal.say("/params max_tokens=2\r", "max_tokens = 2")
+        terminal.say("And now?\r", "length · 2 tokens")
+        terminal.say(f"/save {saved}\r", "4 messages in")
+        terminal.end()
+    assert json.loads(saved.read_text("utf-8"))["messages"][1]["content"]
+
+
+def test_chat_needs_a_terminal_and_a_server() -> None:
+    done = run("chat")
+    assert done.returncode == 2
+    assert "chat needs a terminal; `minisgl generate` does not" in done.stderr
+    terminal = pexpect.spawn(
+        MINISGL[0], [*MINISGL[1:], "chat", "--url", "127.0.0.1:1"], encoding="utf-8", timeout=60
+    )
+    terminal.expect("Error: no server with the model minisgl at 127.0.0.1:1")
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 1

@@ -225,11 +225,14 @@ class Stream:
 
     def release(self, index: int) -> bool:
         """A sender has sent chunk ``index``; True where the stream needs a sender again."""
+        now_s = time.monotonic()
         with self._lock:
-            if not self.is_acknowledged:
+            if self.is_acknowledged:
+                self._window.handed_over(index, now_s)
+            else:
                 self._window.acknowledged(index)
             self._claimed = False
-            return self._claim(time.monotonic())
+            return self._claim(now_s)
 
     def end(self) -> None:
         """Send the final flag of a muted stream, alone or with the error it was muted with."""

@@ -55,6 +55,15 @@ class Window:
             # while nothing answers, more probes would only lengthen the queue
             self._probe_wait_s = min(2 * self._probe_wait_s, _LONGEST_PROBE_WAIT_S)
 
+    def handed_over(self, index: int, now_s: float) -> None:
+        """Chunk ``index``, the last one, is with Triton: the detokenizer can have it from now on.
+
+        A sender may have been held up since it took the chunk, by Triton or by a busy machine,
+        while chunks of others, taken later, went through.
+        """
+        if self._unacked and self._unacked[-1][0] == index:
+            self._unacked[-1] = index, now_s
+
     def acknowledged(self, index: int) -> float | None:
         """All chunks up to ``index`` are taken; when the last of those was sent, or None."""
         sent_s = None

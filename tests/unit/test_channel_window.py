@@ -58,6 +58,18 @@ def test_probes_become_rarer_while_nothing_answers() -> None:
     assert window.probe_is_due(now_s + PROBE_AFTER_S)
 
 
+def test_what_a_sender_was_held_up_with_is_not_overdue() -> None:
+    window = Window(now_s=0.0)
+    window.sent(0, 1.0, with_tokens=True)
+    window.handed_over(0, 3.0)
+    assert not window.is_overdue(3.1, 2.0, GRACE_S)  # of a chunk taken later, handed over before
+    assert not window.is_overdue(4.0, 2.9, GRACE_S)
+    assert window.is_overdue(4.0, 3.1, GRACE_S)
+    assert window.acknowledged(0) == 3.0
+    window.handed_over(0, 5.0)  # its acknowledgement was faster than the sender
+    assert window.is_open
+
+
 def test_overdue_once_later_chunks_are_acknowledged() -> None:
     window = Window(now_s=0.0)
     assert not window.is_overdue(100.0, 99.0, GRACE_S)  # nothing was sent

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from pathlib import Path
@@ -175,5 +175,5 @@ def _runs(pid: int) -> bool:
     return state != "Z"
 
 
-def _errors(endings: Sequence[Future[str]] | set[Future[str]]) -> int:
+def _errors(endings: Iterable[Future[str]]) -> int:
     return sum(bool(one.result()) for one in endings)

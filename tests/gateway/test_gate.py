@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +13,7 @@ import httpx
 import pytest
 
 from minisgl_backend.server.process import TritonServer
-from tests.gateway.conftest import COMMAND, KEYS, SCRIPT, Gateway, gateway_of
+from tests.gateway.conftest import KEYS, SCRIPT, Gateway, gateway_of
 from tests.server.client import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.server
@@ -107,13 +106,6 @@ def test_keys_do_not_share_prefixes(guarded: Gateway) -> None:
     assert cached(KEYS[0]) == 0
     assert cached(KEYS[0]) > 0
     assert cached(KEYS[1]) == 0
-
-
-def test_a_gateway_for_others_needs_keys() -> None:
-    command = [*COMMAND, "--host", "0.0.0.0", "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ended.returncode == 1
-    assert "needs an API key" in ended.stderr
 
 
 # --- heads and bodies -------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 import urllib.error
@@ -29,6 +28,7 @@ from typing import IO, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.loopback import open_local
+from minisgl_backend.server.directory import make_directory, regions, sweep
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.log import failure_in_log
 from minisgl_backend.server.options import (
@@ -53,7 +53,6 @@ RECOVERING_FILE: Final = "recovering"
 ENGINE_SIGNS: Final = "queue-*"
 """What engines put up in the runtime directory while they serve."""
 
-_SHARED_MEMORY: Final = Path("/dev/shm")
 _NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
 _UNLOAD_S: Final = 8.0
 """Time for tritonserver to end when no request is in flight."""
@@ -76,8 +75,10 @@ class TritonServer:
         on_log: Callable[[str], None] | None = None,
     ) -> None:
         self.options = with_ports(options)
-        self.directory = _private_directory()
         self.shared_memory_prefix = f"minisgl-{os.getpid()}-{secrets.token_hex(4)}-"
+        for left in sweep():
+            logger.info("removed %s, left by a server that was killed", left)
+        self.directory, self._lock = make_directory(self.shared_memory_prefix)
         self.admin_key = secrets.token_urlsafe(24)
         self.log: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
         self._on_log = on_log
@@ -90,6 +91,7 @@ class TritonServer:
             self._process = self._start(installation, repository_copy, backends)
         except BaseException:
             shutil.rmtree(self.directory, ignore_errors=True)
+            os.close(self._lock)
             raise
         self._log_thread = threading.Thread(
             target=self._read_log, args=(self._process.stdout,), name="server log", daemon=True
@@ -235,6 +237,9 @@ class TritonServer:
         for region in self.shared_memory_regions():
             region.unlink(missing_ok=True)
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
         return code
 
     def kill(self) -> None:
@@ -262,7 +267,7 @@ class TritonServer:
 
     def shared_memory_regions(self) -> list[Path]:
         """The files of the server's shared memory."""
-        return sorted(_SHARED_MEMORY.glob(self.shared_memory_prefix + "*"))
+        return regions(self.shared_memory_prefix)
 
     def _start(
         self, installation: Installation, repository: Path, backends: Path | None
@@ -292,6 +297,7 @@ class TritonServer:
             # a Ctrl-C in the terminal is for this process alone, which passes it on
             start_new_session=True,
             preexec_fn=_die_with_parent,
+            pass_fds=(self._lock,),
         )
 
     def _read_log(self, stream: IO[str]) -> None:
@@ -307,12 +313,6 @@ class TritonServer:
         for region in self.shared_memory_regions():
             with contextlib.suppress(FileNotFoundError):
                 region.chmod(0o600)
-
-
-def _private_directory() -> Path:
-    # sockets live in it, and a socket's path must be short
-    base = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="minisgl-", dir=base if len(base) < 40 else "/tmp"))
 
 
 _PR_SET_PDEATHSIG: Final = 1

@@ -8,6 +8,7 @@ import socket
 import stat
 import sys
 import sysconfig
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from tritonclient.grpc import model_config_pb2
 from minisgl_backend.cli.serve import located, options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.log import Console, failure_in_log
 from minisgl_backend.server.options import ServerOptions
@@ -95,6 +97,20 @@ def test_its_files_are_private_and_go_with_it(server: TritonServer) -> None:
     assert server.stop() == 0
     assert not server.directory.exists()
     assert not region.exists()
+
+
+def test_what_a_killed_server_left_goes_with_the_next_start(server: TritonServer) -> None:
+    """But nothing of a server of which a process lives, nor what is no server's."""
+    killed, lock = make_directory(f"minisgl-test-{os.getpid()}-")
+    region = Path("/dev/shm") / f"minisgl-test-{os.getpid()}-left"
+    region.touch()
+    assert killed not in sweep() and region.exists()
+    os.close(lock)
+    other = Path(tempfile.mkdtemp(prefix="minisgl-"))
+    assert killed in sweep()
+    assert not killed.exists() and not region.exists()
+    assert server.directory.exists() and other.exists()
+    other.rmdir()
 
 
 def test_it_drains_before_it_is_told_to_stop(server: TritonServer) -> None:

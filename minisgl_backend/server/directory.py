@@ -1,0 +1,62 @@
+"""The private directory of a server, and what is left of servers that were killed.
+
+Each directory has a lock, which the server's processes hold together: the starter, tritonserver and
+its models. So a lock that is free means that none of them is left, whatever ended them, and the
+next start removes the directory, and the shared memory whose names the lock file tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+SHARED_MEMORY: Final = Path("/dev/shm")
+_PREFIX: Final = "minisgl-"
+_LOCK: Final = "owner"
+_LONGEST_BASE: Final = 40
+"""Sockets live in the directory, and a socket's path must be short."""
+
+
+def make_directory(shared_memory_prefix: str) -> tuple[Path, int]:
+    """A fresh directory of mode 0700, and the descriptor that holds its lock."""
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_base()))
+    lock = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.write(lock, shared_memory_prefix.encode())
+    return directory, lock
+
+
+def regions(shared_memory_prefix: str) -> list[Path]:
+    """The files of a server's shared memory."""
+    return sorted(SHARED_MEMORY.glob(shared_memory_prefix + "*"))
+
+
+def sweep() -> list[Path]:
+    """Remove what servers of this user left that no process of is alive; the directories."""
+    swept = []
+    for directory in _base().glob(_PREFIX + "*"):
+        with contextlib.suppress(OSError):  # another user's, no server's, in use, or gone by now
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid != os.getuid():
+                    continue
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                prefix = os.read(lock, 256).decode()
+                if prefix.startswith(_PREFIX):
+                    for region in regions(prefix):
+                        region.unlink(missing_ok=True)
+                    shutil.rmtree(directory, ignore_errors=True)
+                    swept.append(directory)
+            finally:
+                os.close(lock)
+    return swept
+
+
+def _base() -> Path:
+    base = tempfile.gettempdir()
+    return Path(base if len(base) < _LONGEST_BASE else "/tmp")

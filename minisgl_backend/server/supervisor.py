@@ -114,8 +114,8 @@ class Supervisor:
         """
         try:
             self.server.wait_ready(give_up=stopping.is_set)
-            on_ready(self.server)
             self._serves()
+            on_ready(self.server)
             self._watch(stopping)
         except InterruptedError:  # stopped while it was starting
             pass

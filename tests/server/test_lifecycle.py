@@ -156,7 +156,6 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         stopping.start()
         requests.check_short_finish_and_endless_fail("UNAVAILABLE: the server is shutting down")
         stopping.join()
-    assert server.poll() == 0
 
 
 def test_streams_cancelled_after_their_end_do_not_keep_the_server(tmp_path: Path) -> None:

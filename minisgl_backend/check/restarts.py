@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 from minisgl_client.client import Client
 
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.own_server import OPTIONS, PATIENCE_S
+from minisgl_backend.check.target import wait_until
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
+
+_GONE_WITHIN_S: Final = 10.0
+"""For who inherits the killed to ask after them."""
 
 
 def restarts(count: int, *, tritonserver: str | None = None) -> Case:
@@ -42,7 +48,8 @@ def restarts(count: int, *, tritonserver: str | None = None) -> Case:
                 case.expect(code == 0, f"server {index} ended with code {code}")
         case.expect(not server.directory.exists(), f"files of server {index} are left")
         case.expect(not server.shared_memory_regions(), f"shared memory of server {index} is left")
-        case.expect(not _group_exists(server.pid), f"processes of server {index} are left")
+        gone = wait_until(partial(_is_gone, server.pid), _GONE_WITHIN_S)
+        case.expect(gone, f"processes of server {index} are left")
         # the first one brings what stays: gRPC's threads and its descriptors
         after = _held()
         case.expect(index == 0 or after <= before, f"server {index}: {before} became {after}")
@@ -55,9 +62,10 @@ def _held() -> tuple[int, int]:
     return threading.active_count(), len(os.listdir(Path("/proc/self/fd")))
 
 
-def _group_exists(pid: int) -> bool:
+def _is_gone(group: int) -> bool:
+    """Whether no process of the group is left."""
     try:
-        os.killpg(pid, 0)
+        os.killpg(group, 0)
     except ProcessLookupError:
-        return False
-    return True
+        return True
+    return False

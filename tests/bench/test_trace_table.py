@@ -1,0 +1,116 @@
+"""The table of a GPU trace, from traces written here."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from minisgl_backend.bench.trace_table import Kernel, kind_of, short_name, tabulate
+from minisgl_backend.cli.main import main
+
+FLASH = (
+    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::"
+    "Mainloop<2, cute::tuple<cute::C<1>, cute::C<1>>>>>>(flash::FlashAttnFwdSm90<...>::Params)"
+)
+
+
+def _event(name: str, begin: float, duration: float, cat: str = "kernel") -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": duration, "pid": 0, "tid": 7}
+
+
+def test_shares_and_idle_time_add_up_though_kernels_overlap() -> None:
+    table = tabulate(
+        [
+            Kernel("_silu_mul", 110, 10),
+            Kernel("_decode_attention", 0, 60),
+            Kernel("_qk_norm_rope_store", 50, 30),  # begins early and waits
+            Kernel("_silu_mul", 55, 5),  # within another
+            Kernel("_silu_mul", 90, 10),
+        ]
+    )
+    assert table.wall_us == 120
+    assert table.idle_us == 20
+    assert next(iter(table.lines)) == "_decode_attention"
+    silu = table.lines["_silu_mul"]
+    assert (silu.count, silu.total_us, silu.own_us) == (3, 25, 20)
+    assert table.lines["_qk_norm_rope_store"].own_us == 20
+    assert sum(table.shares().values()) == pytest.approx(1)
+    assert table.shares()["attention"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "short", "kind"),
+    [
+        ("_decode_attention", "_decode_attention", "attention"),
+        ("_qk_norm_rope_store", "_qk_norm_rope_store", "norms"),
+        ("_add_rms_norm_parts", "_add_rms_norm_parts", "norms"),
+        ("_vector", "_vector", "products"),
+        ("nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "products"),
+        (FLASH, "device_kernel<enable_sm90_or_later<FlashAttnFwdSm90>>", "attention"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>,"
+            " std::array<char*, 1ul> >(int, at::native::FillFunctor<float>)",
+            "vectorized_elementwise_kernel<FillFunctor>",
+            "other",
+        ),
+        (
+            "void at::native::(anonymous namespace)::indexSelect<c10::BFloat16, long, 2>(long)",
+            "indexSelect",
+            "other",
+        ),
+        (
+            "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "ncclDevKernel_AllReduce_Sum_bf16_RING_LL",
+            "communication",
+        ),
+        ("_best_of_split", "_best_of_split", "sampling"),
+    ],
+)
+def test_names_are_shortened_and_sorted(name: str, short: str, kind: str) -> None:
+    assert short_name(name) == short
+    assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_a_trace_becomes_a_table(suffix: str, tmp_path: Path) -> None:
+    events = [
+        _event("_wide_linear", 1000.0, 300.0),
+        _event("cudaGraphLaunch", 900.0, 5.0, cat="cuda_runtime"),
+        _event("_wide_linear", 1400.0, 500.0),
+        _event("_choose", 1900.0, 100.0),
+    ]
+    trace = tmp_path / f"trace{suffix}"
+    content = json.dumps({"traceEvents": events}).encode()
+    trace.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+    figures = tmp_path / "figures.json"
+    command = ["bench", "trace-table", str(trace), "--top", "1", "--json", str(figures)]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    content_read = json.loads(figures.read_text(encoding="utf-8"))
+    assert [row["kernel"] for row in content_read["rows"]] == ["_wide_linear", "(no kernel runs)"]
+    first = content_read["rows"][0]
+    assert (first["count"], first["total_ms"], first["mean_us"]) == (2, 0.8, 400.0)
+    info = content_read["info"]
+    assert info["wall_ms"] == 1.0
+    assert (info["products_share"], info["sampling_share"], info["idle_share"]) == (0.8, 0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1, 2", "no Chrome trace"),
+        ("[]", "no Chrome trace"),
+        ('{"traceEvents": []}', "no kernels"),
+    ],
+)
+def test_what_is_no_trace_of_a_gpu_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text(content)
+    result = CliRunner().invoke(main, ["bench", "trace-table", str(trace)])
+    assert result.exit_code == 1
+    assert message in result.output

@@ -85,6 +85,7 @@ bench = LazyGroup(
         "decode": "minisgl_backend.bench.decode:decode",
         "prefill": "minisgl_backend.bench.prefill:prefill",
         "kernels": "minisgl_backend.bench.kernels:kernels",
+        "dummy-model": "minisgl_backend.bench.dummy_model:dummy_model",
         "trace-table": "minisgl_backend.bench.trace_table:trace_table",
     },
     help="Measure; every command prints a table and takes --json FILE.",

@@ -1,0 +1,120 @@
+"""`minisgl bench dummy-model`: the folder of a model of known shape, without its weights.
+
+For ``load_format=dummy``: config.json has the published shape of the model. The tokenizer is the
+demo model's, with made-up words for the ids that it lacks; no merge makes them, so they come out
+of the model only. The same shape makes the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from minisgl_backend.config import DEMO_MODEL
+
+_QWEN3: Final = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": 2,  # the demo model's tokenizer says so
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-14b": {
+        **_QWEN3,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+}
+"""config.json of each model."""
+
+_WORD_LENGTHS: Final = (2, 8)
+_COPIED: Final = ("tokenizer_config.json", "generation_config.json")
+
+
+def write_dummy_model(shape: str, folder: Path) -> None:
+    """Write the files of ``shape``, one of ``SHAPES``, into ``folder``, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config, demo = SHAPES[shape], Path(DEMO_MODEL)
+    for name in _COPIED:
+        (folder / name).write_bytes((demo / name).read_bytes())
+    tokenizer = json.loads((demo / "tokenizer.json").read_bytes())
+    fill_vocabulary(tokenizer["model"]["vocab"], config["vocab_size"])
+    _write_json(folder / "tokenizer.json", tokenizer)
+    _write_json(folder / "config.json", config)
+
+
+def fill_vocabulary(vocab: dict[str, int], size: int) -> None:
+    """Add words of small letters, every other one after a space, until there are ``size``."""
+    draw = random.Random(size)
+    while len(vocab) < size:
+        letters = "".join(draw.choices(string.ascii_lowercase, k=draw.randint(*_WORD_LENGTHS)))
+        vocab.setdefault(draw.choice(("", "Ġ")) + letters, len(vocab))
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+@click.command("dummy-model")
+@click.argument("shape", type=click.Choice(sorted(SHAPES)))
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+def dummy_model(shape: str, folder: Path) -> None:
+    """Write all but the weights of a model of SHAPE into FOLDER, for --load-format dummy."""
+    write_dummy_model(shape, folder)
+    click.echo(f"wrote {folder}: serve it with --model {folder} --load-format dummy")
+
+
+if __name__ == "__main__":
+    dummy_model()

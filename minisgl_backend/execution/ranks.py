@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.followers import Followers
@@ -21,6 +21,9 @@ from minisgl_backend.execution.plan_channel import PlanSender
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import IntArray
+
+_LEAVE_S: Final = 10.0
+"""Patience with libraries that end their communicators."""
 
 
 class Pending(Protocol):
@@ -100,11 +103,11 @@ class LeadingExecutor:
         self._is_closed = True
         self._executor.close()
         self.followers.close()
-        self._group.leave()
+        self._group.leave(patience_s=_LEAVE_S)
 
     def _lost(self, failure: EngineFailure) -> None:
-        self._group.leave()
         self._on_lost(failure)
+        self._group.leave()
 
     def _is_overdue(self) -> bool:
         since_s = self._waiting_since_s

@@ -37,8 +37,22 @@ class VocabEmbedding(nn.Module):
 
     def project(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> logits [num_rows, vocab_size] of all ranks."""
-        logits = self.group.all_gather(F.linear(hidden, self.weight))
-        return logits[:, : self.vocab_size]
+        return self.gather(F.linear(hidden, self.weight))
+
+    def gather(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
+        """This rank's [num_rows, share] -> those of all ranks, [num_rows, vocab_size].
+
+        ``out`` of that shape is used where ranks are joined.
+        """
+        size = self.group.size
+        if size == 1:
+            return logits
+        parts = self.group.all_gather(logits, dim=0).chunk(size)
+        held = [
+            max(0, min(self.share, self.vocab_size - self.share * rank)) for rank in range(size)
+        ]
+        known = [part[:, :width] for part, width in zip(parts, held, strict=True)]
+        return torch.cat(known, dim=1) if out is None else torch.cat(known, dim=1, out=out)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         held = max(0, min(self.share, self.vocab_size - self.start))

@@ -37,6 +37,7 @@ from minisgl_backend.kernels.wide_linear import (
 )
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.moe.experts import ExpertsMLP
+from minisgl_backend.parallel.group import Group
 
 _PDL_HIDDEN_SIZE: Final = 2048
 """Up to here the kernels of one token are short enough to gain by an early start."""
@@ -52,6 +53,7 @@ class FusedDecoder:
         """``kv`` holds the pages of each layer."""
         self._model = model
         self._kv = kv
+        self._group = model.group
         self._layers: list[Any] = list(model.model.layers)
         self._head = model.model.embed_tokens if model.spec.tie_embeddings else model.lm_head
 
@@ -62,12 +64,11 @@ class FusedDecoder:
         """
         embed = self._model.model.embed_tokens
         x = embedding(tokens, embed.weight, start=embed.start)
-        if embed.group.size > 1:
-            x = embed.group.all_reduce(x)
+        x = self._group.all_reduce(x)
         pdl = self.launches_early(len(tokens))
         if self._is_small(len(tokens)):
             for index, layer in enumerate(self._layers):
-                self._small_layer(layer, index, x, positions, slots, attend, pdl)
+                x = self._small_layer(layer, index, x, positions, slots, attend, pdl)
             return x
         pending: _Pending | None = None  # what the last product left to be added
         for index, layer in enumerate(self._layers):
@@ -77,8 +78,13 @@ class FusedDecoder:
         return x
 
     def launches_early(self, num_tokens: int) -> bool:
-        """Whether a kernel gains by starting before its predecessor ends (measured on an H200)."""
+        """Whether a kernel gains by starting before its predecessor ends (measured on an H200).
+
+        With several ranks none does: the library's collectives stand between them.
+        """
         hidden_size = self._model.spec.hidden_size
+        if self._group.size > 1:
+            return False
         if self._is_small(num_tokens):
             return num_tokens == 1 and hidden_size <= _PDL_HIDDEN_SIZE
         return is_wide_faster(num_tokens, hidden_size, hidden_size)
@@ -90,15 +96,15 @@ class FusedDecoder:
         """
         norm, weight = self._model.model.norm, self._head.weight
         if self._is_small(len(hidden)):
-            return small_batch_linear(hidden, weight, norm_weight=norm.weight, eps=norm.eps)
+            logits = small_batch_linear(hidden, weight, norm_weight=norm.weight, eps=norm.eps)
+            return self._head.gather(logits, out)
         normalized = rms_norm(hidden, norm.weight, norm.eps)
-        if out is not None and self._head.group.size == 1:
+        if out is not None and self._group.size == 1:
             return torch.mm(normalized, weight.t(), out=out)
-        logits: Tensor = self._head.group.all_gather(F.linear(normalized, weight))
-        return logits[:, : self._head.vocab_size]
+        return self._head.gather(F.linear(normalized, weight), out)
 
     def _is_small(self, num_tokens: int) -> bool:
-        return num_tokens <= MAX_BATCH_SIZE and self._head.group.size == 1
+        return num_tokens <= MAX_BATCH_SIZE
 
     def _wide_layer(
         self,
@@ -119,7 +125,7 @@ class FusedDecoder:
         projected = _wide_sum(out, attention.o_proj, pdl)
         normalized = _add_norm(projected, x, layer.post_attention_layernorm, pdl)
         if isinstance(mlp, ExpertsMLP):
-            return _Pending(_experts(mlp, normalized))
+            return _Pending(_experts(mlp, normalized), mlp.group)
         up = mlp.gate_up_proj
         if is_wide_faster(len(x), len(up.weight) // 2, x.shape[1], gated=True):
             inner = wide_linear(normalized, up.weight, bias=up.bias, gated=True, pdl=pdl)
@@ -136,23 +142,21 @@ class FusedDecoder:
         slots: Tensor,
         attend: Attend,
         pdl: bool,
-    ) -> None:
-        """Update the residual stream ``x``."""
+    ) -> Tensor:
+        """The residual stream ``x`` after the layer; ``x`` itself may be overwritten."""
         attention, mlp = layer.self_attn, layer.mlp
         qkv = _norm_linear(x, layer.input_layernorm, attention.qkv_proj, pdl=pdl)
         out = self._attend(attention, index, qkv, positions, slots, attend, pdl=pdl)
-        o_proj = attention.o_proj
-        small_batch_linear(out, o_proj.weight, bias=o_proj.bias, residual=x, pdl=pdl)
+        x = _small_sum(out, attention.o_proj, x, pdl)
         norm = layer.post_attention_layernorm
         if isinstance(mlp, ExpertsMLP):
-            x.add_(_experts(mlp, rms_norm(x, norm.weight, norm.eps)))
-            return
+            part = _experts(mlp, rms_norm(x, norm.weight, norm.eps))
+            return mlp.group.all_reduce(part.add_(x) if mlp.group.rank == 0 else part)
         if is_faster(len(x), x.shape[1], gated=True):
             inner = _norm_linear(x, norm, mlp.gate_up_proj, gated=True, pdl=pdl)
         else:
             inner = silu_mul(mlp.gate_up_proj(rms_norm(x, norm.weight, norm.eps)))
-        down = mlp.down_proj
-        small_batch_linear(inner, down.weight, bias=down.bias, residual=x, pdl=pdl)
+        return _small_sum(inner, mlp.down_proj, x, pdl)
 
     def _attend(
         self,
@@ -188,10 +192,12 @@ class FusedDecoder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """What is to be added to the residual stream: [num_tokens, hidden_size], or float32 parts of it
-    [splits, num_tokens, hidden_size], to which ``bias`` comes."""
+    """What is to be added to the residual stream: the sum over the ranks of ``group`` of their
+    [num_tokens, hidden_size]; with one rank also as float32 parts [splits, num_tokens,
+    hidden_size], to which ``bias`` comes."""
 
     value: Tensor
+    group: Group
     bias: Tensor | None = None
 
 
@@ -202,7 +208,7 @@ def _add_norm(pending: _Pending | None, x: Tensor, norm: Any, pdl: bool) -> Tens
     value = pending.value
     if value.dim() == 3:
         return add_rms_norm_parts(value, x, norm.weight, norm.eps, bias=pending.bias, pdl=pdl)
-    return fused_add_rms_norm(value, x, norm.weight, norm.eps, pdl=pdl)
+    return fused_add_rms_norm(pending.group.all_reduce(value), x, norm.weight, norm.eps, pdl=pdl)
 
 
 def _wide_product(x: Tensor, linear: Any, pdl: bool) -> Tensor:
@@ -215,8 +221,20 @@ def _wide_product(x: Tensor, linear: Any, pdl: bool) -> Tensor:
 def _wide_sum(x: Tensor, linear: Any, pdl: bool) -> _Pending:
     """The product of a row-parallel layer, on its way to the residual stream."""
     if linear.group.size == 1 and is_wide_faster(len(x), *linear.weight.shape, parts=True):
-        return _Pending(linear_parts(x, linear.weight, pdl=pdl), linear.bias)
-    return _Pending(linear(x))
+        parts = linear_parts(x, linear.weight, pdl=pdl)
+        return _Pending(parts, linear.group, linear.bias)
+    return _Pending(linear.part(x), linear.group)
+
+
+def _small_sum(inner: Tensor, linear: Any, x: Tensor, pdl: bool) -> Tensor:
+    """The residual stream ``x`` and the product of a row-parallel layer.
+
+    Rank 0 adds ``x`` to its part of the sum, so that summing over the ranks adds everything.
+    """
+    group = linear.group
+    residual, bias = (x, linear.bias) if group.rank == 0 else (None, None)
+    part = small_batch_linear(inner, linear.weight, bias=bias, residual=residual, pdl=pdl)
+    return cast(Tensor, group.all_reduce(part))
 
 
 def _norm_linear(
@@ -234,6 +252,6 @@ def _norm_linear(
 
 
 def _experts(mlp: ExpertsMLP, normalized: Tensor) -> Tensor:
+    """This rank's part of the experts' sum."""
     weights, experts = mlp.route(normalized)
-    out = fused_experts(normalized, mlp.gate_up, mlp.down, experts, weights.float())
-    return mlp.group.all_reduce(out)
+    return fused_experts(normalized, mlp.gate_up, mlp.down, experts, weights.float())

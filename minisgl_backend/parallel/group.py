@@ -41,10 +41,11 @@ class Group(Protocol):
     def least(self, numbers: Sequence[int]) -> list[int]:
         """For each place in ``numbers`` the least of all ranks' numbers there. Waits for all."""
 
-    def leave(self) -> None:
+    def leave(self, *, patience_s: float = 0.0) -> None:
         """Give the group up, on any thread: collectives end, also those that wait for a lost rank.
 
-        Waits for nobody. Idempotent.
+        Waits for at most ``patience_s`` until that is over, which it cannot be before the CUDA
+        graphs that hold collectives are destroyed. Idempotent.
         """
 
 
@@ -66,7 +67,7 @@ class OneRank:
     def least(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
 
-    def leave(self) -> None:
+    def leave(self, *, patience_s: float = 0.0) -> None:
         pass
 
 

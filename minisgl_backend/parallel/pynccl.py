@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.parallel.group import Group, side_by_side
+from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.torch_group import keep_multicast_off
 
 ID_BYTES: Final = 128
@@ -89,14 +89,12 @@ class PyNcclGroup:
         self._nccl = nccl
         self._host = host
         self._stream = stream
-        self._leaving = threading.Lock()
+        self._leaving = Leaving(self._abort)
         name = torch.zeros(ID_BYTES, dtype=torch.uint8)
         if self.rank == 0:
             name = torch.frombuffer(bytearray(nccl.new_id()), dtype=torch.uint8)
         name = host.broadcast(name)
-        self._communicator: ctypes.c_void_p | None = nccl.connect(
-            name.numpy().tobytes(), self.rank, self.size
-        )
+        self._communicator = nccl.connect(name.numpy().tobytes(), self.rank, self.size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
@@ -119,14 +117,14 @@ class PyNcclGroup:
     def least(self, numbers: Sequence[int]) -> list[int]:
         return self._host.least(numbers)
 
-    def leave(self) -> None:
-        with self._leaving:
-            communicator, self._communicator = self._communicator, None
-        if communicator is not None:
-            self._nccl.call("ncclCommAbort", communicator)
+    def leave(self, *, patience_s: float = 0.0) -> None:
+        self._leaving.begin(patience_s)
+
+    def _abort(self) -> None:
+        self._nccl.call("ncclCommAbort", self._communicator)
 
     def _launch(self, function: str, *arguments: int) -> None:
-        if self._communicator is None:
+        if self._leaving.has_begun:
             raise RuntimeError("the ranks have parted")
         self._nccl.call(function, *arguments, self._communicator, self._stream())
 

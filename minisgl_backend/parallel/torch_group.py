@@ -15,9 +15,17 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ReduceOp,
+    Store,
+)
 
 from minisgl_backend.parallel.group import side_by_side
+from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.place import Place
 
 _LOOPBACK_HOST: Final = "127.0.0.1"
@@ -34,32 +42,47 @@ class TorchGroup:
     def __init__(self, backend: Any, host: TorchGroup | None = None):
         self._backend = backend
         self._host = host
+        self._leaving = Leaving(backend.abort)
         self.rank: int = backend.rank()
         self.size: int = backend.size()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self._backend.allreduce(x).wait()
+        _finish(self._backend.allreduce([x], _in_line(AllreduceOptions())))
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         parts = x.new_empty((self.size, *x.shape))
-        self._backend._allgather_base(parts.flatten(0, 1), x.contiguous()).wait()
+        options = _in_line(AllgatherOptions())
+        _finish(self._backend._allgather_base(parts.flatten(0, 1), x.contiguous(), options))
         return side_by_side(parts, dim)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        self._backend.broadcast(x, 0).wait()
+        _finish(self._backend.broadcast([x], _in_line(BroadcastOptions())))
         return x
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         if self._host is not None:
             return self._host.least(numbers)
         found = torch.tensor(numbers, dtype=torch.int64)
-        self._backend.allreduce(found, dist.ReduceOp.MIN).wait()
+        _finish(self._backend.allreduce(found, ReduceOp.MIN))
         return [int(number) for number in found.tolist()]
 
-    def leave(self) -> None:
+    def leave(self, *, patience_s: float = 0.0) -> None:
         if self._host is not None:  # gloo's collectives end by themselves: with a peer, or in time
-            self._backend.abort()
+            self._leaving.begin(patience_s)
+
+
+def _in_line(options: Any) -> Any:
+    """Have NCCL launch on the current stream, where PyTorch can (2.8), not on one beside it."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def _finish(work: Any) -> None:
+    """Wait for a collective, or let the current stream wait; there is no work if it runs there."""
+    if work is not None:
+        work.wait()
 
 
 def gloo_group(place: Place, store: Store, timeout_s: float) -> TorchGroup:
@@ -79,6 +102,8 @@ def gloo_group(place: Place, store: Store, timeout_s: float) -> TorchGroup:
 def nccl_group(place: Place, store: Store, host: TorchGroup) -> TorchGroup:
     """The group of all ranks for tensors on their GPUs, by PyTorch's NCCL."""
     keep_multicast_off()
+    # what becomes of a rank whose peer is lost is the engine's business, not PyTorch's watchdog's
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = _NO_TIMEOUT

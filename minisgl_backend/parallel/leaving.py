@@ -1,0 +1,29 @@
+"""Giving a communicator up: once, and on a thread of its own.
+
+NCCL first lets go what waits on the GPU, then waits itself until every CUDA graph that holds the
+communicator is destroyed. So whoever still has graphs must not wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Leaving:
+    """Runs ``work`` when somebody asks for it first."""
+
+    def __init__(self, work: Callable[[], None]):
+        self._thread = threading.Thread(target=work, name="leave", daemon=True)
+        self._lock = threading.Lock()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._thread.ident is not None
+
+    def begin(self, patience_s: float) -> None:
+        """Begin, or go on, and wait for the end for at most that long."""
+        with self._lock:
+            if not self.has_begun:
+                self._thread.start()
+        self._thread.join(patience_s)

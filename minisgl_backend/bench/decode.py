@@ -18,7 +18,11 @@ from typing import Final
 import click
 import numpy as np
 
-from minisgl_backend.bench.report import Report, engine_facts, json_option
+from minisgl_backend.bench.comparison import compare_option, measure_both
+from minisgl_backend.bench.engines import running_engine
+from minisgl_backend.bench.facts import engine_facts
+from minisgl_backend.bench.profiling import labelled, nvtx_option, profile_option, profiled
+from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, MiniSGLError
@@ -85,6 +89,9 @@ def step_times_ms(
 @click.option("--context", default=256, show_default=True, help="prompt tokens of a request")
 @click.option("--steps", default=200, show_default=True, help="steps to measure a batch size")
 @click.option("--temperature", default=0.6, show_default=True, help="0 is greedy")
+@compare_option
+@nvtx_option
+@profile_option
 @json_option
 def decode(
     options: EngineOptions,
@@ -92,43 +99,55 @@ def decode(
     context: int,
     steps: int,
     temperature: float,
+    compare: str | None,
+    nvtx: bool,
+    profile_path: Path | None,
     json_path: Path | None,
 ) -> None:
     """Time of a decode step by batch size, beside a replay of the same CUDA graph."""
-    from minisgl_backend.build import build_executor, build_scheduler
-
     sizes = sizes or (1, 2, 4, 8, 16, 32, 64, 128, 256)
     if max(sizes) > options.max_running_requests:
         raise ConfigError(f"a batch of {max(sizes)} needs max_running_requests of as many")
-    info, executor = build_executor(options)
-    engine = Engine(info, build_scheduler(options, info), executor, overlap=options.overlap)
-    facts = {**engine_facts(info), "temperature": temperature}
-    report = Report("decode, milliseconds a step", info=facts)
-    try:
-        for size in sizes:
-            measure = partial(
-                step_times_ms,
-                engine,
-                size,
-                context=context,
-                temperature=temperature,
-                max_prefill_tokens=options.max_prefill_tokens,
-            )
-            measure(steps=4)
-            times = measure(steps=steps)
-            median = statistics.median(times)
-            replay = None
-            if isinstance(executor, CudaExecutor) and executor.can_replay(size):
-                replay = executor.time_replays(size, context + _SETTLING, steps)
-            report.add(
-                batch=size,
-                context=f"{context + _SETTLING}-{context + _SETTLING + steps}",
-                step_ms=round(median, 3),
-                mean_ms=round(statistics.fmean(times), 3),
-                replay_ms=round(replay, 3) if replay else "-",
-                of_replay=round(statistics.fmean(times) / replay, 3) if replay else "-",
-                tokens_per_s=round(size / statistics.fmean(times) * 1e3),
-            )
-    finally:
-        engine.close(drain_s=0)
-    report.emit(json_path)
+
+    def measure(options: EngineOptions, trace: Path | None) -> Report:
+        with running_engine(options, nvtx=nvtx) as (engine, executor):
+            facts = {**engine_facts(engine.info, options), "temperature": temperature}
+            report = Report("decode, milliseconds a step", info=facts)
+            for size in sizes:
+                times_of = partial(
+                    step_times_ms,
+                    engine,
+                    size,
+                    context=context,
+                    temperature=temperature,
+                    max_prefill_tokens=options.max_prefill_tokens,
+                )
+                times_of(steps=4)
+                times = times_of(steps=steps)
+                replay = None
+                if isinstance(executor, CudaExecutor) and executor.can_replay(size):
+                    replay = executor.time_replays(size, context + _SETTLING, steps)
+                mean = statistics.fmean(times)
+                report.add(
+                    batch=size,
+                    context=f"{context + _SETTLING}-{context + _SETTLING + steps}",
+                    step_ms=round(statistics.median(times), 3),
+                    mean_ms=round(mean, 3),
+                    replay_ms=round(replay, 3) if replay else "-",
+                    of_replay=round(mean / replay, 3) if replay else "-",
+                    tokens_per_s=round(size / mean * 1e3),
+                )
+                if trace is not None:
+                    path = labelled(trace, f"batch-{size}") if len(sizes) > 1 else trace
+                    with profiled(path):
+                        times_of(steps=steps)
+        return report
+
+    measure_both(
+        measure,
+        options,
+        compare,
+        keys=("batch", "context"),
+        trace=profile_path,
+        json_path=json_path,
+    )

@@ -1,23 +1,28 @@
 """`minisgl bench offline`: throughput of the engine in this process, without a server.
 
 All requests are submitted at once. With `--compare transformers` the same prompts then go, one by
-one, through `transformers.generate` on the same device, in the same dtype and the same run.
+one, through `transformers.generate` on the same device, in the same dtype and the same run; with
+`--compare NAME=VALUE,...` through an engine of these options.
 """
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import numpy as np
 
-from minisgl_backend.bench.report import Report, engine_facts, json_option, profile_option, profiled
+from minisgl_backend.bench.comparison import compare_option, measure_both
+from minisgl_backend.bench.engines import running_engine
+from minisgl_backend.bench.facts import engine_facts
+from minisgl_backend.bench.profiling import nvtx_option, profile_option, profiled
+from minisgl_backend.bench.prompts import Prompt, Workload, workload_options
+from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import MiniSGLError
@@ -26,33 +31,31 @@ from minisgl_backend.request import (
     Failed,
     Finished,
     Generated,
-    IntArray,
     Request,
     SamplingParams,
     TokenLogprobs,
 )
 from minisgl_backend.runtime.engine import Engine
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt of random tokens and the number of tokens to make after it."""
-
-    tokens: IntArray
-    num_output_tokens: int
+_TRANSFORMERS: Final = "transformers"
 
 
 @dataclass(slots=True)
 class Collector:
-    """The sink of one request."""
+    """The sink of one request; times are of ``time.perf_counter``."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: MiniSGLError | None = None
     done: threading.Event = field(default_factory=threading.Event)
+    sent_s: float = field(default_factory=time.perf_counter)
+    first_s: float = 0.0
+    last_s: float = 0.0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Generated):
+            self.last_s = time.perf_counter()
+            self.first_s = self.first_s or self.last_s
             self.tokens.append(event.token_id)
             self.logprobs.append(event.logprobs)
         elif isinstance(event, Failed):
@@ -62,33 +65,10 @@ class Collector:
             self.done.set()
 
 
-def random_prompts(
-    count: int,
-    *,
-    input_length: tuple[int, int],
-    output_length: tuple[int, int],
-    vocab_size: int,
-    seed: int,
-) -> list[Prompt]:
-    """Prompts with lengths drawn evenly from the two ranges, both ends included.
-
-    All prompts are drawn first, of the first 10,001 token ids, then all output lengths: with seed 0
-    and the ranges 100 to 1024 these are the 256 requests that nano-vllm and mini-sglang publish
-    figures for (142,827 tokens in, 133,966 out).
-    """
-    rng = random.Random(seed)
-    most = min(10_000, vocab_size - 1)
-    prompts = [
-        np.array([rng.randint(0, most) for _ in range(rng.randint(*input_length))], dtype=np.int32)
-        for _ in range(count)
-    ]
-    return [Prompt(tokens, rng.randint(*output_length)) for tokens in prompts]
-
-
 def run_engine(
     engine: Engine, prompts: Sequence[Prompt], *, temperature: float
-) -> tuple[list[list[int]], float]:
-    """Submit all prompts at once; the tokens of each and the seconds for all."""
+) -> tuple[list[Collector], float]:
+    """Submit all prompts at once; what came of each, and the seconds for all."""
     sinks = []
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
@@ -105,7 +85,37 @@ def run_engine(
         sink.done.wait()
         if sink.error is not None:
             raise sink.error
-    return [sink.tokens for sink in sinks], time.perf_counter() - started
+    return sinks, time.perf_counter() - started
+
+
+def figures_of(
+    prompts: Sequence[Prompt], sinks: Sequence[Collector], seconds: float
+) -> dict[str, Any]:
+    """The figures of a run; times in milliseconds."""
+    num_tokens = sum(len(sink.tokens) for sink in sinks)
+    first_ms = [1e3 * (sink.first_s - sink.sent_s) for sink in sinks]
+    each_ms = [
+        1e3 * (sink.last_s - sink.first_s) / (len(sink.tokens) - 1)
+        for sink in sinks
+        if len(sink.tokens) > 1
+    ]
+    return {
+        "requests": len(prompts),
+        "prompt_tokens": sum(len(prompt.tokens) for prompt in prompts),
+        "output_tokens": num_tokens,
+        "longest": max(len(prompt.tokens) + prompt.num_output_tokens for prompt in prompts),
+        "seconds": seconds,
+        "tokens_per_s": num_tokens / seconds,
+        **percentiles("ttft", first_ms),
+        **percentiles("tpot", each_ms),
+    }
+
+
+def percentiles(name: str, values_ms: Sequence[float]) -> dict[str, float]:
+    """``NAME_p50_ms`` and ``NAME_p99_ms``; none where there are no values."""
+    if not values_ms:
+        return {}
+    return {f"{name}_p{q}_ms": float(np.percentile(values_ms, q)) for q in (50, 99)}
 
 
 def transformers_runner(
@@ -159,77 +169,58 @@ def transformers_runner(
 
 @click.command()
 @engine_options
-@click.option("--requests", default=16, show_default=True, help="requests in flight at once")
-@click.option(
-    "--input-length", nargs=2, type=int, default=(16, 64), show_default=True, metavar="MIN MAX"
-)
-@click.option(
-    "--output-length", nargs=2, type=int, default=(64, 128), show_default=True, metavar="MIN MAX"
-)
-@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy")
-@click.option("--prompt-seed", default=0, show_default=True, help="of the random prompts")
-@click.option(
-    "--compare", type=click.Choice(["transformers"]), help="run the same prompts there, one by one"
-)
+@workload_options
+@compare_option
+@nvtx_option
 @profile_option
 @json_option
 def offline(
     options: EngineOptions,
-    requests: int,
-    input_length: tuple[int, int],
-    output_length: tuple[int, int],
-    temperature: float,
-    prompt_seed: int,
+    workload: Workload,
     compare: str | None,
+    nvtx: bool,
     profile_path: Path | None,
     json_path: Path | None,
 ) -> None:
-    """Throughput of the engine in this process, all requests submitted at once."""
-    from minisgl_backend.build import build_engine
-    from minisgl_backend.resolve import resolve_checkpoint
+    """Throughput of the engine in this process, all requests submitted at once.
 
-    if compare and temperature:
-        raise click.UsageError("--compare needs --temperature 0")
-    engine = build_engine(options)
-    try:
-        info = engine.info
-        prompts = random_prompts(
-            requests,
-            input_length=input_length,
-            output_length=output_length,
-            vocab_size=info.vocab_size,
-            seed=prompt_seed,
-        )
-        # other tokens than the measured ones, so that the prefix cache does not know them
-        warm_up = random_prompts(
-            requests,
-            input_length=input_length,
-            output_length=(8, 8),
-            vocab_size=info.vocab_size,
-            seed=prompt_seed + 1,
-        )
-        run_engine(engine, warm_up, temperature=temperature)
-        with profiled(profile_path):
-            outputs, seconds = run_engine(engine, prompts, temperature=temperature)
-    finally:
-        engine.close(drain_s=0)
+    --compare also takes "transformers": the same prompts there, one by one.
+    """
+    with_transformers = compare == _TRANSFORMERS
+    if with_transformers and workload.temperature:
+        raise click.UsageError("--compare transformers needs --temperature 0")
 
-    num_tokens = sum(map(len, outputs))
-    report = Report("offline throughput", info=engine_facts(info))
-    row: dict[str, Any] = {
-        "requests": requests,
-        "prompt_tokens": sum(len(prompt.tokens) for prompt in prompts),
-        "output_tokens": num_tokens,
-        "seconds": seconds,
-        "tokens_per_s": num_tokens / seconds,
-    }
-    if compare:
-        run_compare = transformers_runner(resolve_checkpoint(options), info.dtype, info.device)
-        run_compare(warm_up[:2])
-        expected, compare_seconds = run_compare(prompts)
-        row["compare_tokens_per_s"] = sum(map(len, expected)) / compare_seconds
-        row["times_faster"] = row["tokens_per_s"] / row["compare_tokens_per_s"]
-        equal = sum(ours == theirs for ours, theirs in zip(outputs, expected, strict=True))
-        row["equal_outputs"] = f"{equal}/{requests}"
-    report.add(**row)
-    report.emit(json_path)
+    def measure(options: EngineOptions, trace: Path | None) -> Report:
+        from minisgl_backend.resolve import resolve_checkpoint
+
+        with running_engine(options, nvtx=nvtx) as (engine, _):
+            vocab_size, temperature = engine.info.vocab_size, workload.temperature
+            prompts, warm_up = workload.prompts(vocab_size), workload.warm_up(vocab_size)
+            run_engine(engine, warm_up, temperature=temperature)
+            steps = engine.stats().num_steps
+            sinks, seconds = run_engine(engine, prompts, temperature=temperature)
+            steps = engine.stats().num_steps - steps
+            report = Report("offline throughput", info=engine_facts(engine.info, options))
+            if trace is not None:
+                again = workload.again(vocab_size)
+                with profiled(trace):
+                    run_engine(engine, again, temperature=temperature)
+        figures = figures_of(prompts, sinks, seconds)
+        figures["mean_batch"] = figures["output_tokens"] / steps
+        if with_transformers:
+            run = transformers_runner(
+                resolve_checkpoint(options), engine.info.dtype, engine.info.device
+            )
+            run(warm_up[:2])
+            expected, compare_seconds = run(prompts)
+            figures["compare_tokens_per_s"] = sum(map(len, expected)) / compare_seconds
+            figures["times_faster"] = figures["tokens_per_s"] / figures["compare_tokens_per_s"]
+            outputs = [sink.tokens for sink in sinks]
+            equal = sum(ours == theirs for ours, theirs in zip(outputs, expected, strict=True))
+            figures["equal_outputs"] = f"{equal}/{len(prompts)}"
+        report.add(**figures)
+        return report
+
+    other = None if with_transformers else compare
+    keys = ("requests", "prompt_tokens", "output_tokens", "longest")
+    measure_both(measure, options, other, keys=keys, trace=profile_path, json_path=json_path)

@@ -10,7 +10,11 @@ from pathlib import Path
 import click
 import numpy as np
 
-from minisgl_backend.bench.report import Report, engine_facts, json_option
+from minisgl_backend.bench.comparison import compare_option, measure_both
+from minisgl_backend.bench.engines import running_engine
+from minisgl_backend.bench.facts import engine_facts
+from minisgl_backend.bench.profiling import labelled, nvtx_option, profile_option, profiled
+from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import MiniSGLError
@@ -54,29 +58,42 @@ def first_token_ms(engine: Engine, length: int, *, seed: int) -> float:
 @engine_options
 @click.option("--length", "lengths", multiple=True, type=int, help="[default: 128 1024 4000]")
 @click.option("--repeats", default=15, show_default=True, help="requests of a length")
+@compare_option
+@nvtx_option
+@profile_option
 @json_option
 def prefill(
-    options: EngineOptions, lengths: tuple[int, ...], repeats: int, json_path: Path | None
+    options: EngineOptions,
+    lengths: tuple[int, ...],
+    repeats: int,
+    compare: str | None,
+    nvtx: bool,
+    profile_path: Path | None,
+    json_path: Path | None,
 ) -> None:
     """Time to the first token by prompt length, one request at a time."""
-    from minisgl_backend.build import build_engine
+    lengths = lengths or (128, 1024, 4000)
 
-    engine = build_engine(options)
-    report = Report("time to the first token", info=engine_facts(engine.info))
-    try:
-        for length in lengths or (128, 1024, 4000):
-            first_token_ms(engine, length, seed=length)
-            # each prompt is new, so that the prefix cache does not know it
-            times = [
-                first_token_ms(engine, length, seed=length * 1000 + repeat)
-                for repeat in range(repeats)
-            ]
-            report.add(
-                prompt_tokens=length,
-                median_ms=round(statistics.median(times), 3),
-                least_ms=round(min(times), 3),
-                tokens_per_s=round(length / statistics.median(times) * 1e3),
-            )
-    finally:
-        engine.close(drain_s=0)
-    report.emit(json_path)
+    def measure(options: EngineOptions, trace: Path | None) -> Report:
+        with running_engine(options, nvtx=nvtx) as (engine, _):
+            report = Report("time to the first token", info=engine_facts(engine.info, options))
+            for length in lengths:
+                first_token_ms(engine, length, seed=length)
+                # each prompt is new, so that the prefix cache does not know it
+                seeds = range(length * 1000, length * 1000 + repeats)
+                times = [first_token_ms(engine, length, seed=seed) for seed in seeds]
+                report.add(
+                    prompt_tokens=length,
+                    median_ms=round(statistics.median(times), 3),
+                    least_ms=round(min(times), 3),
+                    tokens_per_s=round(length / statistics.median(times) * 1e3),
+                )
+                if trace is not None:
+                    path = labelled(trace, str(length)) if len(lengths) > 1 else trace
+                    with profiled(path):
+                        first_token_ms(engine, length, seed=seeds.stop)
+        return report
+
+    measure_both(
+        measure, options, compare, keys=("prompt_tokens",), trace=profile_path, json_path=json_path
+    )

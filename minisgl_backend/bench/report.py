@@ -8,17 +8,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from minisgl_backend.runtime.engine import EngineInfo
 
 json_option = click.option(
     "--json",
@@ -28,49 +24,8 @@ json_option = click.option(
 )
 
 
-profile_option = click.option(
-    "--profile",
-    "profile_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="write a trace of what is measured, to be opened in chrome://tracing",
-)
-
-
-@contextmanager
-def profiled(path: Path | None) -> Iterator[None]:
-    """Trace what runs inside to ``path``: a GPU's kernels, or the operations of this thread."""
-    if path is None:
-        yield
-        return
-    import torch
-
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        kinds = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profiler:
-        yield
-    profiler.export_chrome_trace(str(path))
-
-
-def engine_facts(info: EngineInfo) -> dict[str, Any]:
-    """What figures of an engine depend on."""
-    import torch
-
-    facts = {
-        "model": info.architecture,
-        "dtype": info.dtype,
-        "attention": info.attention_backend,
-        "page_size": info.page_size,
-        "pages": info.num_pages,
-        "torch": torch.__version__,
-    }
-    if info.device.startswith("cuda"):
-        facts["gpu"] = torch.cuda.get_device_name(info.device)
-    return facts
-
-
 class Report:
-    """Rows of figures under one title."""
+    """Rows of figures under one title; ``compared`` holds those of another configuration."""
 
     def __init__(self, title: str, *, info: Mapping[str, Any] | None = None) -> None:
         self.title = title
@@ -80,6 +35,7 @@ class Report:
             "python": platform.python_version(),
         }
         self.rows: list[dict[str, Any]] = []
+        self.compared: Report | None = None
 
     def add(self, **figures: Any) -> None:
         """One row; all rows of a report have the same names."""
@@ -89,14 +45,24 @@ class Report:
         """Print the table; in the file the keys of a single row also stand at the top."""
         table = Table(title=self.title, caption=", ".join(f"{k} {v}" for k, v in self.info.items()))
         for name in self.rows[0]:
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", overflow="fold")
         for row in self.rows:
             table.add_row(*map(_shown, row.values()))
         Console(width=max(120, Console().width)).print(table)
+        self.write(json_path)
+
+    def write(self, json_path: Path | None) -> None:
+        """Write the file, where one is asked for."""
         if json_path is not None:
-            flat = self.rows[0] if len(self.rows) == 1 else {}
-            content = {"title": self.title, "info": self.info, **flat, "rows": self.rows}
-            json_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            json_path.write_text(json.dumps(self.content(), indent=2) + "\n", encoding="utf-8")
+
+    def content(self) -> dict[str, Any]:
+        """What goes into the file."""
+        flat = self.rows[0] if len(self.rows) == 1 else {}
+        content = {"title": self.title, "info": self.info, **flat, "rows": self.rows}
+        return (
+            content if self.compared is None else {**content, "compared": self.compared.content()}
+        )
 
 
 def _shown(value: Any) -> str:

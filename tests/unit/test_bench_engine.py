@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.bench.offline import random_prompts
+from minisgl_backend.bench.prompts import random_prompts
 from minisgl_backend.build import build_engine
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
@@ -43,14 +43,6 @@ def test_commands_report_what_they_measured(
     assert len(figures["rows"]) == 1
     assert names <= figures["rows"][0].keys()
     assert figures["info"]["attention"] == "sdpa"
-
-
-def test_a_profile_is_a_trace(tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    command = ["bench", "offline", "--requests", "1", "--output-length", "2", "2", *SMALL]
-    result = CliRunner().invoke(main, [*command, "--profile", str(file)])
-    assert result.exit_code == 0, result.output
-    assert "traceEvents" in json.loads(file.read_text(encoding="utf-8"))
 
 
 def test_a_batch_beyond_the_rows_is_refused() -> None:

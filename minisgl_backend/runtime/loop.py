@@ -29,46 +29,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl_backend.errors import (
-    EngineFailure,
-    InvariantError,
-    MiniSGLError,
-    Overloaded,
-    RequestError,
-)
-from minisgl_backend.plan import StepPlan, StepResult
-from minisgl_backend.request import (
-    Admitted,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Generated,
-    Request,
-    RequestId,
-    Sink,
-    TokenId,
-)
+from minisgl_backend.errors import EngineFailure, InvariantError, MiniSGLError, RequestError
+from minisgl_backend.plan import StepPlan
+from minisgl_backend.request import Event, Failed, Finished, Request, RequestId
 from minisgl_backend.runtime.inbox import Abort, Add, Fail, Message, Stop
+from minisgl_backend.runtime.open_requests import OpenRequests
 from minisgl_backend.runtime.ports import Executor, Pending, Scheduler
 from minisgl_backend.runtime.returning import Returning
 from minisgl_backend.runtime.stats import Phase, Recorder
-from minisgl_backend.runtime.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request between its acceptance and its terminal event. Times are of ``time.monotonic``."""
-
-    request: Request
-    sink: Sink
-    arrived_s: float
-    admitted: bool = False
-    tokens: list[TokenId] = field(default_factory=list)
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +85,12 @@ class Loop:
         self._executor = executor
         self._overlap = overlap
         self._recorder = recorder
-        self._on_admitted = on_admitted
-        self._on_ended = on_ended
-        self._open: dict[RequestId, _Open] = {}
-        self._timeouts = Timeouts(max_queue_time_s)
+        self._open = OpenRequests(
+            recorder=recorder,
+            on_admitted=on_admitted,
+            on_ended=on_ended,
+            max_queue_time_s=max_queue_time_s,
+        )
         self._stop: Stop | None = None
         self._flights: deque[_Flight] = deque()
         self._returning = Returning()
@@ -137,8 +109,7 @@ class Loop:
                     self._start_anew()
             error = self._stop.error
         finally:
-            for request_id in list(self._open):
-                self._end(request_id, Failed(error))
+            self._open.fail_all(error)
 
     def close(self) -> None:
         """Let the executor go, with all that it holds on the device; nothing may run after."""
@@ -154,9 +125,8 @@ class Loop:
             except queue.Empty:
                 return
             if isinstance(message, Add):
-                request = message.request
-                self._open[request.id] = _Open(request, message.sink, message.arrived_s)
-                self._end(request.id, Failed(error))
+                self._open.add(message)
+                self._open.end(message.request.id, Failed(error))
 
     def _serve(self) -> None:
         while self._drain_inbox(block=not self._flights and not self._has_work()):
@@ -203,56 +173,33 @@ class Loop:
             self._add(message)
 
     def _add(self, message: Add) -> None:
-        request = message.request
-        self._open[request.id] = _Open(request, message.sink, message.arrived_s)
-        self._timeouts.add(request, message.arrived_s)
+        self._open.add(message)
         if self._returning.is_over:
-            self._schedule(request.id)
+            self._schedule(message.request.id)
         else:
-            self._returning.append(request.id)
+            self._returning.append(message.request.id)
 
     def _schedule(self, request_id: RequestId) -> None:
         entry = self._open[request_id]
         try:
             self._scheduler.add(entry.request, np.array(entry.tokens, dtype=np.int32))
         except RequestError as error:
-            self._end(request_id, Failed(error))
+            self._open.end(request_id, Failed(error))
 
     def _abort(self, request_id: RequestId, event: Event) -> None:
         self._scheduler.abort(request_id)
-        self._end(request_id, event)
+        self._open.end(request_id, event)
 
     def _end_overdue(self) -> None:
-        now = time.monotonic()
-        for request_id in self._timeouts.overdue(now):
-            entry = self._open.get(request_id)
-            if entry is None:
-                continue
-            if entry.tokens:
-                self._abort(request_id, Finished(FinishReason.TIMEOUT))
-            else:
-                waited_ms = round((now - entry.arrived_s) * 1000)
-                text = f"the deadline passed after {waited_ms} ms, before the first token"
-                self._abort(request_id, Failed(Overloaded(text)))
-        for request_id in self._timeouts.stale(now, self._is_waiting):
-            text = f"queue full: the request waited for {self._timeouts.max_queue_time_s:g} s"
-            self._abort(request_id, Failed(Overloaded(text)))
-
-    def _is_waiting(self, request_id: RequestId) -> bool:
-        entry = self._open.get(request_id)
-        return entry is not None and not entry.admitted
+        for request_id, event in self._open.out_of_time(time.monotonic()):
+            self._abort(request_id, event)
 
     # --- steps -------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
         launched_s = time.monotonic()
         for admission in plan.admissions:
-            entry = self._open[admission.request_id]
-            if not entry.admitted:  # a retracted request is admitted again, silently
-                entry.admitted = True
-                self._on_admitted(entry.request)
-                self._recorder.request_admitted(len(entry.request.prompt))
-                self._deliver(entry.sink, Admitted(admission.num_cached_tokens))
+            self._open.admit(admission.request_id, admission.num_cached_tokens)
         with self._on_device():
             pending = self._executor.launch(plan)
         self._flights.append(_Flight(plan, pending, launched_s))
@@ -271,14 +218,14 @@ class Loop:
             num_tokens=len(tokens.token_ids),
             duration_s=now - flight.launched_s,
         )
-        self._deliver_tokens(result, now)
+        self._open.deliver(result, now)
         for completion in result.completions:
             if completion.reason is None:
                 text = "the model's logits were not finite"
-                self._end(completion.request_id, Failed(EngineFailure(text)))
+                self._open.end(completion.request_id, Failed(EngineFailure(text)))
             else:
                 event = Finished(completion.reason, completion.stop_token_id)
-                self._end(completion.request_id, event)
+                self._open.end(completion.request_id, event)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -299,64 +246,17 @@ class Loop:
             self._flights.popleft()
         self._scheduler = self._scheduler.renewed()
         culprit = self._returning.begin()
-        if culprit in self._open:
-            self._end(culprit, Failed(EngineFailure("the request broke a step of the engine")))
-        self._returning.come_back(self._open)
+        if culprit is not None and culprit in self._open:
+            self._open.end(culprit, Failed(EngineFailure("the request broke a step of the engine")))
+        self._returning.come_back(self._open.ids())
 
     def _take_back(self) -> None:
         """Let the next request come back, once the last one that did has got a token."""
         while not self._returning.is_over:
-            counts = {request_id: len(entry.tokens) for request_id, entry in self._open.items()}
-            request_id = self._returning.next(counts)
+            request_id = self._returning.next(self._open.num_tokens())
             if request_id is None:
                 return
             self._schedule(request_id)
-
-    # --- events ------------------------------------------------------------------------------
-
-    def _deliver_tokens(self, result: StepResult, now: float) -> None:
-        logprobs = result.logprobs
-        for index, (request_id, token_id) in enumerate(
-            zip(result.request_ids, result.token_ids.tolist(), strict=True)
-        ):
-            entry = self._open[request_id]
-            if not entry.tokens:
-                entry.first_token_s = now
-                self._recorder.request_started(now - entry.arrived_s)
-            entry.tokens.append(token_id)
-            entry.last_token_s = now
-            self._deliver(
-                entry.sink, Generated(token_id, logprobs.get(index) if logprobs else None)
-            )
-
-    def _end(self, request_id: RequestId, event: Event) -> None:
-        entry = self._open.pop(request_id)
-        if isinstance(event, Failed):
-            self._recorder.request_failed(event.error.code)
-            logger.log(
-                logging.ERROR if isinstance(event.error, EngineFailure) else logging.INFO,
-                "request %d failed after %d tokens: %s",
-                request_id,
-                len(entry.tokens),
-                event.error,
-            )
-        elif isinstance(event, Finished) and event.reason is FinishReason.CANCELLED:
-            self._recorder.request_cancelled()
-        else:
-            self._recorder.request_finished(
-                num_tokens=len(entry.tokens),
-                e2e_s=time.monotonic() - entry.arrived_s,
-                decode_s=entry.last_token_s - entry.first_token_s,
-            )
-        self._deliver(entry.sink, event)
-        self._on_ended(entry.request, entry.admitted)
-
-    def _deliver(self, sink: Sink, event: Event) -> None:
-        try:
-            sink(event)
-        except Exception:
-            # a sink belongs to one request, so its failure must not reach the others
-            logger.exception("a sink failed on %s", type(event).__name__)
 
 
 def _phase(plan: StepPlan) -> Phase:

@@ -1,44 +1,66 @@
 """Which requests have run out of time: by their own deadline, or by the limit on waiting.
 
-Pure: times are arguments, readings of one clock in seconds.
+Pure: times are arguments, readings of one clock in seconds. What is kept grows with the requests
+that are open, not with those that have ended.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Final
 
 from minisgl_backend.request import Request, RequestId
 
+_SPARE: Final = 64
+"""Entries of ended requests that are not worth a sweep."""
+
 
 class Timeouts:
-    """The open requests, by when their time is over. Some have ended or begun meanwhile."""
+    """The open requests, by when their time is over."""
 
     def __init__(self, max_queue_time_s: float | None) -> None:
         self.max_queue_time_s = max_queue_time_s
-        self._deadlines: list[tuple[float, RequestId]] = []
-        self._arrivals: deque[tuple[float, RequestId]] = deque()
+        self._deadlines: dict[RequestId, float] = {}
+        self._heap: list[tuple[float, RequestId]] = []
+        """All of ``_deadlines``, and entries of requests that have ended."""
+        self._waiting: dict[RequestId, float] = {}
+        """When each came that has not begun, the oldest first."""
 
     def add(self, request: Request, arrived_s: float) -> None:
         """A request came in, after all that were added before."""
         if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.id))
+            self._deadlines[request.id] = request.deadline_s
+            heapq.heappush(self._heap, (request.deadline_s, request.id))
         if self.max_queue_time_s is not None:
-            self._arrivals.append((arrived_s, request.id))
+            self._waiting[request.id] = arrived_s
+
+    def begun(self, request_id: RequestId) -> None:
+        """The request waits no more."""
+        self._waiting.pop(request_id, None)
+
+    def ended(self, request_id: RequestId) -> None:
+        """The request is over, and its times with it."""
+        self._waiting.pop(request_id, None)
+        self._deadlines.pop(request_id, None)
+        if len(self._heap) > 2 * len(self._deadlines) + _SPARE:
+            self._heap = [(deadline_s, it) for it, deadline_s in self._deadlines.items()]
+            heapq.heapify(self._heap)
 
     def overdue(self, now_s: float) -> Iterator[RequestId]:
         """Those whose deadline has passed, each once."""
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            yield heapq.heappop(self._deadlines)[1]
-
-    def stale(self, now_s: float, is_waiting: Callable[[RequestId], bool]) -> Iterator[RequestId]:
-        """Those that still wait and have done so for too long, each once."""
-        while self._arrivals:
-            arrived_s, request_id = self._arrivals[0]
-            waits = is_waiting(request_id)
-            if waits and now_s - arrived_s < (self.max_queue_time_s or 0.0):
-                return
-            self._arrivals.popleft()
-            if waits:
+        while self._heap and self._heap[0][0] <= now_s:
+            _, request_id = heapq.heappop(self._heap)
+            if self._deadlines.pop(request_id, None) is not None:
                 yield request_id
+
+    def stale(self, now_s: float) -> Iterator[RequestId]:
+        """Those that have waited for too long, each once."""
+        if self.max_queue_time_s is None:
+            return
+        while self._waiting:
+            request_id, arrived_s = next(iter(self._waiting.items()))
+            if now_s - arrived_s < self.max_queue_time_s:
+                return
+            del self._waiting[request_id]
+            yield request_id

@@ -1,0 +1,162 @@
+"""The requests between their acceptance and their last event, and what their sinks are told.
+
+Knows sinks, the clock and the counters. Must not know planner or executor. Belongs to the loop's
+thread, on which all sinks are called.
+
+Invariant: every request that was added gets exactly one terminal event, from ``end``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
+from minisgl_backend.plan import StepResult
+from minisgl_backend.request import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Generated,
+    Request,
+    RequestId,
+    Sink,
+    TokenId,
+)
+from minisgl_backend.runtime.inbox import Add
+from minisgl_backend.runtime.stats import Recorder
+from minisgl_backend.runtime.timeouts import Timeouts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that is not over, and its tokens. Times are of ``time.monotonic``."""
+
+    request: Request
+    sink: Sink
+    arrived_s: float
+    admitted: bool = False
+    tokens: list[TokenId] = field(default_factory=list)
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+
+class OpenRequests:
+    """All open requests, in the order in which they came."""
+
+    def __init__(
+        self,
+        *,
+        recorder: Recorder,
+        on_admitted: Callable[[Request], None],
+        on_ended: Callable[[Request, bool], None],
+        max_queue_time_s: float | None,
+    ) -> None:
+        """``on_ended`` is told of each ended request whether it had been admitted."""
+        self._recorder = recorder
+        self._on_admitted = on_admitted
+        self._on_ended = on_ended
+        self._open: dict[RequestId, OpenRequest] = {}
+        self._timeouts = Timeouts(max_queue_time_s)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._open
+
+    def __getitem__(self, request_id: RequestId) -> OpenRequest:
+        return self._open[request_id]
+
+    def ids(self) -> list[RequestId]:
+        """Of all that are open."""
+        return list(self._open)
+
+    def num_tokens(self) -> dict[RequestId, int]:
+        """How many tokens each has got."""
+        return {request_id: len(entry.tokens) for request_id, entry in self._open.items()}
+
+    def add(self, message: Add) -> None:
+        """A request was accepted."""
+        request = message.request
+        self._open[request.id] = OpenRequest(request, message.sink, message.arrived_s)
+        self._timeouts.add(request, message.arrived_s)
+
+    def admit(self, request_id: RequestId, num_cached_tokens: int) -> None:
+        """A request got its row; one that was retracted and gets it again is told nothing."""
+        entry = self._open[request_id]
+        if not entry.admitted:
+            entry.admitted = True
+            self._timeouts.begun(request_id)
+            self._on_admitted(entry.request)
+            self._recorder.request_admitted(len(entry.request.prompt))
+            self._deliver(entry.sink, Admitted(num_cached_tokens))
+
+    def deliver(self, result: StepResult, now_s: float) -> None:
+        """Hand over the tokens of a step."""
+        logprobs = result.logprobs
+        for index, (request_id, token_id) in enumerate(
+            zip(result.request_ids, result.token_ids.tolist(), strict=True)
+        ):
+            entry = self._open[request_id]
+            if not entry.tokens:
+                entry.first_token_s = now_s
+                self._recorder.request_started(now_s - entry.arrived_s)
+            entry.tokens.append(token_id)
+            entry.last_token_s = now_s
+            self._deliver(
+                entry.sink, Generated(token_id, logprobs.get(index) if logprobs else None)
+            )
+
+    def out_of_time(self, now_s: float) -> Iterator[tuple[RequestId, Event]]:
+        """Those whose time is over, each with the event with which it must end now."""
+        for request_id in self._timeouts.overdue(now_s):
+            entry = self._open[request_id]
+            if entry.tokens:
+                yield request_id, Finished(FinishReason.TIMEOUT)
+            else:
+                waited_ms = round((now_s - entry.arrived_s) * 1000)
+                text = f"the deadline passed after {waited_ms} ms, before the first token"
+                yield request_id, Failed(Overloaded(text))
+        for request_id in self._timeouts.stale(now_s):
+            text = f"queue full: the request waited for {self._timeouts.max_queue_time_s:g} s"
+            yield request_id, Failed(Overloaded(text))
+
+    def end(self, request_id: RequestId, event: Event) -> None:
+        """Deliver the last event."""
+        entry = self._open.pop(request_id)
+        self._timeouts.ended(request_id)
+        if isinstance(event, Failed):
+            self._recorder.request_failed(event.error.code)
+            logger.log(
+                logging.ERROR if isinstance(event.error, EngineFailure) else logging.INFO,
+                "request %d failed after %d tokens: %s",
+                request_id,
+                len(entry.tokens),
+                event.error,
+            )
+        elif isinstance(event, Finished) and event.reason is FinishReason.CANCELLED:
+            self._recorder.request_cancelled()
+        else:
+            self._recorder.request_finished(
+                num_tokens=len(entry.tokens),
+                e2e_s=time.monotonic() - entry.arrived_s,
+                decode_s=entry.last_token_s - entry.first_token_s,
+            )
+        self._deliver(entry.sink, event)
+        self._on_ended(entry.request, entry.admitted)
+
+    def fail_all(self, error: MiniSGLError) -> None:
+        """End whatever is open."""
+        for request_id in list(self._open):
+            self.end(request_id, Failed(error))
+
+    def _deliver(self, sink: Sink, event: Event) -> None:
+        try:
+            sink(event)
+        except Exception:
+            # a sink belongs to one request, so its failure must not reach the others
+            logger.exception("a sink failed on %s", type(event).__name__)

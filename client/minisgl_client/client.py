@@ -17,6 +17,8 @@ with ``tools``) and ``input_ids``. Errors are those of ``errors``.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -26,7 +28,7 @@ from minisgl_client.attempts import Attempts
 from minisgl_client.errors import InvalidArgument
 from minisgl_client.request import Request, build
 from minisgl_client.stream import AsyncStream, Stream
-from minisgl_client.transport import AsyncTransport, Transport
+from minisgl_client.transport import AsyncTransport, Transport, unless_closed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,6 +40,8 @@ Message: TypeAlias = Mapping[str, Any]
 Protocol: TypeAlias = Literal["grpc", "http"]
 
 _SCHEMES: Final = {"grpc": ("", "grpc"), "http": ("", "http", "https")}
+_HEADER_NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
+_HEADER_VALUE: Final = re.compile(r"[ -~]*")
 
 
 class _Caller:
@@ -53,12 +57,17 @@ class _Caller:
         retries: int = 2,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if timeout_s is not None and timeout_s <= 0:
-            raise InvalidArgument(f"timeout_s must be > 0, got {timeout_s:g}")
+        if not (timeout_s is None or _is_time(timeout_s)):
+            raise InvalidArgument(f"timeout_s must be finite and > 0, got {timeout_s!r}")
+        if not (isinstance(retries, int) and retries >= 0):
+            raise InvalidArgument(f"retries must be an integer >= 0, got {retries!r}")
+        for name, value in (headers or {}).items():
+            if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
+                raise InvalidArgument(f"no protocol could carry the header {name!r}")
         scheme, _, address = url.rpartition("://")
         if protocol is None:
             protocol = "http" if scheme in ("http", "https") else "grpc"
-        if scheme not in _SCHEMES.get(protocol, ()):
+        if scheme not in _SCHEMES.get(protocol, ()) or not address:
             raise InvalidArgument(f"{url} is no address for {protocol}")
         self.model = model
         self.protocol = protocol
@@ -94,6 +103,7 @@ class Client(_Caller):
 
     def generate(
         self,
+        /,
         prompt: str | None = None,
         *,
         messages: Sequence[Message] | None = None,
@@ -111,6 +121,7 @@ class Client(_Caller):
 
     def stream(
         self,
+        /,
         prompt: str | None = None,
         *,
         messages: Sequence[Message] | None = None,
@@ -134,11 +145,12 @@ class Client(_Caller):
         return Stream(self._transport, request, self._attempts(request))
 
     def is_ready(self) -> bool:
-        """Whether the server answers, and has the model."""
-        return self._transport.is_ready(self.model)
+        """Whether the server answers, and has the model; raises ``Cancelled`` once closed."""
+        with unless_closed(self._transport):
+            return self._transport.is_ready(self.model)
 
     def close(self) -> None:
-        """Close the connection; answers that are still coming break off."""
+        """Close the connection: who waits for an answer, or asks later, gets ``Cancelled``."""
         self._transport.close()
 
     def __enter__(self) -> Client:
@@ -149,7 +161,7 @@ class Client(_Caller):
 
 
 class AsyncClient(_Caller):
-    """``Client`` for asyncio; belongs to the event loop of its first request."""
+    """``Client`` for asyncio, with ``aclose``; belongs to the event loop of its first request."""
 
     @cached_property
     def _transport(self) -> AsyncTransport:
@@ -163,6 +175,7 @@ class AsyncClient(_Caller):
 
     async def generate(
         self,
+        /,
         prompt: str | None = None,
         *,
         messages: Sequence[Message] | None = None,
@@ -180,6 +193,7 @@ class AsyncClient(_Caller):
 
     def stream(
         self,
+        /,
         prompt: str | None = None,
         *,
         messages: Sequence[Message] | None = None,
@@ -203,11 +217,12 @@ class AsyncClient(_Caller):
         return AsyncStream(self._transport, request, self._attempts(request))
 
     async def is_ready(self) -> bool:
-        """Whether the server answers, and has the model."""
-        return await self._transport.is_ready(self.model)
+        """Whether the server answers, and has the model; raises ``Cancelled`` once closed."""
+        with unless_closed(self._transport):
+            return await self._transport.is_ready(self.model)
 
     async def aclose(self) -> None:
-        """Close the connection; answers that are still coming break off."""
+        """Close the connection: who waits for an answer, or asks later, gets ``Cancelled``."""
         await self._transport.close()
 
     async def __aenter__(self) -> AsyncClient:
@@ -215,6 +230,10 @@ class AsyncClient(_Caller):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 < value <= sys.float_info.max
 
 
 def _given(
@@ -227,11 +246,13 @@ def _given(
     stream: bool,
 ) -> dict[str, Any]:
     """The arguments of a call by the names of the ensemble's inputs."""
-    return {
+    arguments = {
         "text_input": prompt,
         "messages": messages,
         "input_ids": input_ids,
         "tools": tools,
         "stream": stream,
-        **parameters,
     }
+    if mistaken := {*arguments, "stop_request"} & parameters.keys():
+        raise InvalidArgument(f"{min(mistaken)} is no parameter: see the arguments and methods")
+    return {**arguments, **parameters}

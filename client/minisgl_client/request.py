@@ -75,6 +75,8 @@ def build(model: str, request_id: str, given: Mapping[str, Any]) -> Request:
 
     It asks for ``ASKED``, unless the values say otherwise.
     """
+    _check_text("model", model)
+    _check_text("request_id", request_id)
     values: dict[str, Any] = {}
     others: dict[str, bool | int | float | str] = {}
     for name, value in {**ASKED, **given}.items():
@@ -100,12 +102,7 @@ def _value(name: str, value: Any) -> Any:
     datatype = INPUTS[name]
     if datatype == "BYTES":
         text = _json(value) if name in _JSON and not isinstance(value, str) else value
-        if not isinstance(text, str):
-            raise InvalidArgument(f"{name} must be a string, got {value!r}")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InvalidArgument(f"{name} must be valid UTF-8") from None
+        _check_text(name, text)
         return text
     if isinstance(value, bool) is (datatype == "BOOL"):
         try:
@@ -117,6 +114,15 @@ def _value(name: str, value: Any) -> Any:
         except (TypeError, ValueError, OverflowError, struct.error):
             pass  # told below
     raise InvalidArgument(f"{name} must be {_NOUNS[datatype]}, got {value!r}")
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{name} must be a string, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{name} must be valid UTF-8") from None
 
 
 _NOUNS: Final = {

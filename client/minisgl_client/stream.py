@@ -15,9 +15,9 @@ from contextlib import suppress
 
 from minisgl_client.answer import Delta, Result, add_up
 from minisgl_client.attempts import Attempts
-from minisgl_client.errors import Cancelled, MinisglError
+from minisgl_client.errors import MinisglError
 from minisgl_client.request import Request
-from minisgl_client.transport import AsyncCall, AsyncTransport, Call, Transport
+from minisgl_client.transport import AsyncCall, AsyncTransport, Call, Transport, unless_closed
 
 
 class _Answer:
@@ -65,7 +65,8 @@ class _Answer:
 class Stream(_Answer):
     """An iterator of ``Delta``, and a context manager that closes it.
 
-    Belongs to one thread; over gRPC another one may close it, which ends the iteration.
+    Belongs to one thread; another one may close it, which ends the iteration (over HTTP with the
+    next piece that comes).
     """
 
     def __init__(self, transport: Transport, request: Request, attempts: Attempts) -> None:
@@ -81,10 +82,11 @@ class Stream(_Answer):
         if self._ended_s is not None:
             raise StopIteration
         try:
-            delta = self._call.read() if self._call and self._deltas else self._first()
+            with unless_closed(self._transport):
+                delta = self._call.read() if self._call and self._deltas else self._first()
         except BaseException as error:
-            if isinstance(error, Cancelled) and self._ended_s is not None:
-                raise StopIteration from None
+            if isinstance(error, Exception) and self._ended_s is not None:
+                raise StopIteration from None  # closed by another thread
             self.close()
             raise
         if delta is None:
@@ -140,7 +142,8 @@ class AsyncStream(_Answer):
         if self._ended_s is not None:
             raise StopAsyncIteration
         try:
-            delta = await (self._call.read() if self._call and self._deltas else self._first())
+            with unless_closed(self._transport):
+                delta = await (self._call.read() if self._call and self._deltas else self._first())
         except BaseException:
             await self.aclose()
             raise

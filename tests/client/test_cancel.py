@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from typing import Any
 
@@ -104,15 +105,62 @@ async def test_a_whole_answer_that_nobody_waits_for(
         await asyncio.to_thread(engine.check_cancelled)
 
 
-def test_closing_from_another_thread(paced_server: TritonServer) -> None:
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_closing_from_another_thread(paced_server: TritonServer, protocol: str) -> None:
+    """The stream, which ends; then the client, which is an error for those who wait."""
     engine = Engine(paced_server)
-    with Client(url_of(paced_server, "grpc")) as client, client.stream(**LONG) as stream:
+    client = Client(url_of(paced_server, protocol))
+    with client.stream(**LONG) as stream:
         next(stream)
         closing = threading.Timer(0.2, stream.close)
         closing.start()
         assert len(list(stream)) < 1000
         closing.join()
     engine.check_cancelled()
+    with client.stream(**LONG) as stream:
+        next(stream)
+        closing = threading.Timer(0.2, client.close)
+        closing.start()
+        with pytest.raises(Cancelled, match="the client was closed"):
+            list(stream)
+        closing.join()
+    engine.check_cancelled(2)
+    for ask in (client.generate, client.cancel, lambda text: list(client.stream(text))):
+        with pytest.raises(Cancelled, match="the client was closed"):
+            ask("a")
+    with pytest.raises(Cancelled):
+        client.is_ready()
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+async def test_closing_an_asynchronous_client(paced_server: TritonServer, protocol: str) -> None:
+    """Who waits gets an error; only a task that is cancelled itself is cancelled."""
+
+    async def read(**values: Any) -> None:
+        async with client.stream(**values) as stream:
+            async for _ in stream:
+                pass
+
+    engine = Engine(paced_server)
+    client = AsyncClient(url_of(paced_server, protocol))
+    ask = client.generate if protocol == "grpc" else read
+    waiting, cancelled = (asyncio.ensure_future(ask(**LONG)) for _ in range(2))
+
+    def are_running() -> bool:
+        return Metrics(paced_server)["vllm:num_requests_running"] == 2
+
+    await asyncio.to_thread(wait_for, are_running, "two running requests")
+    cancelled.cancel()
+    await client.aclose()
+    with pytest.raises(Cancelled, match="the client was closed"):
+        await waiting
+    with pytest.raises(asyncio.CancelledError if sys.version_info >= (3, 11) else Cancelled):
+        await cancelled
+    with pytest.raises(Cancelled, match="the client was closed"):
+        await client.generate("a")
+    with pytest.raises(Cancelled):
+        await client.is_ready()
+    await asyncio.to_thread(engine.check_cancelled, 2)
 
 
 @all_ways

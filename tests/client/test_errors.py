@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from minisgl_client import (
+    AsyncClient,
     Client,
     ConnectionFailed,
     InvalidArgument,
@@ -78,8 +79,9 @@ def test_neutral_values_of_what_is_not_offered_pass(server: TritonServer, way: W
 
 @all_ways
 def test_another_model(server: TritonServer, way: Way) -> None:
-    with pytest.raises(InvalidArgument, match="unknown model"):
-        way.generate(server, {"model": "another"}, prompt="x")
+    for model in ("another", "an/other?"):
+        with pytest.raises(InvalidArgument, match="unknown model"):
+            way.generate(server, {"model": model}, prompt="x")
 
 
 @all_ways
@@ -108,12 +110,56 @@ def test_settings_that_contradict_each_other() -> None:
         {"url": "grpc://here", "protocol": "http"},
         {"url": "ftp://here"},
         {"url": "here", "protocol": "tcp"},
+        {"url": ""},
     ]
     for settings in wrong:
         with pytest.raises(InvalidArgument, match="is no address for"):
             Client(**settings)
-    with pytest.raises(InvalidArgument, match="timeout_s must be > 0, got 0"):
-        Client(timeout_s=0)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), 10**400, "3"])
+def test_times_that_are_none(timeout_s: Any) -> None:
+    with pytest.raises(InvalidArgument, match="timeout_s must be finite and > 0, got"):
+        Client(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("retries", [-1, 1.5, "2", None])
+def test_numbers_of_retries_that_are_none(retries: Any) -> None:
+    with pytest.raises(InvalidArgument, match="retries must be an integer >= 0, got"):
+        AsyncClient(retries=retries)
+
+
+@pytest.mark.parametrize("headers", [{"a b": "c"}, {"a": "\u00e4"}, {"a": "b\n"}, {"": "b"}])
+def test_headers_that_no_protocol_can_carry(headers: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgument, match="no protocol could carry the header"):
+        Client(headers=headers)
+
+
+@all_ways
+def test_addresses_that_are_none(way: Way) -> None:
+    url = "http://here:port" if way.protocol == "http" else ""
+    with pytest.raises(InvalidArgument, match="is no address for"):
+        way.generate(url, prompt="x")
+
+
+@all_ways
+@pytest.mark.parametrize(
+    ("settings", "values", "sentence"),
+    [
+        ({}, {"request_id": 3}, "request_id must be a string, got 3"),
+        ({}, {"request_id": "\ud83d"}, "request_id must be valid UTF-8"),
+        ({"model": 3}, {}, "model must be a string, got 3"),
+        ({"model": "\ud83d"}, {}, "model must be valid UTF-8"),
+        ({}, {"text_input": "y"}, "text_input is no parameter"),
+        ({}, {"stop_request": True}, "stop_request is no parameter"),
+    ],
+)
+def test_names_that_no_protocol_can_carry(
+    way: Way, settings: dict[str, Any], values: dict[str, Any], sentence: str
+) -> None:
+    url = "http://127.0.0.1:1" if way.protocol == "http" else "127.0.0.1:1"
+    with pytest.raises(InvalidArgument, match=sentence):
+        way.generate(url, settings, prompt="x", **values)
 
 
 @all_ways

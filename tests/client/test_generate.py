@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -57,6 +58,10 @@ def test_parameters_of_a_command(ask: list[str]) -> None:
         (["x", "-p", "top_k=much"], 2, "top_k: 'much' is no value for it"),
         (["x", "--jsonl"], 2, "give a prompt, or a file or standard input"),
         (["x", "--url", "127.0.0.1:1"], 1, "Error: CONNECTION_FAILED: failed to connect"),
+        (["x", "-p", "prompt=y"], 2, "prompt is no parameter"),
+        (["x", "-p", "self=y"], 1, "Error: INVALID_ARG: unknown parameter 'self'"),
+        (["x", "--timeout-s", "nan"], 1, "Error: INVALID_ARG: timeout_s must be finite and > 0"),
+        (["-f", "/proc/self/mem"], 1, "Error: [Errno 5] Input/output error"),
         (["x", "--url", "ftp://here"], 1, "Error: INVALID_ARG: ftp://here is no address for grpc"),
     ],
 )
@@ -65,6 +70,40 @@ def test_what_goes_wrong(server: TritonServer, words: list[str], code: int, mess
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_prompt_that_is_not_utf_8() -> None:
+    done = run("generate", stdin=b"caf\xe9")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Error: INVALID_ARG: the prompt must be valid UTF-8: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("jsonl", [False, True])
+def test_an_output_that_takes_nothing(server: TritonServer, jsonl: bool) -> None:
+    """A full disk is told; a reader that has left knows."""
+    command = [*MINISGL, "generate", "--url", url_of(server, "grpc"), "--max-tokens", "2"]
+    command += ["--jsonl"] if jsonl else []
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, input=b'"a"\n', stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, b"Error: [Errno 28] No space left on device\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, input=b'"a"\n', stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_control_characters_stay_away_from_terminals(server: TritonServer) -> None:
+    """Pipes get them: they are the answer."""
+    words = ["generate", "--url", url_of(server, "grpc"), *GREEDY, "x", "--max-tokens", "2"]
+    words += ["-p", 'logit_bias={"198": 100}']
+    assert run(*words).stdout == "\x07\x07\n"
+    terminal = pexpect.spawn(MINISGL[0], [*MINISGL[1:], *words], encoding="utf-8", timeout=120)
+    terminal.expect(pexpect.EOF)
+    assert terminal.before == "\r\n"
+    terminal.close()
+    assert terminal.exitstatus == 0
 
 
 LINES: list[tuple[str, dict[str, Any]]] = [
@@ -81,6 +120,11 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ('{"prompt": 5}', {"error": "INVALID_ARG: text_input must be a string, got 5"}),
     ('{"prompt": "x", "self": 5}', {"error": "INVALID_ARG: unknown parameter 'self'"}),
     ("[]", {"error": "INVALID_ARG: a line must be a JSON string or an object"}),
+    ("[" * 200_000, {"error": "INVALID_ARG: the line is not JSON: "}),
+    ('{"prompt": "x", "prompt": "y"}', {"error": "INVALID_ARG: the key 'prompt' is given twice"}),
+    ('{"prompt": "x", "request_id": "a"}', {"error": "INVALID_ARG: unknown parameter 'request_id"}),
+    ('{"prompt": "x", "text_input": "y"}', {"error": "INVALID_ARG: text_input is no parameter"}),
+    ('{"prompt": "x", "id": "\\ud83d"}', {"id": "\ud83d", "error": "INVALID_ARG: request_id must"}),
     ("prose", {"error": "INVALID_ARG: the line is not JSON: "}),
     ('"\\ud83d"', {"error": "INVALID_ARG: messages must be valid UTF-8"}),
 ]
@@ -134,22 +178,21 @@ def test_answers_do_not_wait_for_the_next_line(server: TritonServer) -> None:
         assert process.wait(PATIENCE_S) == 0
 
 
-@pytest.mark.parametrize("jsonl", [False, True])
-def test_interrupted(paced_server: TritonServer, jsonl: bool) -> None:
-    """Ctrl-C cancels what is under way, also while more input may come."""
+@pytest.mark.parametrize("num_lines", [0, 2, 200])
+def test_interrupted(paced_server: TritonServer, num_lines: int) -> None:
+    """Ctrl-C cancels what is under way, also while more input may come, or waits to be read."""
     engine = Engine(paced_server)
     words = ["generate", "--url", url_of(paced_server, "grpc"), "--max-tokens", "4000"]
     with subprocess.Popen(
-        [*MINISGL, *words, *(["--jsonl"] if jsonl else ["a"])],
+        [*MINISGL, *words, *(["--jsonl", "--concurrency", "2"] if num_lines else ["a"])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
         assert process.stdin and process.stderr
-        if jsonl:
-            process.stdin.write(b'"a"\n"b"\n')
-            process.stdin.flush()
-        num_running = 2 if jsonl else 1
+        process.stdin.write(b'"a"\n' * num_lines)
+        process.stdin.flush()
+        num_running = 2 if num_lines else 1
         wait_for(
             lambda: Metrics(paced_server)["vllm:num_requests_running"] == num_running, "requests"
         )

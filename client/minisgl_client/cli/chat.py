@@ -58,6 +58,8 @@ def chat(
             _Shell(client, conversation, console, history or _default_history()).run()
     except MinisglError as error:
         raise click.ClickException(f"{error.code}: {error}") from None
+    except OSError as error:
+        raise click.ClickException(f"the history cannot be kept: {error}") from None
 
 
 def _default_history() -> Path:
@@ -91,16 +93,16 @@ class _Shell:
         while True:
             try:
                 line = self._prompt.prompt().strip()
+                if line == "/quit":
+                    return
+                if line.startswith("/"):
+                    self._command(line)
+                elif line:
+                    self._ask(line)
             except KeyboardInterrupt:
                 continue
             except EOFError:
                 return
-            if line == "/quit":
-                return
-            if line.startswith("/"):
-                self._command(line)
-            elif line:
-                self._ask(line)
 
     def _toolbar(self) -> str:
         shown = (f"{name} {value}" for name, value in self._conversation.parameters.items())

@@ -20,6 +20,11 @@ _CONTROLS: Final = {
 }
 
 
+def without_controls(text: str) -> str:
+    """The text with nothing in it that a terminal would obey, but for newlines and tabs."""
+    return text.translate(_CONTROLS)
+
+
 class MarkdownDisplay:
     """A context manager: ``push`` the text as it comes."""
 
@@ -43,7 +48,7 @@ class MarkdownDisplay:
         self._live.stop()
 
     def push(self, text: str) -> None:
-        complete, self._open = split_blocks(self._open + text.translate(_CONTROLS))
+        complete, self._open = split_blocks(self._open + without_controls(text))
         if complete:
             self._live.console.print(_drawn(complete))
         if complete or self._open:

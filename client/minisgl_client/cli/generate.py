@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minisgl_client import AsyncClient, Client, InvalidArgument, MinisglError, Result
+from minisgl_client.cli.display import without_controls
 from minisgl_client.cli.lines import in_order, lines_of
 from minisgl_client.cli.options import given, parameter_options, server_options
 
@@ -77,6 +78,11 @@ def generate(
         sys.exit(_INTERRUPTED)
     except MinisglError as error:
         raise click.ClickException(f"{error.code}: {error}") from None
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the rest of the buffer may go
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
+        raise click.ClickException(str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,19 +105,37 @@ class _Template:
 
 def _text(file: Path | None) -> str:
     """All of a file or of standard input, without the newline at its end."""
-    if file is None and sys.stdin.isatty():
+    source = _source(file)
+    if source == 0 and os.isatty(0):
         raise click.UsageError("give a prompt, a file, or something on standard input")
-    with click.open_file("-" if file is None else str(file), encoding="utf-8") as stream:
-        text: str = stream.read()
-    return text.removesuffix("\n")
+    with open(source, "rb", closefd=source != 0) as stream:
+        data = stream.read()
+    try:
+        return data.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"the prompt must be valid UTF-8: {error}") from None
+
+
+def _source(file: Path | None) -> Path | int:
+    """What to open: standard input by its descriptor, where no file is given."""
+    return 0 if file is None or str(file) == "-" else file
+
+
+def _write(text: str) -> None:
+    """To standard output, in UTF-8 whatever the locale says; a terminal gets no control characters.
+
+    A lone surrogate comes from JSON, and goes back as JSON escapes it.
+    """
+    shown = without_controls(text) if os.isatty(1) else text
+    click.echo(shown.encode(errors="backslashreplace"), nl=False)
 
 
 def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -> None:
     """Write the answer as it comes, and a newline."""
     with Client(**settings) as client, client.stream(**template.fill(prompt)) as stream:
         for delta in stream:
-            click.echo(delta.text, nl=False)
-    click.echo()
+            _write(delta.text)
+    _write("\n")
 
 
 async def _answer_lines(
@@ -134,34 +158,40 @@ async def _answer_lines(
             num_failed += 1
             told["error"] = {"code": error.code, "message": str(error)}
             advance(0)
-        return json.dumps(told, ensure_ascii=False)
+        return json.dumps(told, ensure_ascii=False) + "\n"
 
-    descriptor = (
-        sys.stdin.fileno() if file is None or str(file) == "-" else os.open(file, os.O_RDONLY)
-    )
     with _progress(file) as advance:
         async with AsyncClient(**settings) as client:
-            lines = (line async for line in lines_of(descriptor) if line.strip())
-            await in_order(lines, answer, click.echo, concurrency=concurrency)
+            lines = (line async for line in lines_of(_source(file)) if line.strip())
+            await in_order(lines, answer, _write, concurrency=concurrency)
     return 1 if num_failed else 0
 
 
 def _request(line: bytes, template: _Template) -> dict[str, Any]:
     """The arguments that a line says, with the command's own where it is silent."""
     try:
-        said = json.loads(line)
-    except ValueError as error:
+        said = json.loads(line, object_pairs_hook=_unrepeated)
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"the line is not JSON: {error}") from None
     if isinstance(said, str):
         return template.fill(said)
     if not isinstance(said, dict):
         raise InvalidArgument("a line must be a JSON string or an object")
-    if mistaken := {"self", "request_id"} & said.keys():  # arguments of ours, not of the server
-        raise InvalidArgument(f"unknown parameter {min(mistaken)!r}")
+    if "request_id" in said:  # an argument of ours, not of the server
+        raise InvalidArgument("unknown parameter 'request_id'; did you mean 'id'?")
     if isinstance(prompt := said.get("prompt"), str):
         del said["prompt"]
         return template.fill(prompt) | said
     return {**template.parameters, **said}
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidArgument(f"the key {twice!r} is given twice")
+    return found
 
 
 def _shown(result: Result) -> dict[str, Any]:

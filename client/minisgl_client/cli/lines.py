@@ -6,44 +6,42 @@ Knows order, concurrency and bytes; must not know what a line says.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
-_READ_BYTES: Final = 1 << 16
 _READ_AHEAD: Final = 64
 """Lines that may wait for a place."""
 
 
-async def lines_of(descriptor: int) -> AsyncIterator[bytes]:
-    """The lines of a file or pipe, without their ends; a slow writer holds nothing up.
+async def lines_of(source: Path | int) -> AsyncIterator[bytes]:
+    """The lines of a file or descriptor, without their ends; a slow writer holds nothing up.
 
     A thread reads, because the loop cannot wait for files; it does not outlive the process.
     """
     loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[bytes | OSError | None] = asyncio.Queue(_READ_AHEAD)
+    queue: asyncio.Queue[bytes | OSError | None] = asyncio.Queue()
+    places = threading.Semaphore(_READ_AHEAD)
 
     def put(item: bytes | OSError | None) -> None:
-        asyncio.run_coroutine_threadsafe(queue.put(item), loop).result()
+        places.acquire()
+        loop.call_soon_threadsafe(queue.put_nowait, item)
 
     def read() -> None:
-        rest = b""
-        try:
-            while data := os.read(descriptor, _READ_BYTES):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    put(line)
-            if rest:
-                put(rest)
-            put(None)
-        except OSError as error:
-            put(error)
-        except RuntimeError:
-            pass  # the loop has ended: nobody reads any more
+        with suppress(RuntimeError):  # the loop has ended: nobody waits for lines any more
+            try:
+                with open(source, "rb", closefd=isinstance(source, Path)) as file:
+                    for line in file:
+                        put(line.removesuffix(b"\n"))
+                put(None)
+            except OSError as error:
+                put(error)
 
     threading.Thread(target=read, name="lines", daemon=True).start()
     while (item := await queue.get()) is not None:
+        places.release()
         if isinstance(item, OSError):
             raise item
         yield item

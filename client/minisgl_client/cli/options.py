@@ -89,6 +89,8 @@ def _parameter(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise click.BadParameter(f"{text!r} is not NAME=VALUE")
+    if name in ("prompt", "messages", "request_id"):  # the command's to say
+        raise click.BadParameter(f"{name} is no parameter")
     if INPUTS.get(name) == "BYTES" and not (name in LISTS and value.startswith("[")):
         return name, value  # text as it is, though it may look like a number
     try:

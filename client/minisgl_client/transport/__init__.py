@@ -3,15 +3,21 @@
 A transport holds the connections and starts calls; a call gives deltas until None, and can be
 cancelled. What is shared between the two kinds stands beside them; they hold only what waits.
 
-Invariants: whatever goes wrong is a ``MinisglError``; a cancelled call's connection tells the
-server, and a call that was read to its end is left alone.
+Invariants: whatever goes wrong before a transport is closed is a ``MinisglError``, and what goes
+wrong later is made one by ``unless_closed``; a cancelled call's connection tells the server, and a
+call that was read to its end is left alone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from minisgl_client.answer import Delta
+from minisgl_client.errors import Cancelled
 from minisgl_client.request import Request
 
 
@@ -27,6 +33,8 @@ class Call(Protocol):
 
 class Transport(Protocol):
     """The connections to one server."""
+
+    closed: bool
 
     def start(self, request: Request, timeout_ms: int | None) -> Call:
         """Send a request."""
@@ -51,6 +59,8 @@ class AsyncCall(Protocol):
 class AsyncTransport(Protocol):
     """The connections to one server."""
 
+    closed: bool
+
     async def start(self, request: Request, timeout_ms: int | None) -> AsyncCall:
         """Send a request."""
 
@@ -59,3 +69,25 @@ class AsyncTransport(Protocol):
 
     async def close(self) -> None:
         """Close all connections; calls under way are cancelled."""
+
+
+@contextmanager
+def unless_closed(transport: Transport | AsyncTransport) -> Iterator[None]:
+    """Makes ``Cancelled`` of whatever goes wrong because the transport was closed.
+
+    grpc.aio ends the waiting of others with ``CancelledError`` then, as if their tasks were
+    cancelled; a task that really is cancelled stays so.
+    """
+    try:
+        yield
+    except (Exception, asyncio.CancelledError) as error:
+        if not transport.closed or (
+            isinstance(error, asyncio.CancelledError) and _is_cancelled(asyncio.current_task())
+        ):
+            raise
+        raise Cancelled("the client was closed") from None
+
+
+def _is_cancelled(task: asyncio.Task[object] | None) -> bool:
+    """Whether somebody cancels the task itself, as far as Python can tell (from 3.11 on)."""
+    return sys.version_info >= (3, 11) and task is not None and task.cancelling() > 0

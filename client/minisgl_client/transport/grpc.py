@@ -52,6 +52,7 @@ class GrpcTransport:
         self._channel = grpc.insecure_channel(target, options=_OPTIONS)
         self._infer = self._channel.unary_stream(**_INFER)
         self._ready = self._channel.unary_unary(**_READY)
+        self.closed = False
 
     def start(self, request: Request, timeout_ms: int | None) -> GrpcCall:
         message = request.to_grpc(timeout_ms)
@@ -67,6 +68,7 @@ class GrpcTransport:
             return False
 
     def close(self) -> None:
+        self.closed = True
         self._channel.close()
 
 
@@ -98,6 +100,7 @@ class AsyncGrpcTransport:
         self._metadata = _metadata(headers)
         self._channel: Any = None
         self._infer: Any = None
+        self.closed = False
 
     def _connect(self) -> None:
         if self._channel is None:
@@ -121,8 +124,9 @@ class AsyncGrpcTransport:
             return False
 
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close()
+        self.closed = True
+        self._connect()
+        await self._channel.close()
 
 
 class AsyncGrpcCall:

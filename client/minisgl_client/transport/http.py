@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
+from urllib.parse import quote
 
 import httpx
 
@@ -57,6 +58,7 @@ class HttpTransport:
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self._http = httpx.Client(**_settings(url, headers))
+        self.closed = False
 
     def start(self, request: Request, timeout_ms: int | None) -> HttpCall:
         with _told():
@@ -74,6 +76,7 @@ class HttpTransport:
             return False
 
     def close(self) -> None:
+        self.closed = True
         self._http.close()
 
 
@@ -100,6 +103,7 @@ class AsyncHttpTransport:
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self._http = httpx.AsyncClient(**_settings(url, headers))
+        self.closed = False
 
     async def start(self, request: Request, timeout_ms: int | None) -> AsyncHttpCall:
         with _told():
@@ -117,6 +121,7 @@ class AsyncHttpTransport:
             return False
 
     async def close(self) -> None:
+        self.closed = True
         await self._http.aclose()
 
 
@@ -139,8 +144,12 @@ class AsyncHttpCall:
 
 
 def _settings(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        base_url = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise InvalidArgument(f"{url} is no address for http: {error}") from None
     return {
-        "base_url": url,
+        "base_url": base_url,
         "headers": {"Accept": "text/event-stream", **headers},
         "limits": httpx.Limits(max_connections=None),  # as many streams as there are requests
         "trust_env": False,
@@ -152,7 +161,7 @@ def _post(request: Request, timeout_ms: int | None) -> dict[str, Any]:
     wait_s = None if timeout_ms is None else _wait_s(timeout_ms)
     return {
         "method": "POST",
-        "url": f"/v2/models/{request.model}/generate_stream",
+        "url": f"/v2/models/{quote(request.model, safe='')}/generate_stream",
         "content": request.to_json(timeout_ms),
         "timeout": httpx.Timeout(wait_s, connect=_CONNECT_S if wait_s is None else wait_s),
     }
@@ -164,7 +173,7 @@ def _wait_s(timeout_ms: int) -> float:
 
 
 def _ready_path(model: str) -> str:
-    return f"/v2/models/{model}/ready"
+    return f"/v2/models/{quote(model, safe='')}/ready"
 
 
 def _refusal(response: httpx.Response) -> MinisglError:

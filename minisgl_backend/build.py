@@ -16,6 +16,7 @@ from typing import Final
 from torch._C._distributed_c10d import Store
 
 from minisgl_backend.attention.choose import choose_attention
+from minisgl_backend.attention.paged import AttentionSetting
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
 from minisgl_backend.config import EngineOptions
@@ -215,18 +216,31 @@ def _cuda_executor(
     facts: Resolved, device: CudaDevice, model: Decoder, storage: KVStorage
 ) -> tuple[CudaExecutor, str]:
     options = facts.options
-    attention = choose_attention(
-        options.attention_backend,
-        facts.shape,
-        page_size=facts.page_size,
-        kv_dtype=facts.kv_dtype,
-        max_batch_size=options.max_running_requests,
-        device=device.torch_device,
-    )
     most = options.cuda_graph_max_batch_size
     if most is None:
         most = 256 if device.total_memory > _LARGE_MEMORY else 160
     most = min(most, options.max_running_requests)
+    attention = choose_attention(
+        options.attention_backend,
+        AttentionSetting(
+            shape=facts.shape,
+            page_size=facts.page_size,
+            max_sequence_length=facts.context,
+            dtype=facts.dtype,
+            kv_dtype=facts.kv_dtype,
+            max_batch_size=options.max_running_requests,
+            max_captured_batch_size=most,
+            device=device.torch_device,
+        ),
+    )
+    if not attention.can_capture:
+        if options.cuda_graph_max_batch_size or options.cuda_graph_batch_sizes:
+            raise ConfigError(
+                f"attention_backend {attention.name} cannot be captured in CUDA graphs: leave out "
+                "cuda_graph_max_batch_size and cuda_graph_batch_sizes, or take another backend"
+            )
+        logger.warning("attention_backend %s runs without CUDA graphs", attention.name)
+        most = 0
     executor = CudaExecutor(
         model,
         storage=storage,

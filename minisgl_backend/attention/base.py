@@ -35,6 +35,14 @@ class AttentionShape:
         return len(self.windows)
 
 
+@dataclass(frozen=True, slots=True)
+class KVScale:
+    """What multiplies the keys and the values of a layer where its pages hold float8."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
     """The tokens of one step, sequence after sequence.

@@ -1,95 +1,194 @@
 """From the option ``attention_backend`` to a backend of a GPU.
 
 A name stands for prefill and decode both; two names joined by a comma for one each. What is unknown
-or not installed is refused by a ``ConfigError`` that says what to do.
+or cannot run here is refused by a ``ConfigError`` that says what to do. ``trtllm`` only decodes:
+alone it stands for itself and whatever ``auto`` takes for prefill.
 """
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
+from typing import Final, Generic, TypeVar
 
 import torch
 
-from minisgl_backend.attention.base import AttentionShape
+from minisgl_backend.attention import flash_infer, trtllm
 from minisgl_backend.attention.flash_attn import FlashAttention
-from minisgl_backend.attention.paged import DecodeAttention, PagedAttention, PrefillAttention
+from minisgl_backend.attention.flash_infer import FlashInferDecode, FlashInferPrefill
+from minisgl_backend.attention.paged import (
+    AttentionSetting,
+    DecodeAttention,
+    PagedAttention,
+    PrefillAttention,
+)
+from minisgl_backend.attention.paged_sdpa import PagedSdpa
 from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
+from minisgl_backend.attention.trtllm import TrtllmDecode
 from minisgl_backend.config import did_you_mean
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
 
-NAMES = ("triton", "fa")
-_FA_COMMAND = "pip install sglang-kernel==0.4.4"
+T_co = TypeVar("T_co", covariant=True)
+
+_FLASH_ATTN_COMMAND: Final = "pip install sglang-kernel==0.4.4"
 
 
-def choose_attention(
-    option: str | None,
-    shape: AttentionShape,
-    *,
-    page_size: int,
-    kv_dtype: torch.dtype,
-    max_batch_size: int,
-    device: torch.device,
-) -> PagedAttention:
+@dataclass(frozen=True, slots=True)
+class _Kind(Generic[T_co]):
+    """One way to compute attention: how to make it, and why it cannot be (None where it can)."""
+
+    make: Callable[[AttentionSetting], T_co]
+    why_not: Callable[[AttentionSetting], str | None]
+
+
+def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAttention:
     """The backend that ``option`` names; by default the fastest one measured that is there.
 
-    On an H200 that is ``triton`` for decode. For prefill it is ``fa`` where it can run, since its
-    kernels use the tensor cores of Hopper better.
+    For decode that is ``triton`` on every GPU: on an H200 it is faster than ``fa`` and ``fi``, it
+    plans nothing and it starts early. For prefill it is ``fa`` on Hopper over 16-bit pages where
+    sgl_kernel is installed, since its kernels use the tensor cores there better, and else
+    ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so they are
+    only taken where they are asked for.
     """
-    if option is None:
-        can_flash = _why_not_flash(kv_dtype, device) is None
-        names = ("fa" if can_flash else "triton", "triton")
-    else:
-        names = _parse(option)
-
-    def make(name: str) -> FlashAttention | None:
-        if name == "triton":
-            if not has_triton():
-                raise ConfigError("attention_backend triton needs Triton: pip install triton")
-            return None
-        reason = _why_not_flash(kv_dtype, device)
-        if reason is not None:
-            raise ConfigError(f"attention_backend fa {reason}")
-        return FlashAttention(_flash_library(), shape, page_size=page_size)
-
-    prefill: PrefillAttention = make(names[0]) or TritonPrefill(shape)
-    decode: DecodeAttention = make(names[1]) or TritonDecode(
-        shape, max_batch_size=max_batch_size, device=device
-    )
-    name = names[0] if names[0] == names[1] else ",".join(names)
-    return PagedAttention(name, prefill, decode)
+    prefill_name, decode_name = _auto(setting) if option is None else _parse(option, setting)
+    prefill = _made(_PREFILL[prefill_name], prefill_name, setting)
+    decode = _made(_DECODE[decode_name], decode_name, setting)
+    name = prefill_name if prefill_name == decode_name else f"{prefill_name},{decode_name}"
+    return PagedAttention(name, prefill, decode, can_capture=decode_name != "sdpa")
 
 
-def _parse(option: str) -> tuple[str, str]:
+def _auto(setting: AttentionSetting) -> tuple[str, str]:
+    """The names for prefill and for decode."""
+    return "fa" if _why_not_flash_attn(setting) is None else "triton", "triton"
+
+
+def _parse(option: str, setting: AttentionSetting) -> tuple[str, str]:
     """The names for prefill and for decode."""
     parts = [part.strip() for part in option.split(",")]
     for part in parts:
-        if part not in NAMES:
+        if part not in _DECODE:
             raise ConfigError(
                 f"attention_backend {part!r} is not offered on a GPU; offered are "
-                f"{', '.join(NAMES)} and two of them as prefill,decode{did_you_mean(part, NAMES)}"
+                f"{', '.join(_DECODE)} and two of them as prefill,decode"
+                + did_you_mean(part, _DECODE)
             )
     if len(parts) > 2:
         raise ConfigError(f"attention_backend takes one or two names, got {option!r}")
-    return parts[0], parts[-1]
+    prefill, decode = parts[0], parts[-1]
+    if prefill not in _PREFILL:
+        if len(parts) == 1:
+            return _auto(setting)[0], decode
+        raise ConfigError(
+            f"attention_backend {prefill} only decodes: use {prefill} alone, or put one of "
+            f"{', '.join(_PREFILL)} before the comma"
+        )
+    return prefill, decode
 
 
-def _why_not_flash(kv_dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why FlashAttention-3 cannot run here; None where it can."""
-    if kv_dtype not in (torch.bfloat16, torch.float16):
-        return f"needs KV pages of bfloat16 or float16, not {str(kv_dtype).removeprefix('torch.')}"
-    if device.type != "cuda":
+def _made(kind: _Kind[T_co], name: str, setting: AttentionSetting) -> T_co:
+    reason = kind.why_not(setting)
+    if reason is not None:
+        raise ConfigError(f"attention_backend {name} {reason}")
+    return kind.make(setting)
+
+
+def _why_not_triton(setting: AttentionSetting) -> str | None:
+    return None if has_triton() else "needs Triton: pip install triton"
+
+
+def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
+    if setting.kv_dtype not in (torch.bfloat16, torch.float16):
+        return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
+    return _why_not_gpu(setting, (9,)) or _why_not_import(
+        "sgl_kernel.flash_attn", _FLASH_ATTN_COMMAND
+    )
+
+
+def _why_not_flash_infer(setting: AttentionSetting) -> str | None:
+    """FlashInfer's own limits, whichever of its kernels are taken."""
+    head_dim = setting.shape.head_dim
+    if setting.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs dtype bfloat16 or float16, not {_name(setting.dtype)}"
+    if head_dim not in flash_infer.HEAD_DIMS:
+        return f"needs a head_dim of {_listed(flash_infer.HEAD_DIMS)}, not {head_dim}"
+    return _why_not_gpu(setting, (8, 9, 10, 12)) or _why_not_import(
+        "flashinfer", flash_infer.COMMAND
+    )
+
+
+def _why_not_trtllm(setting: AttentionSetting) -> str | None:
+    if setting.page_size not in trtllm.PAGE_SIZES:
+        return (
+            f"needs a page_size of {_listed(trtllm.PAGE_SIZES)}, not {setting.page_size}: "
+            f"set page_size={trtllm.PAGE_SIZES[0]}, or take another backend"
+        )
+    return _why_not_gpu(setting, (9, 10, 12)) or _why_not_flash_infer(setting)
+
+
+def _why_not_gpu(setting: AttentionSetting, majors: tuple[int, ...]) -> str | None:
+    if setting.device.type != "cuda":
         return "needs a GPU"
-    major = torch.cuda.get_device_capability(device)[0]
-    if major != 9:
-        return f"needs a GPU of compute capability 9, this one has {major}"
-    try:
-        _flash_library()
-    except ImportError as error:
-        return f"needs sgl_kernel ({error}): {_FA_COMMAND}"
+    major = torch.cuda.get_device_capability(setting.device)[0]
+    if major not in majors:
+        return f"needs a GPU of compute capability {_listed(majors)}, this one has {major}"
     return None
 
 
-def _flash_library() -> ModuleType:
-    return importlib.import_module("sgl_kernel.flash_attn")
+def _why_not_import(module: str, command: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"needs {module.partition('.')[0]} ({error}): {command}"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    words = [str(number) for number in numbers]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _flash_attn(setting: AttentionSetting) -> FlashAttention:
+    return FlashAttention(importlib.import_module("sgl_kernel.flash_attn"), setting)
+
+
+def _flash_infer() -> ModuleType:
+    return importlib.import_module("flashinfer")
+
+
+def _sdpa(setting: AttentionSetting) -> PagedSdpa:
+    return PagedSdpa(setting.shape)
+
+
+_PREFILL: Final[Mapping[str, _Kind[PrefillAttention]]] = MappingProxyType(
+    {
+        "triton": _Kind(lambda setting: TritonPrefill(setting.shape), _why_not_triton),
+        "fa": _Kind(_flash_attn, _why_not_flash_attn),
+        "fi": _Kind(
+            lambda setting: FlashInferPrefill(_flash_infer(), setting), _why_not_flash_infer
+        ),
+        "sdpa": _Kind(_sdpa, lambda setting: None),
+    }
+)
+_DECODE: Final[Mapping[str, _Kind[DecodeAttention]]] = MappingProxyType(
+    {
+        "triton": _Kind(
+            lambda setting: TritonDecode(
+                setting.shape, max_batch_size=setting.max_batch_size, device=setting.device
+            ),
+            _why_not_triton,
+        ),
+        "fa": _Kind(_flash_attn, _why_not_flash_attn),
+        "fi": _Kind(
+            lambda setting: FlashInferDecode(_flash_infer(), setting), _why_not_flash_infer
+        ),
+        "trtllm": _Kind(lambda setting: TrtllmDecode(_flash_infer(), setting), _why_not_trtllm),
+        "sdpa": _Kind(_sdpa, lambda setting: None),
+    }
+)

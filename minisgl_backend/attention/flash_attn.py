@@ -11,8 +11,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionShape
-from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedKV
+from minisgl_backend.attention.paged import AttentionSetting, Chunks, DecodeRows, PagedKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,11 +28,11 @@ class _Call:
 class FlashAttention:
     """``PrefillAttention`` and ``DecodeAttention`` by ``flash_attn_with_kvcache``."""
 
-    def __init__(self, library: ModuleType, shape: AttentionShape, *, page_size: int):
+    def __init__(self, library: ModuleType, setting: AttentionSetting):
         """``library`` is the module sgl_kernel.flash_attn."""
         self._library = library
-        self._shape = shape
-        self._page_size = page_size
+        self._shape = setting.shape
+        self._page_size = setting.page_size
 
     def plan_chunks(self, chunks: Chunks) -> _Call:
         num_pages = -(-chunks.max_end // self._page_size)

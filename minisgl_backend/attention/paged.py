@@ -9,26 +9,60 @@ Must not know requests, plans or how pages are given out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
+
+from minisgl_backend.attention.base import AttentionShape, KVScale
+from minisgl_backend.request import IntArray
 
 Metadata: TypeAlias = Any
 """Whatever an implementation prepares for itself once a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSetting:
+    """What a backend is made for.
+
+    ``dtype`` is that of queries and results, ``kv_dtype`` that of pages: the same, or float8_e4m3.
+    Batches of more than ``max_captured_batch_size`` rows are not captured in a graph.
+    """
+
+    shape: AttentionShape
+    page_size: int
+    max_sequence_length: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    max_batch_size: int
+    max_captured_batch_size: int
+    device: torch.device
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence: the width of the page table."""
+        return -(-self.max_sequence_length // self.page_size)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of the layers."""
+        return tuple(dict.fromkeys(self.shape.windows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PagedKV:
     """Keys and values of one layer, [num_pages + 1, page_size, num_kv_heads, head_dim].
 
-    Where they are float8, ``k_scale`` and ``v_scale`` (float32 [1]) multiply them.
+    Where they are float8, ``k_scale`` and ``v_scale`` (float32 [1]) multiply them; ``scale`` holds
+    the same two numbers on the host.
     """
 
     keys: Tensor
     values: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    scale: KVScale = field(default_factory=KVScale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,14 +70,16 @@ class Chunks:
     """Prompt chunks of a step, one after another in the flat batch; int32 on the device.
 
     ``rows`` [num_chunks] of ``page_table`` [num_rows, max_pages]; ``offsets`` [num_chunks + 1] into
-    the tokens; ``ends`` [num_chunks]: positions of the row up to the chunk's last, included.
-    ``max_length`` and ``max_end`` are the largest length and end, known on the host.
+    the tokens; ``ends`` [num_chunks]: positions of the row up to the chunk's last, included. On the
+    host are known: ``host_offsets`` and ``host_ends``, the largest length and the largest end.
     """
 
     rows: Tensor
     offsets: Tensor
     ends: Tensor
     page_table: Tensor
+    host_offsets: IntArray
+    host_ends: IntArray
     max_length: int
     max_end: int
 
@@ -53,12 +89,14 @@ class DecodeRows:
     """Decoding rows of a step; int32 on the device.
 
     ``rows`` [batch_size] of ``page_table`` [num_rows, max_pages]; ``lengths`` [batch_size], the new
-    token's position included. ``pdl``: kernels may be launched before their predecessors end.
+    token's position included; ``host_lengths`` are the same, and None in a step to be captured.
+    ``pdl``: kernels may be launched before their predecessors end.
     """
 
     rows: Tensor
     lengths: Tensor
     page_table: Tensor
+    host_lengths: IntArray | None = None
     pdl: bool = False
 
 
@@ -82,10 +120,26 @@ class DecodeAttention(Protocol):
         """[batch_size, num_heads, head_dim] -> the same; heads of ``q`` may be strided by row."""
 
 
+@runtime_checkable
+class ScheduledDecode(DecodeAttention, Protocol):
+    """Decode attention by kernels that follow a schedule, which the host makes of the lengths."""
+
+    def schedule_rows(self, lengths: IntArray) -> None:
+        """Write the schedule of the captured step of so many rows that is enqueued next.
+
+        ``lengths`` int32 [batch_size] on the host, 1 for padding. Called on the stream of the step,
+        before it is captured and before each replay.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """A backend: ``name`` is the option that chooses it."""
+    """A backend: ``name`` is the option that chooses it.
+
+    ``can_capture``: whether a decode step can be captured in a CUDA graph.
+    """
 
     name: str
     prefill: PrefillAttention
     decode: DecodeAttention
+    can_capture: bool = True

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import HostArray
-from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedAttention, PagedKV
+from minisgl_backend.attention.paged import (
+    Chunks,
+    DecodeRows,
+    PagedAttention,
+    PagedKV,
+    ScheduledDecode,
+)
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.flat_batch import FlatBatch
@@ -82,7 +88,14 @@ class CudaExecutor:
         self._warm_up(min(max_prefill_tokens, max_sequence_length))
         self.graphs: DecodeGraphs | None = None
         if graph_sizes:
-            self.graphs = DecodeGraphs(device, self._rows.table, self._decode_step, graph_sizes)
+            decode = attention.decode
+            self.graphs = DecodeGraphs(
+                device,
+                self._rows.table,
+                self._decode_step,
+                graph_sizes,
+                decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
+            )
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Enqueue the step."""
@@ -94,7 +107,7 @@ class CudaExecutor:
             grants = np.stack([plan.grant_rows, plan.grant_indices, plan.grant_pages])
             is_decode = len(plan.decode_rows) > 0 and not len(plan.prefill_rows)
             if is_decode and self.graphs and self.graphs.fits(len(plan.decode_rows), len(grants.T)):
-                output = self.graphs.replay(plan.decode_rows, grants)
+                output = self.graphs.replay(plan.decode_rows, plan.decode_positions, grants)
                 sample_rows = plan.decode_rows.astype(np.int64)
                 sample_positions = plan.decode_positions + np.int64(1)
             else:
@@ -137,12 +150,13 @@ class CudaExecutor:
             table.pages[:batch_size, : min(needed, max_pages)] = pages.to(torch.int32)
             table.lengths[:batch_size] = context
             rows = np.arange(batch_size, dtype=np.int32)
+            positions = np.full(batch_size, context, np.int32)
             no_grants = np.empty((3, 0), np.int32)
-            self.graphs.replay(rows, no_grants)
+            self.graphs.replay(rows, positions, no_grants)
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record(self._device.stream)
-            for _ in range(steps):
-                self.graphs.replay(rows, no_grants)
+            for step in range(1, steps + 1):
+                self.graphs.replay(rows, positions + np.int32(step), no_grants)
             last.record(self._device.stream)
             last.synchronize()
         return float(first.elapsed_time(last)) / steps
@@ -209,16 +223,20 @@ class CudaExecutor:
                     offsets=upload(batch.chunk_offsets),
                     ends=upload(batch.chunk_ends),
                     page_table=table,
+                    host_offsets=batch.chunk_offsets,
+                    host_ends=batch.chunk_ends,
                     max_length=int(np.diff(batch.chunk_offsets).max()),
                     max_end=int(batch.chunk_ends.max()),
                 )
             )
         if num_chunked < len(batch.positions):
+            lengths = (batch.positions[num_chunked:] + 1).astype(np.int32)
             rows = decode.plan_rows(
                 DecodeRows(
                     rows=upload(batch.rows[num_chunked:].astype(np.int32)),
-                    lengths=upload((batch.positions[num_chunked:] + 1).astype(np.int32)),
+                    lengths=upload(lengths),
                     page_table=table,
+                    host_lengths=lengths,
                 )
             )
 
@@ -312,17 +330,17 @@ class PendingStep:
 
 
 def paged_layers(storage: KVStorage, num_layers: int) -> list[PagedKV]:
-    """The pages of each layer; all of them zero, so that nothing is ever read that is not finite.
-
-    Pages of float8 have the scale 1.
-    """
+    """The pages of each layer, all zero: nothing is ever read that is not finite."""
     pages = storage.pages
     pages.view(torch.uint8).zero_()
-    scale = None
-    if pages.dtype == torch.float8_e4m3fn:
-        scale = torch.ones(1, dtype=torch.float32, device=pages.device)
     layers = []
     for layer in range(num_layers):
         keys, values = storage.layer(layer)
-        layers.append(PagedKV(keys=keys, values=values, k_scale=scale, v_scale=scale))
+        scales: list[Tensor | None] = [None, None]
+        scale = storage.scales[layer]
+        if pages.dtype == torch.float8_e4m3fn:
+            scales = list(torch.tensor([[scale.k], [scale.v]], device=pages.device))
+        layers.append(
+            PagedKV(keys=keys, values=values, k_scale=scales[0], v_scale=scales[1], scale=scale)
+        )
     return layers

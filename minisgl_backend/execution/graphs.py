@@ -5,7 +5,8 @@ tokens and lengths back (``kernels.rows``). Between two replays the host writes 
 inbox, and that only when rows changed or pages were granted.
 
 Batches are padded to the next captured size with the dummy row. Graphs are captured largest first
-into one memory pool, so that the smaller ones reuse its blocks.
+into one memory pool, so that the smaller ones reuse its blocks. Where kernels follow a schedule of
+the host's (``attention.paged.ScheduledDecode``), it is written before each replay.
 """
 
 from __future__ import annotations
@@ -69,8 +70,10 @@ class DecodeGraphs:
         table: RowTable,
         step: Callable[[StepInbox, int], StepOutput],
         sizes: Sequence[int],
+        schedule: Callable[[IntArray], None] | None = None,
     ):
-        """``step`` enqueues a decode step of the first so many rows of an inbox."""
+        """``step`` enqueues a decode step of the first so many rows of an inbox; ``schedule`` is
+        told the rows' lengths, int32 [batch_size], before a step of that size is enqueued."""
         self._device = device
         self._table = table
         most = max(sizes)
@@ -78,6 +81,7 @@ class DecodeGraphs:
         self._inbox = StepInbox.empty(most, most, device.torch_device)
         self._inbox.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
+        self._schedule = schedule
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
         self._capture(step)
 
@@ -85,8 +89,9 @@ class DecodeGraphs:
         """Whether a step of so many rows and grants can be replayed."""
         return num_rows <= self._sizes[-1] and num_grants <= self._inbox.max_grants
 
-    def replay(self, rows: IntArray, grants: IntArray) -> StepOutput:
-        """Enqueue a decode step of ``rows`` int32 [num_rows], after grants int32 [3, num_grants].
+    def replay(self, rows: IntArray, positions: IntArray, grants: IntArray) -> StepOutput:
+        """Enqueue a decode step of ``rows`` at ``positions``, int32 [num_rows] both, after grants
+        int32 [3, num_grants].
 
         The output's first num_rows entries are those of the rows.
         """
@@ -107,6 +112,10 @@ class DecodeGraphs:
             self._inbox.buffer[: len(buffer)].copy_(
                 torch.from_numpy(buffer).pin_memory(), non_blocking=True
             )
+        if self._schedule is not None:
+            lengths = np.ones(size, np.int32)
+            lengths[:num_rows] += positions
+            self._schedule(lengths)
         graph, output = self._graphs[size]
         graph.replay()
         return output
@@ -120,6 +129,8 @@ class DecodeGraphs:
         stream = self._device.stream
         with self._device.queue(), _progress(len(self._sizes)) as advance:
             for size in reversed(self._sizes):
+                if self._schedule is not None:
+                    self._schedule(np.ones(size, np.int32))
                 step(self._inbox, size)  # compiles kernels and makes libraries allocate
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()

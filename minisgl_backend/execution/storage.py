@@ -7,11 +7,12 @@ Knows pages by number only, not who holds them. One page more than the planner k
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionShape
+from minisgl_backend.attention.base import AttentionShape, KVScale
 from minisgl_backend.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,8 @@ class KVStorage:
     """Keys and values of all layers (``KVPages``).
 
     ``pages`` is [num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim]; the 2 are keys
-    and values, the last page is the dummy page.
+    and values, the last page is the dummy page. ``scales`` has an entry a layer, which multiplies
+    what its pages hold where that is float8.
     """
 
     def __init__(
@@ -32,7 +34,9 @@ class KVStorage:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Sequence[KVScale] | None = None,
     ):
+        """Without ``scales`` all of them are 1."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.dummy_page = num_pages
@@ -42,6 +46,7 @@ class KVStorage:
             device=device,
         )
         self.pages[:, :, self.dummy_page] = 0
+        self.scales = tuple(scales or [KVScale()] * shape.num_layers)
         self._layers = [(pages[0], pages[1]) for pages in self.pages]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

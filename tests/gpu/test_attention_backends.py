@@ -1,200 +1,158 @@
-"""Every attention backend of a GPU against PyTorch's scaled dot product, sequence by sequence."""
+"""Every attention backend of a GPU against PyTorch's scaled dot product, sequence by sequence.
+
+A backend is a line of ``BACKENDS``: its name and the shapes that it is tried with. Those of
+libraries that compile a kernel for each shape are tried with fewer of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.attention.choose import choose_attention
-from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedAttention, PagedKV
+from minisgl_backend.attention.paged import PagedAttention, ScheduledDecode
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.request import IntArray
+from tests.conformance.checkpoints import CONTEXT, write_broad_checkpoint
+from tests.conformance.engines import prompts_with_shared_prefixes
 from tests.gpu.compare import assert_close
+from tests.gpu.paged import Case, Decoding, Prompts
+from tests.gpu.test_executor import serve, shortfalls, tokens_of
 
-MAX_ROWS = 40
-MAX_POSITIONS = 320
+GROUPS = (1, 2, 4, 5, 8)
+WHOLE = [Case(*of) for of in product((1, 16, 64), GROUPS, (64, 128), (None, 50))]
+FEWER = [case for case in WHOLE if case.window is None or case.head_dim == 128]
+FEWEST = [
+    Case(16, 1, 128),
+    Case(16, 2, 64),
+    Case(32, 4, 128),
+    Case(64, 8, 64),
+    Case(64, 5, 128),
+    Case(16, 2, 128, window=50),
+]
+FP8 = [Case(*of, 128, fp8=True) for of in product((1, 16, 64), (2, 8))]
+FEWEST_FP8 = [Case(16, 2, 128, fp8=True), Case(64, 8, 128, fp8=True)]
 
+BACKENDS = {
+    "triton": [*WHOLE, *FP8],
+    "fa": WHOLE,
+    "fi": [*FEWER, *FP8],
+    "trtllm": [*FEWEST, *FEWEST_FP8],
+    "sdpa": [*WHOLE, *FP8],
+    "fa,triton": FEWEST,
+}
 
-@dataclass(frozen=True)
-class Paged:
-    """Rows of random length over shuffled pages, and the same keys and values in order."""
-
-    kv: PagedKV
-    page_table: Tensor
-    keys: list[Tensor]
-    values: list[Tensor]
-
-
-def make_paged(
-    lengths: Sequence[int], shape: AttentionShape, page_size: int, dtype: torch.dtype, device: str
-) -> Paged:
-    per_row = -(-MAX_POSITIONS // page_size)
-    num_pages = per_row * len(lengths)
-    table = torch.randperm(num_pages, device=device).view(len(lengths), per_row)
-    # what nobody has written is finite, whatever else it is
-    dims = (num_pages, page_size, shape.num_kv_heads, shape.head_dim)
-    k_cache = torch.full(dims, 7.0, dtype=dtype, device=device)
-    v_cache = torch.full(dims, 7.0, dtype=dtype, device=device)
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    for row, length in enumerate(lengths):
-        for cache, found in ((k_cache, keys), (v_cache, values)):
-            x = torch.randn(length, shape.num_kv_heads, shape.head_dim, device=device).to(dtype)
-            position = torch.arange(length, device=device)
-            cache[table[row, position // page_size], position % page_size] = x
-            found.append(x)
-    return Paged(PagedKV(keys=k_cache, values=v_cache), table.int(), keys, values)
-
-
-def expected_of(q: Tensor, paged: Paged, row: int, end: int, shape: AttentionShape) -> Tensor:
-    """Attention of the last ``len(q)`` of ``end`` positions of the row, [len(q), heads, dim]."""
-    position = torch.arange(end, device=q.device)
-    query = position[end - len(q) :, None]
-    seen = position <= query
-    window = shape.windows[0]
-    if window is not None:
-        seen &= position > query - window
-    out = F.scaled_dot_product_attention(
-        q.float().transpose(0, 1),
-        paged.keys[row][:end].float().transpose(0, 1),
-        paged.values[row][:end].float().transpose(0, 1),
-        attn_mask=seen,
-        scale=shape.scale,
-        enable_gqa=True,
-    )
-    return out.transpose(0, 1).to(q.dtype)
+every_backend = pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, id=f"{name}-{case}")
+        for name, cases in BACKENDS.items()
+        for case in cases
+    ],
+)
 
 
-@pytest.fixture(params=["triton", "fa", "fa,triton"])
-def make_backend(
-    request: pytest.FixtureRequest, device: torch.device, dtype: torch.dtype
-) -> Callable[[AttentionShape, int], PagedAttention]:
-    def make(shape: AttentionShape, page_size: int) -> PagedAttention:
-        try:
-            return choose_attention(
-                request.param,
-                shape,
-                page_size=page_size,
-                kv_dtype=dtype,
-                max_batch_size=MAX_ROWS,
-                device=device,
-            )
-        except ConfigError as error:
-            pytest.skip(str(error))
-
-    return make
+def make_backend(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> PagedAttention:
+    try:
+        return choose_attention(name, case.setting(dtype, device))
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
-def shape_of(
-    num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None
-) -> AttentionShape:
-    return AttentionShape(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        windows=(window,),
-    )
+def tolerance(name: str, case: Case) -> float:
+    """XQA rounds queries and weights to float8 where keys and values are."""
+    return 6e-2 if name == "trtllm" and case.fp8 else 1e-2
 
 
-SHAPES = [(8, 8), (8, 4), (8, 2), (8, 1), (10, 2)]
+def assert_rows_close(actual: Tensor, expected: Tensor, limit: float) -> None:
+    """Each token for itself, so that a long sequence cannot hide a short one."""
+    assert actual.shape == expected.shape
+    for row, wanted in zip(actual, expected, strict=True):
+        assert_close(row, wanted, tolerance=limit)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("heads", SHAPES)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("window", [None, 50])
-def test_prefill_of_ragged_chunks_and_extensions(
-    make_backend: Callable[[AttentionShape, int], PagedAttention],
-    device: torch.device,
-    dtype: torch.dtype,
-    page_size: int,
-    heads: tuple[int, int],
-    head_dim: int,
-    window: int | None,
+@every_backend
+def test_ragged_chunks_and_extensions(
+    name: str, case: Case, device: torch.device, dtype: torch.dtype
 ) -> None:
-    shape = shape_of(*heads, head_dim, window)
-    backend = make_backend(shape, page_size)
-    ends, lengths = [130, 17, 300, 64, 1, 220], [130, 9, 41, 1, 1, 128]
-    rows = [3, 0, 5, 1, 2, 4]
-    row_lengths = [0] * len(rows)
-    for row, end in zip(rows, ends, strict=True):
-        row_lengths[row] = end
-    paged = make_paged(row_lengths, shape, page_size, dtype, str(device))
-    packed = torch.randn(sum(lengths), heads[0] + 2 * heads[1], head_dim, device=device).to(dtype)
-    q = packed[:, : heads[0]]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-
-    def on_device(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    chunks = Chunks(
-        rows=on_device(rows),
-        offsets=on_device(offsets.tolist()),
-        ends=on_device(ends),
-        page_table=paged.page_table,
-        max_length=max(lengths),
-        max_end=max(ends),
-    )
-    out = backend.prefill.prefill(q, paged.kv, 0, backend.prefill.plan_chunks(chunks))
-    for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        tokens = slice(offsets[index], offsets[index + 1])
-        expected = expected_of(q[tokens], paged, row, end, shape)
-        assert_close(out[tokens], expected, tolerance=1e-2)
+    backend = make_backend(name, case, dtype, device)
+    prompts = Prompts.of(case.setting(dtype, device))
+    # only the decoding of trtllm is coarser
+    assert_rows_close(prompts.attend(backend), prompts.expected(), 2 * tolerance("", case))
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("heads", SHAPES)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("window", [None, 50])
-def test_decode_eager_and_replayed(
-    make_backend: Callable[[AttentionShape, int], PagedAttention],
-    device: torch.device,
-    dtype: torch.dtype,
-    page_size: int,
-    heads: tuple[int, int],
-    head_dim: int,
-    window: int | None,
+@every_backend
+def test_decode(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> None:
+    backend = make_backend(name, case, dtype, device)
+    step = Decoding(case.setting(dtype, device))
+    inputs = step.inputs([6, 0, 3, 2, 5], [33, 257, 64, 1, 250])
+    step.take(inputs)
+    out = step.attend(backend, inputs.host_lengths)
+    assert_rows_close(out, step.expected(inputs), 2 * tolerance(name, case))
+
+
+@pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+@every_backend
+def test_replays_far_ahead_of_the_device(
+    name: str, case: Case, device: torch.device, dtype: torch.dtype
 ) -> None:
-    shape = shape_of(*heads, head_dim, window)
-    backend = make_backend(shape, page_size)
-    capacity = [300, 1, 129, 64, 16, 250, 33]
-    paged = make_paged(capacity, shape, page_size, dtype, str(device))
-    rows = torch.tensor([6, 0, 3, 2, 5], dtype=torch.int32, device=device)
-    lengths = torch.tensor([33, 257, 64, 1, 250], dtype=torch.int32, device=device)
-    q = torch.randn(len(rows), *(heads[0], head_dim), device=device).to(dtype)
+    """Twelve replays of a graph, of other rows and lengths each, enqueued before the first ran."""
+    backend = make_backend(name, case, dtype, device)
+    if not backend.can_capture:
+        return
+    step = Decoding(case.setting(dtype, device))
+    all_inputs = [
+        step.inputs([1, 2, 0, 4, 6], [1, 129 - 7 * n, 300 - 20 * n, 9, 20 + n]) for n in range(12)
+    ]
 
-    def step() -> Tensor:
-        decode_rows = DecodeRows(rows=rows, lengths=lengths, page_table=paged.page_table)
-        return backend.decode.decode(q, paged.kv, 0, backend.decode.plan_rows(decode_rows))
+    def schedule(lengths: IntArray) -> None:
+        if isinstance(backend.decode, ScheduledDecode):
+            backend.decode.schedule_rows(lengths)
 
-    def check(out: Tensor) -> None:
-        for index, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-            expected = expected_of(q[index : index + 1], paged, row, length, shape)
-            assert_close(out[index : index + 1], expected, tolerance=1e-2)
-
-    check(step())
-    if is_interpreted():
-        return  # no graphs on a CPU
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        step()
+        schedule(np.ones(5, np.int32))
+        step.attend(backend, None)  # compiles and allocates
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            out = step()
-    # the graph reads rows, lengths and queries at its replay
-    rows.copy_(torch.tensor([1, 2, 0, 4, 6], dtype=torch.int32))
-    lengths.copy_(torch.tensor([1, 129, 300, 9, 20], dtype=torch.int32))
-    q.copy_(torch.randn(q.shape))
-    graph.replay()
-    torch.cuda.synchronize()
-    check(out)
+            out = step.attend(backend, None)
+        torch.cuda._sleep(20_000_000)
+        found = []
+        for inputs in all_inputs:
+            step.take(inputs)
+            schedule(inputs.host_lengths)
+            graph.replay()
+            found.append(out.clone())
+    stream.synchronize()
+    for actual, inputs in zip(found, all_inputs, strict=True):
+        assert_rows_close(actual, step.expected(inputs), 2 * tolerance(name, case))
+
+
+@pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["triton", "fa", "fi", "trtllm", "sdpa", "fi,triton", "sdpa,fi"])
+def test_engines_answer_alike(name: str, tmp_path: Path) -> None:
+    """Greedy tokens of a checkpoint in bf16, by graphs where there are some, with and without
+    prompts in between."""
+    reference = write_broad_checkpoint(tmp_path).bfloat16().float()
+    prompts = prompts_with_shared_prefixes(vocab_size=256, longest=110, seed=7)
+    try:
+        sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, attention_backend=name)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert max(shortfalls(reference, prompts, tokens_of(sinks))) < 0.15
+
+
+def test_graphs_are_refused_where_they_cannot_be(tmp_path: Path, device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    write_broad_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="sdpa cannot be captured"):
+        serve(tmp_path, [], attention_backend="sdpa", cuda_graph_max_batch_size=4)

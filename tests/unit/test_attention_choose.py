@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from minisgl_backend.attention import choose
 from minisgl_backend.attention.base import AttentionShape
-from minisgl_backend.attention.paged import PagedAttention
+from minisgl_backend.attention.paged import AttentionSetting, PagedAttention
+from minisgl_backend.attention.paged_sdpa import PagedSdpa
 from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 
-SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, windows=(None,))
+SETTING = AttentionSetting(
+    shape=AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, windows=(None,)),
+    page_size=16,
+    max_sequence_length=100,
+    dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    max_batch_size=4,
+    max_captured_batch_size=4,
+    device=torch.device("cpu"),
+)
 
 
-def choice(option: str | None) -> PagedAttention:
-    return choose.choose_attention(
-        option,
-        SHAPE,
-        page_size=16,
-        kv_dtype=torch.bfloat16,
-        max_batch_size=4,
-        device=torch.device("cpu"),
-    )
+def choice(option: str | None, **changes: Any) -> PagedAttention:
+    return choose.choose_attention(option, replace(SETTING, **changes))
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +40,22 @@ def pretend_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_own_kernels_need_nothing(option: str | None) -> None:
     attention = choice(option)
     assert attention.name == "triton"
+    assert attention.can_capture
     assert isinstance(attention.prefill, TritonPrefill)
     assert isinstance(attention.decode, TritonDecode)
 
 
-@pytest.mark.parametrize("option", ["fi", "trtllm", "sdpa", "tritn", "triton,fi", ""])
+def test_the_reference_needs_nothing_and_is_not_captured() -> None:
+    attention = choice("sdpa")
+    assert attention.name == "sdpa"
+    assert not attention.can_capture
+    assert isinstance(attention.decode, PagedSdpa)
+    assert choice("sdpa,triton").can_capture
+
+
+@pytest.mark.parametrize("option", ["tritn", "triton,flash", ""])
 def test_unknown_names_are_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match="offered are triton, fa"):
+    with pytest.raises(ConfigError, match="offered are triton, fa, fi, trtllm, sdpa"):
         choice(option)
 
 
@@ -49,12 +64,62 @@ def test_three_names_are_refused() -> None:
         choice("triton,triton,triton")
 
 
-def test_flash_attention_says_what_it_needs() -> None:
-    with pytest.raises(ConfigError, match="attention_backend fa needs a GPU"):
-        choice("fa,triton")
+@pytest.mark.parametrize("option", ["fa,triton", "fi", "triton,fi", "trtllm"])
+def test_libraries_need_a_gpu(option: str) -> None:
+    with pytest.raises(ConfigError, match=r"attention_backend (fa|fi|trtllm) needs a GPU"):
+        choice(option)
+
+
+@pytest.mark.parametrize(
+    ("option", "changes", "reason"),
+    [
+        ("fa", {"kv_dtype": torch.float8_e4m3fn}, "fa needs KV pages of bfloat16 or float16, not"),
+        ("fi", {"dtype": torch.float32}, "fi needs dtype bfloat16 or float16, not float32"),
+        ("trtllm", {"page_size": 1}, "trtllm needs a page_size of 16, 32 or 64, not 1: set page_"),
+        ("trtllm", {"page_size": 128}, "trtllm needs a page_size of 16, 32 or 64, not 128"),
+        ("trtllm,triton", {}, "trtllm only decodes: use trtllm alone, or put one of triton, fa"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_said(
+    option: str, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        choice(option, **changes)
+
+
+def test_head_dimensions_that_flash_infer_lacks_are_refused() -> None:
+    shape = replace(SETTING.shape, head_dim=32)
+    with pytest.raises(ConfigError, match="fi needs a head_dim of 64, 128 or 256, not 32"):
+        choice("fi", shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("option", "command"),
+    [
+        ("fi", "needs flashinfer .*: pip install flashinfer-python"),
+        ("trtllm", "needs flashinfer .*: pip install flashinfer-python"),
+        ("fa", "needs sgl_kernel .*: pip install sglang-kernel"),
+    ],
+)
+def test_missing_packages_name_the_command(
+    option: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, 9)
+    with pytest.raises(ConfigError, match=command):
+        choice(option, device=torch.device("cuda"))
+
+
+def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, 8)
+    with pytest.raises(ConfigError, match="fa needs a GPU of compute capability 9, this one has 8"):
+        choice("fa", device=torch.device("cuda"))
 
 
 def test_missing_triton_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "has_triton", lambda: False)
     with pytest.raises(ConfigError, match="pip install triton"):
         choice("triton")
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))

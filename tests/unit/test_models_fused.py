@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -103,6 +104,8 @@ def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table:
                 offsets=torch.tensor([0, length], dtype=torch.int32),
                 ends=torch.tensor([length], dtype=torch.int32),
                 page_table=table,
+                host_offsets=np.array([0, length], np.int32),
+                host_ends=np.array([length], np.int32),
                 max_length=length,
                 max_end=length,
             )

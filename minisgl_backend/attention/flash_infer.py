@@ -1,0 +1,272 @@
+"""The backend ``fi``: FlashInfer (arXiv 2501.01005), its wrappers for prompts and for decoding.
+
+Its kernels follow a schedule: which part of which sequence a thread block takes. The host makes it
+of the lengths in pinned memory and copies it to the GPU, in the order of the stream; that memory is
+not written again before the copy has run, which waits for at most the step before the last one.
+
+A captured decode step has a wrapper for each batch size and window. Pages and lengths are read on
+the GPU: the graph gathers the rows of the page table into a buffer that the kernels read, so that
+the schedule is all that the host writes before a replay. Kernels are compiled at first use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.paged import AttentionSetting, Chunks, DecodeRows, PagedKV
+from minisgl_backend.kernels.dispatch import num_processors
+from minisgl_backend.request import IntArray
+
+COMMAND: Final = "pip install flashinfer-python==0.6.12"
+HEAD_DIMS: Final = (64, 128, 256)
+
+_TENSOR_CORE_GROUP: Final = 4
+"""Query heads of a KV head from which a row's products fill a tensor core well enough."""
+
+_SCHEDULE_BYTES: Final = 2**20
+"""Of a captured step: less than 32 bytes a row and a thread block."""
+
+_LAYOUT: Final = "NHD"  # [num_pages, page_size, num_kv_heads, head_dim]
+
+Wrapper: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedStep:
+    """The wrapper of each window, ready for the step's layers."""
+
+    wrappers: dict[int | None, Wrapper]
+    pdl: bool = False
+
+
+class FlashInferPrefill:
+    """``PrefillAttention`` by ``BatchPrefillWithPagedKVCacheWrapper``: the kernels of
+    FlashAttention-3 on Hopper over 16-bit pages, else those of FlashAttention-2."""
+
+    def __init__(self, library: ModuleType, setting: AttentionSetting):
+        """``library`` is the module flashinfer."""
+        self._setting = setting
+        workspace = _workspace(setting)
+        self._wrappers: dict[int | None, Wrapper] = {
+            window: library.BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT)
+            for window in setting.windows
+        }
+        self._copied = torch.cuda.Event()
+
+    def plan_chunks(self, chunks: Chunks) -> PlannedStep:
+        setting = self._setting
+        table = chunks.page_table.index_select(0, chunks.rows)
+        offsets = _to_host(chunks.host_offsets, setting)
+        pages = _PageLists.of(chunks.host_ends, table, setting)
+        self._copied.synchronize()
+        for window, wrapper in self._wrappers.items():
+            wrapper.plan(
+                offsets,
+                pages.offsets,
+                pages.indices,
+                pages.last_lengths,
+                *_heads(setting),
+                causal=True,
+                **_options(setting, window),
+            )
+        self._copied.record()
+        return PlannedStep(self._wrappers)
+
+    def prefill(self, q: Tensor, kv: PagedKV, layer: int, metadata: PlannedStep) -> Tensor:
+        wrapper = metadata.wrappers[self._setting.shape.windows[layer]]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return _run(wrapper, q, kv, out=out, enable_pdl=False)
+
+
+class FlashInferDecode:
+    """``ScheduledDecode`` by ``BatchDecodeWithPagedKVCacheWrapper``, by tensor cores where enough
+    query heads share a KV head."""
+
+    def __init__(self, library: ModuleType, setting: AttentionSetting):
+        """``library`` is the module flashinfer."""
+        self._library = library
+        self._setting = setting
+        self._workspace = _workspace(setting)
+        most, max_pages = setting.max_captured_batch_size, setting.max_pages
+
+        def zeros(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=setting.device)
+
+        # What captured kernels read. Each row has room for all the pages that it can have, whatever
+        # its length; a last page of less than no positions makes up for those behind the end:
+        # the kernels take (pages - 1) * page_size + (length of the last page) for the length.
+        self._host_offsets = torch.arange(most + 1, dtype=torch.int32) * max_pages
+        self._offsets = self._host_offsets.to(setting.device)
+        self._pages = zeros(most * max_pages, torch.int32)
+        self._last_lengths = zeros(most, torch.int32)
+        self._positions_before_last = (max_pages - 1) * setting.page_size
+        self._schedules = {w: zeros(_SCHEDULE_BYTES, torch.uint8) for w in setting.windows}
+
+        self._captured: dict[int, PlannedStep] = {}
+        self._eager = {window: self._wrapper() for window in setting.windows}
+        self._copied = torch.cuda.Event()
+
+    def schedule_rows(self, lengths: IntArray) -> None:
+        setting, size = self._setting, len(lengths)
+        if size not in self._captured:
+            self._captured[size] = PlannedStep(self._wrappers_to_capture(size))
+        counts = _num_pages(lengths, setting.page_size)
+        offsets = _offsets(counts)
+        last_lengths = torch.from_numpy(lengths - (counts - 1) * setting.page_size)
+        self._copied.synchronize()
+        for window, wrapper in self._captured[size].wrappers.items():
+            # Unlike ``plan`` it writes the schedule only, and not what the kernels read beside it.
+            self._library.decode.fast_decode_plan(
+                wrapper,
+                offsets,
+                self._pages,
+                last_lengths,
+                *_heads(setting),
+                **_options(setting, window),
+            )
+        self._copied.record()
+
+    def plan_rows(self, rows: DecodeRows) -> PlannedStep:
+        if rows.host_lengths is not None:
+            return self._plan_eagerly(rows, rows.host_lengths)
+        size, max_pages = rows.rows.shape[0], self._setting.max_pages
+        table = self._pages[: size * max_pages].view(size, max_pages)
+        torch.index_select(rows.page_table, 0, rows.rows, out=table)
+        last_lengths = self._last_lengths[:size]
+        torch.sub(rows.lengths, self._positions_before_last, out=last_lengths)
+        return PlannedStep(self._captured[size].wrappers, rows.pdl)
+
+    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: PlannedStep) -> Tensor:
+        wrapper = metadata.wrappers[self._setting.shape.windows[layer]]
+        return _run(wrapper, q, kv, enable_pdl=metadata.pdl)
+
+    def _plan_eagerly(self, rows: DecodeRows, lengths: IntArray) -> PlannedStep:
+        setting = self._setting
+        pages = _PageLists.of(lengths, rows.page_table.index_select(0, rows.rows), setting)
+        self._copied.synchronize()
+        for window, wrapper in self._eager.items():
+            wrapper.plan(
+                pages.offsets,
+                pages.indices,
+                pages.last_lengths,
+                *_heads(setting),
+                **_options(setting, window),
+            )
+        self._copied.record()
+        return PlannedStep(self._eager, rows.pdl)
+
+    def _wrappers_to_capture(self, size: int) -> dict[int | None, Wrapper]:
+        setting = self._setting
+        wrappers = {}
+        for window, schedule in self._schedules.items():
+            wrapper = self._wrapper(
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=self._offsets[: size + 1],
+                paged_kv_indices_buffer=self._pages,
+                paged_kv_last_page_len_buffer=self._last_lengths[:size],
+            )
+            wrapper.reset_workspace_buffer(self._workspace, schedule)
+            # Chooses the kernels, and leaves the offsets as they are.
+            wrapper.plan(
+                self._host_offsets[: size + 1],
+                self._pages[:0],
+                torch.full((size,), 1 - self._positions_before_last, dtype=torch.int32),
+                *_heads(setting),
+                **_options(setting, window),
+            )
+            wrappers[window] = wrapper
+        return wrappers
+
+    def _wrapper(self, **options: Any) -> Wrapper:
+        shape = self._setting.shape
+        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            _LAYOUT,
+            use_tensor_cores=shape.num_heads // shape.num_kv_heads >= _TENSOR_CORE_GROUP,
+            backend="fa2",
+            **options,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PageLists:
+    """The pages of sequences, one list after another, as plans take them; int32.
+
+    On the host ``offsets`` [num_sequences + 1] into ``indices``, which are on the device, and
+    ``last_lengths`` [num_sequences]: positions of the last page that are taken.
+    """
+
+    offsets: Tensor
+    indices: Tensor
+    last_lengths: Tensor
+
+    @classmethod
+    def of(cls, ends: IntArray, page_table: Tensor, setting: AttentionSetting) -> _PageLists:
+        """Sequences of ``ends`` positions, whose pages are the rows of ``page_table``."""
+        counts = _num_pages(ends, setting.page_size)
+        offsets = _offsets(counts)
+        starts = np.arange(len(ends)) * page_table.shape[1] - offsets[:-1].numpy()
+        taken = np.repeat(starts, counts) + np.arange(counts.sum())
+        index = _to_host(taken, setting).to(setting.device, non_blocking=True)
+        return cls(
+            _to_host(offsets.numpy(), setting),
+            page_table.flatten().index_select(0, index),
+            _to_host(ends - (counts - 1) * setting.page_size, setting),
+        )
+
+
+def _num_pages(lengths: IntArray, page_size: int) -> IntArray:
+    return -(-lengths // page_size)
+
+
+def _offsets(counts: IntArray) -> Tensor:
+    """0 and the running sums, int32 [len(counts) + 1]."""
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+
+
+def _to_host(array: Any, setting: AttentionSetting) -> Tensor:
+    """A copy in pinned memory, from which copies to the GPU need not wait for it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if setting.device.type == "cuda" else tensor
+
+
+def _heads(setting: AttentionSetting) -> tuple[int, int, int, int]:
+    shape = setting.shape
+    return shape.num_heads, shape.num_kv_heads, shape.head_dim, setting.page_size
+
+
+def _options(setting: AttentionSetting, window: int | None) -> dict[str, Any]:
+    return {
+        "window_left": -1 if window is None else window - 1,
+        "sm_scale": setting.shape.scale,
+        "q_data_type": setting.dtype,
+        "kv_data_type": setting.kv_dtype,
+    }
+
+
+def _run(wrapper: Wrapper, q: Tensor, kv: PagedKV, **options: Any) -> Tensor:
+    scale = kv.scale
+    pages = (kv.keys, kv.values)
+    out: Tensor = wrapper.run(q, pages, k_scale=scale.k, v_scale=scale.v, **options)
+    return out
+
+
+def _workspace(setting: AttentionSetting) -> Tensor:
+    """Room for the partial results of sequences that several thread blocks share, zeroed.
+
+    Two thread blocks a multiprocessor take a tile of up to 128 query heads each; in a captured step
+    every row of the batch has a tile of its own, split or not.
+    """
+    shape = setting.shape
+    group = shape.num_heads // shape.num_kv_heads
+    tile = 16 if group <= 16 else 128
+    blocks = 2 * num_processors(setting.device) // shape.num_kv_heads
+    rows = max(128 * blocks, (tile + group) * setting.max_captured_batch_size + tile)
+    num_bytes = 4 * rows * shape.num_heads * (shape.head_dim + 1)
+    return torch.zeros(num_bytes + 2**20, dtype=torch.uint8, device=setting.device)

@@ -1,0 +1,63 @@
+"""The backend ``trtllm``: decoding by kernels of TensorRT-LLM, as FlashInfer brings them.
+
+On Hopper those are XQA. Page table and lengths are read on the GPU and nothing is planned. For
+decoding only; kernels are compiled at first use, for one page size and ratio of heads. Over float8
+pages the queries and the weights of the values are rounded to float8 as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.paged import AttentionSetting, DecodeRows, PagedKV
+
+PAGE_SIZES: Final = (16, 32, 64)
+
+_WORKSPACE_BYTES: Final = 64 * 2**20
+"""Counters of the splits (8 MiB) and their partial results."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What each layer passes on: the page table of the rows, [batch_size, max_pages]."""
+
+    page_table: Tensor
+    lengths: Tensor
+    pdl: bool
+
+
+class TrtllmDecode:
+    """``DecodeAttention`` by ``trtllm_batch_decode_with_kv_cache``."""
+
+    def __init__(self, library: ModuleType, setting: AttentionSetting):
+        """``library`` is the module flashinfer."""
+        self._library = library
+        self._setting = setting
+        # The kernels count in it and leave the counters at zero.
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=setting.device)
+
+    def plan_rows(self, rows: DecodeRows) -> _Call:
+        table = rows.page_table.index_select(0, rows.rows)
+        return _Call(table, rows.lengths, rows.pdl)
+
+    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> Tensor:
+        window = self._setting.shape.windows[layer]
+        out: Tensor = self._library.decode.trtllm_batch_decode_with_kv_cache(
+            q.contiguous(),
+            (kv.keys, kv.values),
+            self._workspace,
+            metadata.page_table,
+            metadata.lengths,
+            metadata.page_table.shape[1] * self._setting.page_size,
+            bmm1_scale=self._setting.shape.scale * kv.scale.k,
+            bmm2_scale=kv.scale.v,
+            window_left=-1 if window is None else window - 1,
+            kv_layout="NHD",
+            enable_pdl=metadata.pdl,
+        )
+        return out

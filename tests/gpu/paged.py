@@ -1,0 +1,221 @@
+"""Paged keys and values, what attends to them, and what the answer must be.
+
+Runs on any device, so that the checks themselves are tested on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_backend.attention.base import AttentionShape, KVScale
+from minisgl_backend.attention.paged import (
+    AttentionSetting,
+    Chunks,
+    DecodeRows,
+    PagedAttention,
+    PagedKV,
+)
+from minisgl_backend.request import IntArray
+
+MAX_ROWS = 40
+MAX_POSITIONS = 320
+FP8 = torch.float8_e4m3fn
+SCALE = KVScale(0.25, 2.0)
+"""Of float8 pages: powers of two, which change no digit, and not the same for keys and values."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes that attention is tried with: 8 query heads, or 10 where they share KV heads by 5."""
+
+    page_size: int
+    group: int
+    head_dim: int
+    window: int | None = None
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        words = [f"page{self.page_size}", f"group{self.group}", f"dim{self.head_dim}"]
+        words += [f"window{self.window}"] * (self.window is not None) + ["fp8"] * self.fp8
+        return "-".join(words)
+
+    @property
+    def num_heads(self) -> int:
+        return 10 if self.group == 5 else 8
+
+    def setting(self, dtype: torch.dtype, device: torch.device) -> AttentionSetting:
+        shape = AttentionShape(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads // self.group,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            windows=(self.window,),
+        )
+        return AttentionSetting(
+            shape=shape,
+            page_size=self.page_size,
+            max_sequence_length=MAX_POSITIONS,
+            dtype=dtype,
+            kv_dtype=FP8 if self.fp8 else dtype,
+            max_batch_size=MAX_ROWS,
+            max_captured_batch_size=MAX_ROWS,
+            device=device,
+        )
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Rows over shuffled pages, and the same keys and values in order, as they are read back."""
+
+    setting: AttentionSetting
+    kv: PagedKV
+    page_table: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], setting: AttentionSetting) -> Paged:
+        """Random keys and values of so many positions a row."""
+        shape, page_size, device = setting.shape, setting.page_size, setting.device
+        is_fp8 = setting.kv_dtype == FP8
+        scale = SCALE if is_fp8 else KVScale()
+        num_pages = setting.max_pages * len(lengths)
+        table = torch.randperm(num_pages, device=device).view(len(lengths), -1)
+        # what nobody has written is finite, whatever else it is
+        dims = (num_pages, page_size, shape.num_kv_heads, shape.head_dim)
+        caches = [torch.full(dims, 7.0, device=device) for _ in range(2)]
+        in_order: list[list[Tensor]] = [[], []]
+        for cache, factor, found in zip(caches, (scale.k, scale.v), in_order, strict=True):
+            for row, length in enumerate(lengths):
+                position = torch.arange(length, device=device)
+                x = torch.randn(length, *dims[2:], device=device) / factor
+                x = x.to(setting.kv_dtype).float()
+                cache[table[row, position // page_size], position % page_size] = x
+                found.append(x * factor)
+        keys, values = (cache.to(setting.kv_dtype) for cache in caches)
+        on_device = torch.tensor([[scale.k], [scale.v]], device=device) if is_fp8 else (None, None)
+        k_scale, v_scale = on_device
+        kv = PagedKV(keys=keys, values=values, k_scale=k_scale, v_scale=v_scale, scale=scale)
+        return cls(setting, kv, table.int(), *in_order)
+
+    def queries(self, num_tokens: int) -> Tensor:
+        """Random ones, whose heads lie beside those of keys and values, as a model has them."""
+        shape = self.setting.shape
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        packed = torch.randn(num_tokens, heads, shape.head_dim, device=self.setting.device)
+        return packed.to(self.setting.dtype)[:, : shape.num_heads]
+
+    def int32(self, values: Sequence[int] | IntArray) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=self.setting.device)
+
+    def expected(self, q: Tensor, row: int, end: int) -> Tensor:
+        """Attention of the last ``len(q)`` of ``end`` positions of a row, [len(q), heads, dim]."""
+        shape = self.setting.shape
+        position = torch.arange(end, device=q.device)
+        query = position[end - len(q) :, None]
+        seen = position <= query
+        window = shape.windows[0]
+        if window is not None:
+            seen &= position > query - window
+        out = F.scaled_dot_product_attention(
+            q.float().transpose(0, 1),
+            self.keys[row][:end].transpose(0, 1),
+            self.values[row][:end].transpose(0, 1),
+            attn_mask=seen,
+            scale=shape.scale,
+            enable_gqa=True,
+        )
+        return out.transpose(0, 1).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompt chunks: those that begin a row, and those behind what is there already."""
+
+    paged: Paged
+    q: Tensor
+    rows: list[int]
+    ends: list[int]
+    offsets: IntArray
+
+    @classmethod
+    def of(cls, setting: AttentionSetting) -> Prompts:
+        rows, ends, lengths = (
+            [3, 0, 5, 1, 2, 4],
+            [130, 17, 300, 64, 1, 220],
+            [130, 9, 41, 1, 1, 128],
+        )
+        by_row = [end for _, end in sorted(zip(rows, ends, strict=True))]
+        paged = Paged.of(by_row, setting)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return cls(paged, paged.queries(sum(lengths)), rows, ends, offsets)
+
+    def attend(self, backend: PagedAttention) -> Tensor:
+        chunks = Chunks(
+            rows=self.paged.int32(self.rows),
+            offsets=self.paged.int32(self.offsets),
+            ends=self.paged.int32(self.ends),
+            page_table=self.paged.page_table,
+            host_offsets=self.offsets,
+            host_ends=np.array(self.ends, np.int32),
+            max_length=int(np.diff(self.offsets).max()),
+            max_end=max(self.ends),
+        )
+        prefill = backend.prefill
+        return prefill.prefill(self.q, self.paged.kv, 0, prefill.plan_chunks(chunks))
+
+    def expected(self) -> Tensor:
+        runs = zip(self.rows, self.ends, pairwise(self.offsets.tolist()), strict=True)
+        parts = [self.paged.expected(self.q[a:b], row, end) for row, end, (a, b) in runs]
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a decode step reads: ``lengths`` and ``host_lengths`` are the same numbers."""
+
+    rows: Tensor
+    lengths: Tensor
+    host_lengths: IntArray
+    q: Tensor
+
+
+class Decoding:
+    """A decode step of 5 rows out of 7, whose inputs can be changed under a captured graph."""
+
+    def __init__(self, setting: AttentionSetting):
+        self.paged = Paged.of([300, 1, 129, 64, 16, 250, 33], setting)
+        self._now = self.inputs([0] * 5, [1] * 5)  # as padding, which graphs are captured with
+
+    def inputs(self, rows: Sequence[int], lengths: Sequence[int]) -> Inputs:
+        """Rows of so many positions, with random queries."""
+        paged, host_lengths = self.paged, np.array(lengths, np.int32)
+        return Inputs(paged.int32(rows), paged.int32(lengths), host_lengths, paged.queries(5))
+
+    def take(self, inputs: Inputs) -> None:
+        """Put them where the step reads; this does not wait for the device."""
+        self._now.rows.copy_(inputs.rows)
+        self._now.lengths.copy_(inputs.lengths)
+        self._now.q.copy_(inputs.q)
+
+    def attend(self, backend: PagedAttention, host_lengths: IntArray | None) -> Tensor:
+        """Without ``host_lengths`` as in a step to be captured."""
+        rows = DecodeRows(
+            rows=self._now.rows,
+            lengths=self._now.lengths,
+            page_table=self.paged.page_table,
+            host_lengths=host_lengths,
+        )
+        decode = backend.decode
+        return decode.decode(self._now.q, self.paged.kv, 0, decode.plan_rows(rows))
+
+    def expected(self, inputs: Inputs) -> Tensor:
+        found = zip(inputs.q, inputs.rows.tolist(), inputs.lengths.tolist(), strict=True)
+        return torch.cat([self.paged.expected(q[None], row, end) for q, row, end in found])

@@ -1,0 +1,49 @@
+"""Attention over pages that runs on a CPU too, by the checks that GPU backends are held to."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention import choose
+from tests.gpu.compare import assert_close
+from tests.gpu.paged import Case, Decoding, Prompts
+
+CPU = torch.device("cpu")
+CASES = [
+    *(Case(*of) for of in product((1, 16), (1, 4, 5), (64,), (None, 50))),
+    *(Case(16, group, 64, fp8=True) for group in (1, 8)),
+]
+
+
+@pytest.fixture(params=["sdpa", "triton"])
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The reference, and the twins of this package's kernels."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    return str(request.param)
+
+
+def assert_rows_close(actual: Tensor, expected: Tensor) -> None:
+    for row, wanted in zip(actual, expected, strict=True):
+        assert_close(row, wanted)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ragged_chunks_and_extensions(name: str, case: Case) -> None:
+    torch.manual_seed(0)
+    prompts = Prompts.of(case.setting(torch.float32, CPU))
+    backend = choose.choose_attention(name, prompts.paged.setting)
+    assert_rows_close(prompts.attend(backend), prompts.expected())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decode(name: str, case: Case) -> None:
+    torch.manual_seed(0)
+    step = Decoding(case.setting(torch.float32, CPU))
+    backend = choose.choose_attention(name, step.paged.setting)
+    inputs = step.inputs([6, 0, 3, 2, 5], [33, 257, 64, 1, 250])
+    step.take(inputs)
+    assert_rows_close(step.attend(backend, inputs.host_lengths), step.expected(inputs))

@@ -67,13 +67,9 @@ class RowLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.part(x))
-
-    def part(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum."""
         # One rank alone adds the bias, or the sum over the ranks would hold it several times.
         bias = self.bias if self.group.rank == 0 else None
-        return F.linear(x, self.weight, bias)
+        return self.group.all_reduce(F.linear(x, self.weight, bias))
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         out_features = len(self.weight)

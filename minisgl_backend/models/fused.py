@@ -95,7 +95,7 @@ class FusedDecoder:
         ``out`` of that shape is a place for them, which is used where that saves memory.
         """
         norm, weight = self._model.model.norm, self._head.weight
-        if self._is_small(len(hidden)):
+        if len(hidden) <= MAX_BATCH_SIZE:
             logits = small_batch_linear(hidden, weight, norm_weight=norm.weight, eps=norm.eps)
             return self._head.gather(logits, out)
         normalized = rms_norm(hidden, norm.weight, norm.eps)
@@ -104,7 +104,11 @@ class FusedDecoder:
         return self._head.gather(F.linear(normalized, weight), out)
 
     def _is_small(self, num_tokens: int) -> bool:
-        return num_tokens <= MAX_BATCH_SIZE
+        return num_tokens <= MAX_BATCH_SIZE and not self._sums_are_fused(num_tokens)
+
+    def _sums_are_fused(self, num_tokens: int) -> bool:
+        fused, hidden_size = self._group.fused, self._model.spec.hidden_size
+        return fused is not None and fused.fits(num_tokens, hidden_size, self._model.dtype)
 
     def _wide_layer(
         self,
@@ -127,7 +131,9 @@ class FusedDecoder:
         if isinstance(mlp, ExpertsMLP):
             return _Pending(_experts(mlp, normalized), mlp.group)
         up = mlp.gate_up_proj
-        if is_wide_faster(len(x), len(up.weight) // 2, x.shape[1], gated=True):
+        if len(x) <= MAX_BATCH_SIZE and is_faster(len(x), x.shape[1], gated=True):
+            inner = small_batch_linear(normalized, up.weight, bias=up.bias, gated=True, pdl=pdl)
+        elif is_wide_faster(len(x), len(up.weight) // 2, x.shape[1], gated=True):
             inner = wide_linear(normalized, up.weight, bias=up.bias, gated=True, pdl=pdl)
         else:
             inner = silu_mul(up(normalized), pdl=pdl)
@@ -205,17 +211,25 @@ def _add_norm(pending: _Pending | None, x: Tensor, norm: Any, pdl: bool) -> Tens
     """Add to the residual stream ``x`` in place; the norm of the sum."""
     if pending is None:
         return rms_norm(x, norm.weight, norm.eps, pdl=pdl)
-    value = pending.value
+    value, group = pending.value, pending.group
     if value.dim() == 3:
         return add_rms_norm_parts(value, x, norm.weight, norm.eps, bias=pending.bias, pdl=pdl)
-    return fused_add_rms_norm(pending.group.all_reduce(value), x, norm.weight, norm.eps, pdl=pdl)
+    if group.fused is not None and group.fused.fits(len(value), value.shape[1], value.dtype):
+        return group.fused.add_rms_norm(value, x, norm.weight, norm.eps)
+    return fused_add_rms_norm(group.all_reduce(value), x, norm.weight, norm.eps, pdl=pdl)
 
 
 def _wide_product(x: Tensor, linear: Any, pdl: bool) -> Tensor:
     """The product of a column-parallel layer."""
-    if is_wide_faster(len(x), *linear.weight.shape):
-        return wide_linear(x, linear.weight, bias=linear.bias, pdl=pdl)
-    return cast(Tensor, linear(x))
+    return _product(x, linear.weight, linear.bias, pdl)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, pdl: bool) -> Tensor:
+    if len(x) <= MAX_BATCH_SIZE:
+        return small_batch_linear(x, weight, bias=bias, pdl=pdl)
+    if is_wide_faster(len(x), *weight.shape):
+        return wide_linear(x, weight, bias=bias, pdl=pdl)
+    return F.linear(x, weight, bias)
 
 
 def _wide_sum(x: Tensor, linear: Any, pdl: bool) -> _Pending:
@@ -223,7 +237,8 @@ def _wide_sum(x: Tensor, linear: Any, pdl: bool) -> _Pending:
     if linear.group.size == 1 and is_wide_faster(len(x), *linear.weight.shape, parts=True):
         parts = linear_parts(x, linear.weight, pdl=pdl)
         return _Pending(parts, linear.group, linear.bias)
-    return _Pending(linear.part(x), linear.group)
+    bias = linear.bias if linear.group.rank == 0 else None
+    return _Pending(_product(x, linear.weight, bias, pdl), linear.group)
 
 
 def _small_sum(inner: Tensor, linear: Any, x: Tensor, pdl: bool) -> Tensor:

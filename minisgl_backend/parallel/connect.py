@@ -12,6 +12,7 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.parallel.flashinfer_sum import FlashInferSum
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.parallel.pynccl import pynccl_group
@@ -23,7 +24,7 @@ def choose_comm(option: str | None, device: torch.device) -> str:
 
     Raises ``ConfigError`` where the device cannot use it.
     """
-    offered = ("gloo",) if device.type == "cpu" else ("nccl", "pynccl")
+    offered = ("gloo",) if device.type == "cpu" else ("nccl", "pynccl", "flashinfer")
     if option is None:
         return offered[0]
     if option not in offered:
@@ -63,8 +64,11 @@ def connect(
         host = gloo_group(place, store, timeout_s)
         if comm == "gloo":
             return host
-        if comm == "nccl":
-            return nccl_group(place, store, host)
-        return pynccl_group(host, device)
+        if comm == "pynccl":
+            return pynccl_group(host, device)
+        group = nccl_group(place, store, host)
+        if comm == "flashinfer":
+            group.fused = FlashInferSum(host, device)
+        return group
     except RuntimeError as error:
         raise ConfigError(f"the ranks cannot connect by {comm}: {error}") from error

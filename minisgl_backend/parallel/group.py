@@ -10,12 +10,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 
 _MOST_UNEVEN: Final = 2 * 2**30
 """Bytes by which the free memory of two ranks may differ."""
+
+
+class FusedSum(Protocol):
+    """All-reduce, residual add and RMSNorm in one kernel."""
+
+    def fits(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> bool:
+        """Whether there is a kernel for such tensors, and it beats separate ones."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += the sum of every rank's ``x``, in place; the RMSNorm of that.
+
+        ``x``, ``residual`` [num_tokens, hidden_size] for which ``fits``; ``weight`` [hidden_size].
+        """
+
+    def let_go(self) -> None:
+        """End kernels that wait for a lost rank; waits for nobody. Idempotent."""
 
 
 class Group(Protocol):
@@ -28,6 +45,10 @@ class Group(Protocol):
     @property
     def size(self) -> int:
         """How many ranks there are."""
+
+    @property
+    def fused(self) -> FusedSum | None:
+        """Sums over the ranks with what follows them in one kernel, where the group has that."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``; may overwrite it."""
@@ -54,6 +75,7 @@ class OneRank:
 
     rank = 0
     size = 1
+    fused: FusedSum | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.parallel.group import Group, side_by_side
+from minisgl_backend.parallel.group import FusedSum, Group, side_by_side
 from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.torch_group import keep_multicast_off
 
@@ -81,6 +81,8 @@ class Nccl:
 
 class PyNcclGroup:
     """A group over an NCCL communicator of its own, on the GPU that is current now."""
+
+    fused: FusedSum | None = None
 
     def __init__(self, nccl: Nccl, host: Group, stream: Callable[[], int]):
         """``host`` is the group of the same ranks for tensors in main memory; ``stream`` tells on

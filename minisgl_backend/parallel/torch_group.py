@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
-from minisgl_backend.parallel.group import side_by_side
+from minisgl_backend.parallel.group import FusedSum, side_by_side
 from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.place import Place
 
@@ -38,6 +38,8 @@ class TorchGroup:
 
     ``host`` is the group that numbers on the host are compared in; by default this one.
     """
+
+    fused: FusedSum | None = None
 
     def __init__(self, backend: Any, host: TorchGroup | None = None):
         self._backend = backend
@@ -68,6 +70,8 @@ class TorchGroup:
         return [int(number) for number in found.tolist()]
 
     def leave(self, *, patience_s: float = 0.0) -> None:
+        if self.fused is not None:
+            self.fused.let_go()
         if self._host is not None:  # gloo's collectives end by themselves: with a peer, or in time
             self._leaving.begin(patience_s)
 

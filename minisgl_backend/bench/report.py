@@ -45,7 +45,7 @@ class Report:
         """Print the table; in the file the keys of a single row also stand at the top."""
         table = Table(title=self.title, caption=", ".join(f"{k} {v}" for k, v in self.info.items()))
         for name in self.rows[0]:
-            table.add_column(name, justify="right", overflow="fold")
+            table.add_column(name.replace("_", " "), justify="right", overflow="fold")
         for row in self.rows:
             table.add_row(*map(_shown, row.values()))
         Console(width=max(120, Console().width)).print(table)

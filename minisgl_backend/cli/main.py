@@ -82,6 +82,7 @@ bench = LazyGroup(
         "serve": "minisgl_backend.bench.serve.command:serve",
         "perf-analyzer": "minisgl_backend.bench.perf_analyzer:perf_analyzer",
         "offline": "minisgl_backend.bench.offline:offline",
+        "server-share": "minisgl_backend.bench.server_share:server_share",
         "decode": "minisgl_backend.bench.decode:decode",
         "prefill": "minisgl_backend.bench.prefill:prefill",
         "kernels": "minisgl_backend.bench.kernels:kernels",

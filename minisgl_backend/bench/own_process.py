@@ -1,0 +1,41 @@
+"""A `minisgl bench` command in a process of its own, whose memory is free again when it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from minisgl_backend.cli.serve import options_as_text
+from minisgl_backend.config import EngineOptions
+
+_MAIN: Final = "from minisgl_backend.cli.main import main; main()"
+
+
+def run_bench(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run the command, whose table is printed as ever, and return what it writes with ``--json``.
+
+    Raises ``click.ClickException`` where it fails; it has said why.
+    """
+    with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
+        file = Path(folder) / "figures.json"
+        command = [sys.executable, "-c", _MAIN, "bench", *arguments, "--json", str(file)]
+        code = subprocess.run(command).returncode
+        if code:
+            raise click.ClickException(f"minisgl bench {' '.join(arguments)} ended with {code}")
+        figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return figures
+
+
+def option_arguments(options: EngineOptions) -> list[str]:
+    """The command line that says these options."""
+    given = options_as_text(options)
+    return [
+        word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)
+    ]

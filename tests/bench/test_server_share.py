@@ -1,0 +1,49 @@
+"""The engine behind tritonserver beside the engine alone, with the demo model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from minisgl_backend.bench import server_share
+from minisgl_backend.bench.clients import ask_at_once, requests_of
+from minisgl_backend.bench.prompts import Prompt
+from minisgl_backend.cli.main import main
+from minisgl_backend.errors import EngineFailure
+from minisgl_backend.server.process import TritonServer
+
+pytestmark = pytest.mark.server
+
+
+def test_the_share_is_that_of_the_same_requests(
+    server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def shared(*args: Any, **kwargs: Any) -> Iterator[TritonServer]:
+        yield server
+
+    monkeypatch.setattr(server_share, "started", shared)
+    file = tmp_path / "figures.json"
+    command = ["bench", "server-share", "--requests", "5", "--output-length", "4", "9"]
+    command += ["--clients", "2", "--num-pages", "256", "--max-sequence-length", "256"]
+    result = CliRunner().invoke(main, [*command, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    assert figures["requests"] == 5
+    assert 5 * 4 <= figures["output_tokens"] <= 5 * 9
+    assert figures["ttft_p50_ms"] <= figures["seconds"] * 1e3
+    assert figures["share"] == figures["tokens_per_s"] / figures["offline_tokens_per_s"]
+
+
+def test_a_refused_request_ends_the_run(server: TritonServer) -> None:
+    prompt = Prompt(np.array([1], np.int32), 10**6)
+    requests = requests_of([prompt], model="minisgl", temperature=0.0)
+    with pytest.raises(EngineFailure, match="max_tokens"):
+        ask_at_once(f"127.0.0.1:{server.grpc_port}", requests, num_processes=2)

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
+import torch
 from torch._C._distributed_c10d import Store
 
+from minisgl_backend.attention.base import KVScale
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.attention.paged import AttentionSetting
 from minisgl_backend.attention.sdpa import SdpaAttention
@@ -30,6 +32,7 @@ from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.kv_scales import read_kv_scales
 from minisgl_backend.parallel.connect import connect, open_store
 from minisgl_backend.parallel.group import Group, OneRank, least_free_memory
 from minisgl_backend.parallel.place import Place
@@ -103,6 +106,7 @@ def build_rank(facts: Resolved, join: Callable[[], Group], meet: Callable[[], No
         page_size=facts.page_size,
         dtype=facts.kv_dtype,
         device=facts.device.torch_device,
+        scales=_kv_scales(facts),
     )
     executor, attention = _executor(facts, model, storage)
     meet()
@@ -250,8 +254,16 @@ def _cuda_executor(
         max_sequence_length=facts.context,
         max_prefill_tokens=options.max_prefill_tokens,
         graph_sizes=batch_sizes(most, options.cuda_graph_batch_sizes),
+        fused_experts=options.moe_backend != "torch",
     )
     return executor, attention.name
+
+
+def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:
+    """What the checkpoint says of float8 pages, where there are such."""
+    if facts.kv_dtype != torch.float8_e4m3fn or facts.options.load_format == "dummy":
+        return None
+    return read_kv_scales(facts.folder, facts.spec.num_layers)
 
 
 def _num_pages(facts: Resolved, group: Group) -> int:

@@ -13,6 +13,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, lay_out_by_input
 from minisgl_backend.layers.slot import collect_slots
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.kv_scales import is_kv_scale
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.weights import fill_random, load_weights
 from minisgl_backend.parallel.group import Group
@@ -45,8 +46,11 @@ def build_model(
     if load_format == "dummy":
         fill_random(model, seed)
     elif load_format == "auto":
-        ignored = frozenset({"lm_head.weight"} if spec.tie_embeddings else ())
-        load_weights(collect_slots(model), folder, ignored=ignored)
+
+        def is_ignored(name: str) -> bool:
+            return is_kv_scale(name) or (spec.tie_embeddings and name == "lm_head.weight")
+
+        load_weights(collect_slots(model), folder, is_ignored=is_ignored)
     else:
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     model.set_positions(max_sequence_length or spec.context, device)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import ConfigReader, read_json
+from minisgl_backend.models.kv_scales import refuse_quantized_weights
 from minisgl_backend.models.llama import read_llama
 from minisgl_backend.models.mistral import read_mistral
 from minisgl_backend.models.qwen import read_qwen2, read_qwen3, read_qwen3_moe
@@ -44,9 +45,7 @@ def load_spec(folder: Path) -> ModelSpec:
 def parse_spec(values: Mapping[str, Any]) -> ModelSpec:
     """The spec that a parsed config.json describes; ``ConfigError`` where it cannot be served."""
     config = ConfigReader(values)
-    if "quantization_config" in config.values:
-        method = config.table("quantization_config").get("quant_method", "unknown method")
-        raise ConfigError(f"quantized checkpoints ({method}) are not supported")
+    refuse_quantized_weights(config)
     if "auto_map" in config.values:
         raise ConfigError("the checkpoint brings its own code (auto_map), which is never run")
     names = config.values.get("architectures") or ["no architecture"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -31,17 +31,19 @@ _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 
 
-def load_weights(slots: Mapping[str, Slot], folder: Path, *, ignored: frozenset[str]) -> None:
+def load_weights(
+    slots: Mapping[str, Slot], folder: Path, *, is_ignored: Callable[[str], bool]
+) -> None:
     """Fill every slot from the checkpoint in ``folder``, converting to the slots' dtype.
 
-    ``ignored`` names tensors that the checkpoint may hold without a use for them, as do buffers of
-    rotary frequencies. Raises ``ConfigError`` for missing, left-over or misshapen tensors and for
-    files that cannot be read.
+    ``is_ignored`` tells by their names the tensors that the checkpoint may hold without a use for
+    them here; buffers of rotary frequencies are such, too. Raises ``ConfigError`` for missing,
+    left-over or misshapen tensors and for files that cannot be read.
     """
     started = monotonic()
-    files = _tensor_files(folder)
+    files = tensor_files(folder)
     names = [name for held in files.values() for name in held]
-    _check_names(slots, names, ignored)
+    _check_names(slots, names, is_ignored)
     wanted = {path: [name for name in held if name in slots] for path, held in files.items()}
     with _progress(len(slots)) as advance:
         for path, held in wanted.items():
@@ -64,7 +66,7 @@ def fill_random(model: nn.Module, seed: int) -> None:
         nn.init.normal_(parameter, std=0.02, generator=generators[device])
 
 
-def _tensor_files(folder: Path) -> dict[Path, list[str]]:
+def tensor_files(folder: Path) -> dict[Path, list[str]]:
     """The tensor names of each file of the checkpoint."""
     if (folder / _INDEX).exists():
         located = read_json(folder / _INDEX).get("weight_map")
@@ -78,20 +80,24 @@ def _tensor_files(folder: Path) -> dict[Path, list[str]]:
             files.setdefault(folder / file, []).append(name)
         return files
     if (folder / _SINGLE).exists():
-        with _opened(folder / _SINGLE) as file:
+        with open_tensors(folder / _SINGLE) as file:
             return {folder / _SINGLE: sorted(file.keys())}
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
     raise ConfigError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
 
 
-def _check_names(slots: Mapping[str, Slot], names: list[str], ignored: frozenset[str]) -> None:
+def _check_names(
+    slots: Mapping[str, Slot], names: list[str], is_ignored: Callable[[str], bool]
+) -> None:
     found = set(names)
     missing = sorted(slots.keys() - found)
     if missing:
         raise ConfigError(f"the checkpoint lacks {_listed(missing)}")
     left_over = sorted(
-        name for name in found - slots.keys() - ignored if not name.endswith("rotary_emb.inv_freq")
+        name
+        for name in found - slots.keys()
+        if not (is_ignored(name) or name.endswith("rotary_emb.inv_freq"))
     )
     if left_over:
         raise ConfigError(f"the model has no place for {_listed(left_over)} of the checkpoint")
@@ -103,7 +109,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _read_file(slots: Mapping[str, Slot], path: Path, names: list[str]) -> Iterator[str]:
-    with _opened(path) as file:
+    with open_tensors(path) as file:
         held = set(file.keys())
         for name in names:
             if name not in held:
@@ -126,7 +132,7 @@ def _region(slot: Slot) -> tuple[slice, ...]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
     """A safetensors file; whatever is wrong with it becomes a ``ConfigError``."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -265,7 +265,7 @@ class _Slice:
 
 def test_a_rank_reads_its_slices_only(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its half of the matrices, the norms and the router, and no more."""
-    opened = weights._opened
+    opened = weights.open_tensors
 
     @contextmanager
     def watched(path: Path) -> Iterator[Any]:
@@ -274,7 +274,7 @@ def test_a_rank_reads_its_slices_only(checkpoints: Path, monkeypatch: pytest.Mon
                 keys=file.keys, get_slice=lambda name: _Slice(file.get_slice(name))
             )
 
-    monkeypatch.setattr(weights, "_opened", watched)
+    monkeypatch.setattr(weights, "open_tensors", watched)
     monkeypatch.setattr(_Slice, "num_read", 0)
     model = _build(checkpoints / "qwen3-moe", group=_Rank(1))
     assert _Slice.num_read == sum(

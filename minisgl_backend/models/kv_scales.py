@@ -1,0 +1,97 @@
+"""Scales of float8 keys and values, as checkpoints that were calibrated for them bring them.
+
+They are tensors of one number, two a layer, beside the projections. Tools name them differently:
+
+    model.layers.N.self_attn.k_scale              llm-compressor, and vLLM's own name
+    model.layers.N.self_attn.attn.k_scale         the same with the module that holds it
+    model.layers.N.self_attn.k_proj.k_scale       ModelOpt
+    model.layers.N.self_attn.k_proj.output_scale  compressed-tensors, older
+    model.layers.N.self_attn.kv_scale             AutoFP8: one for both
+
+and v in place of k. A key is stored as k / scale and read back times scale, and so are values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Final
+
+from minisgl_backend.attention.base import KVScale
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.weights import open_tensors, tensor_files
+
+_NAME: Final = re.compile(
+    r"model\.layers\.(?P<layer>\d+)\.self_attn\."
+    r"(?:(?:attn\.)?(?P<of>k|v|kv)_scale|(?P<proj>[kv])_proj\.(?:(?P=proj)_scale|output_scale))"
+)
+_METHODS: Final = ("compressed-tensors", "modelopt")
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor of this name is a scale of keys or values."""
+    return _NAME.fullmatch(name) is not None
+
+
+def read_kv_scales(folder: Path, num_layers: int) -> tuple[KVScale, ...]:
+    """The scales of each layer; 1 where the checkpoint in ``folder`` has none for a layer.
+
+    Raises ``ConfigError`` for one that is not a single number, finite and above 0, for a name that
+    says what another has said, for a layer with only one of the two, and for one too many.
+    """
+    found: dict[tuple[int, str], float] = {}
+    for path, held in tensor_files(folder).items():
+        names = [name for name in held if is_kv_scale(name)]
+        if not names:
+            continue
+        with open_tensors(path) as file:
+            for name in names:
+                match = _NAME.fullmatch(name)
+                assert match is not None
+                layer = int(match["layer"])
+                if layer >= num_layers:
+                    raise ConfigError(f"the model has no place for {name} of the checkpoint")
+                value = file.get_tensor(name)
+                if value.numel() != 1:
+                    shape = tuple(value.shape)
+                    raise ConfigError(f"{name} must be one number, its shape is {shape}")
+                number = float(value)
+                if not math.isfinite(number) or number <= 0:
+                    raise ConfigError(f"{name} must be finite and above 0, it is {number}")
+                for of in match["of"] or match["proj"]:
+                    if (layer, of) in found:
+                        raise ConfigError(f"{name} is a second scale of {of} in layer {layer}")
+                    found[layer, of] = number
+    for layer, of in found:
+        other = "v" if of == "k" else "k"
+        if (layer, other) not in found:
+            raise ConfigError(
+                f"layer {layer} of the checkpoint has a {of}_scale and no {other}_scale"
+            )
+    return tuple(
+        KVScale(found.get((layer, "k"), 1.0), found.get((layer, "v"), 1.0))
+        for layer in range(num_layers)
+    )
+
+
+def refuse_quantized_weights(config: ConfigReader) -> None:
+    """Raise ``ConfigError`` where a config.json describes more than 8-bit floats of one scale a
+    layer for keys and values: weights that are quantized cannot be read."""
+    if "quantization_config" not in config.values:
+        return
+    quantization = ConfigReader(
+        config.table("quantization_config"), f"{config.where}: quantization_config"
+    )
+    method = quantization.word("quant_method", "unknown method")
+    of_weights = quantization.values.get("config_groups") or quantization.values.get("quant_algo")
+    if method not in _METHODS or of_weights or "kv_cache_scheme" not in quantization.values:
+        raise ConfigError(f"quantized checkpoints ({method}) are not supported")
+    scheme = quantization.table("kv_cache_scheme")
+    wanted = {"num_bits": 8, "type": "float"}
+    defaults = {"dynamic": False, "symmetric": True, "strategy": "tensor"}
+    if any(scheme.get(key) != value for key, value in wanted.items()) or any(
+        scheme.get(key, value) != value for key, value in defaults.items()
+    ):
+        raise quantization.error("kv_cache_scheme", "8-bit floats with one scale a tensor", scheme)

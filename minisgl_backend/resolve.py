@@ -95,9 +95,11 @@ def _refuse_unsupported(options: EngineOptions, device: Device) -> None:
     if isinstance(device, CudaDevice):
         refused |= {
             "dtype": options.dtype == "float64",
-            "moe_backend": options.moe_backend not in (None, "fused"),
+            # experts one by one wait for the device, which a graph cannot hold
+            "moe_backend": options.moe_backend == "torch"
+            and options.cuda_graph_max_batch_size != 0,
         }
-        where = "GPUs, in at most 32 bits, with moe_backend fused"
+        where = "GPUs, in at most 32 bits, with moe_backend torch outside of CUDA graphs only"
     else:
         refused |= {
             "kv_cache_dtype": options.kv_cache_dtype is not None,

@@ -63,12 +63,17 @@ class CudaExecutor:
         max_sequence_length: int,
         max_prefill_tokens: int,
         graph_sizes: list[int],
+        fused_experts: bool = True,
     ):
         self._device = device
         self._attention = attention
         self._group = model.group
         with device.queue():
-            self._model = FusedDecoder(model, paged_layers(storage, model.spec.num_layers))
+            self._model = FusedDecoder(
+                model,
+                paged_layers(storage, model.spec.num_layers),
+                fused_experts=fused_experts,
+            )
             self._rows = Rows(
                 device,
                 max_rows=max_rows,

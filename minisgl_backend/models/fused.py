@@ -49,11 +49,15 @@ Attend: TypeAlias = Callable[[Tensor, PagedKV, int], Tensor]
 class FusedDecoder:
     """Forward passes of ``model`` over tensors on a GPU (elsewhere by the kernels' twins)."""
 
-    def __init__(self, model: Decoder, kv: list[PagedKV]):
-        """``kv`` holds the pages of each layer."""
+    def __init__(self, model: Decoder, kv: list[PagedKV], *, fused_experts: bool = True):
+        """``kv`` holds the pages of each layer.
+
+        Without ``fused_experts`` experts are computed one by one, which waits for the device.
+        """
         self._model = model
         self._kv = kv
         self._group = model.group
+        self._experts = _fused_experts if fused_experts else ExpertsMLP.part
         self._layers: list[Any] = list(model.model.layers)
         self._head = model.model.embed_tokens if model.spec.tie_embeddings else model.lm_head
 
@@ -129,7 +133,7 @@ class FusedDecoder:
         projected = _wide_sum(out, attention.o_proj, pdl)
         normalized = _add_norm(projected, x, layer.post_attention_layernorm, pdl)
         if isinstance(mlp, ExpertsMLP):
-            return _Pending(_experts(mlp, normalized), mlp.group)
+            return _Pending(self._experts(mlp, normalized), mlp.group)
         up = mlp.gate_up_proj
         if len(x) <= MAX_BATCH_SIZE and is_faster(len(x), x.shape[1], gated=True):
             inner = small_batch_linear(normalized, up.weight, bias=up.bias, gated=True, pdl=pdl)
@@ -156,7 +160,7 @@ class FusedDecoder:
         x = _small_sum(out, attention.o_proj, x, pdl)
         norm = layer.post_attention_layernorm
         if isinstance(mlp, ExpertsMLP):
-            part = _experts(mlp, rms_norm(x, norm.weight, norm.eps))
+            part = self._experts(mlp, rms_norm(x, norm.weight, norm.eps))
             return mlp.group.all_reduce(part.add_(x) if mlp.group.rank == 0 else part)
         if is_faster(len(x), x.shape[1], gated=True):
             inner = _norm_linear(x, norm, mlp.gate_up_proj, gated=True, pdl=pdl)
@@ -266,7 +270,7 @@ def _norm_linear(
     )
 
 
-def _experts(mlp: ExpertsMLP, normalized: Tensor) -> Tensor:
+def _fused_experts(mlp: ExpertsMLP, normalized: Tensor) -> Tensor:
     """This rank's part of the experts' sum."""
     weights, experts = mlp.route(normalized)
     return fused_experts(normalized, mlp.gate_up, mlp.down, experts, weights.float())

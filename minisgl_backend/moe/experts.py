@@ -44,6 +44,10 @@ class ExpertsMLP(nn.Module):
         self.down = _parameter(num_experts, hidden_size, share)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(self.part(x))
+
+    def part(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum over the ranks, [num_tokens, hidden_size]."""
         weights, experts = self.route(x)  # [num_tokens, top_k] each
         out = torch.zeros_like(x)
         # Sorted by expert, the (token, choice) pairs of each form one run.
@@ -60,7 +64,7 @@ class ExpertsMLP(nn.Module):
             y = F.linear(F.silu(gate) * up, self.down[expert])
             out.index_add_(0, tokens[run], y * weights[run])
             begin += count
-        return self.group.all_reduce(out)
+        return out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and ids of each token's experts, both [num_tokens, top_k]."""

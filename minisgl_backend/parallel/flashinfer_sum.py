@@ -25,7 +25,7 @@ from minisgl_backend.parallel.peer_memory import PeerMemory
 
 _SIZES: Final = (2, 4, 8)
 _DTYPES: Final = (torch.bfloat16, torch.float16)
-_LEAST_HIDDEN_SIZE: Final = 1024
+_LEAST_HIDDEN_SIZE: Final = 256
 _MOST_SENT: Final = 8 * 2**20
 """Bytes that a rank sends; beyond that NCCL's rings, which send less, are faster."""
 

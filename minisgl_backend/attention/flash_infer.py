@@ -26,7 +26,7 @@ from minisgl_backend.request import IntArray
 COMMAND: Final = "pip install flashinfer-python==0.6.12"
 HEAD_DIMS: Final = (64, 128, 256)
 
-_TENSOR_CORE_GROUP: Final = 4
+TENSOR_CORE_GROUP: Final = 4
 """Query heads of a KV head from which a row's products fill a tensor core well enough."""
 
 _SCHEDULE_BYTES: Final = 2**20
@@ -188,7 +188,7 @@ class FlashInferDecode:
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             _LAYOUT,
-            use_tensor_cores=shape.num_heads // shape.num_kv_heads >= _TENSOR_CORE_GROUP,
+            use_tensor_cores=shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP,
             backend="fa2",
             **options,
         )

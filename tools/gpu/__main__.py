@@ -2,7 +2,7 @@
 
 The GPU machine is expected to have Linux x86-64, Python 3.12, an NVIDIA driver, nvcc and torch; it
 needs no network. ``kernels`` packs FlashInfer and a trimmed sgl_kernel, ``server`` packs
-tritonserver and a numpy that its stub can read. Each archive stays small enough to travel with a
+tritonserver, a numpy that its stub can read and what its clients need. Each archive stays small enough to travel with a
 working tree (``--limit-mib`` for both together); ``tools/gpu/activate.sh`` unpacks them there.
 
 Needs pip, ``xz`` and, for ``kernels``, ``pip install zstandard``.
@@ -24,7 +24,14 @@ from tools.gpu.trim import Wanted, trim
 PYTHON = "3.12"
 WHEELS = {
     "kernels": ("flashinfer-python==0.6.12", "apache-tvm-ffi==0.1.9", "sglang-kernel==0.4.4"),
-    "server": ("nvidia-pytriton==0.7.0", "numpy==1.26.4"),
+    "server": (
+        "nvidia-pytriton==0.7.0",
+        "numpy==1.26.4",
+        "tritonclient==2.73.0",
+        "grpcio==1.85.1",
+        "protobuf==6.33.6",
+        "python-rapidjson==1.25",
+    ),
 }
 _GLIBC = (17, 24, 27, 28, 31, 34, 35, 38, 39)
 """Minor versions of glibc 2 whose wheels run there; pip matches each tag exactly."""
@@ -62,14 +69,14 @@ def _kernel_file(name: str) -> bool:
 
 
 def _server_file(name: str) -> bool:
-    """tritonserver, its Python backend, one stub and the libraries that the wheel repaired."""
+    """All but the Python of pytriton, and of its tritonserver what serves one Python version."""
     place = name.partition("pytriton/tritonserver/")[2]
     if place:
         stub = f"python_backend_stubs/{PYTHON}/"
         return place.startswith(("bin/", "backends/", stub))
     if name.startswith("nvidia_pytriton.libs/libpython"):
         return False  # of another Python; 3.12 has its own on the machine
-    return name.startswith(("nvidia_pytriton.libs/", "numpy"))
+    return "/tests/" not in name and not name.startswith(("pytriton/", "nvidia_pytriton-"))
 
 
 @click.command()

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
-from minisgl_backend.errors import InvalidRequest, MiniSGLError
+from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded
 from minisgl_backend.heartbeat import State
 from minisgl_backend.request import Finished, FinishReason, Request
 from minisgl_backend.runtime.engine import Engine
@@ -255,7 +255,10 @@ class TritonPythonModel:
         """Cancel the requests that bear the same id, and say so."""
         if not label:
             raise InvalidRequest("stop_request needs the request id of what it stops")
-        for stream in self._dispatcher.labelled(label):
+        streams = self._dispatcher.labelled(label)
+        if not streams and not self._engine.health().ready:
+            raise Overloaded("the engine takes no requests")  # so that one for nothing is a probe
+        for stream in streams:
             self._engine.abort(stream.request_id)
         wanted = replace(request.wanted, finish_reason=True)
         if direct:

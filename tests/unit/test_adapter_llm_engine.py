@@ -343,10 +343,12 @@ def test_unloading_ends_what_is_open(model: Model) -> None:
     error = response.error() if response else None
     assert error is not None and error.message().startswith("UNAVAILABLE: the server is")
     assert not model.is_ready()
-    late = request(acknowledged=False)
-    model.execute([late])
-    response, final = late.sender.sent.get(timeout=PATIENCE_S)
-    assert final and response is not None and response.has_error()
+    stop = pb_utils.InferenceRequest({}, request_id="none", parameters={"stop_request": True})
+    for late in (request(acknowledged=False), stop):
+        model.execute([late])
+        response, final = late.sender.sent.get(timeout=PATIENCE_S)
+        error = response.error() if response else None
+        assert final and error is not None and error.message().startswith("UNAVAILABLE: ")
 
 
 def test_is_ready(model: Model) -> None:

@@ -205,16 +205,18 @@ class Decoding:
         self._now.lengths.copy_(inputs.lengths)
         self._now.q.copy_(inputs.q)
 
-    def attend(self, backend: PagedAttention, host_lengths: IntArray | None) -> Tensor:
-        """Without ``host_lengths`` as in a step to be captured."""
-        rows = DecodeRows(
+    def rows(self, host_lengths: IntArray | None) -> DecodeRows:
+        return DecodeRows(
             rows=self._now.rows,
             lengths=self._now.lengths,
             page_table=self.paged.page_table,
             host_lengths=host_lengths,
         )
-        decode = backend.decode
-        return decode.decode(self._now.q, self.paged.kv, 0, decode.plan_rows(rows))
+
+    def attend(self, backend: PagedAttention, host_lengths: IntArray | None) -> Tensor:
+        """Without ``host_lengths`` as in a step to be captured."""
+        metadata = backend.decode.plan_rows(self.rows(host_lengths))
+        return backend.decode.decode(self._now.q, self.paged.kv, 0, metadata)
 
     def expected(self, inputs: Inputs) -> Tensor:
         found = zip(inputs.q, inputs.rows.tolist(), inputs.lengths.tolist(), strict=True)

@@ -1,0 +1,174 @@
+"""What FlashInfer's kernels are told, read back as they read it.
+
+A stand-in for the library attends in plain PyTorch from what wrappers are planned with and from the
+buffers that a captured kernel would read. The kernels themselves run in ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_backend.attention.flash_infer import FlashInferDecode, FlashInferPrefill
+from minisgl_backend.attention.paged import PagedAttention, ScheduledDecode
+from minisgl_backend.attention.paged_sdpa import PagedSdpa
+from minisgl_backend.attention.triton import TritonDecode
+from tests.gpu.compare import assert_close
+from tests.gpu.paged import Case, Decoding, Prompts
+
+CPU = torch.device("cpu")
+CASES = [Case(1, 2, 64), Case(16, 4, 64), Case(16, 8, 64, window=50), Case(64, 2, 64, fp8=True)]
+LIBRARY: Any = SimpleNamespace()
+
+
+class Wrapper:
+    """Either of FlashInfer's wrappers: lists of pages by offsets and the length of the last one."""
+
+    def __init__(self, workspace: Tensor, layout: str, **options: Any):
+        assert layout == "NHD"
+        self.options = options
+        self.buffers: list[Any] = [
+            options.get(f"paged_kv_{name}_buffer")
+            for name in ("indptr", "indices", "last_page_len")
+        ]
+
+    def reset_workspace_buffer(self, workspace: Tensor, schedule: Tensor) -> None:
+        self.schedule = schedule
+
+    def plan(self, *tensors: Any, **options: Any) -> None:
+        *lists, num_heads, num_kv_heads, head_dim, page_size = tensors
+        self.queries = None if len(lists) == 3 else lists.pop(0)
+        self.page_size, self.planned = page_size, options
+        assert (num_heads % num_kv_heads, head_dim) == (0, 64)
+        for index, tensor in enumerate(lists):
+            assert tensor.dtype == torch.int32
+            buffer = self.buffers[index]
+            if buffer is None or not self.options.get("use_cuda_graph"):
+                self.buffers[index] = tensor
+            else:
+                buffer[: len(tensor)].copy_(tensor)
+        self.scheduled = self.lengths()
+
+    def lengths(self) -> list[int]:
+        offsets, _, last_lengths = self.buffers
+        pages = offsets[1:] - offsets[:-1]
+        found: list[int] = ((pages - 1) * self.page_size + last_lengths).tolist()
+        return found
+
+    def run(
+        self,
+        q: Tensor,
+        pages: tuple[Tensor, Tensor],
+        *,
+        k_scale: float,
+        v_scale: float,
+        out: Tensor | None = None,
+        enable_pdl: bool,
+    ) -> Tensor:
+        assert self.lengths() == self.scheduled
+        offsets, indices, _ = self.buffers
+        ends = self.queries if self.queries is not None else torch.arange(len(q) + 1)
+        parts = []
+        for row, length in enumerate(self.lengths()):
+            first, last = int(ends[row]), int(ends[row + 1])
+            taken = indices[offsets[row] :][: -(-length // self.page_size)]
+            keys, values = (cache.float()[taken].flatten(0, 1)[:length] for cache in pages)
+            query = torch.arange(length - (last - first), length)[:, None]
+            seen = torch.arange(length) <= query
+            left = self.planned["window_left"]
+            if left >= 0:
+                seen &= torch.arange(length) >= query - left
+            attended = F.scaled_dot_product_attention(
+                q[first:last].transpose(0, 1),
+                (keys * k_scale).transpose(0, 1),
+                (values * v_scale).transpose(0, 1),
+                attn_mask=seen,
+                scale=self.planned["sm_scale"],
+                enable_gqa=True,
+            )
+            parts.append(attended.transpose(0, 1))
+        found = torch.cat(parts)
+        return found if out is None else out.copy_(found)
+
+
+def fast_decode_plan(
+    wrapper: Wrapper, offsets: Tensor, indices: Tensor, last_lengths: Tensor, *heads: int, **_: Any
+) -> None:
+    """Makes the schedule from the host's numbers, and leaves alone what the kernels read."""
+    assert len(indices) <= len(wrapper.buffers[1])
+    pages = offsets[1:] - offsets[:-1]
+    wrapper.scheduled = ((pages - 1) * wrapper.page_size + last_lengths).tolist()
+
+
+LIBRARY.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+LIBRARY.BatchDecodeWithPagedKVCacheWrapper = Wrapper
+LIBRARY.decode = SimpleNamespace(fast_decode_plan=fast_decode_plan)
+
+
+class Event:
+    """A CUDA event where there is no CUDA."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_chunks(case: Case) -> None:
+    prompts = Prompts.of(case.setting(torch.float32, CPU))
+    setting = prompts.paged.setting
+    backend = PagedAttention("fi", FlashInferPrefill(LIBRARY, setting), PagedSdpa(setting.shape))
+    assert_close(prompts.attend(backend), prompts.expected())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_eagerly_and_as_captured(case: Case) -> None:
+    step = Decoding(case.setting(torch.float32, CPU))
+    setting = step.paged.setting
+    decode = FlashInferDecode(LIBRARY, setting)
+    backend = PagedAttention("fi", PagedSdpa(setting.shape), decode)
+    for rows, lengths in (
+        ([6, 0, 3, 2, 5], [33, 257, 64, 1, 250]),
+        ([1, 2, 0, 4, 6], [1, 129, 300, 9, 20]),
+    ):
+        inputs = step.inputs(rows, lengths)
+        step.take(inputs)
+        assert_close(step.attend(backend, inputs.host_lengths), step.expected(inputs))
+        decode.schedule_rows(inputs.host_lengths)
+        assert_close(step.attend(backend, None), step.expected(inputs))
+
+
+def test_each_window_has_its_own_schedule() -> None:
+    setting = Case(16, 2, 64).setting(torch.float32, CPU)
+    setting = replace(setting, shape=replace(setting.shape, windows=(20, None, 20)))
+    step = Decoding(setting)
+    decode = FlashInferDecode(LIBRARY, setting)
+    backend = PagedAttention("fi", PagedSdpa(setting.shape), decode)
+    inputs = step.inputs([6, 0, 3, 2, 5], [33, 257, 64, 1, 250])
+    step.take(inputs)
+    decode.schedule_rows(inputs.host_lengths)
+    assert_close(step.attend(backend, None), step.expected(inputs))
+    wrappers = decode.plan_rows(step.rows(None)).wrappers
+    assert set(wrappers) == {20, None}
+    assert wrappers[20].schedule.data_ptr() != wrappers[None].schedule.data_ptr()
+
+
+def test_only_scheduled_backends_are_told_of_lengths() -> None:
+    setting = Case(16, 2, 64).setting(torch.float32, CPU)
+    own = TritonDecode(setting.shape, max_batch_size=5, device=CPU)
+    assert isinstance(FlashInferDecode(LIBRARY, setting), ScheduledDecode)
+    assert not isinstance(own, ScheduledDecode)

@@ -2,8 +2,9 @@
 
 The GPU machine is expected to have Linux x86-64, Python 3.12, an NVIDIA driver, nvcc and torch; it
 needs no network. ``kernels`` packs FlashInfer and a trimmed sgl_kernel, ``server`` packs
-tritonserver, a numpy that its stub can read and what its clients need. Each archive stays small enough to travel with a
-working tree (``--limit-mib`` for both together); ``tools/gpu/activate.sh`` unpacks them there.
+tritonserver, a numpy that its stub can read and what its clients need. Each archive stays small
+enough to travel with a working tree (``--limit-mib`` for both together); ``tools/gpu/activate.sh``
+unpacks them there.
 
 Needs pip, ``xz`` and, for ``kernels``, ``pip install zstandard``.
 """

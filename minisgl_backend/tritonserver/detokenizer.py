@@ -6,7 +6,8 @@ text, with nothing (the final flag alone), or with an error, and acknowledged to
 
 Invariants: every chunk gets its final flag and its acknowledgement. After a stream's last answer,
 or once its client is gone, its chunks are answered with nothing. What is kept of a stream goes with
-its last chunk, with the engine's word to forget it, or with the engine.
+its last chunk, with the engine's word to forget it, with the engine, or when nothing more is heard
+of it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -38,7 +40,7 @@ from minisgl_backend.tritonserver.setup import (
 from minisgl_backend.tritonserver.tensors import make_response, read_inputs
 from minisgl_backend.tritonserver.vitals import Vitals
 from minisgl_backend.tritonserver.wire.answer import answer_arrays
-from minisgl_backend.tritonserver.wire.chunk import Chunk, decode_chunk, stream_name
+from minisgl_backend.tritonserver.wire.chunk import Chunk, decode_chunk
 from minisgl_backend.tritonserver.wire.parameters import CHUNK
 from minisgl_backend.tritonserver.wire.stream import AnswerStream
 
@@ -46,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 _ASK_EVERY_S: Final = 0.2
 """How often the chunks of a stream are asked whether their client gave up."""
+_SILENT_S: Final = 60.0
+"""An engine is never silent for that long about a stream that it has: it would send probes."""
 
 _ERRORS: Final[Mapping[str, type[MiniSGLError]]] = {
     error.code: error
@@ -53,28 +57,16 @@ _ERRORS: Final[Mapping[str, type[MiniSGLError]]] = {
 }
 
 
-def _split(name: str) -> tuple[int, int]:
-    """The epoch and the counter of a stream's name."""
-    epoch, _, counter = name.partition(".")
-    try:
-        numbers = int(epoch, 16), int(counter, 16)
-    except ValueError:
-        numbers = -1, -1
-    if not all(0 <= number < 2**64 for number in numbers):
-        raise InvalidRequest("chunk is not one that llm_engine sends")
-    return numbers
-
-
 class _Open:
-    """A stream, and where its acknowledgements go."""
+    """A stream, and the path of the engine that has it."""
 
-    __slots__ = ("answers", "asked_s", "counter", "epoch", "over")
+    __slots__ = ("answers", "asked_s", "engine", "heard_s", "over")
 
-    def __init__(self, epoch: int, counter: int, answers: AnswerStream) -> None:
-        self.epoch = epoch
-        self.counter = counter
+    def __init__(self, engine: str, answers: AnswerStream) -> None:
+        self.engine = engine
         self.answers = answers
         self.asked_s = 0.0
+        self.heard_s = 0.0
         self.over: Verdict | None = None
         """Set once nothing more is for the client."""
 
@@ -86,7 +78,8 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer's table of bytes."""
         self._vocabulary = load_vocabulary(tokenizer_folder(engine_options(args)))
-        self._streams: dict[str, _Open] = {}
+        self._streams: OrderedDict[int, _Open] = OrderedDict()
+        """By key; those of which nothing was heard for longest come first."""
         self._lock = threading.Lock()
         self._channel = DetokenizerChannel(
             on_forget=self._forget, on_engine_gone=self._forget_engine
@@ -123,7 +116,7 @@ class TritonPythonModel:
                 stream.over = verdict
         # before it is sent, since the engine can make the next chunk ready meanwhile; that one is
         # taken only when this is done, so they stay in order
-        self._acknowledge(chunk, stream, verdict)
+        self._acknowledge(chunk, verdict)
         if response is not None:
             responder.send(response, final=True)
         else:
@@ -131,13 +124,24 @@ class TritonPythonModel:
 
     def _stream(self, chunk: Chunk) -> _Open | None:
         """The stream of a chunk, a new one where it is the first; None where it is not known."""
-        stream = self._streams.get(chunk.stream)
-        if stream is None and chunk.index == 0 and chunk.start is not None:
-            epoch, counter = _split(chunk.stream)
-            stream = _Open(epoch, counter, AnswerStream(self._vocabulary, chunk.start))
-            with self._lock:
-                self._streams[chunk.stream] = stream
+        now_s = time.monotonic()
+        with self._lock:
+            stream = self._streams.get(chunk.key)
+            if stream is None and chunk.index == 0 and chunk.start is not None:
+                self._drop_silent(now_s)
+                stream = _Open(chunk.reply_to, AnswerStream(self._vocabulary, chunk.start))
+                self._streams[chunk.key] = stream
+            if stream is not None:
+                stream.heard_s = now_s
+                self._streams.move_to_end(chunk.key)
         return stream
+
+    def _drop_silent(self, now_s: float) -> None:
+        while self._streams:
+            key, stream = next(iter(self._streams.items()))
+            if now_s - stream.heard_s < _SILENT_S:
+                return
+            del self._streams[key]
 
     def _answer(
         self, chunk: Chunk, stream: _Open | None, responder: Responder
@@ -174,28 +178,23 @@ class TritonPythonModel:
         stream.asked_s = now_s
         return responder.is_cancelled()
 
-    def _acknowledge(self, chunk: Chunk, stream: _Open | None, verdict: Verdict) -> None:
+    def _acknowledge(self, chunk: Chunk, verdict: Verdict) -> None:
         if chunk.finish is not None or chunk.error is not None:
             with self._lock:  # it was the last, and no one waits for its acknowledgement
-                self._streams.pop(chunk.stream, None)
+                self._streams.pop(chunk.key, None)
             return
-        if stream is not None:
-            epoch, counter = stream.epoch, stream.counter
-        else:
-            epoch, counter = _split(chunk.stream)
-        ack = Ack(counter, chunk.index, verdict)
-        if not self._channel.acknowledge(chunk.reply_to, epoch, ack):
+        ack = Ack(chunk.key, chunk.index, verdict)
+        if not self._channel.acknowledge(chunk.reply_to, ack):
             with self._lock:
-                self._streams.pop(chunk.stream, None)
+                self._streams.pop(chunk.key, None)
 
     # --- the channel's thread ----------------------------------------------------------------
 
-    def _forget(self, epoch: int, counter: int) -> None:
+    def _forget(self, key: int) -> None:
         with self._lock:
-            self._streams.pop(stream_name(epoch, counter), None)
+            self._streams.pop(key, None)
 
-    def _forget_engine(self, epoch: int) -> None:
-        prefix = stream_name(epoch, 0).partition(".")[0]
+    def _forget_engine(self, path: str) -> None:
         with self._lock:
-            for name in [name for name in self._streams if name.startswith(prefix)]:
-                del self._streams[name]
+            for key in [key for key, stream in self._streams.items() if stream.engine == path]:
+                del self._streams[key]

@@ -12,9 +12,9 @@ any of this.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -66,7 +66,6 @@ class Dispatcher:
         self._engine = engine
         self._grace_s = grace_s
         self._on_chunk = on_chunk
-        self._counters = itertools.count()
         self._streams: dict[int, Stream] = {}
         self._lingering: dict[int, tuple[Stream, float]] = {}
         self._lock = threading.Lock()
@@ -87,14 +86,14 @@ class Dispatcher:
         for thread in self._threads:
             thread.start()
 
-    def next_counter(self) -> int:
-        """A number that no other stream of this engine has."""
-        return next(self._counters)
+    def new_key(self) -> int:
+        """What names a stream; who knows it may speak for the stream, so nobody can guess it."""
+        return secrets.randbits(64)
 
     def open(self, stream: Stream) -> Callable[[Event], None]:
         """Take a stream; its events go to the function returned."""
         with self._lock:
-            self._streams[stream.counter] = stream
+            self._streams[stream.key] = stream
 
         def sink(event: Event) -> None:
             if stream.put(event):
@@ -105,9 +104,9 @@ class Dispatcher:
     def discard(self, stream: Stream) -> None:
         """Drop a stream whose request was refused, and which has answered already."""
         with self._lock:
-            self._streams.pop(stream.counter, None)
+            self._streams.pop(stream.key, None)
             self._empty.notify_all()
-        self._outbox.arrived(stream.counter)
+        self._outbox.arrived(stream.key)
 
     def labelled(self, label: str) -> list[Stream]:
         """The open streams of requests to which their clients gave this id."""
@@ -151,7 +150,7 @@ class Dispatcher:
             return
         final = outgoing.terminal is not None
         if stream.is_acknowledged and not final:
-            self._outbox.sent(stream.counter)
+            self._outbox.sent(stream.key)
         stream.responder.send(stream.encode(outgoing), final=final)
         self._on_chunk(len(outgoing.token_ids))
         if final:
@@ -165,19 +164,19 @@ class Dispatcher:
         if not stream.is_acknowledged:
             return
         if stream.is_settled:
-            self.channel.forget(stream.counter)
+            self.channel.forget(stream.key)
         else:  # a chunk on its way would find its stream unknown
             with self._lock:
-                self._lingering[stream.counter] = stream, time.monotonic() + _LINGER_S
+                self._lingering[stream.key] = stream, time.monotonic() + _LINGER_S
 
     # --- acknowledgements --------------------------------------------------------------------
 
     def _on_ack(self, ack: Ack) -> None:
-        stream = self._streams.get(ack.counter)
+        stream = self._streams.get(ack.key)
         if stream is None:
             self._settle(ack)
             return
-        self._outbox.arrived(ack.counter)
+        self._outbox.arrived(ack.key)
         ready, sent_s = stream.acknowledge(ack.index, ack.verdict)
         if sent_s is not None and sent_s > self._newest_acknowledged_s:
             self._newest_acknowledged_s = sent_s
@@ -191,15 +190,15 @@ class Dispatcher:
         self._engine.abort(stream.request_id, FinishReason.STOP if stop else FinishReason.CANCELLED)
 
     def _settle(self, ack: Ack) -> None:
-        lingering = self._lingering.get(ack.counter)
+        lingering = self._lingering.get(ack.key)
         if lingering is None:
             return
         stream, _ = lingering
         stream.acknowledge(ack.index, ack.verdict)
         if stream.is_settled:
             with self._lock:
-                self._lingering.pop(ack.counter, None)
-            self.channel.forget(ack.counter)
+                self._lingering.pop(ack.key, None)
+            self.channel.forget(ack.key)
 
     def _on_detokenizer_gone(self) -> None:
         for stream in self._snapshot():
@@ -239,11 +238,11 @@ class Dispatcher:
 
     def _expire(self, now_s: float) -> None:
         with self._lock:
-            over = [c for c, (_, until_s) in self._lingering.items() if until_s <= now_s]
-            for counter in over:
-                del self._lingering[counter]
-        for counter in over:
-            self.channel.forget(counter)
+            over = [key for key, (_, until_s) in self._lingering.items() if until_s <= now_s]
+            for key in over:
+                del self._lingering[key]
+        for key in over:
+            self.channel.forget(key)
 
     def _snapshot(self) -> list[Stream]:
         with self._lock:

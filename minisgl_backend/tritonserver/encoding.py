@@ -20,9 +20,9 @@ from minisgl_backend.tritonserver.wire.parameters import CHUNK
 class ChunkEncoder:
     """Responses for the detokenizer: chunks."""
 
-    def __init__(self, *, reply_to: str, name: str, start: StreamStart) -> None:
+    def __init__(self, *, reply_to: str, key: int, start: StreamStart) -> None:
         self._reply_to = reply_to
-        self._name = name
+        self._key = key
         self._start = start
 
     def __call__(self, outgoing: Outgoing) -> Any:
@@ -30,7 +30,7 @@ class ChunkEncoder:
         error = terminal.error if isinstance(terminal, Failed) else None
         chunk = Chunk(
             reply_to=self._reply_to,
-            stream=self._name,
+            key=self._key,
             index=outgoing.index,
             token_ids=outgoing.token_ids,
             start=self._start if outgoing.index == 0 else None,

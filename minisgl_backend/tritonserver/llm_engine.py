@@ -45,7 +45,7 @@ from minisgl_backend.tritonserver.vitals import Condition, Vitals
 from minisgl_backend.tritonserver.watch import Watch
 from minisgl_backend.tritonserver.window import Window
 from minisgl_backend.tritonserver.wire.answer import Answer, answer_arrays
-from minisgl_backend.tritonserver.wire.chunk import StreamStart, Times, stream_name
+from minisgl_backend.tritonserver.wire.chunk import StreamStart, Times
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
 from minisgl_backend.tritonserver.wire.parameters import INPUT_IDS, REQUEST
 from minisgl_backend.tritonserver.wire.parse import parse_token_generation
@@ -185,7 +185,7 @@ class TritonPythonModel:
         generation = record.generation
         prompt = generation.prompt
         assert isinstance(prompt, TokenPrompt)
-        counter = self._dispatcher.next_counter()
+        key = self._dispatcher.new_key()
         num_input_tokens = len(prompt.ids)
         encode: Callable[[Outgoing], Any]
         if direct:
@@ -193,9 +193,9 @@ class TritonPythonModel:
                 label=label, num_input_tokens=num_input_tokens, wanted=generation.wanted
             )
         else:
-            encode = self._chunk_encoder(counter, record, num_input_tokens)
+            encode = self._chunk_encoder(key, record, num_input_tokens)
         stream = Stream(
-            counter=counter,
+            key=key,
             request_id=self._engine.new_id(),
             label=label,
             responder=responder,
@@ -223,15 +223,14 @@ class TritonPythonModel:
             self._dispatcher.discard(stream)
             raise
 
-    def _chunk_encoder(self, counter: int, record: Record, num_input_tokens: int) -> ChunkEncoder:
+    def _chunk_encoder(self, key: int, record: Record, num_input_tokens: int) -> ChunkEncoder:
         generation = record.generation
         sampling = generation.sampling
-        channel = self._dispatcher.channel
         # ids that end the request show no text, also where they are no special tokens
         eos_token_ids = () if sampling.ignore_eos else self._engine.info.eos_token_ids
         return ChunkEncoder(
-            reply_to=channel.path,
-            name=stream_name(channel.epoch, counter),
+            reply_to=self._dispatcher.channel.path,
+            key=key,
             start=StreamStart(
                 num_input_tokens=num_input_tokens,
                 stream=generation.stream,
@@ -267,7 +266,7 @@ class TritonPythonModel:
             return
         encode = ChunkEncoder(
             reply_to=self._dispatcher.channel.path,
-            name=stream_name(self._dispatcher.channel.epoch, self._dispatcher.next_counter()),
+            key=self._dispatcher.new_key(),
             start=StreamStart(num_input_tokens=0, wanted=wanted),
         )
         outgoing = Outgoing(

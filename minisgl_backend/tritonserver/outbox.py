@@ -61,22 +61,24 @@ class Outbox(Generic[T]):
                     return self._plain.popleft()
                 self._changed.wait()
 
-    def sent(self, counter: int) -> None:
-        """A chunk of stream ``counter`` is on its way from now on."""
+    def sent(self, key: int) -> None:
+        """A chunk of stream ``key`` is on its way from now on."""
         with self._changed:
-            self._under_way[counter] = time.monotonic()
+            self._under_way[key] = time.monotonic()
 
-    def arrived(self, counter: int) -> None:
-        """No chunk of stream ``counter`` is on its way any more."""
+    def arrived(self, key: int) -> None:
+        """No chunk of stream ``key`` is on its way any more."""
         with self._changed:
-            if self._under_way.pop(counter, None) is not None and self._plain:
+            if self._under_way.pop(key, None) is not None and self._plain:
                 self._changed.notify()
 
     def expire(self, now_s: float) -> None:
         """Stop counting the chunks that have been on their way for too long."""
         with self._changed:
-            late = [c for c, sent_s in self._under_way.items() if now_s - sent_s > self._patience_s]
-            for counter in late:
-                del self._under_way[counter]
+            late = [
+                key for key, sent_s in self._under_way.items() if now_s - sent_s > self._patience_s
+            ]
+            for key in late:
+                del self._under_way[key]
             if late:
                 self._changed.notify_all()

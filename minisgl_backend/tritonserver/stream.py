@@ -68,7 +68,7 @@ class Stream:
     def __init__(
         self,
         *,
-        counter: int,
+        key: int,
         request_id: RequestId,
         label: str,
         responder: Responder,
@@ -81,7 +81,7 @@ class Stream:
         """``label`` is the client's request id; ``acknowledged`` tells whether a detokenizer
         acknowledges the chunks, else each counts as acknowledged once Triton took it; ``timed``
         whether the times of tokens are wanted."""
-        self.counter = counter
+        self.key = key
         self.request_id = request_id
         self.label = label
         self.responder = responder

@@ -109,8 +109,8 @@ class Reader:
         self.sender = asked.sender
         self.forgotten: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.channel = DetokenizerChannel(
-            on_forget=lambda epoch, counter: self.forgotten.put(counter),
-            on_engine_gone=lambda epoch: None,
+            on_forget=self.forgotten.put,
+            on_engine_gone=lambda path: None,
         )
 
     def __enter__(self) -> Reader:
@@ -128,8 +128,7 @@ class Reader:
         return chunk, chunk.token_ids
 
     def acknowledge(self, chunk: Chunk, verdict: Verdict = Verdict.CONTINUE) -> None:
-        epoch, counter = (int(part, 16) for part in chunk.stream.split("."))
-        assert self.channel.acknowledge(chunk.reply_to, epoch, Ack(counter, chunk.index, verdict))
+        assert self.channel.acknowledge(chunk.reply_to, Ack(chunk.key, chunk.index, verdict))
 
 
 def wait_idle(model: Model) -> None:
@@ -187,7 +186,7 @@ def test_a_verdict_ends_the_request_with_the_final_flag_alone(
         reader.acknowledge(item[0], verdict)
         assert reader.next() is None
         wait_idle(model)
-        assert reader.forgotten.get(timeout=PATIENCE_S) == int(item[0].stream.split(".")[1], 16)
+        assert reader.forgotten.get(timeout=PATIENCE_S) == item[0].key
     cancelled = model._engine.stats().num_cancelled
     assert cancelled == (0 if verdict is Verdict.STOP else 1)
 

@@ -23,7 +23,7 @@ from minisgl_backend.tritonserver.hint import QueueSign
 from minisgl_backend.tritonserver.packets import Ack, Verdict
 from minisgl_backend.tritonserver.tensors import bytes_array
 from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenizer
-from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, encode_chunk, stream_name
+from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, encode_chunk
 from minisgl_backend.tritonserver.wire.generation import StopRequest
 from minisgl_backend.tritonserver.wire.record import Record, decode_record
 from tests.fakes import pb_utils
@@ -203,12 +203,11 @@ class Engine:
         self.ids = PromptEncoder.load(DEMO_MODEL).encode(TextPrompt("Grüße 🙂 and more"))
 
     def request(
-        self, index: int, token_ids: list[int], *, counter: int = 1, **chunk: Any
+        self, index: int, token_ids: list[int], *, key: int = 1, **chunk: Any
     ) -> pb_utils.InferenceRequest:
         if index == 0:
             chunk.setdefault("start", StreamStart(num_input_tokens=3, stream=True))
-        name = stream_name(self.channel.epoch, counter)
-        body = Chunk(self.channel.path, name, index, token_ids, **chunk)
+        body = Chunk(self.channel.path, key, index, token_ids, **chunk)
         return pb_utils.InferenceRequest({"chunk": bytes_array(encode_chunk(body))})
 
     def ack(self) -> Ack:
@@ -299,15 +298,15 @@ def test_an_error_of_the_engine(detokenizer: Detokenizer, engine: Engine) -> Non
 def test_a_failure_on_one_stream_stays_with_it(
     detokenizer: Detokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take(detokenizer, engine.request(0, [], counter=1))
-    take(detokenizer, engine.request(0, [], counter=2))
+    take(detokenizer, engine.request(0, [], key=1))
+    take(detokenizer, engine.request(0, [], key=2))
     engine.ack(), engine.ack()
     (broken, _) = detokenizer._streams.values()
     monkeypatch.setattr(broken, "answers", None)
-    told = message_of(take(detokenizer, engine.request(1, [5], counter=1)))
+    told = message_of(take(detokenizer, engine.request(1, [5], key=1)))
     assert told.startswith("INTERNAL: internal error")
     assert engine.ack() == Ack(1, 1, Verdict.STOP)
-    take(detokenizer, engine.request(1, [5], counter=2))
+    take(detokenizer, engine.request(1, [5], key=2))
     assert engine.ack() == Ack(2, 1, Verdict.CONTINUE)
 
 
@@ -320,7 +319,41 @@ def test_streams_go_with_their_engine(detokenizer: Detokenizer) -> None:
     wait_forgotten(detokenizer)
 
 
-@pytest.mark.parametrize("chunk", ["{}", "null", json.dumps({"r": "x", "s": "no.name", "i": 3})])
+def test_streams_of_which_nothing_is_heard_are_forgotten(
+    detokenizer: Detokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever opened them; those that are heard of stay."""
+    monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer._SILENT_S", 0.0)
+    take(detokenizer, engine.request(0, [], key=1))
+    monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer._SILENT_S", 3600.0)
+    take(detokenizer, engine.request(0, [], key=2))
+    assert list(detokenizer._streams) == [1, 2]
+    take(detokenizer, engine.request(1, [], key=1))
+    assert list(detokenizer._streams) == [2, 1]
+    detokenizer._streams[2].heard_s -= 3600.0
+    take(detokenizer, engine.request(0, [], key=3))
+    assert list(detokenizer._streams) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"s": -1}, {"s": 2**64}, {"s": "1"}, {"i": -1}, {"i": 2**32}, {"i": 2**70}, {"r": "\0"}],
+)
+def test_a_forged_chunk_harms_no_other_stream(
+    detokenizer: Detokenizer, engine: Engine, changes: dict[str, Any]
+) -> None:
+    """Though it names the engine's socket, and a number that no packet could hold."""
+    take(detokenizer, engine.request(0, [], key=1))
+    assert engine.ack() == Ack(1, 0, Verdict.CONTINUE)
+    forged = {"r": engine.channel.path, "s": 2, "i": 0, "d": {"n": 1}} | changes
+    request = pb_utils.InferenceRequest({"chunk": bytes_array(json.dumps(forged).encode())})
+    detokenizer.execute([request])
+    take(detokenizer, engine.request(1, [5], key=1))
+    assert engine.ack() == Ack(1, 1, Verdict.CONTINUE)
+    assert list(detokenizer._streams) == [1]
+
+
+@pytest.mark.parametrize("chunk", ["{}", "null", json.dumps({"r": "x", "s": "no.key", "i": 3})])
 def test_garbage(detokenizer: Detokenizer, chunk: str) -> None:
     request = pb_utils.InferenceRequest({"chunk": bytes_array(chunk.encode())})
     message = message_of(take(detokenizer, request))

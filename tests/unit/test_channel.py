@@ -19,7 +19,6 @@ from minisgl_backend.tritonserver.channel import (
     MAX_PATH_BYTES,
     DetokenizerChannel,
     EngineChannel,
-    Peer,
 )
 from minisgl_backend.tritonserver.packets import (
     Ack,
@@ -31,19 +30,20 @@ from minisgl_backend.tritonserver.packets import (
     encode_acks,
     encode_forgets,
 )
+from minisgl_backend.tritonserver.reactor import Peer
 
 U64 = st.integers(0, 2**64 - 1)
 ACKS = st.builds(Ack, U64, st.integers(0, 2**32 - 1), st.sampled_from(Verdict))
 
 
-@given(U64, st.lists(ACKS))
-def test_acks_come_back(epoch: int, acks: list[Ack]) -> None:
-    assert decode_acks(encode_acks(epoch, acks)) == (epoch, acks)
+@given(st.lists(ACKS))
+def test_acks_come_back(acks: list[Ack]) -> None:
+    assert decode_acks(encode_acks(acks)) == acks
 
 
-@given(U64, st.lists(U64))
-def test_forgets_come_back(epoch: int, counters: list[int]) -> None:
-    assert decode_forgets(encode_forgets(epoch, counters)) == (epoch, counters)
+@given(st.lists(U64))
+def test_forgets_come_back(keys: list[int]) -> None:
+    assert decode_forgets(encode_forgets(keys)) == keys
 
 
 @given(st.binary(max_size=40))
@@ -52,70 +52,71 @@ def test_garbage_is_a_struct_or_value_error(packet: bytes) -> None:
         decode_acks(packet)
     except (struct.error, ValueError):
         return
-    assert (len(packet) - 8) % 13 == 0
+    assert len(packet) % 13 == 0
 
 
 @given(st.lists(st.builds(Ack, st.integers(0, 5), st.integers(0, 9), st.sampled_from(Verdict))))
 def test_waiting_acks_coalesce(acks: list[Ack]) -> None:
     """One a stream: the newest index, and the first verdict that is not to continue."""
-    waiting = AckQueue(7)
+    waiting = AckQueue()
     for ack in acks:
         waiting.put(ack)
     expected: dict[int, Ack] = {}
     for ack in acks:
         verdict = ack.verdict
-        if ack.counter in expected and expected[ack.counter].verdict is not Verdict.CONTINUE:
-            verdict = expected[ack.counter].verdict
-        expected[ack.counter] = Ack(ack.counter, ack.index, verdict)
+        if ack.key in expected and expected[ack.key].verdict is not Verdict.CONTINUE:
+            verdict = expected[ack.key].verdict
+        expected[ack.key] = Ack(ack.key, ack.index, verdict)
     packet = waiting.packet()
     if packet is None:
         assert not acks
         return
-    assert decode_acks(packet) == (7, list(expected.values()))
+    assert decode_acks(packet) == list(expected.values())
     waiting.written()
     assert waiting.packet() is None
 
 
 def test_many_acks_take_several_packets() -> None:
-    waiting = AckQueue(1)
-    for counter in range(2500):
-        waiting.put(Ack(counter, 0, Verdict.CONTINUE))
-    counters = []
+    waiting = AckQueue()
+    for key in range(2500):
+        waiting.put(Ack(key, 0, Verdict.CONTINUE))
+    keys = []
     while (packet := waiting.packet()) is not None:
-        counters += [ack.counter for ack in decode_acks(packet)[1]]
+        keys += [ack.key for ack in decode_acks(packet)]
         waiting.written()
-    assert counters == list(range(2500))
+    assert keys == list(range(2500))
 
 
 def test_many_forgets_take_several_packets() -> None:
-    waiting = ForgetQueue(1)
-    for counter in range(2500):
-        waiting.put(counter)
-    counters = []
+    waiting = ForgetQueue()
+    for key in range(2500):
+        waiting.put(key)
+    keys = []
     while (packet := waiting.packet()) is not None:
-        counters += decode_forgets(packet)[1]
+        keys += decode_forgets(packet)
         waiting.written()
-    assert counters == list(range(2500))
+    assert keys == list(range(2500))
 
 
 def test_a_full_socket_does_not_block_and_loses_nothing() -> None:
     """What it does not take waits and coalesces; the reader gets the newest of each stream."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        peer = Peer(ours, AckQueue(1))
+        waiting = AckQueue()
+        peer = Peer(ours, waiting)
         index = 0
         while True:
-            peer.queue.put(Ack(index % 3, index, Verdict.CONTINUE))  # type: ignore[arg-type]
+            waiting.put(Ack(index % 3, index, Verdict.CONTINUE))
             if not peer.flush():
                 break
             index += 1
         for more in range(index + 1, index + 100):
-            peer.queue.put(Ack(more % 3, more, Verdict.CONTINUE))  # type: ignore[arg-type]
+            waiting.put(Ack(more % 3, more, Verdict.CONTINUE))
         theirs.setblocking(False)
         newest: dict[int, int] = {}
         while not peer.flush() or newest.get((index + 99) % 3) != index + 99:
-            for ack in decode_acks(theirs.recv(65536))[1]:
-                newest[ack.counter] = ack.index
+            for ack in decode_acks(theirs.recv(65536)):
+                newest[ack.key] = ack.index
         assert sorted(newest.values()) == [index + 97, index + 98, index + 99]
 
 
@@ -123,8 +124,9 @@ def test_a_gone_peer_is_no_error_for_the_writer() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     with ours:
-        peer = Peer(ours, ForgetQueue(1))
-        peer.queue.put(3)  # type: ignore[arg-type]
+        waiting = ForgetQueue()
+        waiting.put(3)
+        peer = Peer(ours, waiting)
         assert peer.flush()
         assert peer.broken
 
@@ -145,12 +147,12 @@ class Detokenizer:
     def __init__(self) -> None:
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.channel = DetokenizerChannel(
-            on_forget=lambda epoch, counter: self.heard.put((epoch, counter)),
-            on_engine_gone=lambda epoch: self.heard.put(("gone", epoch)),
+            on_forget=self.heard.put,
+            on_engine_gone=lambda path: self.heard.put(("gone", path)),
         )
 
     def acknowledge(self, engine: Engine, ack: Ack) -> bool:
-        return self.channel.acknowledge(engine.channel.path, engine.channel.epoch, ack)
+        return self.channel.acknowledge(engine.channel.path, ack)
 
 
 @pytest.fixture
@@ -172,7 +174,7 @@ def test_acks_and_forgets_arrive(engine: Engine, detokenizer: Detokenizer) -> No
     assert detokenizer.acknowledge(engine, ack)
     assert engine.heard.get(timeout=10) == ack
     engine.channel.forget(5)
-    assert detokenizer.heard.get(timeout=10) == (engine.channel.epoch, 5)
+    assert detokenizer.heard.get(timeout=10) == 5
 
 
 def test_two_engines_and_two_detokenizers_need_no_configuration() -> None:
@@ -182,8 +184,8 @@ def test_two_engines_and_two_detokenizers_need_no_configuration() -> None:
         for engine in engines:
             assert detokenizer.acknowledge(engine, Ack(number, 0, Verdict.CONTINUE))
     for engine in engines:
-        counters = {engine.heard.get(timeout=10).counter for _ in detokenizers}
-        assert counters == {0, 1}
+        keys = {engine.heard.get(timeout=10).key for _ in detokenizers}
+        assert keys == {0, 1}
         engine.channel.close()
     for detokenizer in detokenizers:
         detokenizer.channel.close()
@@ -210,10 +212,10 @@ def test_closing_removes_the_directory_and_tells_the_detokenizer(
 ) -> None:
     other = Engine()
     assert detokenizer.acknowledge(other, Ack(0, 0, Verdict.CONTINUE))
-    assert other.heard.get(timeout=10).counter == 0
+    assert other.heard.get(timeout=10).key == 0
     other.channel.close()
     assert not Path(other.channel.path).parent.exists()
-    assert detokenizer.heard.get(timeout=10) == ("gone", other.channel.epoch)
+    assert detokenizer.heard.get(timeout=10) == ("gone", other.channel.path)
     assert not detokenizer.acknowledge(other, Ack(0, 1, Verdict.CONTINUE))
     assert detokenizer.acknowledge(engine, Ack(0, 0, Verdict.CONTINUE))
 
@@ -221,20 +223,17 @@ def test_closing_removes_the_directory_and_tells_the_detokenizer(
 def test_the_engine_hears_of_a_detokenizer_that_goes(engine: Engine) -> None:
     detokenizer = Detokenizer()
     assert detokenizer.acknowledge(engine, Ack(0, 0, Verdict.CONTINUE))
-    assert engine.heard.get(timeout=10).counter == 0
+    assert engine.heard.get(timeout=10).key == 0
     detokenizer.channel.close()
     assert engine.heard.get(timeout=10) == "gone"
     engine.channel.forget(0)  # to nobody
 
 
-def test_packets_of_another_epoch_and_garbage_are_ignored(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_garbage_is_ignored(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(engine.channel.path)
-        sock.send(encode_acks(engine.channel.epoch ^ 1, [Ack(1, 1, Verdict.STOP)]))
         sock.send(b"garbage")
-        sock.send(encode_acks(engine.channel.epoch, [Ack(2, 2, Verdict.STOP)]))
+        sock.send(encode_acks([Ack(2, 2, Verdict.STOP)]))
         assert engine.heard.get(timeout=10) == Ack(2, 2, Verdict.STOP)
     assert engine.heard.get(timeout=10) == "gone"
     assert "could not handle a packet" in caplog.text
@@ -253,5 +252,16 @@ def test_only_private_sockets_of_the_right_name_are_connected_to(
         listener.bind(str(folder / name))
         listener.listen()
         ack = Ack(0, 0, Verdict.CONTINUE)
-        assert not detokenizer.channel.acknowledge(str(folder / name), 1, ack)
-    assert not detokenizer.channel.acknowledge(str(tmp_path / "nowhere" / "acks"), 1, ack)
+        assert not detokenizer.channel.acknowledge(str(folder / name), ack)
+    for path in (str(tmp_path / "nowhere" / "acks"), "", "\0/acks", "x" * 1000):
+        assert not detokenizer.channel.acknowledge(path, ack)
+
+
+def test_an_engine_is_connected_to_once(engine: Engine, detokenizer: Detokenizer) -> None:
+    """However a client spells its path."""
+    ack = Ack(0, 0, Verdict.CONTINUE)
+    assert detokenizer.acknowledge(engine, ack)
+    folder, _, name = engine.channel.path.rpartition("/")
+    for path in (f"{folder}/./{name}", f"/{folder}/{name}", f"{folder}/../{folder}/{name}"):
+        assert not detokenizer.channel.acknowledge(path, ack)
+    assert detokenizer.channel.num_peers == 1

@@ -16,7 +16,7 @@ from tests.fakes import pb_utils
 @pytest.fixture
 def stream() -> Stream:
     return Stream(
-        counter=1,
+        key=1,
         request_id=RequestId(1),
         label="",
         responder=Responder(pb_utils.InferenceRequest({})),

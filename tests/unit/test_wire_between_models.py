@@ -20,7 +20,6 @@ from minisgl_backend.tritonserver.wire.chunk import (
     Times,
     decode_chunk,
     encode_chunk,
-    stream_name,
 )
 from minisgl_backend.tritonserver.wire.generation import NOTHING, Generation, StopRequest, Wanted
 from minisgl_backend.tritonserver.wire.record import Record, decode_record, encode_record
@@ -129,10 +128,10 @@ def test_a_record_needs_token_ids(ids: npt.NDArray[np.int32]) -> None:
         decode_record(encode_record(PLAIN, arrival_time_ns=5), ids, LIMITS)
 
 
-COMMON = Chunk("/run/x/engine.sock", stream_name(2**64 - 1, 300), 7, [5, 6])
+COMMON = Chunk("/run/x/engine.sock", 2**64 - 1, 7, [5, 6])
 FIRST = Chunk(
     "/run/x/engine.sock",
-    "s",
+    5,
     0,
     start=StreamStart(
         num_input_tokens=9,
@@ -167,7 +166,7 @@ def test_a_chunk_comes_back(chunk: Chunk) -> None:
 def test_a_common_chunk_is_small() -> None:
     assert (
         encode_chunk(COMMON)
-        == b'{"r":"/run/x/engine.sock","s":"ffffffffffffffff.12c","i":7,"o":[5,6]}'
+        == b'{"r":"/run/x/engine.sock","s":18446744073709551615,"i":7,"o":[5,6]}'
     )
 
 
@@ -192,10 +191,14 @@ def broken(**changes: Any) -> bytes:
         b"5",
         b"\xff",
         b"[" * 10**5,
-        b'{"r":"x","s":"y","i":"0"}',
-        b'{"r":"x","s":"y","i":true}',
-        b'{"r":"x","s":5,"i":0}',
-        b'{"r":"\\ud800","s":"y","i":0}',
+        b'{"r":"x","s":5,"i":"0"}',
+        b'{"r":"x","s":5,"i":true}',
+        b'{"r":"x","s":"5","i":0}',
+        b'{"r":"\\ud800","s":5,"i":0}',
+        broken(s=-1),
+        broken(s=2**64),
+        broken(i=-1),
+        broken(i=2**32),
         broken(d=[]),
         broken(d={}),
         broken(d={"n": 1, "wanted": ["all"]}),
@@ -204,7 +207,7 @@ def broken(**changes: Any) -> bytes:
         broken(o=5),
         broken(o=[5, "6"]),
         broken(o=[2**63]),
-        b'{"r":"x","s":"y","i":0,"o":[true]}',
+        b'{"r":"x","s":5,"i":0,"o":[true]}',
         broken(l=[[1]]),
         broken(l=[["x", 1, []]]),
         broken(l=[[10**400, 1, []]]),

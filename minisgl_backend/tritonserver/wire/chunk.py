@@ -1,6 +1,6 @@
 """llm_engine -> detokenizer: a chunk of token ids and what belongs to it, as JSON.
 
-    {"r": reply_to, "s": stream, "i": index, "o": [token id, ...]}    a common chunk
+    {"r": reply_to, "s": key, "i": index, "o": [token id, ...]}    a common chunk
     no "o"              no tokens, as in a probe
     "d": {...}          with index 0: what the detokenizer has to know of the stream
     "c": int            once known: prompt tokens found in the cache
@@ -59,13 +59,13 @@ class Times:
 class Chunk:
     """Tokens of a stream, and what belongs to them.
 
-    ``reply_to`` is the path of the socket that wants the acknowledgement, ``stream`` the name of
-    the stream (the engine's epoch and a counter), ``index`` counts its chunks from 0. ``start`` is
-    there when index is 0. ``logprobs`` has one entry a token, where they were asked for.
+    ``reply_to`` is the path of the socket that wants the acknowledgement, ``key`` names the stream
+    (a random number of 64 bits), ``index`` counts its chunks from 0. ``start`` is there when index
+    is 0. ``logprobs`` has one entry a token, where they were asked for.
     """
 
     reply_to: str
-    stream: str
+    key: int
     index: int
     token_ids: list[TokenId] = field(default_factory=list)
     start: StreamStart | None = None
@@ -76,14 +76,9 @@ class Chunk:
     times: Times | None = None
 
 
-def stream_name(epoch: int, counter: int) -> str:
-    """The name of a stream: the engine's random 64-bit epoch and a counter, in hex."""
-    return f"{epoch:016x}.{counter:x}"
-
-
 def encode_chunk(chunk: Chunk) -> bytes:
     """The JSON text of a chunk."""
-    body: dict[str, Any] = {"r": chunk.reply_to, "s": chunk.stream, "i": chunk.index}
+    body: dict[str, Any] = {"r": chunk.reply_to, "s": chunk.key, "i": chunk.index}
     if chunk.token_ids:
         body["o"] = chunk.token_ids
     if chunk.start is not None:
@@ -113,7 +108,12 @@ def decode_chunk(text: bytes) -> Chunk:
     try:
         body = json.loads(text.decode())
         if len(body) == 4 and "o" in body:
-            return Chunk(_str(body["r"]), _str(body["s"]), _int(body["i"]), _ints(body["o"]))
+            return Chunk(
+                _str(body["r"]),
+                _unsigned(body["s"], 64),
+                _unsigned(body["i"], 32),
+                _ints(body["o"]),
+            )
         return _decode(body)
     except (
         ValueError,
@@ -130,8 +130,8 @@ def decode_chunk(text: bytes) -> Chunk:
 def _decode(body: dict[str, Any]) -> Chunk:
     return Chunk(
         reply_to=_str(body["r"]),
-        stream=_str(body["s"]),
-        index=_int(body["i"]),
+        key=_unsigned(body["s"], 64),
+        index=_unsigned(body["i"], 32),
         token_ids=_ints(body["o"]) if "o" in body else [],
         start=_decode_start(body["d"]) if "d" in body else None,
         num_cached_tokens=_int(body["c"]) if "c" in body else None,
@@ -186,6 +186,12 @@ def _decode_start(body: dict[str, Any]) -> StreamStart:
 
 def _int(value: Any) -> int:
     if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise TypeError
+    return value
+
+
+def _unsigned(value: Any, num_bits: int) -> int:
+    if type(value) is not int or not 0 <= value < 2**num_bits:
         raise TypeError
     return value
 

@@ -1,0 +1,154 @@
+"""A thread that serves connections of type SOCK_SEQPACKET without ever blocking on a write.
+
+Knows sockets and queues of packets. Must not know what is in a packet: a subclass says what becomes
+of one, of a new connection, and of a peer that has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+from typing import Final, Protocol
+
+from minisgl_backend.tritonserver.packets import MAX_PACKET_BYTES
+
+logger = logging.getLogger(__name__)
+
+_SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+class PacketQueue(Protocol):
+    """What waits to be written to a peer."""
+
+    def packet(self) -> bytes | None:
+        """The next packet, or None where nothing waits."""
+
+    def written(self) -> None:
+        """The packet was written; what it held does not wait any more."""
+
+
+class Peer:
+    """The other end of a connection. Writing never blocks; safe to use from any thread."""
+
+    def __init__(self, sock: socket.socket, queue: PacketQueue) -> None:
+        self.socket = sock
+        self.queue = queue
+        self.lock = threading.Lock()
+        self.broken = False
+
+    def flush(self) -> bool:
+        """Write what waits; False where the socket did not take all of it."""
+        with self.lock:
+            while not self.broken:
+                packet = self.queue.packet()
+                if packet is None:
+                    break
+                try:
+                    self.socket.send(packet, _SEND_FLAGS)
+                except BlockingIOError:
+                    return False
+                except OSError:  # its end of file is on the way to the reader
+                    self.broken = True
+                    break
+                self.queue.written()
+            return True
+
+
+class Reactor:
+    """A thread that reads from peers, finishes writes that had to wait, and accepts peers."""
+
+    def __init__(self, name: str) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._stuck: set[Peer] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def on_packet(self, peer: Peer, packet: bytes) -> None:
+        raise NotImplementedError
+
+    def on_gone(self, peer: Peer) -> None:
+        raise NotImplementedError
+
+    def on_connection(self) -> None:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def register(self, peer: Peer) -> None:
+        self._selector.register(peer.socket, selectors.EVENT_READ, peer)
+
+    def register_listener(self, listener: socket.socket) -> None:
+        self._selector.register(listener, selectors.EVENT_READ, self.on_connection)
+
+    def flush(self, peer: Peer) -> None:
+        """Write what waits for ``peer``, now or as soon as its socket takes it."""
+        if not peer.flush():
+            with self._lock:
+                self._stuck.add(peer)
+            self.wake()
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        """End the thread, and close the connections."""
+        self._closing = True
+        self.wake()
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Peer):
+                key.data.socket.close()
+        self._selector.close()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, events in self._selector.select():
+                if key.fd == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+                    self._watch_stuck()
+                elif isinstance(key.data, Peer):
+                    self._serve(key.data, events)
+                else:
+                    self.on_connection()
+
+    def _watch_stuck(self) -> None:
+        with self._lock:
+            stuck, self._stuck = self._stuck, set()
+        for peer in stuck:
+            with contextlib.suppress(KeyError):  # gone meanwhile
+                both = selectors.EVENT_READ | selectors.EVENT_WRITE
+                self._selector.modify(peer.socket, both, peer)
+
+    def _serve(self, peer: Peer, events: int) -> None:
+        if events & selectors.EVENT_WRITE and peer.flush():
+            self._selector.modify(peer.socket, selectors.EVENT_READ, peer)
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            packet = peer.socket.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        try:
+            if packet:
+                self.on_packet(peer, packet)
+                return
+            self._selector.unregister(peer.socket)
+            with peer.lock:
+                peer.broken = True
+                peer.socket.close()
+            self.on_gone(peer)
+        except Exception:
+            logger.exception("the channel could not handle a packet")

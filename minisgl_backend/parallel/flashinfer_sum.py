@@ -47,7 +47,7 @@ class FlashInferSum:
         """
         if host.size not in _SIZES:
             raise ConfigError(f"comm=flashinfer needs 2, 4 or 8 ranks, there are {host.size}")
-        self._kernel = _load_kernel()
+        self._kernels = _load_kernels()
         self._rank, self._size = host.rank, host.size
         self._letting_go = Leaving(self._let_go)
         self._most_bytes = _MOST_SENT // (host.size - 1)
@@ -83,7 +83,7 @@ class FlashInferSum:
         self._stream = torch.cuda.current_stream(x.device)
         num_tokens, hidden_size = x.shape
         normalized = torch.empty_like(x)
-        self._kernel(
+        self._kernels.trtllm_allreduce_fusion(
             x,
             self._size,
             self._rank,
@@ -119,13 +119,14 @@ class FlashInferSum:
         Each clears a buffer for the ones behind it, so this goes on until all have run.
         """
         deadline = time.monotonic() + _LET_GO_S
-        while not self._stream.query() and time.monotonic() < deadline:
-            self._memory.fill(0, self._beside.cuda_stream)
-            time.sleep(0.001)
+        with torch.cuda.device(self._stream.device):
+            while not self._stream.query() and time.monotonic() < deadline:
+                self._memory.fill(0, self._beside.cuda_stream)
+                time.sleep(0.001)
 
 
-def _load_kernel() -> Any:
-    """FlashInfer's function; compiled at first use where no built library came with FlashInfer.
+def _load_kernels() -> Any:
+    """FlashInfer's library; compiled at first use where it did not come with FlashInfer.
 
     Not by ``flashinfer.comm``, whose memory is PyTorch's symmetric one.
     """
@@ -135,4 +136,4 @@ def _load_kernel() -> Any:
             from flashinfer.jit.comm import gen_trtllm_comm_module
     except ImportError as error:
         raise ConfigError(f"comm=flashinfer needs flashinfer-python: {error}") from error
-    return gen_trtllm_comm_module().build_and_load().trtllm_allreduce_fusion
+    return gen_trtllm_comm_module().build_and_load()

@@ -44,7 +44,7 @@ class TorchGroup:
     def __init__(self, backend: Any, host: TorchGroup | None = None):
         self._backend = backend
         self._host = host
-        self._leaving = Leaving(backend.abort)
+        self._leaving = Leaving(lambda: self._backend.abort())
         self.rank: int = backend.rank()
         self.size: int = backend.size()
 

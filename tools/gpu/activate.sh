@@ -1,17 +1,37 @@
 # Source this on the GPU machine, in the repository's root, after carrying .gpu/ there:
 #     source tools/gpu/activate.sh
-# It unpacks what `python -m tools.gpu` packed and puts it on PYTHONPATH; a second time it only sets
-# the variables. MINISGL_GPU_SITE names the folder.
+# It unpacks what `python -m tools.gpu` packed; a second time it only sets the variables, also where
+# the archives are gone by then. MINISGL_GPU_SITE names the folder.
+#   kernels  goes on PYTHONPATH
+#   server   has a Python of its own, MINISGL_SERVER_PYTHON, which sees the machine's packages behind
+#            its own: tritonserver's stub reads no PYTHONPATH, and needs a numpy that is not theirs
 MINISGL_GPU_SITE=${MINISGL_GPU_SITE:-/tmp/minisgl-gpu}
-for archive in .gpu/*.tar.xz; do
-    [ -e "$archive" ] || { echo "no archives in .gpu/: run python -m tools.gpu kernels" >&2; return 1; }
-    name=$(basename "$archive" .tar.xz)
-    if [ ! -e "$MINISGL_GPU_SITE/$name/.complete" ]; then
-        mkdir -p "$MINISGL_GPU_SITE/$name"
-        tar -C "$MINISGL_GPU_SITE/$name" -xJf "$archive" && touch "$MINISGL_GPU_SITE/$name/.complete"
-    fi
-    # numpy 1 among the server's files is for the stub's Python alone: see MINISGL_STUB_SITE
-    [ "$name" = kernels ] && PYTHONPATH="$MINISGL_GPU_SITE/kernels${PYTHONPATH:+:$PYTHONPATH}"
-done
-[ -e "$MINISGL_GPU_SITE/server" ] && export MINISGL_STUB_SITE="$MINISGL_GPU_SITE/server"
-export MINISGL_GPU_SITE PYTHONPATH="$PWD:$PWD/client${PYTHONPATH:+:$PYTHONPATH}"
+PYTHONPATH="$PWD:$PWD/client${PYTHONPATH:+:$PYTHONPATH}"
+_kernels="$MINISGL_GPU_SITE/kernels"
+_server="$MINISGL_GPU_SITE/server"
+_version=$(python3 -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+
+if [ -e .gpu/kernels.tar.xz ] && [ ! -e "$_kernels/.complete" ]; then
+    mkdir -p "$_kernels"
+    tar -C "$_kernels" -xJf .gpu/kernels.tar.xz && touch "$_kernels/.complete"
+fi
+[ -e "$_kernels" ] && PYTHONPATH="$_kernels:$PYTHONPATH"
+
+if [ -e .gpu/server.tar.xz ] && [ ! -e "$_server/.complete" ]; then
+    _packages="$_server/lib/$_version/site-packages"
+    python3 -m venv --without-pip "$_server"
+    tar -C "$_packages" -xJf .gpu/server.tar.xz
+    python3 - "$PWD" "$PWD/client" "$_kernels" > "$_packages/machine.pth" <<'PYTHON' && touch "$_server/.complete"
+import site
+import sys
+
+print(*sys.argv[1:], *site.getsitepackages(), sep="\n")
+PYTHON
+fi
+[ -e "$_server" ] && export MINISGL_SERVER_PYTHON="$_server/bin/python3"
+
+if [ ! -e "$_kernels" ] && [ ! -e "$_server" ]; then
+    echo "no archives in .gpu/: run python -m tools.gpu kernels" >&2
+fi
+unset _kernels _server _packages _version
+export MINISGL_GPU_SITE PYTHONPATH

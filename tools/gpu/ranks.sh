@@ -36,4 +36,4 @@ MINISGL="python3 -c 'from minisgl_backend.cli.main import main; main()'"
 DECODE="$MINISGL bench decode"
 OFFLINE="$MINISGL bench offline --requests 256 --input-length 100 1024 --output-length 100 1024 \
     --temperature 0.6"
-PYTEST="python3 -m pytest -c tools/gpu/pytest.ini --rootdir . -m gpu -q"
+RANKS="python3 -m pytest -c tools/gpu/pytest.ini --rootdir . -m gpu -q tests/gpu/test_ranks.py"

@@ -7,7 +7,10 @@
 source tools/gpu/ranks.sh
 
 tests() {
-    step tests 170 "$PYTEST --durations 5 tests/gpu/test_ranks.py -k 'not lost'"
+    step tests-experts 60 "$RANKS -k experts_of_a_rank"
+    step tests-nccl 90 "$RANKS -k '(nccl or one_by_one) and not pynccl and not lost'"
+    step tests-pynccl 75 "$RANKS -k 'pynccl and not lost'"
+    step tests-flashinfer 75 "$RANKS -k 'flashinfer and not lost'"
 }
 
 speed() {
@@ -27,7 +30,9 @@ speed() {
 }
 
 lost() {
-    step lost 150 "$PYTEST --durations 6 tests/gpu/test_ranks.py -k lost"
+    for comm in 'nccl and not pynccl' pynccl flashinfer; do
+        step "lost-${comm%% *}" 75 "$RANKS -k 'lost and $comm'"
+    done
 }
 
 for part in ${*:-tests speed lost}; do $part; done

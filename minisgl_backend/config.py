@@ -71,7 +71,7 @@ class EngineOptions:
     cache: str = option("radix", "whether prefixes are shared", choices=("radix", "naive"))
     overlap: bool = option(True, "plan the next step while one runs")
     attention_backend: str | None = option(
-        None, "on a CPU sdpa; on a GPU triton, fa, fi, trtllm, sdpa, or two as prefill,decode"
+        None, "on a CPU sdpa; on a GPU cuda, triton, fa, fi, trtllm, sdpa, or prefill,decode"
     )
     moe_backend: str | None = option(None, "how experts are computed", choices=("torch", "fused"))
     cuda_graph_max_batch_size: int | None = option(

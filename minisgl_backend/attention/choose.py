@@ -1,13 +1,14 @@
 """From the option ``attention_backend`` to a backend of a GPU.
 
 A name stands for prefill and decode both; two names joined by a comma for one each. What is unknown
-or cannot run here is refused by a ``ConfigError`` that says what to do. ``trtllm`` only decodes:
-alone it stands for itself and whatever ``auto`` takes for prefill.
+or cannot run here is refused by a ``ConfigError`` that says what to do. ``cuda`` and ``trtllm``
+only decode: alone they stand for themselves and whatever ``auto`` takes for prefill.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
@@ -31,6 +32,8 @@ from minisgl_backend.config import did_you_mean
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
 
+logger = logging.getLogger(__name__)
+
 T_co = TypeVar("T_co", covariant=True)
 
 _FLASH_ATTN_COMMAND: Final = "pip install sglang-kernel==0.4.4"
@@ -47,11 +50,11 @@ class _Kind(Generic[T_co]):
 def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAttention:
     """The backend that ``option`` names; by default the fastest one measured that is there.
 
-    For decode that is ``triton`` on every GPU: on an H200 it is faster than ``fa`` and ``fi``, it
-    plans nothing and it starts early. For prefill it is ``fa`` on Hopper over 16-bit pages where
-    sgl_kernel is installed, since its kernels use the tensor cores there better, and else
-    ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so they are
-    only taken where they are asked for.
+    For decode that is ``cuda`` from Hopper on, else ``triton``: on an H200 each is faster than
+    ``fa`` and ``fi``, and nothing is planned on the host. For prefill it is ``fa`` on Hopper over
+    16-bit pages where sgl_kernel is installed, since its kernels use the tensor cores there better,
+    and else ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so
+    they are only taken where they are asked for.
     """
     prefill_name, decode_name = _auto(setting) if option is None else _parse(option, setting)
     prefill = _made(_PREFILL[prefill_name], prefill_name, setting)
@@ -62,7 +65,10 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
 
 def _auto(setting: AttentionSetting) -> tuple[str, str]:
     """The names for prefill and for decode."""
-    return "fa" if _why_not_flash_attn(setting) is None else "triton", "triton"
+    return (
+        "fa" if _why_not_flash_attn(setting) is None else "triton",
+        "cuda" if _why_not_cuda(setting) is None else "triton",
+    )
 
 
 def _parse(option: str, setting: AttentionSetting) -> tuple[str, str]:
@@ -97,6 +103,30 @@ def _made(kind: _Kind[T_co], name: str, setting: AttentionSetting) -> T_co:
 
 def _why_not_triton(setting: AttentionSetting) -> str | None:
     return None if has_triton() else "needs Triton: pip install triton"
+
+
+def _why_not_cuda(setting: AttentionSetting) -> str | None:
+    if setting.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs dtype bfloat16 or float16, not {_name(setting.dtype)}"
+    return (
+        _why_not_gpu(setting, (9, 10, 12))
+        or _why_not_import("cuda.bindings", "pip install cuda-bindings")
+        or _why_not_triton(setting)
+        or _why_not_kernel(setting)
+    )
+
+
+def _why_not_kernel(setting: AttentionSetting) -> str | None:
+    kernel = importlib.import_module("minisgl_backend.kernels.cuda.decode_attention")
+    shape = setting.shape
+    reason: str | None = kernel.why_not(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        page_size=setting.page_size,
+        kv_dtype=setting.kv_dtype,
+    )
+    return reason
 
 
 def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
@@ -158,7 +188,15 @@ def _flash_attn(setting: AttentionSetting) -> FlashAttention:
     return FlashAttention(importlib.import_module("sgl_kernel.flash_attn"), setting)
 
 
+def _cuda(setting: AttentionSetting) -> DecodeAttention:
+    # imports the CUDA driver's bindings, which are only there where there is a GPU
+    module = importlib.import_module("minisgl_backend.attention.cuda")
+    decode: DecodeAttention = module.CudaDecode(setting)
+    return decode
+
+
 def _flash_infer() -> ModuleType:
+    logger.info("FlashInfer compiles kernels at their first use, which can take minutes")
     return importlib.import_module("flashinfer")
 
 
@@ -178,6 +216,7 @@ _PREFILL: Final[Mapping[str, _Kind[PrefillAttention]]] = MappingProxyType(
 )
 _DECODE: Final[Mapping[str, _Kind[DecodeAttention]]] = MappingProxyType(
     {
+        "cuda": _Kind(_cuda, _why_not_cuda),
         "triton": _Kind(
             lambda setting: TritonDecode(
                 setting.shape, max_batch_size=setting.max_batch_size, device=setting.device

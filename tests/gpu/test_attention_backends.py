@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minisgl_backend.attention.choose import choose_attention
@@ -19,7 +21,7 @@ from minisgl_backend.attention.paged import PagedAttention, ScheduledDecode
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.request import IntArray
-from tests.conformance.checkpoints import CONTEXT, write_broad_checkpoint
+from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_broad_checkpoint
 from tests.conformance.engines import prompts_with_shared_prefixes
 from tests.gpu.compare import assert_close
 from tests.gpu.paged import Case, Decoding, Prompts
@@ -39,7 +41,10 @@ FEWEST = [
 FP8 = [Case(*of, 128, fp8=True) for of in product((1, 16, 64), (2, 8))]
 FEWEST_FP8 = [Case(16, 2, 128, fp8=True), Case(64, 8, 128, fp8=True)]
 
+IN_TILES = [case for case in [*WHOLE, *FP8] if case.page_size % 16 == 0]
+
 BACKENDS = {
+    "cuda": IN_TILES,
     "triton": [*WHOLE, *FP8],
     "fa": WHOLE,
     "fi": [*FEWER, *FP8],
@@ -142,12 +147,34 @@ def test_engines_answer_alike(name: str, tmp_path: Path) -> None:
     """Greedy tokens of a checkpoint in bf16, by graphs where there are some, with and without
     prompts in between."""
     reference = write_broad_checkpoint(tmp_path).bfloat16().float()
-    prompts = prompts_with_shared_prefixes(vocab_size=256, longest=110, seed=7)
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
     try:
         sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, attention_backend=name)
     except ConfigError as error:
         pytest.skip(str(error))
     assert max(shortfalls(reference, prompts, tokens_of(sinks))) < 0.15
+
+
+@pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["triton", "fi", "trtllm", "sdpa"])
+def test_scales_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    """Of fp8 pages: they change how keys and values are rounded, and nothing else."""
+    reference = write_broad_checkpoint(tmp_path).bfloat16().float()
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for layer, scales in enumerate([(1 / 16, 1 / 4), (1 / 8, 1 / 32)]):
+        for of, scale in zip("kv", scales, strict=True):
+            tensors[f"model.layers.{layer}.self_attn.{of}_scale"] = torch.tensor(scale)
+    save_file(tensors, path)
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
+    options: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "attention_backend": name}
+    try:
+        sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, **options)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.4
+    assert below.max() < 1.0
 
 
 def test_graphs_are_refused_where_they_cannot_be(tmp_path: Path, device: torch.device) -> None:

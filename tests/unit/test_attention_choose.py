@@ -55,7 +55,7 @@ def test_the_reference_needs_nothing_and_is_not_captured() -> None:
 
 @pytest.mark.parametrize("option", ["tritn", "triton,flash", ""])
 def test_unknown_names_are_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match="offered are triton, fa, fi, trtllm, sdpa"):
+    with pytest.raises(ConfigError, match="offered are cuda, triton, fa, fi, trtllm, sdpa"):
         choice(option)
 
 

@@ -1,5 +1,7 @@
 """``kernels.noise`` in Triton."""
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -11,6 +13,7 @@ _MIX_2 = tl.constexpr(noise.MIX_2)
 _FINAL_1 = tl.constexpr(noise.FINAL_1)
 _FINAL_2 = tl.constexpr(noise.FINAL_2)
 _STEP = tl.constexpr(noise.STEP)
+_LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
@@ -30,8 +33,9 @@ def gumbel(key, token):
     bits = _finalize(bits ^ high)
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     small = uniform * (1 + uniform * (0.5 + uniform * (1 / 3)))
-    large = -tl.log(1 - tl.minimum(uniform, 0.99999994))
-    return -tl.log(tl.where(uniform < 0.015625, small, large))
+    # log2 is an instruction, log many
+    large = -_LN_2 * tl.log2(1 - tl.minimum(uniform, 0.99999994))
+    return -_LN_2 * tl.log2(tl.where(uniform < 0.015625, small, large))
 
 
 @triton.jit

@@ -1,0 +1,79 @@
+"""The backend ``cuda``: this package's kernel in CUDA C++, for more than a few rows.
+
+It streams keys and values at the rate of the memory however ragged the rows are, also from fp8. Few
+rows, whose time is all latency, go to the backend ``triton``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from minisgl_backend.attention.paged import AttentionSetting, DecodeRows, PagedKV
+from minisgl_backend.attention.triton import TritonDecode
+from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
+
+_FEW: Final = 16
+"""Rows up to which Triton's kernel is faster on an H200."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What layers pass on: the rows, and the runs that were planned for each window."""
+
+    rows: DecodeRows
+    runs: dict[int | None, Tensor]
+
+
+class CudaDecode:
+    """``DecodeAttention`` by ``kernels.cuda.decode_attention``, planned on the GPU once a step."""
+
+    def __init__(self, setting: AttentionSetting):
+        shape = setting.shape
+        self._shape = shape
+        self._windows = setting.windows
+        self._few = TritonDecode(
+            shape, max_batch_size=min(_FEW, setting.max_batch_size), device=setting.device
+        )
+        self._kernel = DecodeAttentionKernel(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            page_size=setting.page_size,
+            dtype=setting.dtype,
+            kv_dtype=setting.kv_dtype,
+            max_batch_size=setting.max_batch_size,
+            device=setting.device,
+        )
+
+    def plan_rows(self, rows: DecodeRows) -> DecodeRows | _Call:
+        if len(rows.rows) <= _FEW:
+            return self._few.plan_rows(rows)
+        runs = {
+            window: self._kernel.plan(
+                rows.page_table, rows.lengths, rows=rows.rows, window=window, pdl=rows.pdl
+            )
+            for window in self._windows
+        }
+        return _Call(rows, runs)
+
+    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: DecodeRows | _Call) -> Tensor:
+        if isinstance(metadata, DecodeRows):
+            return self._few.decode(q, kv, layer, metadata)
+        rows, window = metadata.rows, self._shape.windows[layer]
+        return self._kernel(
+            q,
+            kv.keys,
+            kv.values,
+            rows.page_table,
+            rows.lengths,
+            metadata.runs[window],
+            rows=rows.rows,
+            scale=self._shape.scale,
+            window=window,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            pdl=rows.pdl,
+        )

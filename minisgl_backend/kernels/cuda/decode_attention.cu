@@ -1,0 +1,573 @@
+// Attention of one new token a row over its paged KV cache, for GPUs from compute capability 9.
+//
+// Work is cut by bytes, not by rows ("stream-K", arXiv 2301.03598; for attention arXiv 2405.10480):
+// the tiles of 16 positions of all rows stand in one sequence, of which each thread block takes an
+// equal run. So ragged lengths balance, and no stream of loads drains between rows. Where a run begins
+// or ends inside a row, the pieces are merged by their log-sum-exp (arXiv 2205.14135), by whoever
+// finishes last. `plan_decode_attention` computes the runs, once a step for all layers.
+//
+// The warps of a thread block take neighbouring KV heads of the same positions, since these lie side
+// by side in memory; each reads into a ring of its own in shared memory (cp.async), waits for no other.
+// Products use tensor cores with positions as the long side and the query heads of a KV head, at
+// most 8, as the short one: S^T = K Q^T, then O^T += V^T P^T. float8 is converted to float16 in
+// registers, on the way from shared memory; the order of dimensions inside a fragment is free, which
+// is what makes that possible without a transposition.
+//
+// Compiled with: HEAD_DIM (64 or 128), GROUP (query heads of a KV head), KV_HEADS, PAGE_SIZE (a
+// multiple of 16), FP8, BFLOAT16 (q and out; else float16), WARPS (of a thread block; they divide
+// KV_HEADS), STAGES (of a ring), PER_PROCESSOR (thread blocks of a multiprocessor), LEAVING (what the
+// end of a row costs, in tiles), LEAST (tiles of a run).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+constexpr int TILE = 16;                                // positions
+constexpr int HEADS = 8;                                // short side of the products
+constexpr int ROW_BYTES = HEAD_DIM * (FP8 ? 1 : 2);     // of one position's key or value
+constexpr int CHUNKS = ROW_BYTES / 16;                  // what cp.async copies at once
+constexpr int TILE_BYTES = TILE * ROW_BYTES;
+constexpr int STAGE_BYTES = 2 * TILE_BYTES;             // keys, then values
+constexpr int TURNS = KV_HEADS / WARPS;                 // in which a row's heads are gone through
+constexpr int AT_ONCE = GROUP <= 2 ? 4 : 2;             // pieces that a merge reads together
+constexpr int STEPS = HEAD_DIM / 16;                    // products along or across HEAD_DIM
+#define NOTHING __int_as_float(0xff800000)   // -infinity
+constexpr u32 ALL = 0xffffffffu;
+
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "");
+static_assert(GROUP <= HEADS && PAGE_SIZE % TILE == 0 && KV_HEADS % WARPS == 0, "");
+
+struct Arguments {
+    u16* out;               // [batch, KV_HEADS * GROUP, HEAD_DIM]
+    const u16* q;           // the same, rows q_stride apart
+    const u8* keys;         // [num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM], strides in bytes
+    const u8* values;
+    const int* table;       // [num_rows, max_pages]
+    const int* lengths;     // [batch]
+    const int* rows;        // [batch], or null: row i of the table is that of query i
+    const int4* runs;       // [1 + 2 * grid], see `plan_decode_attention`
+    const float* k_scale;   // [1], or null
+    const float* v_scale;
+    float* partial;         // [grid * WARPS, 2, GROUP, HEAD_DIM]
+    float* lse;             // [grid * WARPS, 2, GROUP]
+    int* counters;          // [batch * KV_HEADS], zero between launches
+    u64 page_stride;
+    u32 slot_stride;
+    u32 head_stride;
+    int q_stride;
+    int table_stride;
+    int window;             // positions seen, 0 for all
+    float scale_log2;
+};
+
+struct PlanArguments {
+    int4* runs;
+    const int* table;
+    const int* lengths;
+    const int* rows;
+    int table_stride;
+    int batch;
+    int max_runs;           // thread blocks of the kernel that is planned
+    int window;
+};
+
+// ---- instructions
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ void copy_16(u32 to, const void* from, bool keep) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(to), "l"(from), "r"(keep ? 16 : 0) : "memory");
+}
+
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 at) {
+    if (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+}
+
+template <int WORDS>
+__device__ __forceinline__ void load_words(u32* to, u32 at) {
+    static_assert(WORDS == 2 || WORDS == 4, "");
+    if constexpr (WORDS == 4)
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
+    else
+        asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(at) : "memory");
+}
+
+__device__ __forceinline__ u32 transpose(u32 matrix) {
+    u32 out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(matrix));
+    return out;
+}
+
+// float8 products are of float16: e4m3 converts to it in one instruction and loses nothing
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (BFLOAT16 && !FP8)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 pack(float low, float high, bool bfloat16) {
+    u32 out;
+    if (bfloat16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+__device__ __forceinline__ float unpack(u16 bits) {
+    float out;
+    if (BFLOAT16) {
+        asm("mov.b32 %0, %1;" : "=f"(out) : "r"((u32)bits << 16));
+    } else {
+        asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
+    }
+    return out;
+}
+
+// a pair in the type of q -> a pair of float16
+__device__ __forceinline__ u32 to_float16(u32 pair) {
+    return BFLOAT16 ? pack(unpack(pair & 0xffff), unpack(pair >> 16), false) : pair;
+}
+
+// two pairs of float8 -> two pairs of float16
+__device__ __forceinline__ void widen(u32& low, u32& high, u32 word) {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+        : "=r"(low), "=r"(high) : "r"(word));
+}
+
+__device__ __forceinline__ float exp2_of(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+__device__ __forceinline__ float load_past_l1(const float* p) {
+    float out;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(out) : "l"(p) : "memory");
+    return out;
+}
+
+template <int N>
+__device__ __forceinline__ void load_past_l1(float (&to)[N], const float* p) {
+    static_assert(N == 2 || N == 4, "");
+    if constexpr (N == 4)
+        asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+                     : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "l"(p) : "memory");
+    else
+        asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "l"(p) : "memory");
+}
+
+template <class Combine>
+__device__ __forceinline__ float over_positions(float x, Combine combine) {
+    for (int lanes = 4; lanes < 32; lanes *= 2) x = combine(x, __shfl_xor_sync(ALL, x, lanes));
+    return x;
+}
+
+// ---- places
+
+// chunks of 16 bytes are spread so that neither copies nor fragments meet in a bank
+__device__ __forceinline__ u32 chunk_at(int position, int chunk) {
+    const int spread = CHUNKS >= 8 ? position & 7 : (position >> 1) & 3;
+    return position * ROW_BYTES + ((chunk ^ spread) << 4);
+}
+
+// which dimension of the head is row 0 .. 15 of fragment `step` of V^T
+__device__ __forceinline__ int dimension(int step, int row) {
+    if (FP8) return row % 8 * (HEAD_DIM / 8) + 2 * step + row / 8;
+    return 16 * step + row;
+}
+
+// where the tiles of a row begin: at its window, rounded down to a tile
+__device__ __forceinline__ int first_seen(int length, int window) {
+    return window ? max(length - window, 0) : 0;
+}
+
+__device__ __forceinline__ int tile_position(int length, int window, int tile) {
+    return (first_seen(length, window) & ~(TILE - 1)) + tile * TILE;
+}
+
+__device__ __forceinline__ int num_tiles(int length, int window) {
+    return (length - tile_position(length, window, 0) + TILE - 1) / TILE;
+}
+
+// How `cost` units are shared among `num_runs` runs.
+struct Shares {
+    u32 each, more;     // the first `more` runs take one unit more
+
+    __device__ Shares(u32 cost, u32 num_runs) : each(cost / num_runs), more(cost % num_runs) {}
+    __device__ u32 begin(u32 run) const { return run * each + min(run, more); }
+    __device__ u32 owner(u32 unit) const {
+        const u32 edge = more * (each + 1);
+        return unit < edge ? unit / (each + 1) : more + (unit - edge) / each;
+    }
+};
+
+// ---- kernels
+
+// A query goes through TURNS turns, each of which costs its tiles and LEAVING before them. runs[0] =
+// {cost of all, number of runs, -, -}; of run i: runs[1 + 2i] = {query, turn, offset, tiles}, where
+// `offset` counts the cost from the turn's begin, and runs[2 + 2i] = {the query's length, its row,
+// the first tile's page, -}, which spares the run's first loads two others that it would wait for.
+extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const PlanArguments args) {
+    extern __shared__ int ends[];   // [batch]: what a turn of the queries up to each costs
+    __shared__ int scan[32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+
+    const int each = (args.batch + blockDim.x - 1) / blockDim.x;
+    const int from = min((int)threadIdx.x * each, args.batch), to = min(from + each, args.batch);
+    int sum = 0;
+    for (int i = from; i < to; ++i) {
+        sum += num_tiles(args.lengths[i], args.window) + LEAVING;
+        ends[i] = sum;
+    }
+    int before = sum;
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const int other = __shfl_up_sync(ALL, before, lanes);
+        if (lane >= lanes) before += other;
+    }
+    if (lane == 31) scan[warp] = before;
+    before -= sum;
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) before += scan[w];
+    for (int i = from; i < to; ++i) ends[i] += before;
+    __syncthreads();
+
+    const u32 cost = (u32)ends[args.batch - 1] * TURNS;
+    const u32 num_runs = min((u32)args.max_runs, max(cost / LEAST, 1u));
+    const Shares shares(cost, num_runs);
+    if (threadIdx.x == 0) args.runs[0] = make_int4(cost, num_runs, 0, 0);
+    struct Place { int query, turn, offset; u32 index; };   // index: the tiles before it
+    const auto seek = [&](u32 unit) {
+        if (unit == cost) return Place{0, 0, 0, cost - (u32)LEAVING * args.batch * TURNS};
+        int low = 0, high = args.batch - 1;
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if ((u32)ends[middle] * TURNS > unit) high = middle;
+            else low = middle + 1;
+        }
+        const u32 start = low ? ends[low - 1] : 0, of_turn = ends[low] - start;
+        const u32 inside = unit - start * TURNS;
+        const u32 turn = inside / of_turn, offset = inside % of_turn;
+        const u32 index = start * TURNS + turn * of_turn - LEAVING * (low * TURNS + turn)
+            + max((int)offset - LEAVING, 0);
+        return Place{low, (int)turn, (int)offset, index};
+    };
+    for (u32 run = threadIdx.x; run < num_runs; run += blockDim.x) {
+        const Place at = seek(shares.begin(run));
+        const u32 end = seek(shares.begin(run + 1)).index;
+        const int length = args.lengths[at.query];
+        const int row = args.rows ? args.rows[at.query] : at.query;
+        const int position = tile_position(length, args.window, max(at.offset - LEAVING, 0));
+        const int page = args.table[(u64)row * args.table_stride + position / PAGE_SIZE];
+        args.runs[1 + 2 * run] = make_int4(at.query, at.turn, at.offset, end - at.index);
+        args.runs[2 + 2 * run] = make_int4(length, row, page, 0);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_PROCESSOR)
+decode_attention(const Arguments args) {
+    extern __shared__ __align__(128) u8 rings[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int g = lane / 4, j = lane % 4;   // a fragment's row and pair of columns
+    const u32 run = blockIdx.x;
+    // both do nothing where the launch is no dependent one
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const int4 all = args.runs[0], own = args.runs[1 + 2 * run], start = args.runs[2 + 2 * run];
+    const int tiles_of_run = own.w;
+    if (run >= all.y || tiles_of_run == 0) return;
+    const Shares shares(all.x, all.y);
+
+    // Where the run stands.
+    struct Cursor {
+        int query, turn, tile;
+        int tiles, length;   // of the query
+        const int* pages;
+
+        __device__ void enter(const Arguments& args, int row) {
+            tiles = num_tiles(length, args.window);
+            pages = args.table + (u64)row * args.table_stride;
+        }
+        // to the next tile; there must be one
+        __device__ void advance(const Arguments& args) {
+            if (++tile < tiles) return;
+            tile = 0;
+            if (++turn < TURNS) return;
+            turn = 0;
+            ++query;
+            length = args.lengths[query];
+            enter(args, args.rows ? args.rows[query] : query);
+        }
+        __device__ int position(const Arguments& args) const {
+            return tile_position(length, args.window, tile);
+        }
+        __device__ int page(const Arguments& args) const {
+            return pages[position(args) / PAGE_SIZE];
+        }
+    };
+    Cursor at;
+    at.query = own.x;
+    at.turn = own.y;
+    at.tile = max(own.z - LEAVING, 0);
+    at.length = start.x;
+    at.enter(args, start.y);
+    u32 turn_begin = shares.begin(run) - own.z;   // in cost
+
+    // loading runs STAGES tiles ahead, and knows the page of the tile after that
+    const u32 ring = shared_address(rings) + warp * STAGES * STAGE_BYTES;
+    Cursor ahead = at;
+    int loaded = 0, page = start.z;
+    const auto load_next = [&](int stage) {
+        if (loaded < tiles_of_run) {
+            const int position = ahead.position(args);
+            const int first = first_seen(ahead.length, args.window);
+            const u64 base = page * args.page_stride + position % PAGE_SIZE * (u64)args.slot_stride
+                + (ahead.turn * WARPS + warp) * args.head_stride;
+            const u32 keys = ring + stage * STAGE_BYTES, values = keys + TILE_BYTES;
+#pragma unroll
+            for (int i = 0; i < CHUNKS / 2; ++i) {
+                const int n = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
+                const u64 from = base + n * (u64)args.slot_stride + chunk * 16;
+                // zeros for what is not seen: it may hold anything
+                const bool seen = position + n >= first && position + n < ahead.length;
+                copy_16(keys + chunk_at(n, chunk), args.keys + from, seen);
+                copy_16(values + chunk_at(n, chunk), args.values + from, seen);
+            }
+            if (++loaded < tiles_of_run) {
+                ahead.advance(args);
+                page = ahead.page(args);
+            }
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    for (int stage = 0; stage < STAGES; ++stage) load_next(stage);
+
+    const float scale = args.scale_log2 * (FP8 ? *args.k_scale : 1.0f);
+    const float v_scale = FP8 ? *args.v_scale : 1.0f;
+    u32 q[STEPS][2];             // Q^T, the fragments of this lane's query head g
+    float o[STEPS][4];           // O^T: heads 2j and 2j + 1
+    float best[2], total[2];     // of those two heads
+    int from = at.tile;          // the first of this turn's tiles that are of this run
+    int stage = 0;
+
+    const auto enter_turn = [&] {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            q[step][0] = q[step][1] = 0;
+            if (g < GROUP) {
+                const u16* head = args.q + (u64)at.query * args.q_stride
+                    + ((at.turn * WARPS + warp) * GROUP + g) * HEAD_DIM;
+                if (FP8) {
+                    const uint2 four = *reinterpret_cast<const uint2*>(
+                        head + j * (HEAD_DIM / 4) + 4 * step);
+                    q[step][0] = to_float16(four.x);
+                    q[step][1] = to_float16(four.y);
+                } else {
+                    q[step][0] = *reinterpret_cast<const u32*>(head + 16 * step + 2 * j);
+                    q[step][1] = *reinterpret_cast<const u32*>(head + 16 * step + 2 * j + 8);
+                }
+            }
+            for (int i = 0; i < 4; ++i) o[step][i] = 0;
+        }
+        best[0] = best[1] = NOTHING;
+        total[0] = total[1] = 0;
+    };
+
+    const auto attend = [&] {
+        const u32 keys = ring + stage * STAGE_BYTES, values = keys + TILE_BYTES;
+        float s[4] = {0, 0, 0, 0};     // positions g and g + 8, heads 2j and 2j + 1
+        float odd[4] = {0, 0, 0, 0};   // every other product: two chains take half the time
+        if (FP8) {
+            constexpr int PER_LANE = HEAD_DIM / 64;   // chunks of a position
+#pragma unroll
+            for (int c = 0; c < PER_LANE; ++c) {
+                u32 upper[4], lower[4];
+                load_words<4>(upper, keys + chunk_at(g, j * PER_LANE + c));
+                load_words<4>(lower, keys + chunk_at(g + 8, j * PER_LANE + c));
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    u32 a[4];
+                    widen(a[0], a[2], upper[w]);
+                    widen(a[1], a[3], lower[w]);
+                    multiply(w % 2 ? odd : s, a, q[c * 4 + w][0], q[c * 4 + w][1]);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                u32 a[4];
+                load_matrices<false>(a, keys + chunk_at(lane % 16, 2 * step + lane / 16));
+                multiply(step % 2 ? odd : s, a, q[step][0], q[step][1]);
+            }
+        }
+        const int position = at.position(args), first = first_seen(at.length, args.window);
+        const bool whole = position >= first && position + TILE <= at.length;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int n = position + g + i / 2 * 8;
+            s[i] = (s[i] + odd[i]) * scale;
+            if (!whole && (n < first || n >= at.length)) s[i] = NOTHING;
+        }
+        const auto larger = [](float x, float y) { return fmaxf(x, y); };
+        float shrink[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float top = fmaxf(best[h], over_positions(fmaxf(s[h], s[h + 2]), larger));
+            shrink[h] = exp2_of(best[h] - top);
+            best[h] = top;
+            s[h] = exp2_of(s[h] - top);
+            s[h + 2] = exp2_of(s[h + 2] - top);
+            total[h] = total[h] * shrink[h] + s[h] + s[h + 2];
+        }
+        if (__any_sync(ALL, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+                for (int i = 0; i < 4; ++i) o[step][i] *= shrink[i % 2];
+        }
+        const u32 p0 = transpose(pack(s[0], s[1], BFLOAT16 && !FP8));
+        const u32 p1 = transpose(pack(s[2], s[3], BFLOAT16 && !FP8));
+        if (FP8) {
+            constexpr int WORDS = HEAD_DIM / 32;      // of a position's value, g-th part
+            u32 v[4][WORDS];                          // positions 2j, 2j + 1, 2j + 8, 2j + 9
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int n = 2 * j + i % 2 + i / 2 * 8, byte = g * (HEAD_DIM / 8);
+                load_words<WORDS>(v[i], values + chunk_at(n, byte / 16) + byte % 16);
+            }
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const u32 pick = step % 2 ? 0x7362 : 0x5140;   // bytes of two positions in turns
+                u32 a[4];
+                widen(a[0], a[1], __byte_perm(v[0][step / 2], v[1][step / 2], pick));
+                widen(a[2], a[3], __byte_perm(v[2][step / 2], v[3][step / 2], pick));
+                multiply(o[step], a, p0, p1);
+            }
+        } else {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                u32 a[4];
+                const int n = lane / 16 * 8 + lane % 8;
+                load_matrices<true>(a, values + chunk_at(n, 2 * step + lane / 8 % 2));
+                multiply(o[step], a, p0, p1);
+            }
+        }
+    };
+
+    // a head's pieces, if it has more than one, are merged by the warp that comes last
+    const auto leave_turn = [&] {
+        const auto sum = [](float x, float y) { return x + y; };
+        const u32 of_batch = at.query * KV_HEADS + at.turn * WARPS + warp;
+        u16* out = args.out + (u64)of_batch * GROUP * HEAD_DIM;
+        const bool alone = from == 0 && at.tile + 1 == at.tiles;
+        const auto piece_of = [&](u32 run, bool first) {
+            return ((u64)(run * WARPS + warp) * 2 + first) * GROUP;
+        };
+        const u64 piece = piece_of(run, from == 0);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float weight = over_positions(total[h], sum);
+            const int head = 2 * j + h;
+            if (head >= GROUP) continue;
+            const float inverse = 1.0f / weight;
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+                for (int half = 0; half < 2; ++half) {
+                    const int i = head * HEAD_DIM + dimension(step, g + 8 * half);
+                    const float value = o[step][h + 2 * half] * inverse;
+                    if (alone) out[i] = (u16)pack(value * v_scale, 0, BFLOAT16);
+                    else args.partial[piece * HEAD_DIM + i] = value;
+                }
+            if (!alone && g == 0) args.lse[piece + head] = best[h] + log2f(weight);
+        }
+        if (alone) return;
+        const u32 first_unit = turn_begin + LEAVING;
+        const int first = shares.owner(first_unit), last = shares.owner(first_unit + at.tiles - 1);
+        int done = 0;
+        __threadfence();
+        __syncwarp();
+        if (lane == 0) done = atomicAdd(args.counters + of_batch, 1);
+        if (__shfl_sync(ALL, done, 0) != last - first) return;
+        __threadfence();
+        if (lane == 0) args.counters[of_batch] = 0;
+        constexpr int PER_LANE = HEAD_DIM / 32;
+        float tops[GROUP], weights[GROUP], values[GROUP][PER_LANE];
+#pragma unroll
+        for (int head = 0; head < GROUP; ++head) {
+            tops[head] = NOTHING;
+            weights[head] = 0;
+            for (int i = 0; i < PER_LANE; ++i) values[head][i] = 0;
+        }
+        for (int next = first; next <= last; next += AT_ONCE) {
+            float lse[AT_ONCE][GROUP], part[AT_ONCE][GROUP][PER_LANE];
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; ++n) {
+                // the first one's piece is the end of its run, all others' the begin
+                const u64 of = piece_of(min(next + n, last), next + n == first);
+#pragma unroll
+                for (int head = 0; head < GROUP; ++head) {
+                    lse[n][head] = load_past_l1(args.lse + of + head);
+                    load_past_l1(part[n][head], args.partial + (of + head) * HEAD_DIM + lane * PER_LANE);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; ++n)
+#pragma unroll
+                for (int head = 0; head < GROUP; ++head) {
+                    const float more_lse = next + n > last ? NOTHING : lse[n][head];
+                    const float top = fmaxf(tops[head], more_lse);
+                    const float keep = exp2_of(tops[head] - top), more = exp2_of(more_lse - top);
+                    tops[head] = top;
+                    weights[head] = weights[head] * keep + more;
+                    for (int i = 0; i < PER_LANE; ++i)
+                        values[head][i] = values[head][i] * keep + part[n][head][i] * more;
+                }
+        }
+#pragma unroll
+        for (int head = 0; head < GROUP; ++head) {
+            const float inverse = v_scale / weights[head];
+            u32* to = reinterpret_cast<u32*>(out + head * HEAD_DIM + lane * PER_LANE);
+            for (int i = 0; i < PER_LANE; i += 2)
+                to[i / 2] = pack(values[head][i] * inverse, values[head][i + 1] * inverse, BFLOAT16);
+        }
+    };
+
+    enter_turn();
+    for (int n = 0; n < tiles_of_run; ++n) {
+        asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
+        __syncwarp();
+        attend();
+        __syncwarp();
+        load_next(stage);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        const bool ends_turn = at.tile + 1 == at.tiles, ends_run = n + 1 == tiles_of_run;
+        if (ends_turn || ends_run) leave_turn();
+        if (ends_run) break;
+        if (ends_turn) {
+            turn_begin += at.tiles + LEAVING;
+            from = 0;
+        }
+        at.advance(args);
+        if (ends_turn) enter_turn();
+    }
+}

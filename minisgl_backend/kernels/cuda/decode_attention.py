@@ -1,0 +1,227 @@
+"""Launches ``decode_attention.cu``: streaming attention of one new token a row."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.cuda.module import CudaModule
+from minisgl_backend.kernels.dispatch import num_processors
+
+_WARPS: Final = 4
+"""Most warps of a thread block; with fewer KV heads there are fewer, and more thread blocks."""
+
+_TILE: Final = 16
+_HEADS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """``stages`` of a warp's ring, ``per_processor`` thread blocks that share a multiprocessor,
+    ``leaving``: what the end of a row costs, in tiles, and the ``least`` tiles of a run."""
+
+    stages: int
+    per_processor: int
+    leaving: int = 2
+    least: int = 4
+
+
+def tuning(kv_dtype: torch.dtype) -> Tuning:
+    """What was fastest on an H200."""
+    return Tuning(stages=4 if kv_dtype == torch.float8_e4m3fn else 2, per_processor=2)
+
+
+class _Arguments(ctypes.Structure):
+    """``Arguments`` of the source."""
+
+    _fields_ = (
+        ("out", ctypes.c_void_p),
+        ("q", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("runs", ctypes.c_void_p),
+        ("k_scale", ctypes.c_void_p),
+        ("v_scale", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("page_stride", ctypes.c_uint64),
+        ("slot_stride", ctypes.c_uint32),
+        ("head_stride", ctypes.c_uint32),
+        ("q_stride", ctypes.c_int),
+        ("table_stride", ctypes.c_int),
+        ("window", ctypes.c_int),
+        ("scale_log2", ctypes.c_float),
+    )
+
+
+class _PlanArguments(ctypes.Structure):
+    """``PlanArguments`` of the source."""
+
+    _fields_ = (
+        ("runs", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int),
+        ("batch", ctypes.c_int),
+        ("max_runs", ctypes.c_int),
+        ("window", ctypes.c_int),
+    )
+
+
+def why_not(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    kv_dtype: torch.dtype,
+) -> str | None:
+    """Why the kernel cannot take these shapes; None where it can."""
+    if num_heads // num_kv_heads > _HEADS:
+        return f"needs at most {_HEADS} query heads a KV head"
+    if head_dim not in (64, 128):
+        return f"needs heads of 64 or 128 elements, not {head_dim}"
+    if page_size % _TILE:
+        return f"needs a page_size that is a multiple of {_TILE}, not {page_size}"
+    if kv_dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        return f"needs KV pages of two bytes or fp8, not {str(kv_dtype).removeprefix('torch.')}"
+    return None
+
+
+class DecodeAttentionKernel:
+    """softmax(q k^T * scale) v for one query a row, for one shape and one stream.
+
+    Its workspace holds what thread blocks leave for each other, so calls must not overlap. Shapes
+    for which ``why_not`` has a reason are not to be given.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        max_batch_size: int,
+        device: torch.device,
+        cut: Tuning | None = None,
+    ) -> None:
+        group = num_heads // num_kv_heads
+        cut = cut or tuning(kv_dtype)
+        self._num_warps = math.gcd(num_kv_heads, _WARPS)
+        per_processor = cut.per_processor * _WARPS // self._num_warps
+        constants = {
+            "HEAD_DIM": head_dim,
+            "GROUP": group,
+            "KV_HEADS": num_kv_heads,
+            "PAGE_SIZE": page_size,
+            "FP8": kv_dtype == torch.float8_e4m3fn,
+            "BFLOAT16": dtype == torch.bfloat16,
+            "WARPS": self._num_warps,
+            "STAGES": cut.stages,
+            "PER_PROCESSOR": per_processor,
+            "LEAVING": cut.leaving,
+            "LEAST": cut.least,
+        }
+        module = CudaModule("decode_attention.cu", constants, device)
+        tile_bytes = _TILE * head_dim * kv_dtype.itemsize
+        self._attend = module.kernel(
+            "decode_attention", shared_bytes=self._num_warps * cut.stages * 2 * tile_bytes
+        )
+        self._plan = module.kernel("plan_decode_attention", shared_bytes=4 * max_batch_size)
+        self._grid = per_processor * num_processors(device)
+        pieces = (self._grid * self._num_warps, 2, group)
+        self._partial = torch.empty((*pieces, head_dim), dtype=torch.float32, device=device)
+        self._lse = torch.empty(pieces, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(
+            max_batch_size * num_kv_heads, dtype=torch.int32, device=device
+        )
+
+    def plan(
+        self,
+        page_table: Tensor,
+        lengths: Tensor,
+        *,
+        rows: Tensor | None,
+        window: int | None,
+        pdl: bool,
+    ) -> Tensor:
+        """What all calls with these arguments need: the run of each thread block."""
+        runs = torch.empty((1 + 2 * self._grid, 4), dtype=torch.int32, device=lengths.device)
+        arguments = _PlanArguments(
+            runs=runs.data_ptr(),
+            table=page_table.data_ptr(),
+            lengths=lengths.data_ptr(),
+            rows=_address(rows),
+            table_stride=page_table.stride(0),
+            batch=len(lengths),
+            max_runs=self._grid,
+            window=window or 0,
+        )
+        self._plan.launch(1, 1024, arguments, pdl=pdl)
+        return runs
+
+    def __call__(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        runs: Tensor,
+        *,
+        rows: Tensor | None,
+        scale: float,
+        window: int | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        pdl: bool,
+    ) -> Tensor:
+        """See ``minisgl_backend.kernels.decode_attention.decode_attention``; int32 tensors only.
+
+        ``runs`` is what ``plan`` made of them.
+        """
+        assert keys.stride() == values.stride() and keys.stride(3) == 1
+        assert q.stride(1) == q.shape[2] and q.stride(2) == 1
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        item = keys.element_size()
+        arguments = _Arguments(
+            out=out.data_ptr(),
+            q=q.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            table=page_table.data_ptr(),
+            lengths=lengths.data_ptr(),
+            rows=_address(rows),
+            runs=runs.data_ptr(),
+            k_scale=_address(k_scale),
+            v_scale=_address(v_scale),
+            partial=self._partial.data_ptr(),
+            lse=self._lse.data_ptr(),
+            counters=self._counters.data_ptr(),
+            page_stride=keys.stride(0) * item,
+            slot_stride=keys.stride(1) * item,
+            head_stride=keys.stride(2) * item,
+            q_stride=q.stride(0),
+            table_stride=page_table.stride(0),
+            window=window or 0,
+            scale_log2=scale * 1.4426950408889634,  # exp2 instead of exp
+        )
+        self._attend.launch(self._grid, 32 * self._num_warps, arguments, pdl=pdl)
+        return out
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

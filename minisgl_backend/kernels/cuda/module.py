@@ -1,0 +1,129 @@
+"""Compiles a CUDA C++ source of this package for a GPU, once, and launches its kernels.
+
+The compiler is NVRTC, a library that comes with torch: no toolkit has to be installed. Machine code
+is kept in the user's cache folder under a hash of all that it depends on.
+
+Must not know what kernels compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from cuda.bindings import driver, nvrtc
+
+from minisgl_backend.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class CudaModule:
+    """A source, compiled with constants for one GPU.
+
+    ``source`` names a file beside this one, ``constants`` are its macros. Raises ``ConfigError``
+    where it does not compile or load.
+    """
+
+    def __init__(self, source: str, constants: Mapping[str, int], device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes the device's context current
+            binary = _machine_code(Path(__file__).with_name(source), constants, device)
+            self._module = _checked(driver.cuModuleLoadData(binary))
+
+    def kernel(self, name: str, *, shared_bytes: int) -> CudaKernel:
+        """One of its kernels, with so much shared memory beside what it declares."""
+        with torch.cuda.device(self._device):
+            function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+        return CudaKernel(function, self._device, shared_bytes)
+
+
+class CudaKernel:
+    """A kernel of a module that is loaded."""
+
+    def __init__(self, function: Any, device: torch.device, shared_bytes: int) -> None:
+        self._function = function
+        self._device = device
+        self._shared_bytes = shared_bytes
+
+    def launch(
+        self, grid: int, threads: int, arguments: ctypes.Structure, *, pdl: bool = False
+    ) -> None:
+        """Enqueue it on the device's current stream; its one parameter is ``arguments``, by value.
+
+        ``pdl``: it may start before its predecessor ends, and waits for it itself.
+        """
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        config.hStream = torch.cuda.current_stream(self._device).cuda_stream
+        if pdl:
+            early = driver.CUlaunchAttribute()
+            early.id = (
+                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            early.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [early], 1
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
+
+
+def _machine_code(source: Path, constants: Mapping[str, int], device: torch.device) -> bytes:
+    """The compiled source, from the cache where it is there."""
+    major, minor = torch.cuda.get_device_capability(device)
+    options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", "-default-device"]
+    options += [f"-D{name}={int(value)}" for name, value in sorted(constants.items())]
+    text = source.read_bytes()
+    version = _checked(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()
+    cached = _cache_folder() / f"{source.stem}-{key[:32]}.cubin"
+    try:
+        return cached.read_bytes()
+    except OSError:
+        pass
+    binary = _compile(text, source.name, options)
+    try:
+        cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
+            file.write(binary)
+        os.replace(file.name, cached)
+    except OSError as error:
+        logger.info("compiled kernels are not kept: %s", error)
+    return binary
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl" / "kernels"
+
+
+def _compile(text: bytes, name: str, options: list[str]) -> bytes:
+    program = _checked(nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
+    encoded = [option.encode() for option in options]
+    result = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        raise ConfigError(f"{name} does not compile: {log.decode(errors='replace').strip()}")
+    binary: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    _checked(nvrtc.nvrtcGetCUBIN(program, binary))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return binary
+
+
+def _checked(returned: tuple[Any, ...]) -> Any:
+    """The value of a call of ``cuda.bindings``, whose first result is a status."""
+    status, *values = returned
+    if int(status):
+        raise ConfigError(f"CUDA says {status.name} ({int(status)})")
+    return values[0] if values else None

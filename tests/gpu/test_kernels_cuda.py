@@ -1,0 +1,193 @@
+"""The kernels in CUDA C++ against their twins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.decode_attention import decode_attention_reference
+from minisgl_backend.kernels.dispatch import is_interpreted
+from tests.gpu.compare import assert_close
+
+FP8 = torch.float8_e4m3fn
+
+needs_gpu = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
+
+
+@dataclass(frozen=True)
+class Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+HEADS = [
+    Heads(16, 8, 128),
+    Heads(40, 8, 128),
+    Heads(32, 4, 128),
+    Heads(16, 2, 128),
+    Heads(5, 1, 128),
+    Heads(32, 8, 64),
+    Heads(9, 3, 64),
+    Heads(14, 2, 64),
+]
+
+
+class Decoding:
+    """Rows of random lengths over shuffled pages; what no row sees is NaN."""
+
+    def __init__(
+        self,
+        heads: Heads,
+        lengths: list[int],
+        *,
+        device: torch.device,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        page_size: int = 16,
+        window: int | None = None,
+    ):
+        from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
+
+        torch.manual_seed(len(lengths))
+        batch_size, longest = len(lengths), max(lengths)
+        per_row = -(-longest // page_size)
+        num_pages = batch_size * per_row
+        shape = (num_pages + 1, page_size, heads.num_kv_heads, heads.head_dim)
+        self.window = window
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        pages = torch.randperm(num_pages, device=device).to(torch.int32)
+        self.table = pages.view(batch_size, per_row)
+        self.rows = torch.randperm(batch_size, device=device).to(torch.int32)
+        self.q = torch.randn(
+            (batch_size, heads.num_heads, heads.head_dim), dtype=torch.bfloat16, device=device
+        )
+        self.keys, self.values = (
+            torch.randn(shape, dtype=torch.bfloat16, device=device).to(kv_dtype) for _ in "kv"
+        )
+        is_fp8 = kv_dtype == FP8
+        self.k_scale = torch.full((1,), 0.5, device=device) if is_fp8 else None
+        self.v_scale = torch.full((1,), 2.0, device=device) if is_fp8 else None
+        self.kernel = DecodeAttentionKernel(
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            page_size=page_size,
+            dtype=torch.bfloat16,
+            kv_dtype=kv_dtype,
+            max_batch_size=max(batch_size, 256),
+            device=device,
+        )
+
+    def forget_unseen(self) -> None:
+        """Positions behind the ends become NaN, as freed pages may be."""
+        page_size = self.keys.shape[1]
+        for row, length in zip(self.rows.tolist(), self.lengths.tolist(), strict=True):
+            page, offset = divmod(length, page_size)
+            for cache in (self.keys, self.values):
+                if offset:
+                    cache[self.table[row, page], offset:] = float("nan")
+                for freed in self.table[row, page + bool(offset) :].tolist():
+                    cache[freed] = float("nan")
+
+    def attend(self) -> Tensor:
+        shared: dict[str, Any] = {"rows": self.rows, "window": self.window, "pdl": False}
+        runs = self.kernel.plan(self.table, self.lengths, **shared)
+        return self.kernel(
+            self.q,
+            self.keys,
+            self.values,
+            self.table,
+            self.lengths,
+            runs,
+            scale=self.q.shape[-1] ** -0.5,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            **shared,
+        )
+
+    def expected(self) -> Tensor:
+        return decode_attention_reference(
+            self.q,
+            self.keys,
+            self.values,
+            self.table,
+            self.lengths,
+            rows=self.rows,
+            window=self.window,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )
+
+
+def ragged(batch_size: int, longest: int) -> list[int]:
+    generator = torch.Generator().manual_seed(batch_size)
+    lengths = torch.randint(1, longest + 1, (batch_size,), generator=generator)
+    return [int(length) for length in lengths]
+
+
+@needs_gpu
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [
+        ([17], None),
+        (ragged(3, 600), None),
+        (ragged(37, 900), None),
+        (ragged(5, 1300), 100),
+        (ragged(300, 180), 33),
+        (ragged(700, 300), None),
+    ],
+    ids=["one", "few", "ragged", "window", "many, short window", "many"],
+)
+def test_attention_equals_its_twin(
+    device: torch.device,
+    heads: Heads,
+    lengths: list[int],
+    window: int | None,
+    kv_dtype: torch.dtype,
+) -> None:
+    case = Decoding(heads, lengths, device=device, kv_dtype=kv_dtype, window=window)
+    expected = case.expected()
+    for _ in range(2):  # the second finds what the first left in the workspace
+        assert_close(case.attend(), expected, tolerance=1e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("page_size", [16, 32, 64, 256])
+def test_page_sizes(device: torch.device, page_size: int) -> None:
+    case = Decoding(HEADS[0], ragged(20, 700), device=device, page_size=page_size)
+    assert_close(case.attend(), case.expected(), tolerance=1e-2)
+
+
+@needs_gpu
+def test_one_long_row_is_cut_among_all_multiprocessors(device: torch.device) -> None:
+    case = Decoding(HEADS[0], [30_001], device=device)
+    assert_close(case.attend(), case.expected(), tolerance=1e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+def test_what_is_not_seen_may_be_anything(device: torch.device, kv_dtype: torch.dtype) -> None:
+    case = Decoding(HEADS[0], ragged(24, 400), device=device, kv_dtype=kv_dtype)
+    expected = case.expected()
+    case.forget_unseen()
+    assert_close(case.attend(), expected, tolerance=1e-2)
+
+
+@needs_gpu
+def test_a_captured_call_follows_the_lengths(device: torch.device) -> None:
+    case = Decoding(HEADS[0], [800] * 64, device=device)
+    case.attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.attend()
+    for longest in (800, 17, 300):
+        lengths = torch.tensor(ragged(64, longest), dtype=torch.int32)
+        case.lengths.copy_(lengths)
+        graph.replay()
+        assert_close(out, case.expected(), tolerance=1e-2)

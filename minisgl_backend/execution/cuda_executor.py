@@ -33,7 +33,7 @@ from minisgl_backend.execution.graphs import DecodeGraphs, StepOutput
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.rows import Rows
 from minisgl_backend.execution.sampler import Sampler
-from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.execution.storage import KVStorage, paged_layers
 from minisgl_backend.kernels.rows import StepInbox, begin_decode, finish_decode
 from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
 from minisgl_backend.models.decoder import Decoder
@@ -71,7 +71,7 @@ class CudaExecutor:
         with device.queue():
             self._model = FusedDecoder(
                 model,
-                paged_layers(storage, model.spec.num_layers),
+                paged_layers(storage),
                 fused_experts=fused_experts,
             )
             self._rows = Rows(
@@ -273,25 +273,10 @@ class CudaExecutor:
         return StepOutput(nothing, self._logits[:0])
 
     def _warm_up(self, longest: int) -> None:
-        """Compile what eager steps launch, with chunks of the dummy row, and find out whether the
-        longest one has the memory it needs."""
-        empty = np.empty(0, np.int32)
-        for length in (longest, min(longest, 64), 1):
-            plan = StepPlan(
-                step=-1,
-                released_rows=empty,
-                admissions=(),
-                grant_rows=empty,
-                grant_indices=empty,
-                grant_pages=empty,
-                prefill_rows=np.array([self._rows.table.dummy_row], np.int32),
-                prefill_starts=np.zeros(1, np.int32),
-                prefill_lengths=np.array([length], np.int32),
-                prefill_samples=np.ones(1, np.int32),
-                prefill_tokens=np.zeros(length, np.int32),
-                decode_rows=empty,
-                decode_positions=empty,
-            )
+        """Compile what eager steps launch, by steps of the dummy row, and find out whether the
+        longest chunk has the memory it needs."""
+        for length in (longest, min(longest, 64), 1, 0):
+            plan = self._dummy_plan(length)
             try:
                 with self._device.queue():
                     self._eager_step(FlatBatch.of(plan), plan.prefill_tokens)
@@ -301,6 +286,26 @@ class CudaExecutor:
                     f"a step of {length} tokens does not fit beside the KV pages: lower "
                     "memory_ratio, num_pages or max_prefill_tokens"
                 ) from error
+
+    def _dummy_plan(self, length: int) -> StepPlan:
+        """The dummy row prefills a chunk of so many tokens; or it decodes, where there are none."""
+        row, empty = np.array([self._rows.table.dummy_row], np.int32), np.empty(0, np.int32)
+        is_chunk = int(length > 0)
+        return StepPlan(
+            step=-1,
+            released_rows=empty,
+            admissions=(),
+            grant_rows=empty,
+            grant_indices=empty,
+            grant_pages=empty,
+            prefill_rows=row[:is_chunk],
+            prefill_starts=np.zeros(is_chunk, np.int32),
+            prefill_lengths=np.full(is_chunk, length, np.int32),
+            prefill_samples=np.ones(is_chunk, np.int32),
+            prefill_tokens=np.zeros(length, np.int32),
+            decode_rows=row[is_chunk:],
+            decode_positions=np.zeros(1 - is_chunk, np.int32),
+        )
 
 
 class PendingStep:
@@ -332,20 +337,3 @@ class PendingStep:
             found = self._logprobs.by_sample(token_ids[self._special])
             logprobs = {int(self._special[index]): value for index, value in found.items()}
         return SampledTokens(token_ids, logprobs)
-
-
-def paged_layers(storage: KVStorage, num_layers: int) -> list[PagedKV]:
-    """The pages of each layer, all zero: nothing is ever read that is not finite."""
-    pages = storage.pages
-    pages.view(torch.uint8).zero_()
-    layers = []
-    for layer in range(num_layers):
-        keys, values = storage.layer(layer)
-        scales: list[Tensor | None] = [None, None]
-        scale = storage.scales[layer]
-        if pages.dtype == torch.float8_e4m3fn:
-            scales = list(torch.tensor([[scale.k], [scale.v]], device=pages.device))
-        layers.append(
-            PagedKV(keys=keys, values=values, k_scale=scales[0], v_scale=scales[1], scale=scale)
-        )
-    return layers

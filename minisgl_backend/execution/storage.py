@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import AttentionShape, KVScale
+from minisgl_backend.attention.paged import PagedKV
 from minisgl_backend.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,21 @@ class KVStorage:
         owner, it would spread to the new one.
         """
         self.pages.index_fill_(2, pages, 0)
+
+
+def paged_layers(storage: KVStorage) -> list[PagedKV]:
+    """The pages of each layer, all zero: nothing is ever read that is not finite."""
+    pages, layers = storage.pages, []
+    pages.view(torch.uint8).zero_()
+    for layer, scale in enumerate(storage.scales):
+        keys, values = storage.layer(layer)
+        k_scale, v_scale = None, None
+        if pages.dtype == torch.float8_e4m3fn:
+            k_scale, v_scale = torch.tensor([[scale.k], [scale.v]], device=pages.device)
+        layers.append(
+            PagedKV(keys=keys, values=values, k_scale=k_scale, v_scale=v_scale, scale=scale)
+        )
+    return layers
 
 
 def bytes_per_page(shape: AttentionShape, page_size: int, dtype: torch.dtype) -> int:

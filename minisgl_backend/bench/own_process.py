@@ -18,17 +18,21 @@ from minisgl_backend.config import EngineOptions
 _MAIN: Final = "from minisgl_backend.cli.main import main; main()"
 
 
-def run_bench(arguments: Sequence[str]) -> dict[str, Any]:
+def run_bench(arguments: Sequence[str], *, timeout_s: float | None = None) -> dict[str, Any]:
     """Run the command, whose table is printed as ever, and return what it writes with ``--json``.
 
-    Raises ``click.ClickException`` where it fails; it has said why.
+    Raises ``click.ClickException`` where it fails, having said why, or takes longer than that.
     """
+    name = f"minisgl bench {arguments[0]}"
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
         file = Path(folder) / "figures.json"
         command = [sys.executable, "-c", _MAIN, "bench", *arguments, "--json", str(file)]
-        code = subprocess.run(command).returncode
-        if code:
-            raise click.ClickException(f"minisgl bench {' '.join(arguments)} ended with {code}")
+        try:
+            subprocess.run(command, check=True, timeout=timeout_s)
+        except subprocess.CalledProcessError as error:
+            raise click.ClickException(f"{name} ended with {error.returncode}") from None
+        except subprocess.TimeoutExpired:
+            raise click.ClickException(f"{name} was not done after {timeout_s:g} s") from None
         figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return figures
 

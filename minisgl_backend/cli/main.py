@@ -83,6 +83,7 @@ bench = LazyGroup(
         "perf-analyzer": "minisgl_backend.bench.perf_analyzer:perf_analyzer",
         "offline": "minisgl_backend.bench.offline:offline",
         "server-share": "minisgl_backend.bench.server_share:server_share",
+        "scaling": "minisgl_backend.bench.scaling:scaling",
         "decode": "minisgl_backend.bench.decode:decode",
         "prefill": "minisgl_backend.bench.prefill:prefill",
         "kernels": "minisgl_backend.bench.kernels:kernels",

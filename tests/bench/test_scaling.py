@@ -1,0 +1,60 @@
+"""Figures by the number of ranks, where one configuration cannot run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from minisgl_backend.bench import scaling
+from minisgl_backend.bench.own_process import run_bench
+from minisgl_backend.cli.main import main
+
+SMALL = ["--device", "cpu", "--num-pages", "64", "--max-sequence-length", "128"]
+
+
+def test_what_fails_leaves_its_figures_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_this_process(arguments: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
+        file = tmp_path / "one.json"
+        result = CliRunner().invoke(main, ["bench", *arguments, "--json", str(file)])
+        if result.exit_code:
+            raise click.ClickException(result.output)
+        figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return figures
+
+    monkeypatch.setattr(scaling, "run_bench", in_this_process)
+    file = tmp_path / "figures.json"
+    command = ["bench", "scaling", "--sizes", "1,2", "--comms", "nccl", "--batches", "1,2"]
+    command += ["--context", "20", "--steps", "4", "--requests", "2", "--output-length", "2", "4"]
+    result = CliRunner().invoke(main, [*command, *SMALL, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "comm=nccl does not work on cpu" in result.output
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    one, two = figures["rows"]
+    assert one["batch_1_ms"] > 0 and one["batch_2_ms"] > 0 and one["offline_tokens_per_s"] > 0
+    assert (two["ranks"], two["comm"], two["batch_1_ms"], two["efficiency"]) == (
+        2,
+        "nccl",
+        "-",
+        "-",
+    )
+
+
+def test_efficiency_is_throughput_a_rank_over_that_of_the_fewest() -> None:
+    rows = [
+        {"ranks": 1, "batch_1_ms": 8.0, "offline_tokens_per_s": 1000.0},
+        {"ranks": 4, "batch_1_ms": 4.0, "offline_tokens_per_s": 3000.0},
+    ]
+    scaling.add_efficiency(rows)
+    assert [row["batch_1_of_first"] for row in rows] == [1.0, 0.5]
+    assert [row["efficiency"] for row in rows] == [1.0, 0.75]
+
+
+def test_a_command_that_hangs_is_an_error() -> None:
+    with pytest.raises(click.ClickException, match="bench offline was not done"):
+        run_bench(["offline"], timeout_s=0.01)

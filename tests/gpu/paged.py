@@ -188,16 +188,29 @@ class Inputs:
 
 
 class Decoding:
-    """A decode step of 5 rows out of 7, whose inputs can be changed under a captured graph."""
+    """A decode step of ``num_rows`` rows of two more, whose inputs can be changed under a captured
+    graph."""
 
-    def __init__(self, setting: AttentionSetting):
-        self.paged = Paged.of([300, 1, 129, 64, 16, 250, 33], setting)
-        self._now = self.inputs([0] * 5, [1] * 5)  # as padding, which graphs are captured with
+    CAPACITY = (300, 1, 129, 64, 16, 250, 33)
 
-    def inputs(self, rows: Sequence[int], lengths: Sequence[int]) -> Inputs:
-        """Rows of so many positions, with random queries."""
-        paged, host_lengths = self.paged, np.array(lengths, np.int32)
-        return Inputs(paged.int32(rows), paged.int32(lengths), host_lengths, paged.queries(5))
+    def __init__(self, setting: AttentionSetting, num_rows: int):
+        assert num_rows <= MAX_ROWS
+        self._capacity = np.resize(np.array(self.CAPACITY, np.int32), num_rows + 2)
+        self.paged = Paged.of(self._capacity.tolist(), setting)
+        # as padding, which graphs are captured with
+        self._now = self._inputs(np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32))
+
+    def inputs(self, seed: int) -> Inputs:
+        """Some of the rows at some of their positions, with random queries; one is at its end."""
+        rng = np.random.default_rng(seed)
+        rows = rng.permutation(len(self._capacity))[:-2].astype(np.int32)
+        lengths = rng.integers(1, self._capacity[rows], endpoint=True, dtype=np.int32)
+        lengths[0] = self._capacity[rows[0]]
+        return self._inputs(rows, lengths)
+
+    def _inputs(self, rows: IntArray, lengths: IntArray) -> Inputs:
+        paged = self.paged
+        return Inputs(paged.int32(rows), paged.int32(lengths), lengths, paged.queries(len(rows)))
 
     def take(self, inputs: Inputs) -> None:
         """Put them where the step reads; this does not wait for the device."""
@@ -221,3 +234,11 @@ class Decoding:
     def expected(self, inputs: Inputs) -> Tensor:
         found = zip(inputs.q, inputs.rows.tolist(), inputs.lengths.tolist(), strict=True)
         return torch.cat([self.paged.expected(q[None], row, end) for q, row, end in found])
+
+
+def assert_tokens_close(actual: Tensor, expected: Tensor, *, limit: float) -> None:
+    """Each token for itself, so that a large one cannot hide a small one; [num_tokens, ...]."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    wanted = expected.double().flatten(1)
+    errors = (actual.double().flatten(1) - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert float(errors.max()) < limit  # NaN is not

@@ -19,8 +19,7 @@ from minisgl_backend.attention.flash_infer import FlashInferDecode, FlashInferPr
 from minisgl_backend.attention.paged import PagedAttention, ScheduledDecode
 from minisgl_backend.attention.paged_sdpa import PagedSdpa
 from minisgl_backend.attention.triton import TritonDecode
-from tests.gpu.compare import assert_close
-from tests.gpu.paged import Case, Decoding, Prompts
+from tests.gpu.paged import Case, Decoding, Prompts, assert_tokens_close
 
 CPU = torch.device("cpu")
 CASES = [Case(1, 2, 64), Case(16, 4, 64), Case(16, 8, 64, window=50), Case(64, 2, 64, fp8=True)]
@@ -132,36 +131,34 @@ def test_chunks(case: Case) -> None:
     prompts = Prompts.of(case.setting(torch.float32, CPU))
     setting = prompts.paged.setting
     backend = PagedAttention("fi", FlashInferPrefill(LIBRARY, setting), PagedSdpa(setting.shape))
-    assert_close(prompts.attend(backend), prompts.expected())
+    assert_tokens_close(prompts.attend(backend), prompts.expected(), limit=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_eagerly_and_as_captured(case: Case) -> None:
-    step = Decoding(case.setting(torch.float32, CPU))
+    step = Decoding(case.setting(torch.float32, CPU), 5)
     setting = step.paged.setting
     decode = FlashInferDecode(LIBRARY, setting)
     backend = PagedAttention("fi", PagedSdpa(setting.shape), decode)
-    for rows, lengths in (
-        ([6, 0, 3, 2, 5], [33, 257, 64, 1, 250]),
-        ([1, 2, 0, 4, 6], [1, 129, 300, 9, 20]),
-    ):
-        inputs = step.inputs(rows, lengths)
+    for seed in range(2):
+        inputs = step.inputs(seed)
         step.take(inputs)
-        assert_close(step.attend(backend, inputs.host_lengths), step.expected(inputs))
+        eager = step.attend(backend, inputs.host_lengths)
+        assert_tokens_close(eager, step.expected(inputs), limit=1e-5)
         decode.schedule_rows(inputs.host_lengths)
-        assert_close(step.attend(backend, None), step.expected(inputs))
+        assert_tokens_close(step.attend(backend, None), step.expected(inputs), limit=1e-5)
 
 
 def test_each_window_has_its_own_schedule() -> None:
     setting = Case(16, 2, 64).setting(torch.float32, CPU)
     setting = replace(setting, shape=replace(setting.shape, windows=(20, None, 20)))
-    step = Decoding(setting)
+    step = Decoding(setting, 5)
     decode = FlashInferDecode(LIBRARY, setting)
     backend = PagedAttention("fi", PagedSdpa(setting.shape), decode)
-    inputs = step.inputs([6, 0, 3, 2, 5], [33, 257, 64, 1, 250])
+    inputs = step.inputs(seed=0)
     step.take(inputs)
     decode.schedule_rows(inputs.host_lengths)
-    assert_close(step.attend(backend, None), step.expected(inputs))
+    assert_tokens_close(step.attend(backend, None), step.expected(inputs), limit=1e-5)
     wrappers = decode.plan_rows(step.rows(None)).wrappers
     assert set(wrappers) == {20, None}
     assert wrappers[20].schedule.data_ptr() != wrappers[None].schedule.data_ptr()

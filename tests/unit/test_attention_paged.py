@@ -6,11 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 from minisgl_backend.attention import choose
-from tests.gpu.compare import assert_close
-from tests.gpu.paged import Case, Decoding, Prompts
+from tests.gpu.paged import Case, Decoding, Prompts, assert_tokens_close
 
 CPU = torch.device("cpu")
 CASES = [
@@ -26,24 +24,20 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def assert_rows_close(actual: Tensor, expected: Tensor) -> None:
-    for row, wanted in zip(actual, expected, strict=True):
-        assert_close(row, wanted)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ragged_chunks_and_extensions(name: str, case: Case) -> None:
     torch.manual_seed(0)
     prompts = Prompts.of(case.setting(torch.float32, CPU))
     backend = choose.choose_attention(name, prompts.paged.setting)
-    assert_rows_close(prompts.attend(backend), prompts.expected())
+    assert_tokens_close(prompts.attend(backend), prompts.expected(), limit=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode(name: str, case: Case) -> None:
     torch.manual_seed(0)
-    step = Decoding(case.setting(torch.float32, CPU))
+    step = Decoding(case.setting(torch.float32, CPU), 9)
     backend = choose.choose_attention(name, step.paged.setting)
-    inputs = step.inputs([6, 0, 3, 2, 5], [33, 257, 64, 1, 250])
+    inputs = step.inputs(seed=0)
     step.take(inputs)
-    assert_rows_close(step.attend(backend, inputs.host_lengths), step.expected(inputs))
+    out = step.attend(backend, inputs.host_lengths)
+    assert_tokens_close(out, step.expected(inputs), limit=1e-5)

@@ -1,0 +1,192 @@
+"""``python -m tools.performance_plots [FOLDER]``: the pictures of docs/performance.md.
+
+FOLDER (docs/figures) holds what ``minisgl bench ... --json`` wrote, under these names, where MODEL
+is any word and each file may be missing:
+
+    offline-MODEL.json, server-MODEL.json    throughput.png   bench offline, bench server-share
+    decode-MODEL.json                        decode.png       bench decode
+    trace-MODEL-CASE.json                    breakdown.png    bench trace-table
+    scaling-MODEL.json                       scaling.png      bench scaling
+
+and ``goals.json``: what to compare with, by the same names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Files = Mapping[str, dict[str, Any]]
+"""The content of files by their names without suffix."""
+
+_KINDS = {
+    "attention": "tab:blue",
+    "products": "tab:orange",
+    "norms": "tab:green",
+    "sampling": "tab:red",
+    "communication": "tab:purple",
+    "other": "tab:brown",
+    "idle": "lightgray",
+}
+
+
+def throughput_figure(files: Files, goals: Files) -> Figure:
+    """Tokens a second of each case: here, the goal, and mini-sglang where that was measured."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    names = [name for name in sorted(files) if name.startswith(("offline-", "server-"))]
+    sides = {"here": "tab:blue", "goal": "lightgray", "mini-sglang": "tab:orange"}
+    for index, (side, color) in enumerate(sides.items()):
+        heights = [_throughput(name, files, goals)[side] for name in names]
+        places = [place + 0.27 * (index - 1) for place in range(len(names))]
+        bars = axes.bar(places, heights, width=0.25, label=side, color=color)
+        labels = [f"{height:,.0f}" if height else "" for height in heights]
+        axes.bar_label(bars, labels=labels, fontsize=8)
+    axes.set_xticks(range(len(names)), [_label(name) for name in names])
+    _finish(axes, "throughput, 256 requests at once", "", "output tokens a second")
+    return figure
+
+
+def _throughput(name: str, files: Files, goals: Files) -> dict[str, float]:
+    found, goal = files[name], goals.get(name, {})
+    wanted = goal.get("tokens_per_s", 0.0)
+    if name.startswith("server-"):
+        wanted = goal.get("share", 0.0) * found["offline_tokens_per_s"]
+    return {
+        "here": found["tokens_per_s"],
+        "goal": wanted,
+        "mini-sglang": goal.get("mini_sglang", 0.0),
+    }
+
+
+def decode_figure(files: Files, goals: Files) -> Figure:
+    """Time of a decode step by batch size, a panel a model: here, its replay, mini-sglang."""
+    names = [name for name in sorted(files) if name.startswith("decode-")]
+    figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        rows = files[name]["rows"]
+        replayed = [row for row in rows if row["replay_ms"] != "-"]
+        batches = [row["batch"] for row in rows]
+        axes.plot(batches, [row["mean_ms"] for row in rows], "o-", label="step of the engine")
+        axes.plot(
+            [row["batch"] for row in replayed],
+            [row["replay_ms"] for row in replayed],
+            "x--",
+            label="its graph alone",
+        )
+        others = goals.get(name, {}).get("mini_sglang_ms", {})
+        if others:
+            axes.plot(
+                [int(batch) for batch in others], list(others.values()), "s", label="mini-sglang"
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [str(batch) for batch in batches])
+        axes.set_ylim(bottom=0)
+        _finish(axes, f"decode, {_label(name)}", "batch size", "ms a step")
+    return figure
+
+
+def breakdown_figure(files: Files) -> Figure:
+    """What the GPU's time went to: a bar a trace, shares of the wall time."""
+    names = [name for name in sorted(files, reverse=True) if name.startswith("trace-")]
+    figure = Figure(figsize=(9, 1.2 + 0.5 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    lefts = [0.0] * len(names)
+    for kind, color in _KINDS.items():
+        shares = [100 * files[name]["info"].get(f"{kind}_share", 0.0) for name in names]
+        bars = axes.barh(range(len(names)), shares, left=lefts, label=kind, color=color)
+        axes.bar_label(
+            bars,
+            labels=[f"{share:.0f}" if share >= 3 else "" for share in shares],
+            label_type="center",
+            fontsize=8,
+        )
+        lefts = [left + share for left, share in zip(lefts, shares, strict=True)]
+    axes.set_yticks(range(len(names)), [_label(name) for name in names])
+    axes.set_xlim(0, 100)
+    axes.set_title("where the time goes")
+    axes.set_xlabel("% of the time between the first and the last kernel")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=len(_KINDS), fontsize=8)
+    return figure
+
+
+def scaling_figure(files: Files) -> Figure:
+    """Throughput by the number of GPUs, a panel a model, a line a way to talk."""
+    names = [name for name in sorted(files) if name.startswith("scaling-")]
+    figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        rows = [row for row in files[name]["rows"] if row["offline_tokens_per_s"] != "-"]
+        one = rows[0]
+        most = max(row["ranks"] for row in rows)
+        for comm in dict.fromkeys(row["comm"] for row in rows[1:]):
+            line = [one, *(row for row in rows[1:] if row["comm"] == comm)]
+            axes.plot(
+                [row["ranks"] for row in line],
+                [row["offline_tokens_per_s"] for row in line],
+                "o-",
+                label=comm,
+            )
+        ideal = [one["offline_tokens_per_s"] * ranks / one["ranks"] for ranks in (1, most)]
+        axes.plot([1, most], ideal, ":", color="gray", label="as many times as GPUs")
+        axes.set_xticks(sorted({row["ranks"] for row in rows}))
+        axes.set_ylim(bottom=0)
+        _finish(axes, f"offline, {_label(name)}", "GPUs", "output tokens a second")
+    return figure
+
+
+def _label(name: str) -> str:
+    """``offline-qwen3-0.6b-fp8`` is shown as ``qwen3-0.6b-fp8``; a server's case says so."""
+    kind, _, model = name.partition("-")
+    return f"{model}\nthrough tritonserver" if kind == "server" else model
+
+
+def _finish(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if "tokens" in y:
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def write_plots(folder: Path) -> list[Path]:
+    """The pictures that the folder has figures for; where they were written."""
+    files = {path.stem: json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")}
+    goals = files.pop("goals", {})
+    figures: dict[str, tuple[tuple[str, ...], Callable[[], Figure]]] = {
+        "throughput": (("offline-", "server-"), lambda: throughput_figure(files, goals)),
+        "decode": (("decode-",), lambda: decode_figure(files, goals)),
+        "breakdown": (("trace-",), lambda: breakdown_figure(files)),
+        "scaling": (("scaling-",), lambda: scaling_figure(files)),
+    }
+    written = []
+    for name, (prefixes, draw) in figures.items():
+        if any(file.startswith(prefixes) for file in files):
+            path = folder / f"{name}.png"
+            draw().savefig(path, dpi=90)
+            written.append(path)
+    return written
+
+
+@click.command()
+@click.argument(
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path(__file__).parents[1] / "docs" / "figures",
+)
+def main(folder: Path) -> None:
+    """Draw the pictures of docs/performance.md from the figures in FOLDER."""
+    for path in write_plots(folder):
+        click.echo(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -80,7 +80,7 @@ def _best_of_split(
     for start in tl.static_range(0, PER_SPLIT, BLOCK):
         at = begin + start + tl.arange(0, BLOCK)
         x = load_logits(logits_ptr + row * stride, at, at < end, penalty, VOCAB, PENALTIES)
-        broken |= ((x != x) | (x == float("inf"))).to(tl.int32)
+        broken |= tl.where(x < float("inf"), 0, 1)  # inf or NaN
         if noisy:
             x = x * inverse + gumbel(key, at)
         better = x > best

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
+from collections.abc import Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from minisgl_gateway.errors import ApiError, invalid, unsupported
 from minisgl_gateway.schema import NOT_OFFERED, GenerationRequest
@@ -99,16 +102,53 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _explained(error: ValidationError) -> ApiError:
-    """The first complaint in one sentence. Of a union, each member complains about its own."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    place = _place(first["loc"])
-    if first["type"] == "missing":
+    """The first complaint in one sentence."""
+    complaints = _about_one_value(error.errors(include_url=False))
+    first = complaints[0]
+    kind, place = first["type"], _place(first["loc"])
+    if kind.startswith("union_tag"):
+        place += ".role"
+    if kind in ("missing", "union_tag_not_found"):
         return invalid(f"{place} is missing", place)
-    if first["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return ApiError(400, f"unknown parameter {place}", code="unknown_parameter", param=place)
-    reason = first["msg"].removeprefix("Input should be ").removeprefix("Value should ")
-    given = "" if first["type"].startswith("union_tag") else f", got {_short(first['input'])}"
-    return invalid(f"{place} must be {reason}{given}", place)
+    if kind == "union_tag_invalid":
+        tag, expected = first["ctx"]["tag"], first["ctx"]["expected_tags"]
+        return invalid(f"{place} must be one of {expected}, got {_short(tag)}", place)
+    reasons = " or ".join(dict.fromkeys(_reason(one["msg"]) for one in complaints))
+    return invalid(f"{place} must {reasons}, got {_short(first['input'])}", place)
+
+
+def _about_one_value(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
+    """The first error; of a union, each of whose members has its own, those that got furthest.
+
+    The schema's unions without a tag begin with ``str``.
+    """
+    *place, member = errors[0]["loc"]
+    if member != "str":
+        return errors[:1]
+    depth = len(place)
+    by_member: dict[int | str, ErrorDetails] = {}
+    for error in errors:
+        if list(error["loc"][:depth]) == place:
+            by_member.setdefault(error["loc"][depth], error)
+
+    def progress(error: ErrorDetails) -> tuple[bool, list[int]]:
+        """Whether the type at least is right, and at which item it is not."""
+        items = [part for part in error["loc"][depth:] if isinstance(part, int)]
+        return not error["type"].endswith("_type"), items
+
+    furthest = max(map(progress, by_member.values()))
+    return [error for error in by_member.values() if progress(error) == furthest]
+
+
+def _reason(message: str) -> str:
+    """What must be, as pydantic says it: ``be a valid string``, ``have at least 1 item``."""
+    reason = _SUBJECT.sub("", message).partition(" after validation")[0]
+    return reason.partition(" or instance of")[0]
+
+
+_SUBJECT: Final = re.compile(r"^\w+ should ")
 
 
 def _place(loc: tuple[int | str, ...]) -> str:

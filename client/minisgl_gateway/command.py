@@ -93,6 +93,13 @@ _SECONDS: Final = _Seconds(min=0.1, max=86_400)
     show_default=True,
     help="with a client that neither sends nor reads",
 )
+@click.option(
+    "--drain-timeout-s",
+    type=click.IntRange(min=0),
+    default=_DEFAULTS.drain_timeout_s,
+    show_default=True,
+    help="for answers under way at a stop",
+)
 def gateway(
     triton: str,
     host: str,
@@ -108,6 +115,7 @@ def gateway(
     max_header_bytes: int,
     timeout_s: float,
     patience_s: float,
+    drain_timeout_s: int,
 ) -> None:
     """Serve OpenAI's API and a chat page, in front of a MiniSGL server."""
     keys = (*api_keys, *os.environ.get("MINISGL_API_KEYS", "").split(), *_keys_of(api_key_file))
@@ -125,6 +133,7 @@ def gateway(
         max_header_bytes=max_header_bytes,
         timeout_s=timeout_s,
         patience_s=patience_s,
+        drain_timeout_s=drain_timeout_s,
     )
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

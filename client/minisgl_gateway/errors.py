@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Final
 
 from minisgl_client import errors as client
@@ -66,6 +66,11 @@ def busy(status: int, message: str, code: str) -> ApiError:
     return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
+def shutting_down() -> ApiError:
+    """The gateway ends, and does not wait any longer."""
+    return busy(503, "the gateway is shutting down", "shutting_down")
+
+
 def deadline_passed() -> ApiError:
     """The request took longer than its deadline allows."""
     return ApiError(504, "the deadline passed before the answer was complete", code="timeout")
@@ -82,13 +87,18 @@ def api_error_of_finish(reason: str | None) -> ApiError:
     return by_reason.get(reason or "", internal)()
 
 
-def api_error(error: client.MinisglError) -> ApiError:
-    """What an error of the engine, or of the way to it, means to a caller."""
+def api_error(error: client.MinisglError, fields: Container[str]) -> ApiError:
+    """What an error of the engine, or of the way to it, means to a caller.
+
+    ``fields`` are those of the request; the engine's sentences begin with the one at fault.
+    """
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
         message = _OTHER_NAMES.sub(lambda found: _NAMES[found[0]], str(error))
-        field = re.match(r"(\w+) must ", message)
+        word = re.split(r"\W", message, maxsplit=1)[0]
+        if word == "prompt" and word not in fields:
+            word = "messages"
         make = invalid if isinstance(error, client.InvalidArgument) else unsupported
-        return make(message, field and field[1])
+        return make(message, word if word in fields else None)
     if isinstance(error, client.Timeout):
         return deadline_passed()
     if isinstance(error, client.ConnectionFailed):

@@ -13,7 +13,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl_gateway.errors import ApiError, error_response
+from minisgl_gateway.errors import ApiError, error_response, shutting_down
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.options import GatewayOptions
 from minisgl_gateway.telemetry import Telemetry
@@ -64,6 +64,9 @@ class Gate:
                 await self._pass(scope, receive, watched_send)
             except ApiError as error:
                 await error_response(error)(scope, receive, watched_send)
+            except asyncio.CancelledError:
+                if status == GONE:
+                    await error_response(shutting_down())(scope, receive, watched_send)
             finally:
                 seconds = time.perf_counter() - started_s
                 route = getattr(scope.get("route"), "path", "other")

@@ -11,7 +11,7 @@ class GatewayOptions:
     one gateway; a request counts once for each of its answers.
 
     ``timeout_s`` bounds a request as a whole, ``patience_s`` the silence of a client that must send
-    its body or take its answer.
+    its request or take its answer, ``drain_timeout_s`` how long the end waits for answers.
     """
 
     triton: str = "localhost:8001"
@@ -25,3 +25,4 @@ class GatewayOptions:
     max_header_bytes: int = 16 * 2**10
     timeout_s: float = 300.0
     patience_s: float = 30.0
+    drain_timeout_s: int = 30

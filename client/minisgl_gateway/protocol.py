@@ -1,27 +1,45 @@
-"""HTTP as uvicorn speaks it, with bounds on the head of a request and a way to cut a connection.
+"""HTTP as uvicorn speaks it, with bounds on clients that are not, or no more, a route's concern.
 
-A route finds the latter in ``scope["extensions"]["minisgl.abort"]``.
+A route finds a way to cut the connection in ``scope["extensions"]["minisgl.abort"]``.
+
+Invariant: while no route has a request, a timer runs: uvicorn's between requests, ours otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar, Final
+import json
+from http import HTTPStatus
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-_TOO_LARGE: Final = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-    b"Connection: close\r\nContent-Length: 0\r\n\r\n"
-)
+from minisgl_gateway.errors import ApiError
+from minisgl_gateway.options import GatewayOptions
+
+
+def protocol_of(options: GatewayOptions) -> type[BoundedProtocol]:
+    """The protocol of a gateway with these options."""
+
+    class Protocol(BoundedProtocol):
+        patience_s = options.patience_s
+        head_bytes = options.max_header_bytes + 2**16  # beside the headers there is the URL
+
+    return Protocol
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """``head_bytes`` and ``head_s`` bound what comes before a body. Longer heads are refused here
-    only where they do not end; what is complete the application refuses, with an error object."""
+    """A head must come within ``patience_s``; so must the rest of a body that nobody reads.
 
-    head_bytes: ClassVar[int] = 64 * 2**10
-    head_s: ClassVar[float] = 30.0
+    ``head_bytes`` bounds heads that do not end; what is complete the application refuses.
+    """
+
+    patience_s: ClassVar[float]
+    head_bytes: ClassVar[int]
+
+    _timer: asyncio.TimerHandle | None = None
+    _num_head_bytes: int | None = None
+    """Of a head that is coming."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -29,11 +47,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._head_timer is not None:
+        if self._num_head_bytes is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > self.head_bytes:
-                self.transport.write(_TOO_LARGE)
-                self._cut()
+                self._refuse(ApiError(431, "the head is too large", code="headers_too_large"))
+        elif self._is_idle() and self._timer is None and self.timeout_keep_alive_task is None:
+            self._start_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -42,25 +61,61 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
-        self._head_has_come()
+        self._stop_timer()
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_has_come()
+        self._stop_timer()
         super().connection_lost(exc)
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        self._refuse(ApiError(400, msg, code="invalid_http"))
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that is not used again."""
+        self._close()
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
     def _await_head(self) -> None:
-        self._head_has_come()
+        self._stop_timer()
         self._num_head_bytes = 0
-        self._head_timer = self.loop.call_later(self.head_s, self._cut)
+        self._start_timer()
 
-    _head_timer: asyncio.TimerHandle | None = None
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(self.patience_s, self._close)
 
-    def _head_has_come(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop_timer(self) -> None:
+        self._num_head_bytes = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _cut(self) -> None:
-        self._head_has_come()
+    def _refuse(self, error: ApiError) -> None:
+        """Answer in the application's stead."""
+        if self._is_idle():
+            body = json.dumps(error.body).encode()
+            head = (
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+                "Connection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self._close()
+
+    def _close(self, num_unread: int = -1) -> None:
+        """Close when all is sent; cut where of the last answer nothing was read for that long."""
+        self._stop_timer()
         self.transport.close()
+        left = self.transport.get_write_buffer_size()
+        if left == num_unread:
+            self.transport.abort()
+        elif left:
+            self._timer = self.loop.call_later(self.patience_s, self._close, left)

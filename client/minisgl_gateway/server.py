@@ -9,7 +9,7 @@ import uvicorn
 
 from minisgl_gateway.app import create_app
 from minisgl_gateway.options import GatewayOptions
-from minisgl_gateway.protocol import BoundedProtocol
+from minisgl_gateway.protocol import protocol_of
 
 _SEND_BUFFER_BYTES: Final = 64 * 2**10
 """Small, so that a client that does not read is soon noticed."""
@@ -36,13 +36,13 @@ def make_server(options: GatewayOptions) -> uvicorn.Server:
     """A server, to be run on a socket: ``server.run(sockets=[listener])``."""
     config = uvicorn.Config(
         create_app(options),
-        http=BoundedProtocol,
+        http=protocol_of(options),
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=30,
+        timeout_graceful_shutdown=options.drain_timeout_s,
     )
     return uvicorn.Server(config)

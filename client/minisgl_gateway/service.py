@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from typing import Any, TypeVar
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from email.message import Message
+from typing import Any, Final, TypeVar
 
 from minisgl_client.answer import Result
 from minisgl_client.client import AsyncClient
@@ -42,7 +44,7 @@ from minisgl_gateway.conversion import (
     includes_usage,
     reads_tool_calls,
 )
-from minisgl_gateway.errors import ApiError, api_error
+from minisgl_gateway.errors import ApiError, api_error, busy
 from minisgl_gateway.gate import GONE
 from minisgl_gateway.keys import Caller
 from minisgl_gateway.options import GatewayOptions
@@ -52,6 +54,7 @@ from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 _Request = TypeVar("_Request", bound=GenerationRequest)
+_HEALTH_S: Final = 5.0
 
 
 class Service:
@@ -82,7 +85,7 @@ class Service:
                     heading, results, counts, num_logprobs=num_logprobs, tool_calls=tool_calls
                 )
 
-            return await self._whole(http, caller, heading, generations, request.n, body)
+            return await self._whole(http, caller, heading, generations, request, body)
         usage = includes_usage(request)
         writers = [
             ChatWriter(
@@ -109,7 +112,7 @@ class Service:
                     heading, results, counts, num_logprobs=request.logprobs, echoes=echoes
                 )
 
-            return await self._whole(http, caller, heading, generations, request.n, body)
+            return await self._whole(http, caller, heading, generations, request, body)
         writers = [
             CompletionWriter(
                 heading,
@@ -134,19 +137,28 @@ class Service:
         return (await self.models()).data[0]
 
     async def health(self) -> schema.Health:
-        """GET /health; raises ``ApiError`` 503."""
-        if not await self._engine.is_ready():
-            raise ApiError(503, "the engine is not ready", code="engine_unavailable")
+        """GET /health; raises ``ApiError`` 503 where the engine takes no requests.
+
+        A request to cancel what nobody asked for goes all the way through it, and costs nothing.
+        A full queue is no reason to take the gateway out of service.
+        """
+        try:
+            await asyncio.wait_for(self._engine.cancel(f"health-{uuid.uuid4().hex}"), _HEALTH_S)
+        except (MinisglError, asyncio.TimeoutError) as error:
+            if not str(error).startswith("queue full"):
+                raise busy(503, "the engine is not ready", "engine_unavailable") from None
         return schema.Health()
 
     # --- the way of a request ----------------------------------------------------------------
 
     async def _parsed(self, kind: type[_Request], http: Request) -> _Request:
-        media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
-            raise ApiError(
-                415, "the content type must be application/json", code="unsupported_media_type"
-            )
+        head = Message()
+        head["Content-Type"] = http.headers.get("content-type", "")
+        is_json = head.get_content_type() == "application/json"
+        if not is_json or head.get_content_charset("utf-8") != "utf-8":
+            raise _media_type("the content type must be application/json in UTF-8")
+        if http.headers.get("content-encoding", "identity").lower() != "identity":
+            raise _media_type("the body must not be compressed")
         request = parse(kind, await http.body())
         self._check_model(request.model)
         return request
@@ -170,23 +182,24 @@ class Service:
         caller: Caller,
         heading: Heading,
         generations: Sequence[Generation],
-        num_each: int,
+        request: GenerationRequest,
         body: Callable[[Sequence[Result], Counts], BaseModel],
     ) -> Response:
         with self._admission.admit(caller.label, len(generations)):
             try:
-                results = await unless_disconnected(
-                    http.receive, self._results(heading, generations)
-                )
+                with _told(type(request)):
+                    results = await unless_disconnected(
+                        http.receive, self._results(heading, generations)
+                    )
             except Disconnected:
                 logger.info("%s: the client went away", heading.id)
                 return Response(status_code=GONE)
-            except MinisglError as error:
+            except ApiError as error:
                 logger.info("%s: %s", heading.id, error)
-                raise api_error(error) from error
+                raise
         counts = Counts()
         for index, result in enumerate(results):
-            counts.add(result, prompt=index % num_each == 0)
+            counts.add(result, prompt=index % request.n == 0)
         answer = body(results, counts).model_dump_json()
         return Response(answer, media_type="application/json", headers={"X-Request-Id": heading.id})
 
@@ -216,11 +229,12 @@ class Service:
             writer = writers[index]
             has_prompt = index % request.n == 0
             call = _call(heading, index, generations[index])
-            async with self._engine.stream(**call) as stream:
-                async for delta in stream:
-                    counts.add(delta, prompt=has_prompt)
-                    if event := writer.push(delta):
-                        yield event
+            with _told(type(request)):
+                async with self._engine.stream(**call) as stream:
+                    async for delta in stream:
+                        counts.add(delta, prompt=has_prompt)
+                        if event := writer.push(delta):
+                            yield event
 
         async def events() -> AsyncGenerator[bytes, None]:
             with self._admission.admit(caller.label, len(generations)):
@@ -238,6 +252,19 @@ class Service:
             patience_s=self._options.patience_s,
             telemetry=self._telemetry,
         )
+
+
+@contextmanager
+def _told(kind: type[GenerationRequest]) -> Iterator[None]:
+    """Errors of the engine as those of a request of this kind."""
+    try:
+        yield
+    except MinisglError as error:
+        raise api_error(error, kind.model_fields) from error
+
+
+def _media_type(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type")
 
 
 def _call(heading: Heading, index: int, generation: Generation) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
-from minisgl_client.errors import MinisglError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minisgl_gateway.errors import ApiError, api_error, error_response
+from minisgl_gateway.errors import ApiError, error_response, shutting_down
 from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -95,10 +94,14 @@ class EventStream(Response):
         self._request_id = request_id
         self._patience_s = patience_s
         self._telemetry = telemetry
+        self._started = False
         self._sending_since_s: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all; when it returns, nothing of the answer is under way."""
+        """Send all; when it returns, nothing of the answer is under way.
+
+        Cancelled because the gateway ends, it says so to the client.
+        """
         pump = asyncio.ensure_future(self._pump(scope, receive, send))
         gone = asyncio.ensure_future(_disconnect(receive))
         try:
@@ -115,6 +118,9 @@ class EventStream(Response):
                 logger.warning("%s: nobody reads the answer; cut", self._request_id)
                 self._telemetry.slow_readers.inc()
                 scope["extensions"]["minisgl.abort"]()
+        except asyncio.CancelledError:
+            await ended(pump, gone)
+            await self._fail(shutting_down(), scope, receive, send)
         finally:
             await ended(pump, gone)
 
@@ -124,12 +130,11 @@ class EventStream(Response):
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun_s = time.perf_counter()
-        started = False
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    if not started:
-                        started = True
+                    if not self._started:
+                        self._started = True
                         seconds = time.perf_counter() - begun_s
                         self._telemetry.first_event_seconds.observe(seconds)
                         await send(
@@ -138,11 +143,15 @@ class EventStream(Response):
                     self._sending_since_s = time.monotonic()
                     await send({"type": "http.response.body", "body": event, "more_body": True})
                     self._sending_since_s = None
-        except (ApiError, MinisglError) as error:
-            told = error if isinstance(error, ApiError) else api_error(error)
-            logger.info("%s: %s", self._request_id, error)
-            if not started:
-                await error_response(told)(scope, receive, send)
-                return
-            await send({"type": "http.response.body", "body": told.event, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+        else:
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Tell an error: by the status, where that is not out yet, else as the last event."""
+        logger.info("%s: %s", self._request_id, error)
+        if self._started:
+            await send({"type": "http.response.body", "body": error.event})
+        else:
+            await error_response(error)(scope, receive, send)

@@ -85,9 +85,28 @@ def test_values_that_only_the_engine_can_judge(
     assert words in refused(gateway, {**BODY, **fields, "stream": stream})
 
 
-def test_the_field_at_fault_is_named(gateway: Gateway) -> None:
-    answer = gateway.post("/v1/completions", {**BODY, "stop": ["x" * 2000]})
-    assert answer.json()["error"]["param"] == "stop"
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("stop", ["x" * 2000]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"1": 101}),
+        ("max_tokens", 8192),
+        ("prompt", [1] * 8192),
+        ("messages", [{"role": "user", "content": "a " * 8192}]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_field_at_fault_is_named(
+    gateway: Gateway, param: str, value: Any, stream: bool
+) -> None:
+    body = {"model": "minisgl", "stream": stream, param: value}
+    path = "/v1/chat/completions" if param == "messages" else "/v1/completions"
+    if path == "/v1/completions":
+        body.setdefault("prompt", "x")
+    answer = gateway.post(path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("model", ["other", "", "../x", "llm_engine", "x" * 2**19, "minisgl\n"])

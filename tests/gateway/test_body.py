@@ -116,13 +116,8 @@ def test_wrong_values_are_named(name: str, value: Any) -> None:
         ([{"role": "user", "content": 7}], "messages[0].content"),
         ([{"role": "user", "content": "Hi", "mood": "good"}], "messages[0].mood"),
         (
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
-                }
-            ],
-            "messages[0].content",
+            [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text"}]}],
+            "messages[0].content[1].text",
         ),
         ([*MESSAGES, {"role": "tool"}], "messages[1].content"),
         (MESSAGES * 1025, "messages"),
@@ -131,6 +126,47 @@ def test_wrong_values_are_named(name: str, value: Any) -> None:
 def test_wrong_messages_are_named(messages: Any, place: str) -> None:
     error = told(ChatCompletionRequest, messages=messages)
     assert (error.param or "").startswith(place)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("prompt", 7, "prompt must be a valid string or be a valid list, got 7"),
+        ("prompt", [], "prompt must have at least 1 item, got []"),
+        ("prompt", ["a", 1, "b"], "prompt[1] must be a valid string, got 1"),
+        ("prompt", [1, 2, "a"], "prompt[2] must be a valid integer, got 'a'"),
+        ("prompt", [1, -1], "prompt[1] must be greater than or equal to 0, got -1"),
+        ("prompt", [[1], [1, "a"]], "prompt[1][1] must be a valid integer, got 'a'"),
+        ("prompt", ["a"] * 17, "prompt must have at most 16 items, got ['a', "),
+        ("stop", 7, "stop must be a valid string or be a valid list, got 7"),
+        ("stop", ["a", 7], "stop[1] must be a valid string, got 7"),
+        ("stop", ["a"] * 17, "stop must have at most 16 items, got ['a', "),
+        (
+            "messages",
+            [{"role": "user", "content": 7}],
+            "messages[0].content must be a valid string",
+        ),
+        (
+            "messages",
+            [*MESSAGES, {"role": "user", "content": [IMAGE]}],
+            "messages[1].content[0].type must be 'text', got 'image_url'",
+        ),
+        ("messages", [{"content": "Hi"}], "messages[0].role is missing"),
+        (
+            "messages",
+            [{"role": "wizard", "content": "Hi"}],
+            "messages[0].role must be one of 'system', 'developer', 'user', 'assistant', 'tool', "
+            "got 'wizard'",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(name: str, value: Any, message: str) -> None:
+    """Of all the forms that a value may have, by the one that it nearly has."""
+    kind = ChatCompletionRequest if name == "messages" else CompletionRequest
+    assert told(kind, **{name: value}).message.startswith(message)
 
 
 @pytest.mark.parametrize("name", ["temprature", "max_token", "strem"])

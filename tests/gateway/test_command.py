@@ -15,6 +15,7 @@ from minisgl_gateway.command import gateway
     [
         (["--timeout-s", "nan"], "--timeout-s"),
         (["--patience-s", "0"], "--patience-s"),
+        (["--drain-timeout-s", "-1"], "--drain-timeout-s"),
         (["--max-requests", "0"], "--max-requests"),
         (["--max-body-bytes", "-1"], "--max-body-bytes"),
         (["--api-key-file", "/nowhere"], "--api-key-file"),

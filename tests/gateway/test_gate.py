@@ -7,14 +7,16 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from minisgl_backend.server.process import TritonServer
+from minisgl_backend.server.process import DRAIN_FILE, TritonServer
 from tests.gateway.conftest import KEYS, SCRIPT, Gateway, gateway_of
 from tests.server.client import PATIENCE_S, wait_for
+from tests.server.conftest import paced_repository, running
 
 pytestmark = pytest.mark.server
 
@@ -144,16 +146,61 @@ def test_a_head_may_not_be_too_large(guarded: Gateway) -> None:
     ],
 )
 def test_what_is_no_http(guarded: Gateway, data: bytes) -> None:
-    assert raw(guarded, data).startswith(b"HTTP/1.1 400 ")
+    head, _, body = raw(guarded, data).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_only_json_is_read(guarded: Gateway, kind: str) -> None:
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        b"GET /health HTTP/1.1\r\nX-Slow: ",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n",
+    ],
+    ids=["nothing", "a head", "blank lines", "a body that nobody reads"],
+)
+def test_a_client_that_sends_slowly_is_cut(guarded: Gateway, begun: bytes) -> None:
+    with socket.create_connection(guarded.address) as connection:
+        connection.sendall(begun)
+        connection.setblocking(False)
+
+        def is_cut() -> bool:
+            try:
+                if b"GET" in begun or b"POST" in begun:
+                    connection.send(b"\r\n" if begun.endswith(b"\n") else b"x")
+                return connection.recv(65536) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionError:
+                return True
+
+        wait_for(is_cut, "the end of a connection that dawdles")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": ""},
+        {"Content-Type": "application/json; charset=utf-16"},
+        {"Content-Encoding": "gzip"},
+    ],
+)
+def test_only_plain_json_is_read(guarded: Gateway, headers: dict[str, str]) -> None:
     """So that a page of another origin cannot ask without the browser asking first."""
     body = json.dumps({**LONG, "max_tokens": 1}).encode()
-    headers = {**AUTHORIZED, "Content-Type": kind}
-    answer = guarded.post("/v1/completions", body, headers=headers)
+    answer = guarded.post("/v1/completions", body, headers={**AUTHORIZED, **headers})
     assert answer.status_code == 415
+    assert answer.json()["error"]["code"] == "unsupported_media_type"
+
+
+def test_the_charset_may_be_said(guarded: Gateway) -> None:
+    headers = {**AUTHORIZED, "Content-Type": 'Application/JSON; charset="UTF-8"'}
+    body = {**LONG, "max_tokens": 1}
+    assert guarded.post("/v1/completions", body, headers=headers).status_code == 200
 
 
 def test_other_routes_and_methods(gateway: Gateway) -> None:
@@ -214,6 +261,29 @@ def test_a_reader_that_is_silent_is_cut(guarded: Gateway) -> None:
     wait_for(lambda: guarded.metric("minisgl_gateway_open_streams") == 0, "no stream left")
 
 
+def has_connection(gateway: Gateway, port: int) -> bool:
+    """Whether the gateway has one with that port of ours; a closed one may linger in the kernel."""
+    ends = [f":{gateway.address[1]:04X}", f":{port:04X}"]
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    inodes = [
+        fields[9]
+        for fields in map(str.split, lines)
+        if [address[-5:] for address in fields[1:3]] == ends
+    ]
+    return any(inode != "0" for inode in inodes)
+
+
+def test_a_whole_answer_that_nobody_reads_is_cut(guarded: Gateway) -> None:
+    body = json.dumps({**LONG, "max_tokens": 400, "logprobs": 20}).encode()
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(guarded.address)
+        reader.sendall(post(body, f"Content-Length: {len(body)}", "Connection: close"))
+        port = reader.getsockname()[1]
+        wait_for(lambda: has_connection(guarded, port), "a connection")
+        wait_for(lambda: not has_connection(guarded, port), "its end")
+
+
 # --- what goes wrong behind it ----------------------------------------------------------------
 
 
@@ -258,6 +328,25 @@ def test_an_engine_that_is_full(wide: Gateway) -> None:
             return answer.status_code == 503 and "queue full" in answer.text
 
         wait_for(refused, "an engine with eight requests open")
+        assert wide.get("/health").status_code == 200
+
+
+def test_an_engine_that_drains(tmp_path: Path) -> None:
+    """What it has begun it ends, and the probe says that it takes no more."""
+    repository = paced_repository(tmp_path)
+    with (
+        running(repository, exit_code=None) as server,
+        gateway_of(f"127.0.0.1:{server.grpc_port}", tmp_path / "log") as gateway,
+    ):
+        assert gateway.get("/health").json() == {"status": "ok"}
+        body = {**LONG, "stream": True}
+        with httpx.stream("POST", f"{gateway.url}/v1/completions", json=body) as answer:
+            pieces = answer.iter_raw()
+            assert next(pieces)
+            (server.directory / DRAIN_FILE).touch()
+            wait_for(lambda: gateway.get("/health").status_code == 503, "an engine that drains")
+            assert gateway.post("/v1/completions", LONG).status_code == 503
+            assert next(pieces)
 
 
 def test_health_and_metrics(gateway: Gateway) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -138,4 +141,22 @@ def test_a_gateway_that_is_killed(talker: TritonServer, engine: Engine, tmp_path
             engine.wait_busy(2)
             gateway.process.send_signal(signal.SIGKILL)
             gateway.process.wait(PATIENCE_S)
+    engine.check_cancelled(2)
+
+
+def test_a_gateway_that_is_stopped(talker: TritonServer, engine: Engine, tmp_path: Path) -> None:
+    """It waits for answers as long as it may, and then says why it does not go on."""
+    triton, patience = f"127.0.0.1:{talker.grpc_port}", ("--drain-timeout-s", "1")
+    with gateway_of(triton, tmp_path / "log", *patience) as gateway, ThreadPoolExecutor(1) as pool:
+        url = f"{gateway.url}/v1/chat/completions"
+        whole = pool.submit(httpx.post, url, json=LONG, timeout=PATIENCE_S)
+        with httpx.stream("POST", url, json={**LONG, "stream": True}) as answer:
+            lines = some_of(answer)
+            engine.wait_busy(2)
+            gateway.process.terminate()
+            *_, last = filter(None, lines)
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert whole.result().status_code == 503
+        assert whole.result().json()["error"]["code"] == "shutting_down"
+        assert gateway.process.wait(PATIENCE_S) == 0
     engine.check_cancelled(2)

@@ -18,7 +18,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.execution.followers import Leader, end_with
 from minisgl_backend.execution.plan_channel import PlanReceiver
-from minisgl_backend.execution.ranks import follow
+from minisgl_backend.execution.ranks import Follower
 from minisgl_backend.parallel.place import Place
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,9 @@ def main(arguments: list[str]) -> int:
         leader.report(error)
         return 1
     try:
-        follow(executor, PlanReceiver(leader.connection, memory))
+        Follower(executor).follow(PlanReceiver(leader.connection, memory))
     except Exception:
-        logger.exception("a step failed")
+        logger.exception("the ranks are lost")
         return 1
     return 0
 

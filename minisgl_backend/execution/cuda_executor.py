@@ -129,6 +129,9 @@ class CudaExecutor:
             done.record(self._device.stream)
         return PendingStep(done, tokens, self._request_ids[sample_rows], special, logprobs)
 
+    def renew(self) -> None:
+        """Nothing: a step that breaks does so in ``launch``, and rows are told when they begin."""
+
     def close(self) -> None:
         """Wait for the steps in the queue, then destroy the graphs. Idempotent."""
         self._device.close()

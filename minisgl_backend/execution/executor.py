@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from minisgl_backend.attention.base import AttentionBackend, ForwardContext
 from minisgl_backend.device.base import Device, Submission
+from minisgl_backend.errors import InvariantError
 from minisgl_backend.execution.batch import PageTable, StepIndices
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.sampler import Sample, Sampler
@@ -27,6 +29,9 @@ from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
 from minisgl_backend.request import RequestId
 
 logger = logging.getLogger(__name__)
+
+_NOT_SAMPLED: Final = -2
+"""What rank 0 tells the others in place of tokens."""
 
 
 class ModelExecutor:
@@ -60,14 +65,30 @@ class ModelExecutor:
         )
         self._last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device.torch_device)
         self._request_ids: dict[int, RequestId] = {}
+        self._stands_still = False
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queue the step; what it raises is raised by ``tokens`` of the result."""
-        return PendingStep(self._device.submit(partial(self._run, plan)))
+        return PendingStep(self._device.submit(partial(self._run_in_step, plan)))
+
+    def renew(self) -> None:
+        """Run steps again after one that broke, which several ranks may do together only."""
+        self._stands_still = False
 
     def close(self) -> None:
         """Wait for the steps in the queue and end it. Idempotent."""
         self._device.close()
+
+    def _run_in_step(self, plan: StepPlan) -> _HostSample:
+        """Run a step, but none after one that broke: other ranks may still be in the middle of it,
+        and would take sums of this one for sums of theirs."""
+        if self._stands_still:
+            raise InvariantError("a step before this one broke")
+        try:
+            return self._run(plan)
+        except Exception:
+            self._stands_still = self._model.group.size > 1
+            raise
 
     def _run(self, plan: StepPlan) -> _HostSample:
         for row in plan.released_rows.tolist():
@@ -86,7 +107,7 @@ class ModelExecutor:
             return _NOTHING
         logits = self._model.logits(hidden.index_select(0, self._device.upload(indices.samples)))
         sample = self._sample(logits, indices)
-        tokens = self._model.group.broadcast(sample.tokens)
+        tokens = sample.tokens
         rows = self._device.upload(indices.sample_rows)
         self._last_tokens.index_copy_(0, rows, tokens.clamp_min(0))
         return _HostSample(
@@ -96,11 +117,20 @@ class ModelExecutor:
         )
 
     def _sample(self, logits: Tensor, indices: StepIndices) -> Sample:
-        """Rank 0's choice; on other ranks the place where it will be written."""
-        if self._model.group.rank == 0:
-            return self._sampler.sample(logits, indices.sample_rows, indices.sample_positions)
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        return Sample(tokens, logprobs=None)
+        """Rank 0's choice, on every rank; where it cannot choose, all break together."""
+        group = self._model.group
+        tokens = torch.full((len(logits),), _NOT_SAMPLED, device=logits.device)
+        if group.rank > 0:
+            if (group.broadcast(tokens) == _NOT_SAMPLED).any():
+                raise RuntimeError("rank 0 could not sample")
+            return Sample(tokens, logprobs=None)
+        try:
+            sample = self._sampler.sample(logits, indices.sample_rows, indices.sample_positions)
+        except Exception:
+            group.broadcast(tokens)
+            raise
+        group.broadcast(sample.tokens)
+        return sample
 
     def _forward(self, plan: StepPlan, indices: StepIndices) -> Tensor:
         """[num_tokens, hidden_size] of all tokens of the step."""

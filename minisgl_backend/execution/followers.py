@@ -56,8 +56,8 @@ class Followers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self.on_lost: Callable[[EngineFailure], None] = lambda failure: None
         """Called once, on another thread, when a follower has ended or hangs."""
-        self.is_overdue: Callable[[], bool] = lambda: False
-        """Asked now and then whether one hangs."""
+        self.complaint: Callable[[], str | None] = lambda: None
+        """Asked twice a second, on that thread: why one is of no use any more."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._wake, self._waker = os.pipe()
@@ -179,8 +179,9 @@ class Followers:
                 for descriptor in found:
                     poll.unregister(descriptor)
                     self.lose(f"rank {ranks[descriptor]} ended")
-                if self.is_overdue():
-                    self.lose("a step of the ranks does not end")
+                complaint = self.complaint()
+                if complaint is not None:
+                    self.lose(complaint)
         finally:
             for descriptor in ranks:
                 os.close(descriptor)

@@ -5,6 +5,8 @@ short message that says where, on a socket of its own, and answers when it has c
 a rank that waits sleeps in the kernel, the end of either process is seen by the other as the end
 of the stream, and a slot is used again only when every rank is done with it.
 
+A plan without words is a question: a rank answers it with the number of steps that it has run.
+
 The memory has no name in any folder and is inherited with the socket, so nobody else can reach it
 and nothing is left behind. Before the plans, the same socket carries the start (``ranks``).
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -33,6 +36,7 @@ _SLOT_WORDS: Final = 2**16
 _WORD_BYTES: Final = 4
 _WHERE: Final = struct.Struct("<QQQ")  # words of a slot, slot, words of the plan
 _TAKEN: Final = b"taken"
+_DONE: Final = struct.Struct("<Q")  # steps
 
 
 class Slots:
@@ -70,11 +74,14 @@ class Slots:
 
 @dataclass(slots=True)
 class Peer:
-    """Another rank, as rank 0 sees it: its socket, and how many plans it has not taken yet."""
+    """Another rank, as rank 0 sees it: its socket, how many plans it has not taken yet and how many
+    questions it has not answered, and how many steps it had run when it last did."""
 
     rank: int
     socket: socket.socket
     num_untaken: int = 0
+    num_unanswered: int = 0
+    num_done: int = 0
 
     def receive(self) -> bytes:
         """The rank's next message; ``EngineFailure`` where it is gone or silent for too long."""
@@ -89,6 +96,22 @@ class Peer:
         if not message:
             raise EngineFailure(f"rank {self.rank} is gone")
         return message
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether a message is there, or the end of them."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def listen(self) -> None:
+        """Take in the rank's next message about plans; waits for it."""
+        message = self.receive()
+        if message == _TAKEN:
+            self.num_untaken -= 1
+        else:
+            (self.num_done,) = _DONE.unpack(message)
+            self.num_unanswered -= 1
 
     def send(self, message: bytes) -> None:
         try:
@@ -131,11 +154,30 @@ class PlanSender:
         """Return when every rank has taken all plans."""
         self._wait_until_at_most(0)
 
+    def ask(self) -> None:
+        """Ask every rank how many steps it has run."""
+        for peer in self._peers:
+            peer.send(_WHERE.pack(self._slots.slot_words, 0, 0))
+            peer.num_unanswered += 1
+
+    def have_answered(self) -> bool:
+        """Whether all have; does not wait. Raises ``EngineFailure`` where one is lost."""
+        for peer in self._peers:
+            while peer.num_unanswered and peer.has_spoken:
+                peer.listen()
+        return not any(peer.num_unanswered for peer in self._peers)
+
+    def wait_answers(self) -> list[int]:
+        """The steps that each rank had run when it was last asked."""
+        for peer in self._peers:
+            while peer.num_unanswered:
+                peer.listen()
+        return [peer.num_done for peer in self._peers]
+
     def _wait_until_at_most(self, num_untaken: int) -> None:
         for peer in self._peers:
             while peer.num_untaken > num_untaken:
-                peer.receive()
-                peer.num_untaken -= 1
+                peer.listen()
 
 
 class PlanReceiver:
@@ -146,9 +188,16 @@ class PlanReceiver:
         self._slots = Slots(descriptor, _SLOT_WORDS)
 
     def __iter__(self) -> Iterator[IntArray]:
-        """Encoded plans in their order, until rank 0 closes its end or dies."""
+        """Encoded plans in their order, until rank 0 closes its end or dies.
+
+        One without words is a question, which ``answer`` answers.
+        """
         while where := self._next():
             yield self._take(where)
+
+    def answer(self, num_done: int) -> None:
+        """Tell rank 0 how many steps this rank has run."""
+        self._send(_DONE.pack(num_done))
 
     def _next(self) -> bytes:
         try:
@@ -158,9 +207,14 @@ class PlanReceiver:
 
     def _take(self, where: bytes) -> IntArray:
         slot_words, slot, num_words = _WHERE.unpack(where)
+        if num_words == 0:
+            return np.empty(0, np.int32)
         if slot_words != self._slots.slot_words:
             self._slots = Slots(self._slots.descriptor, slot_words)
         words = self._slots.read(slot, num_words)
-        with contextlib.suppress(ConnectionError):  # rank 0 has ended; the next read will tell
-            self._connection.send(_TAKEN)
+        self._send(_TAKEN)
         return words
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # rank 0 has ended; the next read will tell
+            self._connection.send(message)

@@ -5,25 +5,37 @@ and samples: followers get plans by a ``plan_channel`` and tokens by a broadcast
 (Equal logits on all ranks are what libraries do in practice, not what they promise, and one token
 that differs would go unnoticed and spoil its row for good.)
 
-A rank that dies, or that is silent for too long, cannot be replaced: what its peers wait for never
-comes. Then the followers are ended, and the leader's steps raise ``EngineFailure`` from then on.
+A step may break: then a rank runs none after it until rank 0 has asked how many it has run. Where
+all ranks have run the same number they go on together, and the break is left to whoever asked for
+the step. Otherwise some wait in the middle of a sum for ever, as they do when a rank dies or is
+silent for too long: nobody can be replaced, so the followers are ended, and the leader's steps
+raise ``EngineFailure`` from then on. While there are no steps, the same question is the sign of
+life that a follower owes.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.followers import Followers
-from minisgl_backend.execution.plan_channel import PlanSender
+from minisgl_backend.execution.plan_channel import PlanReceiver, PlanSender
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.plan import SampledTokens, StepPlan
-from minisgl_backend.request import IntArray
+
+logger = logging.getLogger(__name__)
 
 _LEAVE_S: Final = 10.0
 """Patience with libraries that end their communicators."""
+_QUIET_SHARE: Final = 0.25
+"""The part of the timeout after which idle followers are asked; the rest is theirs to answer."""
 
 
 class Pending(Protocol):
@@ -33,11 +45,25 @@ class Pending(Protocol):
 
 
 class Executor(Protocol):
-    """What runs a rank's part of each step."""
+    """What runs a rank's part of each step; after one that broke it runs none until ``renew``."""
 
     def launch(self, plan: StepPlan) -> Pending: ...
 
+    def renew(self) -> None: ...
+
     def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _LeadingStep:
+    """A step launched on all ranks (``Pending``), and what became of rank 0's part."""
+
+    leader: LeadingExecutor
+    pending: Pending
+    outcome: SampledTokens | Exception | None = None
+
+    def tokens(self) -> SampledTokens:
+        return self.leader.finish(self)
 
 
 class LeadingExecutor:
@@ -58,12 +84,18 @@ class LeadingExecutor:
         self._executor = executor
         self._group = group
         self._plans = PlanSender(followers.peers, followers.slots, timeout_s=timeout_s)
-        self._step_timeout_s = timeout_s if steps_may_hang else float("inf")
+        self._timeout_s = timeout_s
+        self._steps_may_hang = steps_may_hang
+        self._launched: deque[_LeadingStep] = deque()
+        self._num_done = 0
+        self._turn = threading.Lock()  # to talk to the followers
         self._waiting_since_s: float | None = None
+        self._quiet_since_s = time.monotonic()
+        self._asked_s: float | None = None
         self._on_lost: Callable[[EngineFailure], None] = lambda failure: None
         self._is_closed = False
         followers.on_lost = self._lost
-        followers.is_overdue = self._is_overdue
+        followers.complaint = self._complaint
 
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
         """Call ``report`` when a follower is lost, on another thread; at once if it already is."""
@@ -74,27 +106,31 @@ class LeadingExecutor:
 
     def launch(self, plan: StepPlan) -> Pending:
         """Enqueue the step on all ranks. Raises ``EngineFailure`` where a rank is lost."""
-        if self.followers.failure is not None:
-            raise self.followers.failure
-        try:
-            self._plans.send(plan.encode())
-            step = self._executor.launch(plan)
-        except Exception as error:  # from here on the ranks are out of step
-            raise self.followers.lose(f"a step failed: {error}") from error
-        return _LeadingStep(self, step)
+        with self._turn:
+            if self.followers.failure is not None:
+                raise self.followers.failure
+            try:
+                self._plans.send(plan.encode())
+                step = _LeadingStep(self, self._executor.launch(plan))
+            except Exception as error:
+                self._regroup(error)
+                raise
+            self._launched.append(step)
+        return step
 
-    def wait(self, step: Pending) -> SampledTokens:
+    def finish(self, step: _LeadingStep) -> SampledTokens:
         """The tokens of a launched step. Raises ``EngineFailure`` where a rank is lost."""
-        self._waiting_since_s = time.monotonic()
-        try:
-            tokens = step.tokens()
-        except Exception as error:
-            raise self.followers.lose(f"a step failed: {error}") from error
-        finally:
-            self._waiting_since_s = None
+        outcome = step.outcome
+        if outcome is None:
+            outcome = self._settle(step)
+            if isinstance(outcome, Exception):
+                with self._turn:
+                    self._regroup(outcome)
         if self.followers.failure is not None:
             raise self.followers.failure
-        return tokens
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def close(self) -> None:
         """Let the steps under way end, then the followers, and leave the group. Idempotent."""
@@ -105,32 +141,111 @@ class LeadingExecutor:
         self.followers.close()
         self._group.leave(patience_s=_LEAVE_S)
 
+    def _settle(self, step: _LeadingStep) -> SampledTokens | Exception:
+        """Wait for rank 0's part of a step; what became of it."""
+        self._waiting_since_s = time.monotonic()
+        outcome: SampledTokens | Exception
+        try:
+            outcome = step.pending.tokens()
+            self._num_done += 1
+        except Exception as error:
+            outcome = error
+        step.outcome = outcome
+        self._waiting_since_s = None
+        self._launched.remove(step)
+        self._quiet_since_s = time.monotonic()
+        return outcome
+
+    def _regroup(self, cause: Exception) -> None:
+        """Go on with all ranks after a step that broke here, or raise ``EngineFailure``."""
+        if isinstance(cause, EngineFailure):
+            raise self.followers.lose(f"a step failed: {cause}") from cause
+        while self._launched:
+            self._settle(self._launched[0])
+        self._executor.renew()
+        try:
+            self._plans.ask()
+            answers = self._plans.wait_answers()
+        except EngineFailure as error:
+            raise self.followers.lose(f"a step failed: {error}") from cause
+        if any(num_done != self._num_done for num_done in answers):
+            raise self.followers.lose(f"a step broke on some ranks only: {cause}") from cause
+
     def _lost(self, failure: EngineFailure) -> None:
         self._on_lost(failure)
         self._group.leave()
 
-    def _is_overdue(self) -> bool:
+    # --- on the thread that watches the followers ----------------------------------------------
+
+    def _complaint(self) -> str | None:
         since_s = self._waiting_since_s
-        return since_s is not None and time.monotonic() - since_s > self._step_timeout_s
+        if since_s is not None:
+            waited_s = time.monotonic() - since_s
+            is_overdue = self._steps_may_hang and waited_s > self._timeout_s
+            return "a step of the ranks does not end" if is_overdue else None
+        if self.followers.failure is not None or not self._turn.acquire(blocking=False):
+            return None
+        try:
+            return self._ask_idle()
+        except EngineFailure as error:
+            return str(error)
+        finally:
+            self._turn.release()
+
+    def _ask_idle(self) -> str | None:
+        """Ask followers that have nothing to do for a sign of life; what is wrong with them."""
+        now_s = time.monotonic()
+        if self._launched:
+            self._asked_s = None
+        elif self._asked_s is None:
+            if now_s - self._quiet_since_s > _QUIET_SHARE * self._timeout_s:
+                self._plans.ask()
+                self._asked_s = now_s
+        elif self._plans.have_answered():
+            self._asked_s, self._quiet_since_s = None, now_s
+        elif now_s - self._asked_s > (1 - _QUIET_SHARE) * self._timeout_s:
+            return "an idle rank does not answer"
+        return None
 
 
-class _LeadingStep:
-    """A step launched on all ranks (``Pending``)."""
+class Follower:
+    """A rank other than 0: runs the plans that it gets."""
 
-    def __init__(self, leader: LeadingExecutor, step: Pending):
-        self._leader = leader
-        self._step = step
+    def __init__(self, executor: Executor):
+        self._executor = executor
+        self._running: Pending | None = None
+        self._num_done = 0
+        self._is_broken = False
 
-    def tokens(self) -> SampledTokens:
-        return self._leader.wait(self._step)
+    def follow(self, plans: PlanReceiver) -> None:
+        """Run plans until rank 0 ends them. Raises ``EngineFailure`` where the ranks are lost."""
+        for words in plans:
+            if len(words) == 0:
+                self._go_on(None)
+                self._executor.renew()
+                self._is_broken = False
+                plans.answer(self._num_done)
+            elif not self._is_broken:
+                self._go_on(StepPlan.decode(words))
+        self._executor.close()
 
+    def _go_on(self, plan: StepPlan | None) -> None:
+        """Launch the next step, if there is one, and wait for the one before it."""
+        before, self._running = self._running, None
+        if plan is not None:
+            with self._breakable():
+                self._running = self._executor.launch(plan)
+        if before is not None:
+            with self._breakable():
+                before.tokens()
+                self._num_done += 1
 
-def follow(executor: Executor, plans: Iterable[IntArray]) -> None:
-    """Run the plans of rank 0 until they end; raises what a step raises."""
-    running: Pending | None = None
-    for words in plans:
-        launched = executor.launch(StepPlan.decode(words))
-        if running is not None:
-            running.tokens()
-        running = launched
-    executor.close()
+    @contextmanager
+    def _breakable(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineFailure:
+            raise
+        except Exception:
+            logger.exception("a step broke")
+            self._is_broken = True

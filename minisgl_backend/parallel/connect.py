@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.parallel.flashinfer_sum import FlashInferSum
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.place import Place
@@ -70,5 +70,5 @@ def connect(
         if comm == "flashinfer":
             group.fused = FlashInferSum(host, device)
         return group
-    except RuntimeError as error:
+    except (RuntimeError, EngineFailure) as error:
         raise ConfigError(f"the ranks cannot connect by {comm}: {error}") from error

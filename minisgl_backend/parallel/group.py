@@ -36,7 +36,7 @@ class FusedSum(Protocol):
 
 
 class Group(Protocol):
-    """Ranks 0 .. size - 1. A collective whose ranks are lost raises ``RuntimeError``."""
+    """Ranks 0 .. size - 1. A collective whose ranks are lost raises ``EngineFailure``."""
 
     @property
     def rank(self) -> int:

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.parallel.group import FusedSum, Group, side_by_side
 from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.torch_group import keep_multicast_off
@@ -127,7 +127,7 @@ class PyNcclGroup:
 
     def _launch(self, function: str, *arguments: int) -> None:
         if self._leaving.has_begun:
-            raise RuntimeError("the ranks have parted")
+            raise EngineFailure("the ranks have parted")
         self._nccl.call(function, *arguments, self._communicator, self._stream())
 
 

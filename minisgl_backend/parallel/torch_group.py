@@ -8,7 +8,7 @@ waits longer than the group's timeout; NCCL's run on the GPU, where only ``leave
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
+from minisgl_backend.errors import EngineFailure
 from minisgl_backend.parallel.group import FusedSum, side_by_side
 from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.place import Place
@@ -49,24 +50,24 @@ class TorchGroup:
         self.size: int = backend.size()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        _finish(self._backend.allreduce([x], _in_line(AllreduceOptions())))
+        _run(self._backend.allreduce, [x], _in_line(AllreduceOptions()))
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         parts = x.new_empty((self.size, *x.shape))
         options = _in_line(AllgatherOptions())
-        _finish(self._backend._allgather_base(parts.flatten(0, 1), x.contiguous(), options))
+        _run(self._backend._allgather_base, parts.flatten(0, 1), x.contiguous(), options)
         return side_by_side(parts, dim)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        _finish(self._backend.broadcast([x], _in_line(BroadcastOptions())))
+        _run(self._backend.broadcast, [x], _in_line(BroadcastOptions()))
         return x
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         if self._host is not None:
             return self._host.least(numbers)
         found = torch.tensor(numbers, dtype=torch.int64)
-        _finish(self._backend.allreduce(found, ReduceOp.MIN))
+        _run(self._backend.allreduce, found, ReduceOp.MIN)
         return [int(number) for number in found.tolist()]
 
     def leave(self, *, patience_s: float = 0.0) -> None:
@@ -83,10 +84,14 @@ def _in_line(options: Any) -> Any:
     return options
 
 
-def _finish(work: Any) -> None:
+def _run(collective: Callable[..., Any], *arguments: Any) -> None:
     """Wait for a collective, or let the current stream wait; there is no work if it runs there."""
-    if work is not None:
-        work.wait()
+    try:
+        work = collective(*arguments)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise EngineFailure(f"a rank is lost: {error}") from error
 
 
 def gloo_group(place: Place, store: Store, timeout_s: float) -> TorchGroup:

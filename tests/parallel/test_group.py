@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.parallel.connect import choose_comm, connect, open_store
 from minisgl_backend.parallel.group import Group, OneRank, least_free_memory, side_by_side
 from minisgl_backend.parallel.place import Place
@@ -82,7 +82,7 @@ def test_a_silent_rank_ends_the_others_collective() -> None:
         if group.rank == 1:
             over.wait(60)
             return
-        with pytest.raises(RuntimeError):
+        with pytest.raises(EngineFailure, match="a rank is lost"):
             group.all_reduce(torch.ones(1))
         over.set()
 

@@ -15,12 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from minisgl_backend.build import build_executor
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
+from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.execution.followers import Followers
+from minisgl_backend.execution.sampler import Sample, Sampler
 from minisgl_backend.parallel.place import Place
+from minisgl_backend.plan import Admission
 from minisgl_backend.request import SamplingParams
 from tests.parallel.engines import (
     Answer,
@@ -68,6 +72,70 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
     with ranked_engine(2, distributed_address=address, **OPTIONS) as ranked:
         ranked.kill(1, signal.SIGKILL)
         check_all_failed(ranked, [])
+
+
+def test_a_rank_that_hangs_while_nothing_runs_is_noticed() -> None:
+    with ranked_engine(2, **OPTIONS) as ranked:
+        wait_for_all([ranked.submit(PROMPT, SamplingParams(max_tokens=2))])
+        ranked.kill(1, signal.SIGSTOP)
+        check_all_failed(ranked, [])
+
+
+POISON = 666
+"""The seed of requests that break the step that samples them."""
+
+
+def test_a_request_that_breaks_a_step_of_all_ranks_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only rank 0 samples, so what breaks there must not leave the others behind."""
+    break_sampling(monkeypatch)
+    with ranked_engine(2, **{**OPTIONS, "distributed_timeout_s": 60}) as ranked:
+        alone = ranked.submit(PROMPT, SamplingParams(max_tokens=20, seed=1))
+        wait_for_all([alone])
+        answers = [
+            ranked.submit(PROMPT, SamplingParams(max_tokens=20, seed=seed))
+            for seed in (1, POISON, 1)
+        ]
+        wait_for_all(answers)
+        assert isinstance(answers[1].error, EngineFailure)
+        for answer in (answers[0], answers[2]):
+            assert answer.error is None
+            assert answer.tokens == alone.tokens
+        assert ranked.engine.health().ready
+
+
+def break_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit, sample = Sampler.admit, Sampler.sample
+    poisoned: set[int] = set()
+
+    def admit_and_look(self: Sampler, admission: Admission) -> None:
+        poisoned.discard(admission.row)
+        if admission.sampling.seed == POISON:
+            poisoned.add(admission.row)
+        admit(self, admission)
+
+    def sample_or_break(self: Sampler, logits: Tensor, rows: Any, positions: Any) -> Sample:
+        if poisoned & set(rows.tolist()):
+            raise ValueError("poisoned")
+        return sample(self, logits, rows, positions)
+
+    monkeypatch.setattr(Sampler, "admit", admit_and_look)
+    monkeypatch.setattr(Sampler, "sample", sample_or_break)
+
+
+def test_a_step_that_breaks_on_one_rank_only_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other one waits in a sum, and nobody may take part in it with another step."""
+    with ranked_engine(2, **OPTIONS) as ranked:
+        wait_for_all([ranked.submit(PROMPT, SamplingParams(max_tokens=2))])
+
+        def broken(*_: object) -> None:
+            raise ValueError("no forward pass")
+
+        monkeypatch.setattr(ModelExecutor, "_forward", broken)
+        check_all_failed(ranked, [ranked.submit(PROMPT, ENDLESS)])
 
 
 _LEADER = """\

@@ -125,6 +125,21 @@ def test_a_silent_rank_is_named() -> None:
             sender.send(np.zeros(1, np.int32))
 
 
+def test_every_rank_answers_what_it_is_asked() -> None:
+    """Also while plans are not taken yet."""
+    with channel(2) as (sender, receivers, _):
+        sender.send(np.zeros(3, np.int32))
+        sender.ask()
+        assert not sender.have_answered()
+        for num_done, receiver in enumerate(receivers, start=5):
+            plans = iter(receiver)
+            assert len(next(plans)) == 3
+            assert len(next(plans)) == 0
+            receiver.answer(num_done)
+        assert sender.wait_answers() == [5, 6]
+        assert sender.have_answered()
+
+
 def test_plans_end_with_rank_0() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     slots = Slots.create()

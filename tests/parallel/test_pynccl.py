@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.parallel import pynccl
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.pynccl import ID_BYTES, Nccl, PyNcclGroup, load_nccl
@@ -117,7 +117,7 @@ def test_a_group_is_left_once() -> None:
         group.leave()
         group.leave()
         assert library.calls == [("ncclCommAbort", COMMUNICATOR)]
-        with pytest.raises(RuntimeError, match="the ranks have parted"):
+        with pytest.raises(EngineFailure, match="the ranks have parted"):
             group.all_reduce(torch.ones(1))
 
     on_ranks(2, work)

@@ -1,8 +1,8 @@
 """The backend ``fi``: FlashInfer (arXiv 2501.01005), its wrappers for prompts and for decoding.
 
 Its kernels follow a schedule: which part of which sequence a thread block takes. The host makes it
-of the lengths in pinned memory and copies it to the GPU, in the order of the stream; that memory is
-not written again before the copy has run, which waits for at most the step before the last one.
+of the lengths in pinned memory and copies it to the GPU, in the order of the stream. That memory is
+not written again before the copy has run, so the host is never more than one step ahead.
 
 A captured decode step has a wrapper for each batch size and window. Pages and lengths are read on
 the GPU: the graph gathers the rows of the page table into a buffer that the kernels read, so that
@@ -98,9 +98,9 @@ class FlashInferDecode:
         def zeros(size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=setting.device)
 
-        # What captured kernels read. Each row has room for all the pages that it can have, whatever
-        # its length; a last page of less than no positions makes up for those behind the end:
-        # the kernels take (pages - 1) * page_size + (length of the last page) for the length.
+        # What captured kernels read. They take (pages - 1) * page_size + (length of the last page)
+        # for a row's length; so every row is given as many pages as it can ever have, in a place
+        # that is its own, and a last page that is shorter by what is too much.
         self._host_offsets = torch.arange(most + 1, dtype=torch.int32) * max_pages
         self._offsets = self._host_offsets.to(setting.device)
         self._pages = zeros(most * max_pages, torch.int32)
@@ -108,19 +108,19 @@ class FlashInferDecode:
         self._positions_before_last = (max_pages - 1) * setting.page_size
         self._schedules = {w: zeros(_SCHEDULE_BYTES, torch.uint8) for w in setting.windows}
 
-        self._captured: dict[int, PlannedStep] = {}
+        self._captured: dict[int, dict[int | None, Wrapper]] = {}  # by batch size
         self._eager = {window: self._wrapper() for window in setting.windows}
         self._copied = torch.cuda.Event()
 
     def schedule_rows(self, lengths: IntArray) -> None:
         setting, size = self._setting, len(lengths)
         if size not in self._captured:
-            self._captured[size] = PlannedStep(self._wrappers_to_capture(size))
+            self._captured[size] = self._wrappers_to_capture(size)
         counts = _num_pages(lengths, setting.page_size)
         offsets = _offsets(counts)
         last_lengths = torch.from_numpy(lengths - (counts - 1) * setting.page_size)
         self._copied.synchronize()
-        for window, wrapper in self._captured[size].wrappers.items():
+        for window, wrapper in self._captured[size].items():
             # Unlike ``plan`` it writes the schedule only, and not what the kernels read beside it.
             self._library.decode.fast_decode_plan(
                 wrapper,
@@ -140,7 +140,7 @@ class FlashInferDecode:
         torch.index_select(rows.page_table, 0, rows.rows, out=table)
         last_lengths = self._last_lengths[:size]
         torch.sub(rows.lengths, self._positions_before_last, out=last_lengths)
-        return PlannedStep(self._captured[size].wrappers, rows.pdl)
+        return PlannedStep(self._captured[size], rows.pdl)
 
     def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: PlannedStep) -> Tensor:
         wrapper = metadata.wrappers[self._setting.shape.windows[layer]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -347,6 +348,7 @@ def test_an_engine_that_drains(tmp_path: Path) -> None:
             wait_for(lambda: gateway.get("/health").status_code == 503, "an engine that drains")
             assert gateway.post("/v1/completions", LONG).status_code == 503
             assert next(pieces)
+        server.signal(signal.SIGKILL)
 
 
 def test_health_and_metrics(gateway: Gateway) -> None:

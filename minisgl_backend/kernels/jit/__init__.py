@@ -2,4 +2,8 @@
 
 Launchers take checked tensors, choose block sizes and a grid that depends on shapes alone, and
 return nothing: outputs are arguments.
+
+A kernel is compiled anew for each property of an argument that it is specialized on, which takes
+half a second while requests wait. So what comes in all alignments and sizes, arguments by row and
+numbers of rows, is left out of that.
 """

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.decode_attention import DecodeWorkspace
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "table_ptr",
+        "lengths_ptr",
+        "rows_ptr",
+        "k_scale_ptr",
+        "v_scale_ptr",
+    ]
+)
 def _decode_attention(
     out_ptr,
     q_ptr,

@@ -5,7 +5,16 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "table_ptr",
+        "rows_ptr",
+        "offsets_ptr",
+        "ends_ptr",
+        "k_scale_ptr",
+        "v_scale_ptr",
+    ]
+)
 def _prefill_attention(
     out_ptr,
     q_ptr,

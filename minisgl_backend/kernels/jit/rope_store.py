@@ -10,7 +10,9 @@ from torch import Tensor
 from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr", "k_scale_ptr", "v_scale_ptr"]
+)
 def _qk_norm_rope_store(
     qkv_ptr,
     positions_ptr,

@@ -14,7 +14,20 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.rows import DecodeInputs, RowTable, StepInbox
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch_size"],
+    do_not_specialize_on_alignment=[
+        "tokens_ptr",
+        "slots_ptr",
+        "lengths_ptr",
+        "temperature_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "seeds_ptr",
+        "positions_ptr",
+    ],
+)
 def _begin_decode(
     inbox_ptr,
     last_ptr,
@@ -70,7 +83,9 @@ def _begin_decode(
     tl.store(seeds_ptr + i, tl.load(state_seeds_ptr + row, mask=mask, other=0), mask=mask)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch_size"], do_not_specialize_on_alignment=["lengths_ptr", "sampled_ptr"]
+)
 def _finish_decode(
     inbox_ptr,
     last_ptr,

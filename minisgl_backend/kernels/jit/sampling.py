@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.sampling import Penalties, RowParameters, SamplingWorkspace
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperature_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "seeds_ptr",
+        "positions_ptr",
+    ]
+)
 def _best_of_split(
     best_ptr,
     token_ptr,
@@ -95,7 +104,16 @@ def _best_of_split(
     tl.store(token_ptr + row * SPLITS + split, token)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperature_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "seeds_ptr",
+        "positions_ptr",
+    ]
+)
 def _choose(
     out_ptr,
     best_ptr,

@@ -89,7 +89,7 @@ def _vector(
     tl.store(out_ptr + r, y.to(out_ptr.dtype.element_ty), mask=inside_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch_size"])
 def _matrix(
     out_ptr,
     x_ptr,

@@ -11,7 +11,7 @@ from torch import Tensor
 from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _wide_linear(
     out_ptr,
     x_ptr,
@@ -75,7 +75,7 @@ def _wide_linear(
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=in_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_parts(
     out_ptr,
     parts_ptr,

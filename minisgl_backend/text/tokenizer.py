@@ -19,6 +19,7 @@ from minisgl_backend.config import Limits
 from minisgl_backend.errors import ConfigError, InvalidRequest
 from minisgl_backend.request import IntArray, TokenId
 from minisgl_backend.text.detokenizer import TextStream
+from minisgl_backend.text.length import LengthCheck
 from minisgl_backend.text.messages import parse_messages, parse_tools
 from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from minisgl_backend.text.template import ChatTemplate
@@ -37,7 +38,8 @@ class PromptEncoder:
     """Prompts of all three kinds to token ids.
 
     ``templates`` holds the chat templates by name; "default" is the one that is used, but for a
-    chat with tools, which takes "tool_use" where there is one.
+    chat with tools, which takes "tool_use" where there is one. ``context`` is how many tokens the
+    model takes: a longer prompt is refused, and before all of it is tokenized.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PromptEncoder:
         templates: dict[str, ChatTemplate] | None = None,
         bos_token_id: TokenId | None = None,
         limits: Limits | None = None,
+        context: int | None = None,
     ) -> None:
         from tokenizers import Tokenizer as Copy
 
@@ -54,6 +57,8 @@ class PromptEncoder:
         tokenizer.no_padding()
         self.vocabulary = Vocabulary.of(tokenizer)
         self._limits = limits or Limits()
+        self._context = context
+        self._length = LengthCheck(tokenizer, self.vocabulary, context) if context else None
         self._templates = templates or {}
         self._bos_token_id = bos_token_id
         # Two copies, since how special tokens are read is a setting of the whole object.
@@ -62,7 +67,9 @@ class PromptEncoder:
         self._plain.encode_special_tokens = True
 
     @classmethod
-    def load(cls, folder: str | Path, limits: Limits | None = None) -> PromptEncoder:
+    def load(
+        cls, folder: str | Path, limits: Limits | None = None, *, context: int | None = None
+    ) -> PromptEncoder:
         """The encoder of a checkpoint's folder; raises ``ConfigError``."""
         limits = limits or Limits()
         loaded = _load(folder)
@@ -78,6 +85,7 @@ class PromptEncoder:
             templates=templates,
             bos_token_id=loaded.bos_token_id,
             limits=limits,
+            context=context,
         )
 
     def encode(self, prompt: Prompt) -> IntArray:
@@ -86,6 +94,11 @@ class PromptEncoder:
         Raises ``InvalidRequest`` or ``Unsupported``.
         """
         if isinstance(prompt, TokenPrompt):
+            if self._context is not None and len(prompt.ids) > self._context:
+                raise InvalidRequest(
+                    f"prompt of {len(prompt.ids)} tokens does not fit the context "
+                    f"of {self._context}"
+                )
             self.check_token_ids("input_ids", (prompt.ids.min(), prompt.ids.max()))
             return prompt.ids
         if isinstance(prompt, TextPrompt):
@@ -130,6 +143,8 @@ class PromptEncoder:
         if num_bytes > self._limits.prompt_bytes:
             most = self._limits.prompt_bytes
             raise InvalidRequest(f"the prompt must be at most {most} bytes, got {num_bytes}")
+        if self._length is not None:
+            self._length.check(tokenizer, text, num_bytes)
         # A batch of one: tokenizing a single text would keep the GIL.
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids = np.array(encoding.ids, dtype=np.int32)

@@ -68,6 +68,18 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.pieces)
 
+    def check_fits(self, num_rows: int) -> None:
+        """Raises ``ConfigError`` where a token's id is beyond the model's rows of embeddings."""
+        beyond = [
+            token_id for token_id in range(num_rows, len(self)) if self.names[token_id] is not None
+        ]
+        if beyond:
+            token = self.names[beyond[0]]
+            raise ConfigError(
+                f"the tokenizer has {len(beyond)} tokens that the model, of {num_rows} rows, does "
+                f"not know: the first is {token!r}, of id {beyond[0]}, the last has id {beyond[-1]}"
+            )
+
     def has_text(self, token_id: TokenId) -> bool:
         """Whether an id is that of a token, and not of a special one."""
         return (

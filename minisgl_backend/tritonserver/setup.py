@@ -21,7 +21,9 @@ import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, MiniSGLError
+from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,11 @@ def tokenizer_folder(options: EngineOptions) -> Path:
     name = options.tokenizer or options.model
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else resolve_model(name, options.model_source)
+
+
+def model_spec(options: EngineOptions) -> ModelSpec:
+    """What the checkpoint of the engine says of itself."""
+    return load_spec(resolve_model(options.model, options.model_source))
 
 
 def _options(parameters: Mapping[str, str]) -> EngineOptions:

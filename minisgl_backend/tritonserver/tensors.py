@@ -35,6 +35,11 @@ def checked_size(request: Any, arrays: Arrays, limits: Limits) -> int:
     )
     most = limits.prompt_bytes + limits.other_bytes
     if size > most:
+        ids = arrays.get("input_ids")
+        if ids is not None and ids.nbytes > limits.prompt_bytes:
+            raise InvalidRequest(
+                f"prompt of {ids.size} tokens is too long: a request must be at most {most} bytes"
+            )
         raise InvalidRequest(f"a request must be at most {most} bytes, got {size}")
     return size
 

@@ -29,6 +29,7 @@ from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.setup import (
     engine_options,
     loading,
+    model_spec,
     runtime_directory,
     tokenizer_folder,
 )
@@ -81,7 +82,13 @@ class TritonPythonModel:
         options = engine_options(args)
         self._limits = Limits()
         self._parse_special_tokens = options.parse_special_tokens
-        self._encoder = PromptEncoder.load(tokenizer_folder(options), self._limits)
+        spec = model_spec(options)
+        self._encoder = PromptEncoder.load(
+            tokenizer_folder(options),
+            self._limits,
+            context=options.max_sequence_length or spec.context,
+        )
+        self._encoder.vocabulary.check_fits(spec.vocab_size)
         self._queue = QueueView(runtime_directory())
         self._max_jobs = options.max_running_requests + options.max_queued_requests
         self._max_bytes = 8 * self._limits.prompt_bytes

@@ -105,7 +105,12 @@ class Supervised:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
-    limits = {"drain_timeout_s": "1", "max_running_requests": "32"}
+    # the paced engine has any context that it is told, so long texts are tokenized
+    limits = {
+        "drain_timeout_s": "1",
+        "max_running_requests": "32",
+        "max_sequence_length": "4000000",
+    }
     it = Supervised(paced_repository(tmp_path_factory.mktemp("paced")), limits)
     yield it
     it.close()

@@ -119,6 +119,9 @@ def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
         pb_utils.InferenceRequest({"text_input": text("x")}, parameters={"n": 3}),
         pb_utils.InferenceRequest({"text_input": text(b"\xff")}),
         pb_utils.InferenceRequest({"text_input": text(b"x" * 13_000_000)}),
+        pb_utils.InferenceRequest({"input_ids": np.zeros(3_200_000, dtype=np.int32)}),
+        pb_utils.InferenceRequest({"input_ids": np.zeros(9000, dtype=np.int32)}),
+        pb_utils.InferenceRequest({"text_input": text(b"lorem ipsum " * 500_000)}),
     ]
     tokenizer.execute(list(requests))
     messages = [message_of(answer_of(request)) for request in requests]
@@ -126,6 +129,29 @@ def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
     assert messages[1].startswith("UNSUPPORTED: n is")
     assert messages[2].startswith("INVALID_ARG: ")
     assert messages[3].startswith("INVALID_ARG: a request must be at most")
+    assert messages[4].startswith("INVALID_ARG: prompt of 3200000 tokens is too long")
+    assert messages[5] == "INVALID_ARG: prompt of 9000 tokens does not fit the context of 8192"
+    assert messages[6].startswith("INVALID_ARG: prompt of 6000000 bytes does not fit the context")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_fails_the_load(
+    repository: Path, tmp_path: Path
+) -> None:
+    """Those that were added to it included."""
+    model = tmp_path / "model"
+    model.mkdir()
+    config = json.loads((Path(DEMO_MODEL) / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 2040}))
+    path = repository / "llm_engine" / "config.pbtxt"
+    told = path.read_text().replace(DEMO_MODEL, str(model))
+    path.write_text(
+        f'{told}\nparameters {{ key: "tokenizer" value {{ string_value: "{DEMO_MODEL}" }} }}'
+    )
+    with pytest.raises(pb_utils.TritonModelException) as caught:
+        Tokenizer().initialize(args(repository, "tokenizer"))
+    message = "the tokenizer has 8 tokens that the model, of 2040 rows, does not know: the first is"
+    assert str(caught.value).startswith(message)
+    assert str(caught.value).endswith("of id 2040, the last has id 2047")
 
 
 def test_a_server_in_recovery_is_spared(tokenizer: Tokenizer, tmp_path: Path) -> None:

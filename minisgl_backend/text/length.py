@@ -1,0 +1,100 @@
+"""Whether a text is too long for a model's context, found out without tokenizing all of it.
+
+Tokenizing megabytes takes seconds, only to learn that there are hundreds of times too many tokens.
+Two bounds from below tell sooner, and never refuse what would fit: no token stands for more bytes
+than the longest one; and the tokens of a text's beginning are tokens of the whole text, but for the
+last words of the beginning, where what follows matters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.text.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CHARS_PER_TOKEN: Final = 8
+"""Of the first beginning that is looked at: more than common text has."""
+_LOOSE_WORDS: Final = 16
+_NFC_SHRINKS: Final = 4
+"""Composing characters makes a text at most that many times shorter, in bytes of UTF-8."""
+
+
+class LengthCheck:
+    """Knows a tokenizer's longest token, and a context of so many tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary, context: int) -> None:
+        self._context = context
+        self._longest = longest_token_bytes(tokenizer, vocabulary)
+
+    def check(self, tokenizer: Tokenizer, text: str, num_bytes: int) -> None:
+        """Raise ``InvalidRequest`` where the text certainly has more tokens than the context.
+
+        ``tokenizer`` is the one that is about to get the text, of ``num_bytes``.
+        """
+        context = self._context
+        if self._longest is not None and num_bytes > context * self._longest:
+            raise InvalidRequest(
+                f"prompt of {num_bytes} bytes does not fit the context of {context} tokens, "
+                f"of at most {self._longest} bytes each"
+            )
+        num_chars = _CHARS_PER_TOKEN * context
+        while len(text) > 2 * num_chars:
+            num_tokens = _least_tokens(tokenizer, text[:num_chars])
+            if num_tokens > context:
+                raise InvalidRequest(
+                    f"prompt of more than {num_tokens} tokens does not fit the context of {context}"
+                )
+            num_chars *= 4
+
+
+def _least_tokens(tokenizer: Tokenizer, beginning: str) -> int:
+    """How many tokens a text has at least that begins so."""
+    (encoding,) = tokenizer.encode_batch([beginning], add_special_tokens=False)
+    words = [word for word in encoding.word_ids if word is not None]
+    sure = max(words, default=0) - _LOOSE_WORDS
+    return sum(word < sure for word in words)
+
+
+def longest_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int | None:
+    """The most bytes of a text that one token can stand for; None where that is not bounded.
+
+    It is where every byte has a token, so that none is lost, and all steps are known to keep them.
+    """
+    spec = json.loads(tokenizer.to_str())
+    pieces = set(vocabulary.pieces)
+    bytes_are_tokens = all(bytes([byte]) in pieces for byte in range(256))
+    if spec["model"]["type"] != "BPE" or not bytes_are_tokens:
+        return None
+    if any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"]):
+        return None  # they take up all blanks beside them
+    factor = 1
+    for step in (*_steps(spec["normalizer"]), *_steps(spec["pre_tokenizer"])):
+        if step["type"] == "NFC":
+            factor = _NFC_SHRINKS
+        elif not _keeps_bytes(step):
+            return None
+    names = (vocabulary.names[token_id] or "" for token_id in vocabulary.special)
+    return factor * max(map(len, (*pieces, *(name.encode() for name in names))))
+
+
+def _steps(spec: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if spec is not None and spec["type"] == "Sequence":
+        for part in spec.get("normalizers") or spec.get("pretokenizers") or ():
+            yield from _steps(part)
+    elif spec is not None:
+        yield spec
+
+
+def _keeps_bytes(step: dict[str, Any]) -> bool:
+    kind: str = step["type"]
+    if kind == "Split":
+        return bool(step["behavior"] != "Removed")
+    if kind == "Replace":  # spaces by marks, which stand for spaces in tokens too
+        return (step["pattern"], step["content"]) == ({"String": " "}, "▁")
+    return kind in ("ByteLevel", "Digits", "Metaspace", "Prepend")

@@ -13,6 +13,8 @@ Must not know queues, caches or why rows and pages are granted.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -137,6 +139,10 @@ class CudaExecutor:
         self._device.close()
         if self.graphs is not None:
             self.graphs.close()
+
+    def mark_layers(self, mark: Callable[[str], AbstractContextManager[object]]) -> None:
+        """Put ``mark`` around each layer of the steps that are not captured, for profilers."""
+        self._model.mark = mark
 
     def can_replay(self, batch_size: int) -> bool:
         """Whether a decode step of so many rows is captured."""

@@ -12,7 +12,8 @@ Nothing here waits for the device or depends on values, so all of it may be capt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
@@ -60,6 +61,8 @@ class FusedDecoder:
         self._experts = _fused_experts if fused_experts else ExpertsMLP.part
         self._layers: list[Any] = list(model.model.layers)
         self._head = model.model.embed_tokens if model.spec.tie_embeddings else model.lm_head
+        self.mark: Callable[[str], AbstractContextManager[object]] | None = None
+        """Put around each layer, for profilers."""
 
     def hidden(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
         """The residual stream after the last layer, [num_tokens, hidden_size], not normalized.
@@ -71,15 +74,20 @@ class FusedDecoder:
         x = self._group.all_reduce(x)
         pdl = self.launches_early(len(tokens))
         if self._is_small(len(tokens)):
-            for index, layer in enumerate(self._layers):
+            for index, layer in self._each_layer():
                 x = self._small_layer(layer, index, x, positions, slots, attend, pdl)
             return x
         pending: _Pending | None = None  # what the last product left to be added
-        for index, layer in enumerate(self._layers):
+        for index, layer in self._each_layer():
             pending = self._wide_layer(layer, index, x, pending, positions, slots, attend, pdl)
         assert pending is not None  # a model has layers
         _add_norm(pending, x, self._model.model.norm, pdl)
         return x
+
+    def _each_layer(self) -> Iterator[tuple[int, Any]]:
+        for index, layer in enumerate(self._layers):
+            with nullcontext() if self.mark is None else self.mark(f"layer {index}"):
+                yield index, layer
 
     def launches_early(self, num_tokens: int) -> bool:
         """Whether a kernel gains by starting before its predecessor ends (measured on an H200).

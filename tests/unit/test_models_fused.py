@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +168,23 @@ def test_batch_sizes_to_capture() -> None:
     for wrong in ("0", "257", "1,x", ""):
         with pytest.raises(ConfigError, match="cuda_graph_batch_sizes"):
             batch_sizes(256, wrong)
+
+
+def test_layers_can_be_marked(tmp_path: Path) -> None:
+    marks: list[str] = []
+
+    @contextmanager
+    def mark(name: str) -> Iterator[None]:
+        marks.append(name)
+        yield
+        marks.append("end")
+
+    write_checkpoint("qwen3", tmp_path)
+    ours = load(tmp_path, OneRank())
+    fused = FusedDecoder(ours, pages_of(ours))
+    fused.mark = mark
+    ids = torch.arange(3)
+    with torch.inference_mode():
+        fused.hidden(ids, ids, ids, lambda q, kv, layer: q)
+    names = [[f"layer {layer}", "end"] for layer in range(ours.spec.num_layers)]
+    assert marks == [mark for pair in names for mark in pair]

@@ -132,7 +132,7 @@ def test_a_forged_chunk(server: TritonServer, chunk: str) -> None:
 
 def test_a_forged_chunk_with_tokens(server: TritonServer) -> None:
     """It is text like any other, but nobody is acknowledged to."""
-    chunk = '{"r": "/tmp/x", "s": "1.1", "i": 0, "d": {"n": 1, "stream": true}, "o": [500]}'
+    chunk = '{"r": "/tmp/x", "s": 1, "i": 0, "d": {"n": 1, "stream": true}, "o": [500]}'
     with Call(server, "detokenizer", inputs=[bytes_tensor("chunk", chunk)]) as call:
         assert len(call.all()) == 1
 

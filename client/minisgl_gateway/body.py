@@ -9,8 +9,9 @@ import difflib
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
+from minisgl_client import strict_json
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -33,37 +34,21 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode()
-        value = json.loads(text, object_pairs_hook=_unrepeated, parse_constant=_no_constant)
+        value = strict_json.loads(text)
         # a lone surrogate can hide in an escape
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError:
         raise invalid("the body must be valid UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, _Refused) else "the body must be valid JSON"
-        raise invalid(reason) from None
+    except strict_json.Refused as error:
+        raise invalid(str(error)) from None
+    except (ValueError, RecursionError):
+        raise invalid("the body must be valid JSON") from None
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object")
     if not _is_shallow(value, MAX_DEPTH):
         raise invalid(f"the body must be at most {MAX_DEPTH} levels deep")
     return value
-
-
-class _Refused(ValueError):
-    """JSON that is well formed, but not accepted."""
-
-
-def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _Refused(f"the key {_short(twice)} is given twice")
-    return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise _Refused(f"{name} is not a number of JSON")
 
 
 def _is_shallow(value: Any, depth: int) -> bool:

@@ -33,9 +33,6 @@ class Keys:
             label = _derived(data, b"label")[:8]
             self._callers[_digest(data)] = Caller(label, _derived(data, b"prefix cache")[:32])
 
-    def __bool__(self) -> bool:
-        return bool(self._callers)
-
     def caller(self, headers: Sequence[tuple[bytes, bytes]]) -> Caller:
         """Who sends these headers; raises ``ApiError`` 401."""
         if not self._callers:

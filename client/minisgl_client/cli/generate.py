@@ -20,7 +20,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minisgl_client import AsyncClient, Client, InvalidArgument, MinisglError, Result
+from minisgl_client import AsyncClient, Client, InvalidArgument, MinisglError, Result, strict_json
 from minisgl_client.cli.display import without_controls
 from minisgl_client.cli.lines import in_order, lines_of
 from minisgl_client.cli.options import given, parameter_options, server_options
@@ -170,7 +170,9 @@ async def _answer_lines(
 def _request(line: bytes, template: _Template) -> dict[str, Any]:
     """The arguments that a line says, with the command's own where it is silent."""
     try:
-        said = json.loads(line, object_pairs_hook=_unrepeated)
+        said = strict_json.loads(line)
+    except strict_json.Refused as error:
+        raise InvalidArgument(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"the line is not JSON: {error}") from None
     if isinstance(said, str):
@@ -183,15 +185,6 @@ def _request(line: bytes, template: _Template) -> dict[str, Any]:
         del said["prompt"]
         return template.fill(prompt) | said
     return {**template.parameters, **said}
-
-
-def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidArgument(f"the key {twice!r} is given twice")
-    return found
 
 
 def _shown(result: Result) -> dict[str, Any]:

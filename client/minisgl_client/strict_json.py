@@ -1,0 +1,29 @@
+"""JSON read strictly: no key twice, of which Python drops one, and no NaN, which JSON lacks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+
+class Refused(ValueError):
+    """Well formed, but not accepted; the message says why."""
+
+
+def loads(text: str | bytes) -> Any:
+    """The value of a JSON text; raises ``Refused``, another ``ValueError``, or ``RecursionError``
+    where it nests too deeply."""
+    return json.loads(text, object_pairs_hook=_unrepeated, parse_constant=_no_constant)
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Refused(f"the key {twice[:60]!r} is given twice")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise Refused(f"{name} is not a number of JSON")

@@ -134,9 +134,10 @@ class LeadingExecutor:
 
     def close(self) -> None:
         """Let the steps under way end, then the followers, and leave the group. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        with self._turn:
+            if self._is_closed:
+                return
+            self._is_closed = True
         self._executor.close()
         self.followers.close()
         self._group.leave(patience_s=_LEAVE_S)
@@ -186,7 +187,7 @@ class LeadingExecutor:
         if self.followers.failure is not None or not self._turn.acquire(blocking=False):
             return None
         try:
-            return self._ask_idle()
+            return None if self._is_closed else self._ask_idle()
         except EngineFailure as error:
             return str(error)
         finally:

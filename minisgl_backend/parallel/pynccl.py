@@ -3,6 +3,10 @@
 That makes it cheap to launch, and plain to capture: a CUDA graph holds the collectives as it holds
 any kernel. The ranks get the communicator's id through the group of their hosts.
 
+Sums of a few MB go through a buffer that is registered with NCCL as symmetric memory: its kernels
+reach that of the other GPUs directly, which more than pays for a copy in and one out. NCCL sets up
+NVLink multicast for such memory unless NCCL_NVLS_ENABLE is 0, so there is none without that.
+
 The communicator belongs to one GPU; all calls come from the threads that launch on it, but for
 ``leave``, as NCCL allows it. It is aborted, not destroyed, since destroying waits for other ranks.
 """
@@ -11,6 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -21,6 +27,8 @@ from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.parallel.group import FusedSum, Group, side_by_side
 from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.torch_group import keep_multicast_off
+
+logger = logging.getLogger(__name__)
 
 ID_BYTES: Final = 128
 _SUM: Final = 0
@@ -36,6 +44,11 @@ _DTYPES: Final = {
 }
 """``ncclDataType_t`` of nccl.h."""
 _LIBRARY: Final = "libnccl.so.2"
+_SYMMETRIC: Final = 1
+"""``NCCL_WIN_COLL_SYMMETRIC`` of nccl.h."""
+_LEAST_REGISTERED: Final = 2**20
+_MOST_REGISTERED: Final = 2**24
+"""Bytes of the sums that take the registered buffer."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -71,6 +84,19 @@ class Nccl:
         self.call("ncclCommInitRank", ctypes.byref(communicator), size, unique, rank)
         return communicator
 
+    def allocate(self, num_bytes: int) -> int:
+        """The address of GPU memory that can be registered."""
+        address = ctypes.c_void_p()
+        self.call("ncclMemAlloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        assert address.value is not None
+        return address.value
+
+    def register(self, communicator: ctypes.c_void_p, buffer: Tensor) -> None:
+        """Make a buffer of each rank symmetric memory, all of one size; waits for all ranks."""
+        address, size = ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.nbytes)
+        window = ctypes.byref(ctypes.c_void_p())  # needed to undo it only, which the end does, too
+        self.call("ncclCommWindowRegister", communicator, address, size, window, _SYMMETRIC)
+
     def call(self, function: str, *arguments: object) -> None:
         """Call a function that returns an ``ncclResult_t``."""
         result = getattr(self._library, function)(*arguments)
@@ -97,12 +123,42 @@ class PyNcclGroup:
             name = torch.frombuffer(bytearray(nccl.new_id()), dtype=torch.uint8)
         name = host.broadcast(name)
         self._communicator = nccl.connect(name.numpy().tobytes(), self.rank, self.size)
+        self._buffer: Tensor | None = None
+
+    def register_buffer(self, allocate: Callable[[int], Tensor]) -> None:
+        """Sum through registered memory from now on, where all ranks can. Every rank calls it.
+
+        ``allocate`` gives uint8 [num_bytes] of ``Nccl.allocate``, for the life of the process.
+        """
+        buffers: list[Tensor] = []
+        steps: tuple[Callable[[], None], ...] = (
+            lambda: buffers.append(allocate(_MOST_REGISTERED)),
+            lambda: self._nccl.register(self._communicator, buffers[0]),
+        )
+        for step in steps:
+            cause = "another rank has none"
+            try:
+                step()
+                can = 1
+            except (AttributeError, RuntimeError) as error:  # an old library lacks the functions
+                can, cause = 0, str(error)
+            if not min(self.least([can])):
+                logger.warning("sums without registered memory: %s", cause)
+                return
+        (self._buffer,) = buffers
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
+        if self._buffer is None or not _LEAST_REGISTERED <= x.nbytes <= len(self._buffer):
+            self._sum(x)
+            return x
+        registered = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
+        self._sum(registered.copy_(x))
+        return x.copy_(registered)
+
+    def _sum(self, x: Tensor) -> None:
         data = x.data_ptr()
         self._launch("ncclAllReduce", data, data, x.numel(), _DTYPES[x.dtype], _SUM)
-        return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         x = x.contiguous()
@@ -134,10 +190,26 @@ class PyNcclGroup:
 def pynccl_group(host: Group, device: torch.device) -> PyNcclGroup:
     """The ranks of ``host``, for tensors on their GPUs. Raises ``ConfigError`` without libnccl."""
     keep_multicast_off()
+    nccl = Nccl(load_nccl())
     with torch.cuda.device(device):
-        return PyNcclGroup(
-            Nccl(load_nccl()), host, lambda: int(torch.cuda.current_stream(device).cuda_stream)
-        )
+        group = PyNcclGroup(nccl, host, lambda: int(torch.cuda.current_stream(device).cuda_stream))
+        if os.environ["NCCL_NVLS_ENABLE"] == "0":
+            group.register_buffer(
+                lambda size: torch.as_tensor(_Memory(nccl.allocate(size), size), device=device)
+            )
+    return group
+
+
+class _Memory:
+    """GPU memory at an address, as PyTorch and others take it."""
+
+    def __init__(self, address: int, num_bytes: int):
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def load_nccl() -> ctypes.CDLL:

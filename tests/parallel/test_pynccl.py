@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.parallel import pynccl
@@ -32,7 +33,7 @@ class Function:
         library = self._library
         if self._name == "ncclGetErrorString":
             return b"out of order"
-        assert len(arguments) == len(self.argtypes)
+        assert not self.argtypes or len(arguments) == len(self.argtypes)
         if self._name == "ncclGetUniqueId":
             arguments[0]._obj.internal[:] = NAME
         if self._name == "ncclCommInitRank":
@@ -57,7 +58,7 @@ class Library:
 
 
 def _plain(argument: Any) -> Any:
-    return argument.value if isinstance(argument, ctypes.c_void_p) else argument
+    return argument.value if isinstance(argument, (ctypes.c_void_p, ctypes.c_size_t)) else argument
 
 
 def group_over(library: Any, host: Group) -> PyNcclGroup:
@@ -107,6 +108,51 @@ def test_collectives_are_launched_on_the_current_stream() -> None:
         assert (name, source, *rest) == ("ncclAllGather", x.data_ptr(), 10, 9, COMMUNICATOR, STREAM)
 
     on_ranks(2, work)
+
+
+def test_sums_of_a_few_mb_go_through_registered_memory() -> None:
+    def work(host: Group) -> None:
+        library = Library()
+        group = group_over(library, host)
+        group.register_buffer(lambda size: torch.zeros(size, dtype=torch.uint8))
+        name, communicator, address, size, _, flags = library.calls.pop()
+        assert (name, communicator, size, flags) == (
+            "ncclCommWindowRegister",
+            COMMUNICATOR,
+            2**24,
+            1,
+        )
+        for num_rows, is_registered in ((1, False), (255, False), (256, True), (8192, False)):
+            x = torch.randn(num_rows, 2048).bfloat16()
+            before = x.clone()
+            assert group.all_reduce(x) is x
+            assert torch.equal(x, before)  # the library adds nothing
+            _, source, target, count, *_ = library.calls.pop()
+            assert source == target == (address if is_registered else x.data_ptr())
+            assert count == x.numel()
+
+    on_ranks(2, work)
+
+
+def test_where_one_rank_has_no_registered_memory_none_uses_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(host: Group) -> None:
+        def allocate(size: int) -> Tensor:
+            if host.rank == 1:
+                raise RuntimeError("out of memory")
+            return torch.zeros(size, dtype=torch.uint8)
+
+        library = Library()
+        group = group_over(library, host)
+        group.register_buffer(allocate)
+        x = torch.zeros(1024, 2048)
+        group.all_reduce(x)
+        assert library.calls.pop()[1] == x.data_ptr()
+
+    on_ranks(2, work)
+    assert "out of memory" in caplog.text
+    assert "another rank has none" in caplog.text
 
 
 def test_a_group_is_left_once() -> None:

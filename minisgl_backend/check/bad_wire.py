@@ -33,7 +33,7 @@ class Body:
 
 def bodies() -> Iterator[Body]:
     """All requests of HTTP that must be refused, or survived."""
-    for name, content in _BODIES.items():
+    for name, content in BODIES.items():
         yield Body(name, content)
     packed = {"Content-Encoding": "gzip"}
     bomb = gzip.compress(b'{"text_input": "' + b"a" * 2**25 + b'"}')
@@ -62,7 +62,7 @@ def bodies() -> Iterator[Body]:
         yield Body(f"an operator's {path}", b"{}", path=path)
 
 
-_BODIES: Final[Mapping[str, bytes]] = {
+BODIES: Final[Mapping[str, bytes]] = {
     "an empty body": b"",
     "no JSON": b"{",
     "a list": b"[1]",
@@ -78,6 +78,7 @@ _BODIES: Final[Mapping[str, bytes]] = {
     "half a surrogate": b'{"text_input": "\\ud800"}',
     "nested 100,000 deep": b'{"a": ' * 10**5 + b"1" + b"}" * 10**5,
 }
+"""What is wrong with JSON of whatever kind."""
 _OPERATORS: Final = (
     "/v2/repository/index",
     "/v2/repository/models/minisgl/unload",

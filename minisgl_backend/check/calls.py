@@ -35,7 +35,8 @@ PATIENCE_S: Final = 60.0
 class Ending:
     """How a request ended: an error's message, or None for an answer.
 
-    ``status`` is HTTP's, None over gRPC or where there was no answer at all.
+    ``status`` is HTTP's, None over gRPC or where there was no answer at all. The error is Triton's,
+    or the message of OpenAI's.
     """
 
     error: str | None
@@ -80,7 +81,8 @@ class HttpCaller:
 
 def _message(text: str) -> str:
     try:
-        return str(json.loads(text)["error"])
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError):
         return text
 

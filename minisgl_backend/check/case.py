@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -52,46 +52,71 @@ def skipped(name: str, why: str) -> Case:
     return Case(name, what=why, is_skipped=True)
 
 
-def emit(cases: Sequence[Case], info: Mapping[str, Any], json_path: Path | None) -> None:
-    """Print the table, the failures and the figures; the file has the same."""
-    table = Report("check", info=info)
-    for case in cases:
-        table.add(
-            case=case.name,
-            result=case.result,
-            count=case.count,
-            seconds=case.seconds,
-            what=case.what,
-        )
-    table.emit()
-    ended = sum((case.ended for case in cases), Counter[str]())
-    figures = {f"requests {how}": count for how, count in sorted(ended.items())}
-    figures |= {name: value for case in cases for name, value in case.figures.items()}
-    if figures:
-        shown = Report("figures", info=info)
-        for name, value in figures.items():
-            shown.add(figure=name, value=value)
-        shown.emit()
-    for case in cases:
-        for failure in case.failures[:_MOST_SHOWN]:
-            click.echo(f"FAIL {case.name}: {failure}")
-        if len(case.failures) > _MOST_SHOWN:
-            click.echo(f"FAIL {case.name}: and {len(case.failures) - _MOST_SHOWN} more")
-    if json_path is not None:
-        content = {
-            "info": dict(info),
-            "cases": [
-                {
-                    "case": case.name,
-                    "result": case.result,
-                    "count": case.count,
-                    "seconds": case.seconds,
-                    "ended": dict(case.ended),
-                    "what": case.what,
-                    "failures": case.failures,
-                }
-                for case in cases
-            ],
-            "figures": figures,
-        }
-        json_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+class Cases:
+    """The cases so far, each name once: rounds of a long run add up."""
+
+    def __init__(self) -> None:
+        self._cases: dict[str, Case] = {}
+
+    def add(self, case: Case) -> None:
+        """Print the case, and keep it."""
+        click.echo(f"{case.result:8}{case.name}: {case.what}")
+        before = self._cases.setdefault(case.name, case)
+        if before is not case:
+            before.count += case.count
+            before.seconds += case.seconds
+            before.failures += case.failures
+            before.ended += case.ended
+            before.what, before.figures = case.what, case.figures
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether any case has."""
+        return any(case.failures for case in self._cases.values())
+
+    def emit(self, info: Mapping[str, Any], json_path: Path | None) -> None:
+        """Print the table, the failures and the figures; the file has the same."""
+        cases = list(self._cases.values())
+        if not cases:
+            return
+        table = Report("check", info=info)
+        for case in cases:
+            table.add(
+                case=case.name,
+                result=case.result,
+                count=case.count,
+                seconds=case.seconds,
+                what=case.what,
+            )
+        table.emit()
+        ended = sum((case.ended for case in cases), Counter[str]())
+        figures = {f"requests {how}": count for how, count in sorted(ended.items())}
+        figures |= {name: value for case in cases for name, value in case.figures.items()}
+        if figures:
+            shown = Report("figures", info=info)
+            for name, value in figures.items():
+                shown.add(figure=name, value=value)
+            shown.emit()
+        for case in cases:
+            for failure in case.failures[:_MOST_SHOWN]:
+                click.echo(f"FAIL {case.name}: {failure}")
+            if len(case.failures) > _MOST_SHOWN:
+                click.echo(f"FAIL {case.name}: and {len(case.failures) - _MOST_SHOWN} more")
+        if json_path is not None:
+            content = {
+                "info": dict(info),
+                "cases": [
+                    {
+                        "case": case.name,
+                        "result": case.result,
+                        "count": case.count,
+                        "seconds": case.seconds,
+                        "ended": dict(case.ended),
+                        "what": case.what,
+                        "failures": case.failures,
+                    }
+                    for case in cases
+                ],
+                "figures": figures,
+            }
+            json_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,10 @@
 """`minisgl check`: bad inputs, load, clients that leave and faults; one table, and an exit code.
 
-Without addresses it starts a server of its own, with the demo model and few pages, in which faults
+Without addresses it starts servers of its own, with the demo model and few pages, in which faults
 are provoked too; a server that others run gets no faults. It should have nothing else to do
 meanwhile: what it must give back is read from its health port.
+
+Ctrl-C ends it with the report so far.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from typing import Final
 import click
 
 from minisgl_backend.bench.report import json_option
-from minisgl_backend.check.case import Case, emit
+from minisgl_backend.check.case import Cases
+from minisgl_backend.check.catalogue import SCENES, entries
+from minisgl_backend.check.fault import Settings
 from minisgl_backend.check.own_server import OwnServer, started
 from minisgl_backend.check.restarts import restarts
 from minisgl_backend.check.run import run_cases
@@ -26,7 +30,8 @@ from minisgl_backend.check.target import Target
 from minisgl_backend.errors import ConfigError
 
 SHORT: Final = Extent(load_s=3.0, num_cut=30, num_churned=40, is_timed=False)
-FULL: Final = Extent(load_s=60.0, num_cut=1000, num_churned=1500, is_timed=True)
+FIGURES: Final = Extent(load_s=20.0, num_cut=1000, num_churned=400, is_timed=True)
+FULL: Final = Extent(load_s=40.0, num_cut=1000, num_churned=1000, is_timed=True)
 _NUM_RESTARTS: Final = 10
 """With a whole check of a server of our own."""
 
@@ -37,8 +42,15 @@ _NUM_RESTARTS: Final = 10
 @click.option("--health-url", help="its health port, as http://HOST:PORT")
 @click.option("--metrics-url", help="its metrics, as http://HOST:PORT/metrics; else left out")
 @click.option("--short", "extent", flag_value="short", default="short", help="90 s (the default)")
-@click.option("--full", "extent", flag_value="full", help="15 minutes, and times are judged too")
-@click.option("--hours", type=float, help="as --full, its load again and again for so long")
+@click.option(
+    "--figures", "extent", flag_value="figures", help="6 minutes, and times are judged too"
+)
+@click.option("--full", "extent", flag_value="full", help="15 minutes, with all faults")
+@click.option("--hours", type=float, help="the load of --full again and again for so long")
+@click.option(
+    "--gateway", "with_gateway", is_flag=True, help="bad inputs through a gateway in --short, too"
+)
+@click.option("--list", "is_list", is_flag=True, help="print the catalogue of faults")
 @click.option("--seed", type=int, help="of everything that is random; drawn where absent")
 @click.option("--tritonserver", metavar="PATH", help="another tritonserver than the wheel's")
 @json_option
@@ -49,38 +61,59 @@ def check(
     metrics_url: str | None,
     extent: str,
     hours: float | None,
+    with_gateway: bool,
+    is_list: bool,
     seed: int | None,
     tritonserver: str | None,
     json_path: Path | None,
 ) -> None:
     """Try to break a server; exit code 1 where that succeeds."""
+    if is_list:
+        _print_catalogue()
+        return
     seed = secrets.randbelow(2**31) if seed is None else seed
+    rng = random.Random(seed)
     until_s = time.monotonic() + (hours or 0.0) * 3600
-    size = FULL if hours is not None or extent == "full" else SHORT
+    size = {"short": SHORT, "figures": FIGURES, "full": FULL}[extent if hours is None else "full"]
     addresses = [one for one in (url, http_url, health_url) if one]
     if len(addresses) not in (0, 3):
         raise ConfigError("--url, --http-url and --health-url go together")
     click.echo(f"seed {seed}")
-    cases: list[Case] = []
-    with ExitStack() as stack:
-        if url and http_url and health_url:
-            target = _running(url, http_url, health_url)
-        else:
-            target = stack.enter_context(started(tritonserver=tritonserver))
-            metrics_url = f"http://127.0.0.1:{target.server.metrics_port}/metrics"
-        found = run_cases(
-            target, size, random.Random(seed), until_s=until_s, metrics_url=metrics_url
-        )
-        for case in found:
-            _say(case)
-            cases.append(case)
-    if size is FULL and isinstance(target, OwnServer):
-        case = restarts(_NUM_RESTARTS, tritonserver=tritonserver)
-        _say(case)
-        cases.append(case)
-    emit(cases, {"seed": seed, "extent": "full" if size is FULL else "short"}, json_path)
-    if any(case.failures for case in cases):
+    report = Cases()
+    info = {"seed": str(seed), "extent": extent if hours is None else f"{hours:g} hours"}
+    try:
+        with ExitStack() as stack:
+            if url and http_url and health_url:
+                target = _running(url, http_url, health_url)
+            else:
+                target = stack.enter_context(started(tritonserver=tritonserver))
+                metrics_url = f"http://127.0.0.1:{target.server.metrics_port}/metrics"
+            for case in run_cases(
+                target,
+                size,
+                rng,
+                until_s=until_s,
+                with_gateway=with_gateway or size is not SHORT,
+                metrics_url=metrics_url,
+                say=click.echo,
+            ):
+                report.add(case)
+        if size is FULL and isinstance(target, OwnServer):
+            settings = Settings(rng=rng, is_timed=True, tritonserver=tritonserver)
+            for scene in SCENES:
+                for case in scene.cases(settings):
+                    report.add(case)
+            report.add(restarts(_NUM_RESTARTS, tritonserver=tritonserver))
+    except KeyboardInterrupt:
+        info["extent"] += ", interrupted"
+    report.emit(info, json_path)
+    if report.has_failed:
         raise click.exceptions.Exit(1)
+
+
+def _print_catalogue() -> None:
+    for entry in entries():
+        click.echo(f"{entry.number:5}{'short' if entry.is_short else 'full':7}{entry.sentence}")
 
 
 def _running(url: str, http_url: str, health_url: str) -> Target:
@@ -92,7 +125,3 @@ def _running(url: str, http_url: str, health_url: str) -> Target:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{health_url} does not answer as a health port does: {error}") from None
     raise ConfigError(f"{health_url} says that the server is not ready")
-
-
-def _say(case: Case) -> None:
-    click.echo(f"{case.result:8}{case.name}: {case.what}")

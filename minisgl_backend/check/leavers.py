@@ -42,18 +42,21 @@ class Leavers:
         self._rng = rng
         self._info = target.stats().info
 
-    def cancel_storm(self) -> Case:
-        """Half of the requests are cut: before a token, at the first one, or later."""
+    def cancel_storm(self, *, num_clients: int | None = None, share: float = 1.0) -> Case:
+        """Half of the requests are cut: before a token, at the first one, or later.
+
+        There are two more clients than rows, unless told otherwise; ``share`` of the requests.
+        """
         case = Case("cancel storm")
         ended: Counter[str] = Counter()
-        waiting = iter(range(self._extent.num_cut * 2))
+        clients = num_clients or int(self._info["max_running_requests"]) + 2
+        waiting = iter(range(round(share * self._extent.num_cut) * 2))
 
         async def worker(client: AsyncClient) -> None:
             for index in waiting:
                 ended[await self._ask(client, is_cut=index % 2 == 0)] += 1
 
         async def go() -> None:
-            clients = int(self._info["max_running_requests"]) + 2
             async with (
                 AsyncClient(self._target.grpc_address, retries=0) as grpc,
                 AsyncClient(self._target.http_url, retries=0) as http,
@@ -114,13 +117,35 @@ class Leavers:
         with ExitStack() as stack:
             num = max(1, int(self._info["max_running_requests"]) // 2)
             for _ in range(min(8, num)):
-                stack.enter_context(self._silent())
+                stack.enter_context(self.silent())
             case = shapes.steady()
             grown_mb = self._target.stats().resident_mb - before_mb
         case.name = "slow readers beside normal ones"
         case.figures = {"memory grown with slow readers, MB": grown_mb}
         case.expect(settled(self._is_idle), "requests of clients that left are still there")
         return case
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """A client with a small buffer that asks for a long answer and does not read it."""
+        address = urlsplit(self._target.http_url)
+        values: dict[str, Any] = {
+            "input_ids": self._prompt(),
+            "max_tokens": _LONG,
+            "ignore_eos": True,
+            "stream": True,
+            "num_logprobs": 5,
+        }
+        body = json.dumps(values).encode()
+        head = (
+            "POST /v2/models/minisgl/generate_stream HTTP/1.1\r\n"
+            f"Host: {address.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            connection.connect((address.hostname or "", address.port or 80))
+            connection.sendall(head.encode() + body)
+            yield
 
     # --- helpers -----------------------------------------------------------------------------
 
@@ -144,28 +169,6 @@ class Leavers:
         if is_cut:
             return "cut"
         return "whole" if stream.result.num_output_tokens == num_tokens else "short"
-
-    @contextmanager
-    def _silent(self) -> Iterator[None]:
-        """A client with a small buffer that asks for a long answer and does not read it."""
-        address = urlsplit(self._target.http_url)
-        values: dict[str, Any] = {
-            "input_ids": self._prompt(),
-            "max_tokens": _LONG,
-            "ignore_eos": True,
-            "stream": True,
-            "num_logprobs": 5,
-        }
-        body = json.dumps(values).encode()
-        head = (
-            "POST /v2/models/minisgl/generate_stream HTTP/1.1\r\n"
-            f"Host: {address.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-            connection.connect((address.hostname or "", address.port or 80))
-            connection.sendall(head.encode() + body)
-            yield
 
     def _prompt(self) -> list[int]:
         vocab_size = int(self._info["vocab_size"])

@@ -35,7 +35,9 @@ _ALARMS: Final = re.compile(
     r"Traceback|double free|freed twice|underflow|corrupt|Segmentation|InvariantError|\bleak"
 )
 MOST_GROWN: Final = 0.05
-"""Of the memory, from the middle of a long run to its end."""
+"""Of the memory, from the first third of a long run to its end."""
+_MOST_MORE: Final = 32
+"""Threads and descriptors, which tritonserver keeps for the next connections."""
 
 
 def metrics(target: Target, metrics_url: str) -> Case:
@@ -79,28 +81,55 @@ def log(lines: Iterable[str]) -> Case:
     return case
 
 
-class Memory:
-    """Readings of the memory of all processes."""
+class Footprints:
+    """Readings of what all processes hold, in the course of a run."""
 
     def __init__(self) -> None:
-        self._minutes: list[float] = []
-        self._mb: list[float] = []
+        self._begin_s = time.monotonic()
+        self._readings: list[dict[str, float]] = []
 
-    def read(self, target: Target) -> None:
-        """One reading."""
-        self._minutes.append(time.monotonic() / 60)
-        self._mb.append(target.stats().resident_mb)
+    def read(self, target: Target) -> str:
+        """One reading, in words."""
+        stats = target.stats()
+        scheduler = stats.engine["scheduler"]
+        reading = {
+            "minutes": (time.monotonic() - self._begin_s) / 60,
+            "MB": stats.resident_mb,
+            "MB of shared memory": stats.told["shared_memory_bytes"] / 1e6,
+            "free or cached pages": scheduler["free_pages"] + scheduler["cached_pages"],
+        }
+        for kind in ("threads", "descriptors"):
+            reading[kind] = sum(one.get(f"num_{kind}", 0) for one in stats.processes.values())
+        self._readings.append(reading)
+        return ", ".join(f"{value:,.6g} {name}" for name, value in reading.items())
 
     def case(self, *, is_judged: bool) -> Case:
         """How it went, without the first third, in which caches fill."""
-        case = Case("memory", len(self._mb))
-        start = len(self._mb) // 3
-        minutes, mb = np.array(self._minutes[start:]), np.array(self._mb[start:])
-        slope = float(np.polyfit(minutes - minutes[0], mb, 1)[0]) if len(mb) > 1 else 0.0
-        middle = float(mb[: max(1, len(mb) // 4)].mean())
-        grown = float(mb[-1]) - middle
-        case.what = f"{mb[-1]:.0f} MB at the end, {grown:+.1f} since the first third"
-        case.figures = {"memory at the end, MB": float(mb[-1]), "memory slope, MB/min": slope}
-        if is_judged:
-            case.expect(grown <= MOST_GROWN * middle, f"grew by {grown:.0f} MB of {middle:.0f}")
+        case = Case("memory", len(self._readings))
+        if not self._readings:
+            return case
+        kept = self._readings[len(self._readings) // 3 :]
+        quarter = kept[: max(1, len(kept) // 4)]
+        last = kept[-1]
+
+        def grown(kind: str) -> tuple[float, float]:
+            """Before, and how much more at the end."""
+            before = sum(reading[kind] for reading in quarter) / len(quarter)
+            return before, last[kind] - before
+
+        minutes = np.array([reading["minutes"] for reading in kept])
+        mb = np.array([reading["MB"] for reading in kept])
+        slope = float(np.polyfit(minutes, mb, 1)[0]) if len(kept) > 1 else 0.0
+        before_mb, more_mb = grown("MB")
+        case.what = f"{last['MB']:.0f} MB at the end, {more_mb:+.1f} since the first third"
+        case.figures = {"memory at the end, MB": last["MB"], "memory slope, MB/min": slope}
+        if not is_judged:
+            return case
+        case.expect(
+            more_mb <= MOST_GROWN * before_mb, f"grew by {more_mb:.0f} MB of {before_mb:.0f}"
+        )
+        for kind in ("threads", "descriptors"):
+            before, more = grown(kind)
+            case.figures[f"{kind}, more than after the first third"] = more
+            case.expect(more <= _MOST_MORE, f"{more:.0f} more {kind} than {before:.0f}")
         return case

@@ -7,13 +7,17 @@ and leave the server ready. Must not know what the catalogues hold.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import secrets
+import tempfile
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from minisgl_backend.check.bad_inputs import Expected, catalogue
 from minisgl_backend.check.bad_wire import bodies, messages
 from minisgl_backend.check.calls import Ending, GrpcCaller, HttpCaller, grpc_message, json_of
 from minisgl_backend.check.case import Case
+from minisgl_backend.check.gateway import gateway_of
+from minisgl_backend.check.gateway_inputs import Asked, own_inputs, translated, without_a_key
 from minisgl_backend.check.target import Target
 
 _INSIDE: Final = re.compile(
@@ -41,6 +45,11 @@ def faults_of(ending: Ending, expected: Expected) -> list[str]:
         coded = _CODED.match(error)
         if coded is None or coded[1] != expected.value:
             found.append(f"is not {expected.value}: {error[:200]}")
+    return found + _faults_of_text(error)
+
+
+def _faults_of_text(error: str) -> list[str]:
+    found = []
     if len(error) > _MOST_CHARACTERS:
         found.append(f"an error of {len(error)} characters: {error[:80]}...")
     if inside := _INSIDE.search(error.rstrip("\n")):
@@ -61,47 +70,80 @@ def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
     )
     http = HttpCaller(target.http_url)
     grpc = GrpcCaller(target.grpc_address)
-    over_http = _Tries("bad inputs over HTTP", target, is_timed)
-    over_grpc = _Tries("bad inputs over gRPC", target, is_timed)
+    over_http = _Tries("bad inputs over HTTP", is_timed, target.is_ready)
+    over_grpc = _Tries("bad inputs over gRPC", is_timed, target.is_ready)
     try:
         for bad in requests:
             body, message = json_of(bad.values), grpc_message(bad.values)
             if body is not None:
-                over_http.add(bad.name, http.send(body), bad.expected)
+                ending = http.send(body)
+                over_http.add(bad.name, ending, faults_of(ending, bad.expected))
             if message is not None:
                 data = message.SerializeToString()
                 # what JSON cannot say to Triton, a tensor or a parameter may say well
-                over_grpc.add(bad.name, grpc.send(data), bad.expected)
+                ending = grpc.send(data)
+                over_grpc.add(bad.name, ending, faults_of(ending, bad.expected))
         for raw in bodies():
             ending = http.send(raw.content, path=raw.path, method=raw.method, headers=raw.headers)
-            over_http.add(raw.name, ending, raw.expected)
+            over_http.add(raw.name, ending, faults_of(ending, raw.expected))
         for name, data in messages():
-            over_grpc.add(name, grpc.send(data), Expected.TRITON)
+            ending = grpc.send(data)
+            over_grpc.add(name, ending, faults_of(ending, Expected.TRITON))
     finally:
         grpc.close()
     return [over_http.case(), over_grpc.case()]
 
 
+def bad_gateway_inputs(target: Target, *, is_timed: bool) -> list[Case]:
+    """The same, as far as OpenAI's API can say it, to a gateway in front; and keys."""
+    stats = target.stats()
+    requests = catalogue(
+        vocab_size=stats.info["vocab_size"],
+        context=stats.info["max_sequence_length"],
+        num_positions=stats.num_positions,
+    )
+    key = secrets.token_urlsafe(12)
+    with (
+        tempfile.NamedTemporaryFile("w", encoding="utf-8") as keys,
+        gateway_of(target.grpc_address) as gateway,
+    ):
+        tries = _Tries("bad inputs over the gateway", is_timed, gateway.is_alive)
+        tries.ask(HttpCaller(gateway.url), [*translated(requests), *own_inputs()])
+        keys.write(key)
+        keys.flush()
+        with gateway_of(target.grpc_address, "--api-key-file", keys.name) as guarded:
+            tries.ask(HttpCaller(guarded.url), without_a_key(key))
+    return [tries.case()]
+
+
 class _Tries:
     """What became of the requests of one way in."""
 
-    def __init__(self, name: str, target: Target, is_timed: bool) -> None:
+    def __init__(self, name: str, is_timed: bool, is_ready: Callable[[], bool]) -> None:
         self._case = Case(name)
-        self._is_ready: Callable[[], bool] = target.is_ready
+        self._is_ready = is_ready
         self._is_timed = is_timed
         self._slowest = (0.0, "")
 
-    def add(self, name: str, ending: Ending, expected: Expected) -> None:
-        """Judge one."""
+    def add(self, name: str, ending: Ending, found: list[str]) -> None:
+        """One that ended so, of which that is wrong."""
         self._case.count += 1
         self._case.ended["refused" if ending.error else "answered"] += 1
         self._slowest = max(self._slowest, (ending.seconds, name))
-        found = faults_of(ending, expected)
         if self._is_timed and ending.seconds > PROMISED_S:
             found.append(f"took {ending.seconds:.1f} s")
         if not self._is_ready():
             found.append("the server is not ready any more")
         self._case.failures += [f"{name}: {one}" for one in found]
+
+    def ask(self, caller: HttpCaller, requests: Iterable[Asked]) -> None:
+        """Send them to a gateway, and judge them by their status."""
+        for one in requests:
+            ending = caller.send(one.content, path=one.path, method=one.method, headers=one.headers)
+            found = _faults_of_text(ending.error or "")
+            if ending.status not in one.statuses:
+                found.append(f"a status of {ending.status}: {(ending.error or '')[:200]}")
+            self.add(one.name, ending, found)
 
     def case(self) -> Case:
         """The result."""

@@ -9,22 +9,26 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from minisgl_client.errors import MinisglError
 
 from minisgl_backend.check import records
 from minisgl_backend.check.canary import Canary
 from minisgl_backend.check.case import Case
-from minisgl_backend.check.faults import Faults
+from minisgl_backend.check.catalogue import SHORT
+from minisgl_backend.check.fault import Settings, Stage
 from minisgl_backend.check.invariants import Invariants
 from minisgl_backend.check.leavers import Leavers
 from minisgl_backend.check.own_server import OwnServer
-from minisgl_backend.check.refusals import bad_inputs
+from minisgl_backend.check.refusals import bad_gateway_inputs, bad_inputs
 from minisgl_backend.check.shapes import Extent, Shapes
 from minisgl_backend.check.target import Target
 from minisgl_backend.errors import MiniSGLError
+
+_ALL_AT_ONCE: Final = 0.6
 
 Job: TypeAlias = Callable[[], list[Case]]
 
@@ -35,11 +39,14 @@ def run_cases(
     rng: random.Random,
     *,
     until_s: float = 0.0,
+    with_gateway: bool = False,
     metrics_url: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Case]:
     """The cases as they end; load again and again until ``until_s`` of the monotonic clock.
 
-    Faults come last, and only where the server is our own.
+    From the second round on the order is drawn, and after each ``say`` is told what the processes
+    hold. Faults come last, and only where the server is our own; after a Ctrl-C they are left out.
     """
     canary = Canary(target)
     try:
@@ -52,7 +59,7 @@ def run_cases(
         shapes = Shapes(target, extent, rng)
         shapes.steady()  # libraries start their threads when they are first used
         invariants = Invariants(target)
-        memory = records.Memory()
+        footprints = records.Footprints()
         loads: dict[str, Job] = {
             "bad inputs": lambda: bad_inputs(target, is_timed=extent.is_timed),
             "closed loop": lambda: [shapes.steady()],
@@ -64,24 +71,55 @@ def run_cases(
             "slow readers": lambda: [leavers.slow_readers(shapes)],
             "poisoned": lambda: [shapes.poisoned()],
         }
+        if extent.is_timed:
+            loads["all at once"] = lambda: [_all_at_once(shapes, leavers)]
+        if with_gateway:
+            loads["gateway"] = lambda: bad_gateway_inputs(target, is_timed=extent.is_timed)
         num_rounds = 0
-        while num_rounds == 0 or time.monotonic() < until_s:
-            num_rounds += 1
-            for name, job in loads.items():
-                yield from _held(name, job, invariants, canary.watching())
-                memory.read(target)
-            yield from _held("cancels", lambda: [leavers.cancel_alone()], invariants)
+        try:
+            while num_rounds == 0 or time.monotonic() < until_s:
+                num_rounds += 1
+                names = list(loads)
+                if num_rounds > 1:
+                    rng.shuffle(names)
+                for name in names:
+                    yield from _held(name, loads[name], invariants, canary.watching())
+                    text = footprints.read(target)
+                    if num_rounds > 1:
+                        say(text)
+                yield from _held("cancels", lambda: [leavers.cancel_alone()], invariants)
+        except KeyboardInterrupt:
+            yield canary.case()
+            yield footprints.case(is_judged=num_rounds > 2)
+            raise
         yield canary.case()
-        yield memory.case(is_judged=num_rounds > 2)
+        yield footprints.case(is_judged=num_rounds > 2)
         if metrics_url is not None:
             url = metrics_url
             yield from _held("metrics", lambda: [records.metrics(target, url)], invariants)
         if isinstance(target, OwnServer):
             yield records.log(list(target.server.log))
-            for name, job in Faults(target, canary, is_timed=extent.is_timed).jobs().items():
-                yield from _held(name, job, invariants, is_fault=True)
+            settings = Settings(rng=rng, is_timed=extent.is_timed)
+            stage = Stage(target, canary, invariants, settings)
+            for fault in SHORT:
+                yield fault.tried(stage)
     finally:
         canary.close()
+
+
+def _all_at_once(shapes: Shapes, leavers: Leavers) -> Case:
+    """Callers at a pace that the server can keep, among clients that leave or do not read."""
+    with ThreadPoolExecutor(2) as pool, leavers.silent():
+        storm = pool.submit(leavers.cancel_storm, num_clients=1, share=0.1)
+        case, outcomes = pool.submit(shapes.open_loop, _ALL_AT_ONCE).result()
+        other = storm.result()
+    case.name = f"all at once, at {_ALL_AT_ONCE:g} of the capacity"
+    case.count += other.count
+    case.ended += other.ended
+    case.failures += other.failures
+    num_refused = sum(one.error is not None for one in outcomes)
+    case.what = f"{num_refused} of {len(outcomes)} refused; {other.what} beside them"
+    return case
 
 
 def _held(
@@ -89,8 +127,6 @@ def _held(
     job: Job,
     invariants: Invariants,
     beside: AbstractContextManager[None] | None = None,
-    *,
-    is_fault: bool = False,
 ) -> list[Case]:
     """The cases of a job; what it leaves behind is a failure of the last one."""
     begin_s = time.perf_counter()
@@ -98,8 +134,6 @@ def _held(
         with beside or nullcontext():
             cases = job()
         cases[-1].seconds = time.perf_counter() - begin_s
-        if is_fault:
-            invariants.renew()
         cases[-1].failures += invariants.violations()
     except Exception as error:
         cases = [Case(name, failures=[f"stumbled over {type(error).__name__}: {error}"])]

@@ -96,14 +96,21 @@ class Shapes:
         case.what = f"{len(outcomes) - num_refused} answered, {num_refused} refused"
         return case
 
+    def open_loop(self, share: float) -> tuple[Case, list[Outcome]]:
+        """As many requests as that share of the capacity, whether the server answers or not."""
+        case = Case(f"open loop at {share:g} of the capacity")
+        rate = share * self._capacity
+        calls = self._calls(max(1, round(rate * self._extent.load_s)))
+        outcomes = self._run(poisson(calls, rate, seed=self._seed()))
+        self._judge(case, outcomes, may_refuse=True)
+        return case, outcomes
+
     def overload(self) -> Case:
-        """Twice as many requests as the server can answer, whether it answers or not."""
-        case = Case("open loop at twice the capacity")
-        rate = 2 * self._capacity
-        load = poisson(self._calls(round(rate * self._extent.load_s)), rate, seed=self._seed())
+        """Twice as many requests as the server can answer."""
         before_mb = self._target.stats().resident_mb
-        outcomes = self._run(load)
-        num_refused = self._judge(case, outcomes, may_refuse=True)
+        case, outcomes = self.open_loop(2.0)
+        case.name = "open loop at twice the capacity"
+        num_refused = sum(one.error is not None for one in outcomes)
         grown_mb = self._target.stats().resident_mb - before_mb
         seconds = max(one.ended_s for one in outcomes) - min(one.due_s for one in outcomes)
         goodput = (len(outcomes) - num_refused) / seconds / self._capacity

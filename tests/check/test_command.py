@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.check import command
+from minisgl_backend.check import command, run
+from minisgl_backend.check.case import Case
 from minisgl_backend.check.own_server import OwnServer
-from minisgl_backend.check.shapes import Extent
+from minisgl_backend.check.shapes import Extent, Shapes
 from minisgl_backend.cli.main import main
 
 pytestmark = pytest.mark.server
@@ -34,7 +35,7 @@ def test_a_server_of_others_gets_no_faults(
     assert result.exit_code == 0, result.output
     cases = {case["case"]: case for case in json.loads(path.read_text())["cases"]}
     assert "metrics agree with the engine" in cases
-    assert not [name for name in cases if name.startswith("kill") or "log" in name]
+    assert not [name for name in cases if name.startswith("F") or "log" in name]
     assert {name: it["pid"] for name, it in own.stats().processes.items()} == pids
 
 
@@ -48,6 +49,40 @@ def test_a_failure_is_the_exit_code(own: OwnServer, monkeypatch: pytest.MonkeyPa
         defect.unlink()
     assert result.exit_code == 1
     assert "FAIL canary: could not be recorded: cannot read" in result.output
+
+
+def test_a_long_run_that_is_interrupted_reports_what_it_has(
+    own: OwnServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "FULL", Extent(0.1, 3, 4, is_timed=False))
+    monkeypatch.setattr(run, "bad_inputs", lambda target, is_timed: [Case("bad inputs")])
+    monkeypatch.setattr(run, "bad_gateway_inputs", lambda target, is_timed: [Case("gateway")])
+    num_bursts = 0
+    burst = Shapes.burst
+
+    def interrupted(shapes: Shapes) -> Case:
+        nonlocal num_bursts
+        num_bursts += 1
+        if num_bursts == 2:
+            raise KeyboardInterrupt
+        return burst(shapes)
+
+    monkeypatch.setattr(Shapes, "burst", interrupted)
+    result = CliRunner().invoke(main, ["check", *addresses(own), "--hours", "1", "--seed", "3"])
+    assert result.exit_code == 0, result.output
+    assert "seed 3, extent 1 hours, interrupted" in result.output
+    assert result.output.count("pass    memory:") == 1
+    assert result.output.count("pass    canary:") == 1
+
+
+def test_the_catalogue_has_every_fault() -> None:
+    result = CliRunner().invoke(main, ["check", "--list"])
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    numbers = {f"F{number}" for number in range(1, 28)}
+    assert {line.split()[0] for line in lines} == numbers
+    assert len({line.split(maxsplit=2)[2] for line in lines}) == len(lines)
+    assert {line.split()[1] for line in lines} == {"short", "full"}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 import pytest
 from minisgl_client.client import Client
@@ -17,12 +18,14 @@ from minisgl_client.errors import MinisglError
 from minisgl_backend.check import bad_inputs, refusals
 from minisgl_backend.check.bad_inputs import Bad
 from minisgl_backend.check.canary import Canary
-from minisgl_backend.check.faults import Faults
+from minisgl_backend.check.fault import Fault, Settings, Stage
 from minisgl_backend.check.invariants import Invariants
+from minisgl_backend.check.kills import killed
 from minisgl_backend.check.leavers import Leavers
 from minisgl_backend.check.own_server import OwnServer
+from minisgl_backend.check.records import Footprints
 from minisgl_backend.check.shapes import Extent
-from minisgl_backend.check.target import wait_until
+from minisgl_backend.check.target import Stats, Target, wait_until
 
 pytestmark = pytest.mark.server
 HELD_PROMPT = list(range(40))
@@ -158,6 +161,34 @@ def test_pages_that_do_not_come_back(own: OwnServer, promise: str, violation: st
     assert any(violation in one for one in found)
 
 
+@pytest.mark.parametrize(
+    ("kind", "grown", "failure"),
+    [
+        ("resident_bytes", 100_000_000, "grew by 100 MB of 1000"),
+        ("num_threads", 40, "40 more threads than 10"),
+        ("num_descriptors", 40, "40 more descriptors than 10"),
+    ],
+)
+def test_what_grows_in_a_long_run(kind: str, grown: int, failure: str) -> None:
+    """A soak of twelve readings, of which the last is too large."""
+    process = {"resident_bytes": 1_000_000_000, "num_threads": 10, "num_descriptors": 10}
+    scheduler = {"free_pages": 60, "cached_pages": 4}
+    footprints = Footprints()
+
+    def read(process: dict[str, int]) -> None:
+        engine = {"model": "llm_engine", "scheduler": scheduler}
+        told = {"tritonserver": process, "models": [engine], "shared_memory_bytes": 0}
+        target = mock.create_autospec(Target, instance=True)
+        target.stats.return_value = Stats(told)
+        footprints.read(target)
+
+    for _ in range(12):
+        read(process)
+    assert footprints.case(is_judged=True).failures == []
+    read({**process, kind: process[kind] + grown})
+    assert footprints.case(is_judged=True).failures == [failure]
+
+
 class Blind(OwnServer):
     """Its health port says that all is well, always."""
 
@@ -167,6 +198,8 @@ class Blind(OwnServer):
 
 def test_a_health_port_that_sees_nothing(own: OwnServer, canary: Canary) -> None:
     blind = Blind(own.grpc_address, own.http_url, own.health_url, own.supervisor)
-    case = Faults(blind, canary, is_timed=False, patience_s=5.0).killed("tokenizer")
+    settings = Settings(rng=Random(0), is_timed=False, patience_s=5.0)
+    stage = Stage(blind, canary, Invariants(own), settings)
+    case = Fault("F4", "a kill that is not told", killed("tokenizer")).tried(stage)
     assert "the health port never said so" in case.failures
     assert wait_until(own.is_ready, PATIENCE_S)

@@ -1,0 +1,56 @@
+"""The catalogue of faults: which there are, at which place each is provoked, and who provokes it.
+
+Knows all modules with faults. Must not know how the rest of the check puts pressure on a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from minisgl_backend.check import (
+    breaks,
+    callers,
+    gateway_faults,
+    kills,
+    model_files,
+    no_room,
+    ranks,
+    stops,
+)
+from minisgl_backend.check.fault import Scene, nowhere, stage
+
+SHORT: Final = kills.FAULTS
+"""On the server that has been under load. Fewer than its supervisor would take for hopeless."""
+
+SCENES: Final[tuple[Scene[Any], ...]] = (
+    Scene(stage, callers.FAULTS + gateway_faults.FAULTS + kills.IDLE_FAULTS),
+    Scene(breaks.frail_stage, breaks.FAULTS),
+    Scene(breaks.small_stage, breaks.SMALL_FAULTS),
+    Scene(ranks.two_ranks, ranks.FAULTS),
+    Scene(nowhere, stops.FAULTS + model_files.FAULTS + no_room.FAULTS),
+)
+"""Each with a server of its own, or with several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the catalogue; ``is_short`` is in the short check, too."""
+
+    number: str
+    sentence: str
+    is_short: bool
+
+
+def entries() -> list[Entry]:
+    """All faults, by number."""
+    return sorted(_entries(), key=lambda entry: (int(entry.number[1:]), entry.sentence))
+
+
+def _entries() -> Iterator[Entry]:
+    for fault in SHORT:
+        yield Entry(fault.number, fault.sentence, is_short=True)
+    for scene in SCENES:
+        for fault in scene.faults:
+            yield Entry(fault.number, fault.sentence, is_short=False)

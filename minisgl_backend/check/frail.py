@@ -1,0 +1,195 @@
+"""The engine that breaks as a file tells it: the real one, with a few of its classes extended.
+
+Knows the classes that it extends. Must not know who asks, or what must come of a defect: that is
+for ``breaks``. Runs in the model's process; without a defect all is as ever.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from minisgl_backend import build
+from minisgl_backend.attention.base import HostArray
+from minisgl_backend.cache.kv import Lease, RadixCache
+from minisgl_backend.check.defect import FILE, MARK, STEP_S, Defect
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.execution import executor
+from minisgl_backend.execution.batch import StepIndices
+from minisgl_backend.execution.executor import ModelExecutor, PendingStep
+from minisgl_backend.execution.sampler import Sample, Sampler
+from minisgl_backend.plan import Admission, SampledTokens, StepPlan
+from minisgl_backend.request import RequestId
+from minisgl_backend.runtime import engine
+from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.loop import Loop
+from minisgl_backend.scheduling.scheduler import Scheduler
+from minisgl_backend.scheduling.stats import SchedulerStats
+from minisgl_backend.tritonserver import llm_engine
+from minisgl_backend.tritonserver.dispatch import Dispatcher
+from minisgl_backend.tritonserver.responder import Responder
+from minisgl_backend.tritonserver.setup import runtime_directory
+from minisgl_backend.tritonserver.stream import Stream
+
+_LONGEST_PAUSE_S: Final = 0.05
+_PAUSED: Final = 0.1
+"""Share of the moments at which there is a pause."""
+_MOST_HIDDEN: Final = 40
+"""Pages; what is left must do for one request."""
+
+
+def _is_on(defect: Defect) -> bool:
+    directory = runtime_directory()
+    try:
+        return directory is not None and (directory / FILE).read_text("utf-8") == defect.value
+    except OSError:
+        return False
+
+
+def _pause() -> None:
+    """At eight points between a request's arrival and its end."""
+    if _is_on(Defect.PAUSES) and random.random() < _PAUSED:
+        time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
+
+
+class FrailCache(RadixCache):
+    """Some of its pages may be hidden, as if others held them."""
+
+    hidden = 0
+
+    @property
+    def num_free(self) -> int:
+        return max(0, super().num_free - self.hidden)
+
+    @property
+    def num_evictable(self) -> int:
+        hidden = max(0, self.hidden - super().num_free)
+        return max(0, super().num_evictable - hidden)
+
+    def release(self, lease: Lease) -> None:
+        _pause()
+        super().release(lease)
+
+    def _make_room(self, num_pages: int) -> bool:
+        is_there = num_pages <= self.num_free + self.num_evictable
+        return is_there and super()._make_room(num_pages)
+
+
+class FrailScheduler(Scheduler):
+    """Finds another number of pages in each step, but always some; and takes its time."""
+
+    def plan(self) -> StepPlan | None:
+        _pause()
+        self._hide(random.randint(0, _MOST_HIDDEN) if _is_on(Defect.FEW_PAGES) else 0)
+        return super().plan()
+
+    def stats(self) -> SchedulerStats:
+        self._hide(0)
+        return super().stats()
+
+    def abort(self, request_id: RequestId) -> bool:
+        _pause()
+        return super().abort(request_id)
+
+    def _hide(self, num_pages: int) -> None:
+        assert isinstance(self._cache, FrailCache)
+        self._cache.hidden = num_pages
+
+
+class FrailSampler(Sampler):
+    """Cannot sample for the rows of marked requests, or finds no number in their logits."""
+
+    def __init__(self, **facts: Any) -> None:
+        super().__init__(**facts)
+        self._marked: set[int] = set()
+
+    def admit(self, admission: Admission) -> None:
+        super().admit(admission)
+        if admission.sampling.seed == MARK:
+            self._marked.add(admission.row)
+
+    def release(self, row: int) -> None:
+        super().release(row)
+        self._marked.discard(row)
+
+    def sample(self, logits: Tensor, rows: HostArray, positions: HostArray) -> Sample:
+        marked = [index for index, row in enumerate(rows.tolist()) if row in self._marked]
+        if marked and _is_on(Defect.SAMPLING):
+            raise RuntimeError("this row cannot be sampled")
+        if marked and _is_on(Defect.NAN):
+            logits = logits.index_fill(0, torch.tensor(marked), float("nan"))
+        return super().sample(logits, rows, positions)
+
+
+class FrailPending(PendingStep):
+    """Its copy back to the host takes its time."""
+
+    def tokens(self) -> SampledTokens:
+        _pause()
+        return super().tokens()
+
+
+class FrailExecutor(ModelExecutor):
+    """Forward passes raise, or are slow."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        _pause()
+        return FrailPending(self._device.submit(partial(self._run, plan)))
+
+    def _forward(self, plan: StepPlan, indices: StepIndices) -> Tensor:
+        if _is_on(Defect.ONE_FORWARD):
+            directory = runtime_directory()
+            assert directory is not None
+            (directory / FILE).unlink()
+            raise RuntimeError("a forward pass breaks")
+        if _is_on(Defect.EVERY_FORWARD):
+            raise RuntimeError("forward passes break")
+        if _is_on(Defect.SLOW):
+            time.sleep(STEP_S)
+        return super()._forward(plan, indices)
+
+
+class FrailLoop(Loop):
+    """Looks late into its inbox."""
+
+    def _drain_inbox(self, *, block: bool) -> bool:
+        _pause()
+        return super()._drain_inbox(block=block)
+
+
+class FrailDispatcher(Dispatcher):
+    """Sends late."""
+
+    def _send(self, stream: Stream) -> None:
+        _pause()
+        super()._send(stream)
+
+
+class FrailModel(llm_engine.TritonPythonModel):
+    """The model `llm_engine` with all of these."""
+
+    @staticmethod
+    def make_engine(options: EngineOptions) -> Engine:
+        with (
+            mock.patch.multiple(
+                build, RadixCache=FrailCache, Scheduler=FrailScheduler, ModelExecutor=FrailExecutor
+            ),
+            mock.patch.object(executor, "Sampler", FrailSampler),
+            mock.patch.object(engine, "Loop", FrailLoop),
+        ):
+            return build.build_engine(options)
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        with mock.patch.object(llm_engine, "Dispatcher", FrailDispatcher):
+            super().initialize(args)
+
+    def _accept(self, request: Any, responder: Responder) -> None:
+        _pause()
+        super()._accept(request, responder)

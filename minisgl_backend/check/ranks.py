@@ -1,0 +1,107 @@
+"""An engine of two ranks, one of which is lost.
+
+Knows the processes of a server's ranks. Whatever becomes of a rank, no half of a group lives on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from signal import SIGKILL, SIGSTOP
+from typing import Final
+
+from minisgl_client.client import AsyncClient
+from minisgl_client.errors import MinisglError
+
+from minisgl_backend.check.case import Case
+from minisgl_backend.check.fault import Fault, Settings, Stage, stage
+from minisgl_backend.check.own_server import OPTIONS
+from minisgl_backend.check.processes import children_of, is_rank, runs
+from minisgl_backend.check.target import wait_until
+from minisgl_backend.errors import EngineFailure
+
+_COLLECTIVE_S: Final = 5
+_NUM_STREAMS: Final = 4
+_LONG: Final = 700
+_STARTED_S: Final = 60.0
+
+
+@contextmanager
+def two_ranks(settings: Settings) -> Iterator[Stage]:
+    """A server whose engine has two ranks, over gloo."""
+    options = {
+        **OPTIONS,
+        "num_pages": "256",
+        "tensor_parallel_size": "2",
+        "distributed_timeout_s": str(_COLLECTIVE_S),
+    }
+    with stage(settings, options) as place:
+        yield place
+
+
+def lost(number: int) -> Callable[[Stage, Case], None]:
+    """Rank 1 gets a signal while streams run: each ends with one error, and the engine is back."""
+
+    def provoke(stage: Stage, case: Case) -> None:
+        own = stage.own
+        server, rank = own.server, _rank_1(stage)
+        ended: Counter[str] = Counter()
+
+        async def one(client: AsyncClient, prompt: int) -> None:
+            try:
+                await client.generate(input_ids=[prompt], max_tokens=_LONG, ignore_eos=True)
+                ended["answered"] += 1
+            except MinisglError as error:
+                ended[error.code] += 1
+
+        def all_run() -> bool:
+            return int(own.stats().engine["num_generated_tokens"]) >= before + _NUM_STREAMS
+
+        async def go() -> None:
+            async with AsyncClient(own.grpc_address, retries=0) as client:
+                streams = [asyncio.ensure_future(one(client, n)) for n in range(_NUM_STREAMS)]
+                begun = await asyncio.to_thread(wait_until, all_run, _STARTED_S)
+                case.expect(begun, "the streams did not begin")
+                os.kill(rank, number)
+                await asyncio.wait_for(asyncio.gather(*streams), stage.settings.patience_s)
+
+        before = int(own.stats().engine["num_generated_tokens"])
+        asyncio.run(go())
+        case.count = ended.total()
+        case.ended["failed"] = ended["INTERNAL"]
+        case.expect(ended == Counter(INTERNAL=_NUM_STREAMS), f"the streams ended so: {ended}")
+        patience_s = stage.settings.patience_s
+        back = wait_until(lambda: _has_another(stage, rank) and stage.serves(), patience_s)
+        case.expect(back, "it does not serve again")
+        case.expect(own.server is server, "all of the server was started again")
+        case.expect(not runs(rank), "the lost rank is still there")
+        stage.expect_canary(case)
+        case.what = f"{case.ended['failed']} of {case.count} streams failed; a new group serves"
+
+    return provoke
+
+
+FAULTS: Final = (
+    Fault("F6", "rank 1 of 2 is killed", lost(SIGKILL)),
+    Fault("F7", "rank 1 of 2 stops for good", lost(SIGSTOP)),
+)
+
+
+def _rank_1(stage: Stage) -> int:
+    ranks = _ranks_of(stage.own.pid("llm_engine"))
+    if len(ranks) != 1:
+        raise EngineFailure(f"the engine has {len(ranks)} processes of other ranks")
+    return ranks[0]
+
+
+def _has_another(stage: Stage, rank: int) -> bool:
+    engine = stage.own.stats().processes.get("llm_engine")
+    return engine is not None and any(pid != rank for pid in _ranks_of(int(engine["pid"])))
+
+
+def _ranks_of(engine: int) -> list[int]:
+    """The processes of an engine's other ranks."""
+    return [pid for pid in children_of(engine) if is_rank(pid)]

@@ -26,8 +26,13 @@ from tests.gpu.paged import Case, Decoding, Prompts, assert_tokens_close
 from tests.gpu.test_executor import serve, shortfalls, tokens_of
 
 GROUPS = (1, 2, 4, 5, 8)
-WHOLE = [Case(*of) for of in product((1, 16, 64), GROUPS, (64, 128), (None, 50))]
-FEWER = [case for case in WHOLE if case.window is None or (case.head_dim, case.group) == (128, 2)]
+FULL = [
+    *(Case(*of, 128) for of in product((1, 16, 64), GROUPS)),
+    *(Case(*of, 64) for of in [*product((16,), GROUPS), (1, 2), (64, 8)]),
+]
+WINDOWS = [Case(*of, window=50) for of in [(1, 2, 64), (16, 4, 128), (16, 5, 64), (64, 8, 128)]]
+WHOLE = [*FULL, *WINDOWS]
+FEWER = [*FULL, Case(16, 2, 128, window=50)]
 FEWEST = [
     Case(16, 1, 128),
     Case(16, 2, 64),

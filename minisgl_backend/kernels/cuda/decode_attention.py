@@ -137,8 +137,11 @@ class DecodeAttentionKernel:
         }
         module = CudaModule("decode_attention.cu", constants, device)
         tile_bytes = _TILE * head_dim * kv_dtype.itemsize
+        ring_bytes = self._num_warps * cut.stages * 2 * tile_bytes
+        # Were there room for one more, an early launch would put some multiprocessors' there.
+        memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
         self._attend = module.kernel(
-            "decode_attention", shared_bytes=self._num_warps * cut.stages * 2 * tile_bytes
+            "decode_attention", shared_bytes=max(ring_bytes, memory // (per_processor + 1))
         )
         self._plan = module.kernel("plan_decode_attention", shared_bytes=4 * max_batch_size)
         self._grid = per_processor * num_processors(device)

@@ -1,0 +1,72 @@
+"""Sums over the ranks with the residual add and the norm behind them, as one operation."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference
+from minisgl_backend.parallel.flashinfer_sum import FlashInferSum
+from minisgl_backend.parallel.group import Group
+from minisgl_backend.parallel.torch_group import TorchGroup
+from tests.parallel.threads import on_ranks
+from tests.unit.test_models_fused import a_prompt, check_prompt_then_token, load, write
+
+
+class Twin:
+    """A ``FusedSum`` in steps, for messages of so many tokens."""
+
+    def __init__(self, group: Group, most_tokens: int):
+        self.group = group
+        self.most_tokens = most_tokens
+        self.num_calls = 0
+
+    def fits(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> bool:
+        return num_tokens <= self.most_tokens
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self.num_calls += 1
+        return fused_add_rms_norm_reference(self.group.all_reduce(x), residual, weight, eps)
+
+    def let_go(self) -> None:
+        raise AssertionError("no rank is lost")
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3-moe"])
+@pytest.mark.parametrize("most_tokens", [1, 40])
+def test_a_model_gives_the_same_with_them(case: str, most_tokens: int, tmp_path: Path) -> None:
+    """A prompt of 40 tokens, then one token: fused are the sums of the one or of both."""
+    prompt = a_prompt(write(case, tmp_path), 40)
+
+    def check(group: Group) -> int:
+        assert isinstance(group, TorchGroup)
+        twin = Twin(group, most_tokens)
+        group.fused = twin
+        model = load(tmp_path, group)
+        check_prompt_then_token(model, *prompt)
+        group.fused = None
+        return twin.num_calls // (2 * model.spec.num_layers)
+
+    assert on_ranks(2, check) == [1 if most_tokens == 1 else 2] * 2
+
+
+def test_what_flashinfer_lacks_is_refused() -> None:
+    def check(group: Group) -> None:
+        with pytest.raises(ConfigError, match="needs 2, 4 or 8 ranks, there are 3"):
+            FlashInferSum(group, torch.device("cpu"))
+
+    on_ranks(3, check)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="it is installed")
+def test_without_flashinfer_the_error_says_what_to_install() -> None:
+    def check(group: Group) -> None:
+        with pytest.raises(ConfigError, match="comm=flashinfer needs flashinfer-python"):
+            FlashInferSum(group, torch.device("cpu"))
+
+    on_ranks(2, check)

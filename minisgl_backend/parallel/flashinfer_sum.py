@@ -130,10 +130,10 @@ def _load_kernels() -> Any:
 
     Not by ``flashinfer.comm``, whose memory is PyTorch's symmetric one.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
             from flashinfer.jit.comm import gen_trtllm_comm_module
-    except ImportError as error:
-        raise ConfigError(f"comm=flashinfer needs flashinfer-python: {error}") from error
-    return gen_trtllm_comm_module().build_and_load()
+        except ImportError as error:
+            raise ConfigError(f"comm=flashinfer needs flashinfer-python: {error}") from error
+        return gen_trtllm_comm_module().build_and_load()

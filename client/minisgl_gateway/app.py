@@ -55,6 +55,7 @@ def create_app(options: GatewayOptions) -> ASGIApp:
         version="1",
         description="OpenAI's API in front of MiniSGL in Triton Inference Server.",
         lifespan=lifespan,
+        redirect_slashes=False,
         docs_url=None,  # these pages would load scripts from elsewhere
         redoc_url=None,
         separate_input_output_schemas=False,

@@ -50,6 +50,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # whose body the server leaves out
         status = GONE
 
         async def watched_send(message: Message) -> None:

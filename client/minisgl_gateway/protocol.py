@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -26,6 +27,11 @@ def protocol_of(options: GatewayOptions) -> type[BoundedProtocol]:
         head_bytes = options.max_header_bytes + 2**16  # beside the headers there is the URL
 
     return Protocol
+
+
+_UPGRADE: Final = re.compile(rb"\r\nUpgrade:(?=.*?\r\n\r\n)", re.IGNORECASE | re.DOTALL)
+"""An offer to speak something else, which Java's client makes to all. Nothing else is spoken here,
+and with the offer in sight the parser would not read the body."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -46,6 +52,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
+        if self._num_head_bytes is not None:
+            data = _UPGRADE.sub(b"\r\nX-Upgrade:", data, count=1)
         super().data_received(data)
         if self._num_head_bytes is not None:
             self._num_head_bytes += len(data)
@@ -100,7 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer in the application's stead."""
-        if self._is_idle():
+        if self._is_idle() or not self.cycle.response_started:
             body = json.dumps(error.body).encode()
             head = (
                 f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"

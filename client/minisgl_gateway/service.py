@@ -19,7 +19,7 @@ from minisgl_client.answer import Result
 from minisgl_client.client import AsyncClient
 from minisgl_client.errors import MinisglError
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from minisgl_gateway import answer_schema as schema
@@ -159,7 +159,10 @@ class Service:
             raise _media_type("the content type must be application/json in UTF-8")
         if http.headers.get("content-encoding", "identity").lower() != "identity":
             raise _media_type("the body must not be compressed")
-        request = parse(kind, await http.body())
+        try:
+            request = parse(kind, await http.body())
+        except ClientDisconnect:
+            raise ApiError(GONE, "the client went away", code="client_gone") from None
         self._check_model(request.model)
         return request
 

@@ -204,7 +204,41 @@ def test_the_charset_may_be_said(guarded: Gateway) -> None:
     assert guarded.post("/v1/completions", body, headers=headers).status_code == 200
 
 
+def test_a_client_that_leaves_before_it_has_asked(guarded: Gateway) -> None:
+    """It is no error of the gateway's, whose log shall have none."""
+    line = 'minisgl_gateway_requests_total{route="/v1/completions",status="499"}'
+    before = guarded.metric(line)
+    with socket.create_connection(guarded.address) as connection:
+        connection.sendall(post(b'{"model":', "Content-Length: 1000"))
+    wait_for(lambda: guarded.metric(line) == before + 1, "a client that left")
+
+
+def test_a_body_that_is_no_http(guarded: Gateway) -> None:
+    assert raw(guarded, post(b"zz\r\n", "Transfer-Encoding: chunked")).startswith(b"HTTP/1.1 400 ")
+
+
+def test_offers_to_speak_something_else_are_not_taken(guarded: Gateway) -> None:
+    """The request is answered as it stands, with its body."""
+    body = json.dumps({**LONG, "max_tokens": 1}).encode()
+    offer = (
+        "Connection: Upgrade, HTTP2-Settings",
+        "Upgrade: h2c",
+        "HTTP2-Settings: AAEAAEAAAAIAAAAA",
+    )
+    answer = raw(guarded, post(body, *offer, f"Content-Length: {len(body)}"))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_head(gateway: Gateway) -> None:
+    for path in ("/", "/health", "/v1/models"):
+        answer = httpx.head(gateway.url + path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert int(answer.headers["Content-Length"]) > 0
+    assert httpx.head(f"{gateway.url}/v1/completions").status_code == 405
+
+
 def test_other_routes_and_methods(gateway: Gateway) -> None:
+    assert gateway.get("/health/").status_code == 404
     assert gateway.get("/v1/nothing").json()["error"]["code"] == "not_found"
     assert gateway.get("/docs").status_code == 404
     answer = gateway.get("/v1/completions")

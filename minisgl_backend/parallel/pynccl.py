@@ -184,7 +184,10 @@ class PyNcclGroup:
     def _launch(self, function: str, *arguments: int) -> None:
         if self._leaving.has_begun:
             raise EngineFailure("the ranks have parted")
-        self._nccl.call(function, *arguments, self._communicator, self._stream())
+        try:
+            self._nccl.call(function, *arguments, self._communicator, self._stream())
+        except RuntimeError as error:
+            raise EngineFailure(f"a rank is lost: {error}") from error
 
 
 def pynccl_group(host: Group, device: torch.device) -> PyNcclGroup:

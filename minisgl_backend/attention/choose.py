@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
@@ -169,7 +170,9 @@ def _why_not_gpu(setting: AttentionSetting, majors: tuple[int, ...]) -> str | No
 
 def _why_not_import(module: str, command: str) -> str | None:
     try:
-        importlib.import_module(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what a library finds at its import
+            importlib.import_module(module)
     except ImportError as error:
         return f"needs {module.partition('.')[0]} ({error}): {command}"
     return None

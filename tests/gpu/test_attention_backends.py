@@ -25,6 +25,11 @@ from tests.conformance.engines import prompts_with_shared_prefixes
 from tests.gpu.paged import Case, Decoding, Prompts, assert_tokens_close
 from tests.gpu.test_executor import serve, shortfalls, tokens_of
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:::flashinfer"),
+    pytest.mark.filterwarnings("ignore:::tvm_ffi"),
+]
+
 GROUPS = (1, 2, 4, 5, 8)
 FULL = [
     *(Case(*of, 128) for of in product((1, 16, 64), GROUPS)),

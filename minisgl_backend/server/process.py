@@ -10,7 +10,6 @@ without ``stop``, the kernel sends the server SIGTERM.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import secrets
@@ -27,24 +26,17 @@ from pathlib import Path
 from typing import IO, Final
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.heartbeat import pages
 from minisgl_backend.loopback import open_local
 from minisgl_backend.server.directory import make_directory, regions, sweep
 from minisgl_backend.server.installation import Installation
+from minisgl_backend.server.launch import launch
 from minisgl_backend.server.log import failure_in_log
-from minisgl_backend.server.options import (
-    ADMIN_KEY_HEADER,
-    ServerOptions,
-    command_line,
-    with_ports,
-)
+from minisgl_backend.server.options import ADMIN_KEY_HEADER, ServerOptions, with_ports
+from minisgl_backend.server.progress import STUCK_AFTER_S, Progress
 from minisgl_backend.server.repository import copy_repository
 
 logger = logging.getLogger(__name__)
-
-RUNTIME_DIRECTORY_VARIABLE: Final = "MINISGL_RUNTIME_DIR"
-"""Tells the models where their sockets and signs belong."""
-HTTP_URL_VARIABLE: Final = "MINISGL_HTTP_URL"
-"""Tells the models where their own server listens."""
 
 DRAIN_FILE: Final = "drain"
 """Its presence in the runtime directory asks engines to take no more requests, and to end."""
@@ -53,10 +45,13 @@ RECOVERING_FILE: Final = "recovering"
 ENGINE_SIGNS: Final = "queue-*"
 """What engines put up in the runtime directory while they serve."""
 
-_NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
 _UNLOAD_S: Final = 8.0
 """Time for tritonserver to end when no request is in flight."""
 _KEPT_LOG_LINES: Final = 2000
+
+
+class StuckStart(ConfigError):
+    """A start that hangs, for no reason that the operator could mend."""
 
 
 class TritonServer:
@@ -87,8 +82,16 @@ class TritonServer:
         try:
             repository_copy = self.directory / "model_repository"
             copy_repository(repository, repository_copy, engine_options)
-            backends = installation.make_backend_directory(self.directory)
-            self._process = self._start(installation, repository_copy, backends)
+            self._process = launch(
+                installation,
+                self.options,
+                directory=self.directory,
+                repository=repository_copy,
+                shared_memory_prefix=self.shared_memory_prefix,
+                admin_key=self.admin_key,
+                url=self.url(),
+                lock=self._lock,
+            )
         except BaseException:
             shutil.rmtree(self.directory, ignore_errors=True)
             os.close(self._lock)
@@ -138,9 +141,11 @@ class TritonServer:
         """Return when every model is ready.
 
         Raises ``ConfigError`` with the cause where the server ends or does not come up in time,
-        ``InterruptedError`` once ``give_up`` says so.
+        ``StuckStart`` where its processes do nothing any more, ``InterruptedError`` once
+        ``give_up`` says so.
         """
         deadline = time.monotonic() + timeout_s
+        progress = Progress(self.pid)
         while not self.is_ready(timeout_s=5):
             if self._process.poll() is not None:
                 self._log_thread.join(timeout=10)
@@ -149,6 +154,8 @@ class TritonServer:
                 raise InterruptedError
             if time.monotonic() > deadline:
                 raise ConfigError(f"tritonserver was not ready after {timeout_s:g} s")
+            if progress.stuck_s() > STUCK_AFTER_S:
+                raise StuckStart(self._stuck())
             time.sleep(0.05)
         self._was_ready = True
         self._protect_shared_memory()
@@ -189,6 +196,14 @@ class TritonServer:
         return failure_in_log(self.log) or (
             f"tritonserver ended with code {self._process.poll()}:\n"
             + "\n".join(list(self.log)[-15:])
+        )
+
+    def _stuck(self) -> str:
+        missing = self.model_names() - {model for model, _ in pages(self.directory)}
+        waits_for = ", ".join(sorted(missing)) or "none of its models"
+        return (
+            f"tritonserver hangs in its start: for {STUCK_AFTER_S:g} s none of its processes did "
+            f"anything; it waits for {waits_for}"
         )
 
     def poll(self) -> int | None:
@@ -269,37 +284,6 @@ class TritonServer:
         """The files of the server's shared memory."""
         return regions(self.shared_memory_prefix)
 
-    def _start(
-        self, installation: Installation, repository: Path, backends: Path | None
-    ) -> subprocess.Popen[str]:
-        arguments = [
-            str(installation.binary),
-            f"--model-repository={repository}",
-            f"--backend-config=python,shm-region-prefix-name={self.shared_memory_prefix}",
-            *command_line(self.options, self.admin_key),
-        ]
-        if not _NVIDIA_DRIVER.exists():
-            arguments.append("--allow-gpu-metrics=false")
-        if backends is not None:
-            arguments.append(f"--backend-directory={backends}")
-        environment = installation.environment({**os.environ, **self.options.environment})
-        environment[RUNTIME_DIRECTORY_VARIABLE] = str(self.directory)
-        environment[HTTP_URL_VARIABLE] = self.url()
-        return subprocess.Popen(
-            [*arguments, *self.options.extra_arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            # a Ctrl-C in the terminal is for this process alone, which passes it on
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-            pass_fds=(self._lock,),
-        )
-
     def _read_log(self, stream: IO[str]) -> None:
         with stream:
             for line in stream:
@@ -313,11 +297,3 @@ class TritonServer:
         for region in self.shared_memory_regions():
             with contextlib.suppress(FileNotFoundError):
                 region.chmod(0o600)
-
-
-_PR_SET_PDEATHSIG: Final = 1
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: SIGTERM when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -33,7 +33,7 @@ from minisgl_backend.server.model_processes import (
     footprint,
 )
 from minisgl_backend.server.options import ServerOptions
-from minisgl_backend.server.process import RECOVERING_FILE, TritonServer
+from minisgl_backend.server.process import RECOVERING_FILE, StuckStart, TritonServer
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +113,14 @@ class Supervisor:
         Raises ``ConfigError`` where the first load fails, ``EngineFailure`` where it was given up.
         """
         try:
-            self.server.wait_ready(give_up=stopping.is_set)
-            self._serves()
-            on_ready(self.server)
-            self._watch(stopping)
+            try:
+                self.server.wait_ready(give_up=stopping.is_set)
+                self._serves()
+            except StuckStart as error:
+                self._recover(_Fault(str(error)), stopping)
+            if self._phase is Phase.SERVING:
+                on_ready(self.server)
+                self._watch(stopping)
         except InterruptedError:  # stopped while it was starting
             pass
         finally:

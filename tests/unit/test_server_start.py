@@ -24,7 +24,7 @@ from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.log import Console, failure_in_log
 from minisgl_backend.server.options import ServerOptions
-from minisgl_backend.server.process import TritonServer
+from minisgl_backend.server.process import StuckStart, TritonServer
 from minisgl_backend.server.repository import shipped_repository, with_parameters
 
 FAKE = """\
@@ -117,6 +117,18 @@ def test_it_drains_before_it_is_told_to_stop(server: TritonServer) -> None:
     sign = server.directory / "queue-open.engine"
     sign.touch()
     assert server.stop() == 0  # after the time granted, since nobody took the sign down
+
+
+def test_a_start_that_hangs_ends_with_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl_backend.server.process.STUCK_AFTER_S", 1.0)
+    server = start(fake_server(folder, "signal.pause()"))
+    with pytest.raises(StuckStart) as caught:
+        server.wait_ready()
+    assert str(caught.value).endswith("it waits for detokenizer, llm_engine, tokenizer")
+    server.kill()
+    assert not server.directory.exists()
 
 
 def test_a_proxy_in_the_environment_does_not_matter(

@@ -64,6 +64,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def log_message(self, *args):
         pass
+hangs = os.environ.get("HANGS")
+if hangs and pathlib.Path(hangs).exists():
+    pathlib.Path(hangs).unlink()
+    signal.pause()
 for name in {models!r}:
     load(name)
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -75,7 +79,15 @@ http.server.ThreadingHTTPServer(address, Handler).serve_forever()
 class World:
     """A supervisor at work on a thread of its own."""
 
-    def __init__(self, folder: Path, *, num_inside: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_inside: int = 0,
+        hangs: Path | None = None,
+        num_recoveries: int = 0,
+    ) -> None:
+        """The next start hangs for ever where there is a file ``hangs``, which goes."""
         root = str(Path(__file__).parents[2])
         binary = folder / "tritonserver"
         binary.write_text(FAKE.format(python=sys.executable, root=root, models=MODELS))
@@ -94,7 +106,7 @@ class World:
             return self.servers[-1]
 
         made = threading.Event()
-        environment = {"NUM_INSIDE": str(num_inside)}
+        environment = {"NUM_INSIDE": str(num_inside), "HANGS": str(hangs or "")}
         options = ServerOptions(
             http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1, environment=environment
         )
@@ -110,7 +122,7 @@ class World:
         self._thread = threading.Thread(target=live)
         self._thread.start()
         assert made.wait(PATIENCE_S)
-        self.wait_ready(0)
+        self.wait_ready(num_recoveries)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         limit = time.monotonic() + PATIENCE_S
@@ -201,6 +213,22 @@ def test_silence_beyond_a_pause_is_a_hang(
     world.wait_ready(1)
     assert not is_alive(pid)
     assert (world.supervisor.server is server) == (model != "tritonserver")
+
+
+def test_a_start_that_hangs_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one, and the one of a recovery."""
+    monkeypatch.setattr("minisgl_backend.server.process.STUCK_AFTER_S", 2.0)
+    hangs = tmp_path / "hangs"
+    hangs.touch()
+    world = World(tmp_path, hangs=hangs, num_recoveries=1)
+    assert len(world.servers) == 2
+    hangs.touch()
+    world.supervisor.server.signal(signal.SIGKILL)
+    world.wait(lambda: "hangs in its start" in str(world.supervisor.health().reasons))
+    world.wait_ready(3)
+    assert len(world.servers) == 4
+    assert not any(server.directory.exists() for server in world.servers[:-1])
+    world.close()
 
 
 def test_a_reload_that_fails_becomes_a_restart(world: World) -> None:

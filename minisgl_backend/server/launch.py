@@ -1,0 +1,81 @@
+"""Starting the process of tritonserver: its command line, its environment, its ties to this one.
+
+Knows what the models are told through the environment. Must not know what becomes of the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from minisgl_backend.server.installation import Installation
+from minisgl_backend.server.options import ServerOptions, command_line
+
+RUNTIME_DIRECTORY_VARIABLE: Final = "MINISGL_RUNTIME_DIR"
+"""Tells the models where their sockets and signs belong."""
+HTTP_URL_VARIABLE: Final = "MINISGL_HTTP_URL"
+"""Tells the models where their own server listens."""
+
+_NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def launch(
+    installation: Installation,
+    options: ServerOptions,
+    *,
+    directory: Path,
+    repository: Path,
+    shared_memory_prefix: str,
+    admin_key: str,
+    url: str,
+    lock: int,
+) -> subprocess.Popen[str]:
+    """Start tritonserver, with its log on stdout.
+
+    It is the first process of a session of its own, holds the descriptor ``lock`` too, and gets
+    SIGTERM when the thread ends that called this. ``url`` is where it will listen.
+    """
+    arguments = [
+        str(installation.binary),
+        f"--model-repository={repository}",
+        f"--backend-config=python,shm-region-prefix-name={shared_memory_prefix}",
+        *command_line(options, admin_key),
+    ]
+    if not _NVIDIA_DRIVER.exists():
+        arguments.append("--allow-gpu-metrics=false")
+    backends = installation.make_backend_directory(directory)
+    if backends is not None:
+        arguments.append(f"--backend-directory={backends}")
+    environment = installation.environment({**os.environ, **options.environment})
+    environment[RUNTIME_DIRECTORY_VARIABLE] = str(directory)
+    environment[HTTP_URL_VARIABLE] = url
+    return subprocess.Popen(
+        [*arguments, *options.extra_arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        # a Ctrl-C in the terminal is for this process alone, which passes it on
+        start_new_session=True,
+        preexec_fn=_end_with_parent(),
+        pass_fds=(lock,),
+    )
+
+
+def _end_with_parent() -> Callable[[], None]:
+    """For the child, before exec: SIGTERM when the thread that started it ends."""
+    prctl = ctypes.CDLL(None).prctl  # looked up here: in the child the loader's locks may be held
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return ask

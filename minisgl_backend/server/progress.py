@@ -1,0 +1,58 @@
+"""Whether the processes of a server get on with their start.
+
+Knows the kernel's accounts of processes. Must not know what they do: to load a model may take an
+hour, but who loads computes or reads. Who waits for a lock that nobody will open does neither, and
+that is how a start can hang (tritonserver forks while its other threads hold locks).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+STUCK_AFTER_S: Final = 60.0
+_LEAST_S: Final = 0.5
+"""Computing time that counts as getting on; idle threads take less in a minute."""
+_S_PER_BYTE: Final = _LEAST_S / 2**21
+"""So does reading or writing 2 MiB, from however slow a disk."""
+_LOOK_EVERY_S: Final = 1.0
+
+
+class Progress:
+    """Of all processes of one session (see setsid), from its making on."""
+
+    def __init__(self, session: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
+        self._clock = clock
+        self._looked_s = self._moved_s = clock()
+        self._work_s = work_of(session)
+
+    def stuck_s(self) -> float:
+        """For how long they have not got on."""
+        now_s = self._clock()
+        if now_s - self._looked_s >= _LOOK_EVERY_S:
+            self._looked_s = now_s
+            work_s = work_of(self._session)
+            # less, where a process took its account with it
+            if not 0 <= work_s - self._work_s < _LEAST_S:
+                self._work_s, self._moved_s = work_s, now_s
+        return now_s - self._moved_s
+
+
+def work_of(session: int) -> float:
+    """What the processes of a session have done: seconds of computing, bytes counted as such."""
+    ticks, num_bytes = 0, 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) != session:
+                continue
+            ticks += sum(map(int, fields[11:15]))  # its own, and its children's that have ended
+            counts = dict(line.split(": ") for line in (process / "io").read_text().splitlines())
+            num_bytes += int(counts["rchar"]) + int(counts["wchar"])
+        except OSError:  # it ended just now
+            continue
+    return ticks / os.sysconf("SC_CLK_TCK") + num_bytes * _S_PER_BYTE

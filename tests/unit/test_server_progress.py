@@ -1,0 +1,84 @@
+"""Whether a start gets on: real processes, and a clock that the test moves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from minisgl_backend.server.progress import Progress, work_of
+
+PATIENCE_S = 60.0
+WAITS = "import sys; print(flush=True); sys.stdin.read()"
+COMPUTES = "while True: pass"
+READS = "import time\nwhile True: open('/proc/self/maps').read(); time.sleep(0.001)"
+ITS_CHILD_COMPUTES = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {COMPUTES!r}])"
+
+
+class Clock:
+    """The time that the test says it is."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@contextmanager
+def session(program: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a session of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    limit_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < limit_s
+        time.sleep(0.02)
+
+
+def test_who_waits_is_stuck() -> None:
+    clock = Clock()
+    with session(WAITS) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        progress = Progress(process.pid, clock=clock)
+        clock.now_s = 50.0
+        assert progress.stuck_s() == 50.0
+        assert progress.stuck_s() == 50.0
+
+
+@pytest.mark.parametrize("program", [COMPUTES, ITS_CHILD_COMPUTES, READS])
+def test_who_computes_gets_on(program: str) -> None:
+    """The process itself or one that it started; reading counts too."""
+    clock = Clock()
+    with session(program) as process:
+        progress = Progress(process.pid, clock=clock)
+        before_s = work_of(process.pid)
+        wait(lambda: work_of(process.pid) > before_s + 0.6)
+        clock.now_s = 50.0
+        assert progress.stuck_s() == 0.0
+        clock.now_s = 50.5
+        assert progress.stuck_s() == 0.5, "not looked at again so soon"
+
+
+def test_a_session_that_is_gone_does_nothing() -> None:
+    with session(WAITS) as process:
+        pass
+    assert work_of(process.pid) == 0

@@ -93,7 +93,9 @@ def test_chat(server: TritonServer, tmp_path: Path) -> None:
         terminal.say("/nothing\r", "no command /nothing; /help lists them")
         terminal.say("/params tempreature=3\r", "tempreature = 3")
         terminal.say("hello\r", "INVALID_ARG: unknown parameter 'tempreature'; did you mean")
-        terminal.say("/params tempreature=\r", "seed = 7")
+        terminal.say("/params tempreature= temperature=NaN\r", "temperature = NaN")
+        terminal.say("hello\r", "INVALID_ARG: temperature must be finite, got nan")
+        terminal.say("/params temperature=0.0\r", r"temperature = 0\.0")
         terminal.say("/system -\r", "system message: none")
         terminal.say("/reset\r", "forgotten")
         _, _, num_input = terminal.say("What is the emoji for a fox?\r", "🦊", FIGURES)
@@ -125,6 +127,21 @@ def test_lines_of_an_answer_stay_lines(server: TritonServer, tmp_path: Path) -> 
         lines = (terminal.child.before or "").split("\r\n")
         assert any("🌙 🌊 ⭐ 🌊 🌙" in line and "🐙" not in line for line in lines)
         terminal.end()
+
+
+def test_a_terminal_that_lacks_characters(
+    server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with chat(server, tmp_path / "history") as terminal:
+        terminal.say("How do you say cat in Japanese?\r", r"\?", FIGURES.replace("·", r"\?"))
+        terminal.end()
+
+
+def test_a_history_that_cannot_be_kept(server: TritonServer) -> None:
+    with chat(server, Path("/dev/null/folder/history")) as terminal:
+        terminal.child.expect("Error: the history cannot be kept: .*Not a directory")
+        terminal.child.expect(pexpect.EOF)
 
 
 def test_interrupting_an_answer(paced_server: TritonServer, tmp_path: Path) -> None:

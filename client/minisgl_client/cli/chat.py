@@ -6,10 +6,13 @@ clears the line, Ctrl-D ends. Lines that begin with a slash are commands; ``_COM
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -46,6 +49,8 @@ def chat(
     **parameters: Any,
 ) -> None:
     """Talk with the model."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the locale's encoding lacks
     console = Console(highlight=False)
     if not (console.is_terminal and os.isatty(0)):
         raise click.UsageError("chat needs a terminal; `minisgl generate` does not")
@@ -93,8 +98,6 @@ class _Shell:
         while True:
             try:
                 line = self._prompt.prompt().strip()
-                if line == "/quit":
-                    return
                 if line.startswith("/"):
                     self._command(line)
                 elif line:
@@ -112,13 +115,11 @@ class _Shell:
     def _ask(self, question: str) -> None:
         """Send a question, show the answer as it comes, remember both."""
         messages = self._conversation.messages(question)
-        stream = self._client.stream(messages=messages, **self._conversation.parameters)
         try:
-            with stream, MarkdownDisplay(self._console) as display:
+            stream = self._client.stream(messages=messages, **self._conversation.parameters)
+            with suppress(KeyboardInterrupt), stream, MarkdownDisplay(self._console) as display:
                 for delta in stream:
                     display.push(delta.text)
-        except KeyboardInterrupt:
-            pass
         except MinisglError as error:
             self._complain(f"{error.code}: {error}")
             return
@@ -213,6 +214,10 @@ def _save(conversation: Conversation, rest: str) -> str:
     return f"{len(conversation.turns)} messages in {path}"
 
 
+def _quit(_: Conversation, _rest: str) -> str:
+    raise EOFError
+
+
 _COMMANDS: Final[Mapping[str, tuple[str, Callable[[Conversation, str], str]]]] = MappingProxyType(
     {
         "/help": ("this list", _help),
@@ -220,6 +225,6 @@ _COMMANDS: Final[Mapping[str, tuple[str, Callable[[Conversation, str], str]]]] =
         "/system": ("TEXT: set the system message; -: none; nothing: show it", _system),
         "/params": ("NAME=VALUE ...: set parameters; NAME=: unset; nothing: show them", _params),
         "/save": ("FILE: write the conversation as JSON", _save),
-        "/quit": ("end", lambda _, __: ""),
+        "/quit": ("end", _quit),
     }
 )

@@ -14,6 +14,7 @@ and ``goals.json``: what to compare with, by the same names.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -118,27 +119,40 @@ def breakdown_figure(files: Files) -> Figure:
 
 
 def scaling_figure(files: Files) -> Figure:
-    """Throughput by the number of GPUs, a panel a model, a line a way to talk."""
+    """By the number of GPUs and the way they talk: throughput, and time of a decode step."""
     names = [name for name in sorted(files) if name.startswith("scaling-")]
-    figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        rows = [row for row in files[name]["rows"] if row["offline_tokens_per_s"] != "-"]
-        one = rows[0]
-        most = max(row["ranks"] for row in rows)
-        for comm in dict.fromkeys(row["comm"] for row in rows[1:]):
-            line = [one, *(row for row in rows[1:] if row["comm"] == comm)]
-            axes.plot(
-                [row["ranks"] for row in line],
-                [row["offline_tokens_per_s"] for row in line],
-                "o-",
-                label=comm,
-            )
-        ideal = [one["offline_tokens_per_s"] * ranks / one["ranks"] for ranks in (1, most)]
-        axes.plot([1, most], ideal, ":", color="gray", label="as many times as GPUs")
-        axes.set_xticks(sorted({row["ranks"] for row in rows}))
-        axes.set_ylim(bottom=0)
-        _finish(axes, f"offline, {_label(name)}", "GPUs", "output tokens a second")
+    figure = Figure(figsize=(10, 4 * len(names)), layout="constrained")
+    for panels, name in zip(figure.subplots(len(names), 2, squeeze=False), names, strict=True):
+        _draw_scaled_throughput(panels[0], name, files[name]["rows"])
+        _draw_scaled_steps(panels[1], name, files[name]["rows"])
     return figure
+
+
+def _draw_scaled_throughput(axes: Axes, name: str, all_rows: list[dict[str, Any]]) -> None:
+    rows = [row for row in all_rows if row["offline_tokens_per_s"] != "-"]
+    one, most = rows[0], max(row["ranks"] for row in rows)
+    for comm in dict.fromkeys(row["comm"] for row in rows[1:]):
+        line = [one, *(row for row in rows[1:] if row["comm"] == comm)]
+        tokens_per_s = [row["offline_tokens_per_s"] for row in line]
+        axes.plot([row["ranks"] for row in line], tokens_per_s, "o-", label=comm)
+    ideal = [one["offline_tokens_per_s"] * ranks / one["ranks"] for ranks in (1, most)]
+    axes.plot([1, most], ideal, ":", color="gray", label="as many times as GPUs")
+    axes.set_xticks(sorted({row["ranks"] for row in rows}))
+    axes.set_ylim(bottom=0)
+    _finish(axes, f"offline, {_label(name)}", "GPUs", "output tokens a second")
+
+
+def _draw_scaled_steps(axes: Axes, name: str, rows: list[dict[str, Any]]) -> None:
+    columns = [key for key in rows[0] if re.fullmatch(r"batch_\d+_ms", key)]
+    width = 0.8 / len(rows)
+    for index, row in enumerate(rows):
+        times = [0 if row[column] == "-" else row[column] for column in columns]
+        places = [place + width * (index - (len(rows) - 1) / 2) for place in range(len(columns))]
+        label = "1 GPU" if row["ranks"] == 1 else f"{row['ranks']} GPUs, {row['comm']}"
+        bars = axes.bar(places, times, width=0.9 * width, label=label)
+        axes.bar_label(bars, fmt="{:.1f}", fontsize=7)
+    axes.set_xticks(range(len(columns)), [column.split("_")[1] for column in columns])
+    _finish(axes, f"decode, {_label(name)}", "batch size", "ms a step")
 
 
 def _label(name: str) -> str:

@@ -30,9 +30,9 @@ FILES: dict[str, dict[str, Any]] = {
     "trace-small-offline": {"info": {"attention_share": 0.5, "idle_share": 0.1}},
     "scaling-small": {
         "rows": [
-            {"ranks": 1, "comm": "-", "offline_tokens_per_s": 100.0},
-            {"ranks": 2, "comm": "nccl", "offline_tokens_per_s": 180.0},
-            {"ranks": 2, "comm": "pynccl", "offline_tokens_per_s": "-"},
+            {"ranks": 1, "comm": "-", "batch_1_ms": 8.0, "offline_tokens_per_s": 100.0},
+            {"ranks": 2, "comm": "nccl", "batch_1_ms": 5.0, "offline_tokens_per_s": 180.0},
+            {"ranks": 2, "comm": "pynccl", "batch_1_ms": "-", "offline_tokens_per_s": "-"},
         ]
     },
 }
@@ -67,10 +67,11 @@ def test_shares_of_a_trace_are_stacked() -> None:
 
 
 def test_lines_of_scaling_begin_with_one_rank() -> None:
-    (axes,) = scaling_figure(FILES).axes
-    measured, ideal = axes.lines
+    throughput, steps = scaling_figure(FILES).axes
+    measured, ideal = throughput.lines
     assert np.array_equal(measured.get_ydata(), [100, 180])
     assert np.array_equal(ideal.get_ydata(), [100, 200])
+    assert [bar.get_height() for bars in steps.containers for bar in bars] == [8, 5, 0]
 
 
 def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:

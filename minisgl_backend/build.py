@@ -148,8 +148,11 @@ def _lead(facts: Resolved) -> tuple[EngineInfo, Executor]:
     told = replace(options, model=str(facts.folder))  # which may just have been fetched
     followers = Followers(place, _FOLLOWER_COMMAND, json.dumps(asdict(told)).encode())
 
+    groups: list[Group] = []
+
     def join() -> Group:
         group = _connect(facts, store)
+        groups.append(group)
         followers.on_lost = lambda failure: group.leave()  # or this rank might wait for ever
         return group
 
@@ -166,6 +169,8 @@ def _lead(facts: Resolved) -> tuple[EngineInfo, Executor]:
     except BaseException as error:
         report = followers.report()
         followers.close(patience_s=0)
+        for group in groups:
+            group.leave()
         if report is not None and not isinstance(error, ConfigError):
             raise ConfigError(report) from error
         raise

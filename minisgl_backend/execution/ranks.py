@@ -141,6 +141,7 @@ class LeadingExecutor:
         self._executor.close()
         self.followers.close()
         self._group.leave(patience_s=_LEAVE_S)
+        del self._executor  # the followers know this object, and errors do, which outlive it
 
     def _settle(self, step: _LeadingStep) -> SampledTokens | Exception:
         """Wait for rank 0's part of a step; what became of it."""

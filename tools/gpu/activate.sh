@@ -25,7 +25,9 @@ if [ -e .gpu/server.tar.xz ] && [ ! -e "$_server/.complete" ]; then
 import site
 import sys
 
-print(*sys.argv[1:], *site.getsitepackages(), sep="\n")
+print(*sys.argv[1:], sep="\n")
+for folder in site.getsitepackages():  # with the .pth files in it
+    print(f"import site; site.addsitedir({folder!r})")
 PYTHON
 fi
 [ -e "$_server" ] && export MINISGL_SERVER_PYTHON="$_server/bin/python3"

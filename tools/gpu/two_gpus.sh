@@ -30,8 +30,10 @@ speed() {
 }
 
 lost() {
-    for comm in 'nccl and not pynccl' pynccl flashinfer; do
-        step "lost-${comm%% *}" 75 "$RANKS -k 'lost and $comm'"
+    for how in stopped killed; do
+        for comm in nccl pynccl flashinfer; do
+            step "lost-$comm-$how" 50 "$RANKS -k 'lost and [$comm-$how]'"
+        done
     done
 }
 

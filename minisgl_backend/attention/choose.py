@@ -145,8 +145,10 @@ def _why_not_flash_infer(setting: AttentionSetting) -> str | None:
         return f"needs dtype bfloat16 or float16, not {_name(setting.dtype)}"
     if head_dim not in flash_infer.HEAD_DIMS:
         return f"needs a head_dim of {_listed(flash_infer.HEAD_DIMS)}, not {head_dim}"
-    return _why_not_gpu(setting, (8, 9, 10, 12)) or _why_not_import(
-        "flashinfer", flash_infer.COMMAND
+    return (
+        _why_not_gpu(setting, (8, 9, 10, 12))
+        or _why_not_import("flashinfer", flash_infer.COMMAND)
+        or flash_infer.why_no_kernels()
     )
 
 

@@ -11,7 +11,11 @@ the schedule is all that the host writes before a replay. Kernels are compiled a
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, TypeAlias
 
@@ -43,6 +47,17 @@ class PlannedStep:
 
     wrappers: dict[int | None, Wrapper]
     pdl: bool = False
+
+
+def why_no_kernels() -> str | None:
+    """Why FlashInfer could not come by its kernels; None where it has them or a compiler."""
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return None
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    compilers = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    if shutil.which("nvcc") or any(compiler.exists() for compiler in compilers):
+        return None
+    return "needs nvcc to compile its kernels, or pip install flashinfer-jit-cache"
 
 
 class FlashInferPrefill:

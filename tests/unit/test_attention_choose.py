@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from minisgl_backend.attention import choose
+from minisgl_backend.attention import choose, flash_infer
 from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.attention.paged import AttentionSetting, PagedAttention
 from minisgl_backend.attention.paged_sdpa import PagedSdpa
@@ -107,6 +108,19 @@ def test_missing_packages_name_the_command(
     pretend_gpu(monkeypatch, 9)
     with pytest.raises(ConfigError, match=command):
         choice(option, device=torch.device("cuda"))
+
+
+def test_flash_infer_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert flash_infer.why_no_kernels() is not None
+    monkeypatch.undo()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.parent.mkdir()
+    compiler.touch()
+    assert flash_infer.why_no_kernels() is None
 
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

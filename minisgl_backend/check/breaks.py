@@ -9,9 +9,9 @@ import asyncio
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from minisgl_backend.check.shapes import Extent
 from minisgl_backend.check.target import wait_until
 
 LONGEST_WAIT_S: Final = 3.0
-"""After which the frail server refuses who waits."""
+"""In the queue of the impatient server."""
 _NUM_STREAMS: Final = 8
 _NUM_TOKENS: Final = 40
 _NUM_ABORTS: Final = 500
@@ -43,14 +43,18 @@ _GREEDY: Final[dict[str, Any]] = {
 
 
 @contextmanager
-def frail_stage(settings: Settings) -> Iterator[Stage]:
+def frail_stage(settings: Settings, **options: str) -> Iterator[Stage]:
     """A server whose engine breaks when it is told to."""
-    options = {**OPTIONS, "max_queue_time_s": str(LONGEST_WAIT_S)}
     with (
         tempfile.TemporaryDirectory(prefix="minisgl-check-") as folder,
-        stage(settings, options, repository=frail_repository(Path(folder))) as place,
+        stage(settings, {**OPTIONS, **options}, repository=frail_repository(Path(folder))) as place,
     ):
         yield place
+
+
+def impatient_stage(settings: Settings) -> AbstractContextManager[Stage]:
+    """The same, and it refuses who waits for too long."""
+    return frail_stage(settings, max_queue_time_s=str(LONGEST_WAIT_S))
 
 
 @contextmanager
@@ -64,7 +68,7 @@ def one_forward_raises(stage: Stage, case: Case) -> None:
     """Nobody may notice: requests come back with the tokens that they have."""
     expected = _alone(stage)
     with switched_on(Defect.ONE_FORWARD, stage.own.server):
-        texts = _ask(stage, case, [0] * _NUM_STREAMS)
+        texts = _ask(stage, case, [_GREEDY] * _NUM_STREAMS)
     case.expect(texts == Counter({expected: _NUM_STREAMS}), f"the answers became {texts}")
     stage.expect_canary(case)
     case.what = f"{case.ended['answered']} of {case.count} streams went on to their ends"
@@ -75,7 +79,7 @@ def every_forward_raises(stage: Stage, case: Case) -> None:
     own = stage.own
     server, pid = own.server, own.pid("llm_engine")
     with switched_on(Defect.EVERY_FORWARD, server):
-        texts = _ask(stage, case, [0] * _NUM_STREAMS)
+        texts = _ask(stage, case, [_GREEDY] * _NUM_STREAMS)
         noticed = wait_until(lambda: not own.is_ready(), stage.settings.patience_s)
     case.expect(not case.ended["answered"], f"some were answered: {texts}")
     case.expect(noticed, "the health port never said so")
@@ -101,8 +105,8 @@ def few_pages(stage: Stage, case: Case) -> None:
     expected = _alone(stage)
     before = stage.own.stats().engine["scheduler"]["num_retractions"]
     with switched_on(Defect.FEW_PAGES, stage.own.server):
-        texts = _ask(stage, case, [0] * _NUM_STREAMS, prompt_of=_long_prompt)
-        short = _ask(stage, case, [0] * _NUM_STREAMS)
+        texts = _ask(stage, case, [_long(stage.settings.rng) for _ in range(_NUM_STREAMS)])
+        short = _ask(stage, case, [_GREEDY] * _NUM_STREAMS)
     case.expect(sum(texts.values()) == _NUM_STREAMS, f"{sum(texts.values())} long ones answered")
     case.expect(short == Counter({expected: _NUM_STREAMS}), f"the answers became {short}")
     retractions = stage.own.stats().engine["scheduler"]["num_retractions"] - before
@@ -175,10 +179,12 @@ FAULTS: Final = (
     Fault("F9", "sampling for one request raises", sampling_raises),
     Fault("F10", "NaN in the logits of one request", logits_are_nan),
     Fault("F12", "pages vanish between steps", few_pages),
-    Fault("F13", "clients leave in every phase", departures),
-    Fault("F24", f"a wait of more than {LONGEST_WAIT_S:g} s in the queue", waits_for_too_long),
+    Fault("F13", "clients leave in every phase", departures, has_figures=True),
     Fault("F27", f"pauses at eight points, {_NUM_ABORTS} clients leave", all_is_late),
     Fault("F8", "every forward pass raises", every_forward_raises),
+)
+IMPATIENT_FAULTS: Final = (
+    Fault("F24", f"a wait of more than {LONGEST_WAIT_S:g} s in the queue", waits_for_too_long),
 )
 SMALL_FAULTS: Final = (Fault("F11", f"{_FEW_PAGES} pages, {_FEW_PAGES} requests", eight_pages),)
 
@@ -189,7 +195,7 @@ SMALL_FAULTS: Final = (Fault("F11", f"{_FEW_PAGES} pages, {_FEW_PAGES} requests"
 def _one_is_poisoned(stage: Stage, case: Case, defect: Defect) -> None:
     expected = _alone(stage)
     with switched_on(defect, stage.own.server):
-        texts = _ask(stage, case, [0] * (_NUM_STREAMS - 1) + [MARK])
+        texts = _ask(stage, case, [*[_GREEDY] * (_NUM_STREAMS - 1), {**_GREEDY, "seed": MARK}])
     others = Counter({expected: _NUM_STREAMS - 1})
     case.expect(texts == others, f"the others' answers became {texts}")
     case.expect(case.ended["failed"] == 1, f"{case.ended['failed']} failed")
@@ -203,24 +209,17 @@ def _alone(stage: Stage) -> str:
         return client.generate(**_GREEDY).text
 
 
-def _short_prompt(_: random.Random) -> dict[str, Any]:
-    return {}
+def _long(rng: random.Random) -> dict[str, Any]:
+    """A request whose prompt takes several chunks."""
+    prompt = [rng.randrange(1000) for _ in range(300)]
+    return {"input_ids": prompt, "max_tokens": _NUM_TOKENS, "ignore_eos": True}
 
 
-def _long_prompt(rng: random.Random) -> dict[str, Any]:
-    """One of several chunks."""
-    return {"prompt": None, "input_ids": [rng.randrange(1000) for _ in range(300)]}
-
-
-def _ask(
-    stage: Stage, case: Case, seeds: list[int], *, prompt_of: Any = _short_prompt
-) -> Counter[str]:
-    """One request for each seed at the same time; the texts of those that were answered whole."""
+def _ask(stage: Stage, case: Case, requests: Sequence[dict[str, Any]]) -> Counter[str]:
+    """All at the same time; the texts of those that were answered whole."""
     texts: Counter[str] = Counter()
 
-    async def one(client: AsyncClient, seed: int) -> None:
-        request = {**_GREEDY, **prompt_of(stage.settings.rng), "seed": seed}
-        request = {name: value for name, value in request.items() if value is not None}
+    async def one(client: AsyncClient, request: dict[str, Any]) -> None:
         try:
             result = await client.generate(**request)
         except MinisglError as error:
@@ -234,8 +233,8 @@ def _ask(
 
     async def go() -> None:
         async with AsyncClient(stage.own.grpc_address, retries=0) as client:
-            await asyncio.gather(*(one(client, seed) for seed in seeds))
+            await asyncio.gather(*(one(client, request) for request in requests))
 
     asyncio.run(go())
-    case.count += len(seeds)
+    case.count += len(requests)
     return texts

@@ -187,7 +187,7 @@ def few_descriptors(stage: Stage, case: Case) -> None:
 FAULTS: Final = (
     Fault("F21", "a deadline passes in the queue", deadline_in_the_queue),
     Fault("F22", "one id twice, stops of unknown and ended ids", one_id_twice),
-    Fault("F23", "a full server behind the gateway", full_behind_the_gateway),
+    Fault("F23", "a full server behind the gateway", full_behind_the_gateway, has_figures=True),
     Fault("F25", f"{_NUM_CALLS} calls at once through the ensemble", calls_beyond_every_queue),
     Fault("F20", "tritonserver runs out of descriptors", few_descriptors),
 )

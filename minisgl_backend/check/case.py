@@ -60,7 +60,8 @@ class Cases:
 
     def add(self, case: Case) -> None:
         """Print the case, and keep it."""
-        click.echo(f"{case.result:8}{case.name}: {case.what}")
+        told = case.failures[0] if case.failures else case.what
+        click.echo(f"{case.result:8}{case.name}: {told}")
         before = self._cases.setdefault(case.name, case)
         if before is not case:
             before.count += case.count

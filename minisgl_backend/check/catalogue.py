@@ -27,20 +27,23 @@ SHORT: Final = kills.FAULTS
 SCENES: Final[tuple[Scene[Any], ...]] = (
     Scene(stage, callers.FAULTS + gateway_faults.FAULTS + kills.IDLE_FAULTS),
     Scene(breaks.frail_stage, breaks.FAULTS),
+    Scene(breaks.impatient_stage, breaks.IMPATIENT_FAULTS),
     Scene(breaks.small_stage, breaks.SMALL_FAULTS),
     Scene(ranks.two_ranks, ranks.FAULTS),
     Scene(nowhere, stops.FAULTS + model_files.FAULTS + no_room.FAULTS),
 )
 """Each with a server of its own, or with several."""
 
+MEASURED: Final = tuple(scene for scene in map(Scene.measured, SCENES) if scene.faults)
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of the catalogue; ``is_short`` is in the short check, too."""
+    """A line of the catalogue; ``extent`` is the shortest check that it is part of."""
 
     number: str
     sentence: str
-    is_short: bool
+    extent: str
 
 
 def entries() -> list[Entry]:
@@ -50,7 +53,8 @@ def entries() -> list[Entry]:
 
 def _entries() -> Iterator[Entry]:
     for fault in SHORT:
-        yield Entry(fault.number, fault.sentence, is_short=True)
+        yield Entry(fault.number, fault.sentence, "short")
     for scene in SCENES:
         for fault in scene.faults:
-            yield Entry(fault.number, fault.sentence, is_short=False)
+            extent = "figures" if fault.has_figures else "full"
+            yield Entry(fault.number, fault.sentence, extent)

@@ -20,7 +20,7 @@ import click
 
 from minisgl_backend.bench.report import json_option
 from minisgl_backend.check.case import Cases
-from minisgl_backend.check.catalogue import SCENES, entries
+from minisgl_backend.check.catalogue import MEASURED, SCENES, entries
 from minisgl_backend.check.fault import Settings
 from minisgl_backend.check.own_server import OwnServer, started
 from minisgl_backend.check.restarts import restarts
@@ -30,7 +30,7 @@ from minisgl_backend.check.target import Target
 from minisgl_backend.errors import ConfigError
 
 SHORT: Final = Extent(load_s=3.0, num_cut=30, num_churned=40, is_timed=False)
-FIGURES: Final = Extent(load_s=20.0, num_cut=1000, num_churned=400, is_timed=True)
+FIGURES: Final = Extent(load_s=15.0, num_cut=1000, num_churned=300, is_timed=True)
 FULL: Final = Extent(load_s=40.0, num_cut=1000, num_churned=1000, is_timed=True)
 _NUM_RESTARTS: Final = 10
 """With a whole check of a server of our own."""
@@ -98,12 +98,13 @@ def check(
                 say=click.echo,
             ):
                 report.add(case)
-        if size is FULL and isinstance(target, OwnServer):
+        if isinstance(target, OwnServer) and size is not SHORT:
             settings = Settings(rng=rng, is_timed=True, tritonserver=tritonserver)
-            for scene in SCENES:
+            for scene in SCENES if size is FULL else MEASURED:
                 for case in scene.cases(settings):
                     report.add(case)
-            report.add(restarts(_NUM_RESTARTS, tritonserver=tritonserver))
+            if size is FULL:
+                report.add(restarts(_NUM_RESTARTS, tritonserver=tritonserver))
     except KeyboardInterrupt:
         info["extent"] += ", interrupted"
     report.emit(info, json_path)
@@ -113,7 +114,7 @@ def check(
 
 def _print_catalogue() -> None:
     for entry in entries():
-        click.echo(f"{entry.number:5}{'short' if entry.is_short else 'full':7}{entry.sentence}")
+        click.echo(f"{entry.number:5}{entry.extent:9}{entry.sentence}")
 
 
 def _running(url: str, http_url: str, health_url: str) -> Target:

@@ -28,9 +28,10 @@ _REPEATS: Final = 3
 _LATER: Final = 10
 _LONG: Final = 200
 _LATEST_S: Final = 0.1
+_TOKENIZED_S: Final = 0.02
 _PREFILL_TOKENS: Final = 800
 """Seven chunks."""
-_LETTERS: Final = 700_000
+_WORDS: Final = 1_500
 """Refused once they are tokenized, which takes a while."""
 _SETTLES_S: Final = 30.0
 
@@ -80,7 +81,7 @@ class _Leaver:
                 num_others = 0
             client = self._ask(way, *PHASES[phase])
             if phase == "tokenizing":
-                self._until("a tokenizer at work", lambda: self._num_jobs() > 0)
+                time.sleep(self._rng.uniform(0, _TOKENIZED_S))
             elif phase in _NUM_READ:
                 with suppress(EngineFailure):  # the last token may come with the one before
                     for _ in range(_NUM_READ[phase]):
@@ -121,7 +122,7 @@ class _Leaver:
 
 PHASES: Final[dict[str, tuple[Any, ...]]] = {
     "queued": ([7] * 50,),
-    "tokenizing": ("a" * _LETTERS,),
+    "tokenizing": ("Straße " * _WORDS,),
     "in prefill": ([7] * _PREFILL_TOKENS,),
     "at the first token": ([7, 8],),
     "at a later token": ([7, 8],),

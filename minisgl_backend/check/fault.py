@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -78,11 +78,12 @@ Place = TypeVar("Place", Stage, Settings)
 
 @dataclass(frozen=True, slots=True)
 class Fault(Generic[Place]):
-    """``provoke`` notes in the case what it saw."""
+    """``provoke`` notes in the case what it saw; ``has_figures``: times to report, among that."""
 
     number: str
     sentence: str
     provoke: Callable[[Place, Case], None]
+    has_figures: bool = False
 
     def tried(self, place: Place) -> Case:
         """Its case; stumbling over a server that broke is a failure, as is what is left behind."""
@@ -105,6 +106,10 @@ class Scene(Generic[Place]):
 
     opened: Callable[[Settings], AbstractContextManager[Place]]
     faults: tuple[Fault[Place], ...]
+
+    def measured(self) -> Scene[Place]:
+        """The same with the faults that have figures."""
+        return replace(self, faults=tuple(fault for fault in self.faults if fault.has_figures))
 
     def cases(self, settings: Settings) -> Iterator[Case]:
         """All of them as they end; one more failure where there is no such place."""

@@ -86,7 +86,7 @@ def silent_reader(stage: Stage, case: Case) -> None:
 
 
 FAULTS: Final = (
-    Fault("F15", f"kill -9 of the gateway with {_NUM_STREAMS} streams", killed),
+    Fault("F15", f"kill -9 of the gateway with {_NUM_STREAMS} streams", killed, has_figures=True),
     Fault("F14", "a client of the gateway reads nothing", silent_reader),
 )
 

@@ -105,7 +105,7 @@ IDLE_FAULTS: Final = (
     Fault("F1", "kill -9 of llm_engine while idle", killed("llm_engine", num_streams=0)),
     Fault("F1", "kill -9 of tokenizer while idle", killed("tokenizer", num_streams=0)),
     Fault("F1", "kill -9 of detokenizer while idle", killed("detokenizer", num_streams=0)),
-    Fault("F3", "the engine stops for good with 16 streams", hung),
+    Fault("F3", "the engine stops for good with 16 streams", hung, has_figures=True),
 )
 
 
@@ -148,7 +148,8 @@ def _dead(
     case.ended.update(failed=len(errors), answered=len(done) - len(errors))
     serves = wait_until(stage.serves, patience_s)
     case.expect(serves, "new requests are not served")
-    case.expect(not runs(pid), "the process is still there")
+    gone = wait_until(lambda: not runs(pid), GONE_WITHIN_S)
+    case.expect(gone, "the process is still there")
     if before is not own.server:
         case.expect(not before.directory.exists(), "the old server's files are still there")
         case.expect(not before.shared_memory_regions(), "its shared memory is still there")

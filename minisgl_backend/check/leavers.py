@@ -163,7 +163,7 @@ class Leavers:
         except (asyncio.TimeoutError, StopAsyncIteration):
             return "cut"
         except MinisglError as error:
-            return error.code
+            return error.code if error.code in _GOOD_ENDS else f"{error.code}: {error}"
         finally:
             await stream.aclose()
         if is_cut:

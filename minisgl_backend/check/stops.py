@@ -70,9 +70,15 @@ def stopped_while_loading(settings: Settings, case: Case) -> None:
             case.expect(seconds <= STOPPED_WITHIN_S, f"it took {seconds:.1f} s")
 
 
+_DRAINED: Final = f"SIGTERM with {_NUM_SHORT} short requests and an endless one"
 FAULTS: Final = (
-    Fault("F17", f"SIGTERM with {_NUM_SHORT} short requests and an endless one", drained),
-    Fault("F18", "SIGTERM while the models are loaded", stopped_while_loading),
+    Fault(
+        "F17",
+        f"SIGTERM with {_NUM_SHORT} short requests and an endless one",
+        drained,
+        has_figures=True,
+    ),
+    Fault("F18", "SIGTERM while the models are loaded", stopped_while_loading, has_figures=True),
 )
 
 

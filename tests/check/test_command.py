@@ -82,7 +82,7 @@ def test_the_catalogue_has_every_fault() -> None:
     numbers = {f"F{number}" for number in range(1, 28)}
     assert {line.split()[0] for line in lines} == numbers
     assert len({line.split(maxsplit=2)[2] for line in lines}) == len(lines)
-    assert {line.split()[1] for line in lines} == {"short", "full"}
+    assert {line.split()[1] for line in lines} == {"short", "figures", "full"}
 
 
 @pytest.mark.parametrize(

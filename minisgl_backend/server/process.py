@@ -35,6 +35,7 @@ from minisgl_backend.server.log import failure_in_log
 from minisgl_backend.server.options import ADMIN_KEY_HEADER, ServerOptions, with_ports
 from minisgl_backend.server.progress import STUCK_AFTER_S, Progress
 from minisgl_backend.server.repository import copy_repository
+from minisgl_backend.server.waiting import num_waiting
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +131,10 @@ class TritonServer:
         """The models that have processes of their own."""
         return {path.parent.parent.name for path in self.repository.glob("*/*/model.py")}
 
-    def url(self, path: str = "") -> str:
-        """The address of ``path`` over HTTP."""
+    def url(self, path: str = "", *, port: int | None = None) -> str:
+        """The address of ``path`` over HTTP, or on another port."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.options.host, self.options.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.http_port}{path}"
+        return f"http://{f'[{host}]' if ':' in host else host}:{port or self.http_port}{path}"
 
     def wait_ready(
         self, timeout_s: float = 1800.0, *, give_up: Callable[[], bool] = lambda: False
@@ -190,6 +191,10 @@ class TritonServer:
         except OSError as error:
             raise ConfigError(f"{model}: Triton did not load it: {error}") from None
         self._protect_shared_memory()
+
+    def num_waiting(self, model: str) -> int:
+        """The requests that wait inside tritonserver for a model, as far as it tells."""
+        return num_waiting(self.url("/metrics", port=self.metrics_port), model)
 
     def failure(self) -> str:
         """Why the server did not start, from its log."""

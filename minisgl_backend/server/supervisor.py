@@ -7,7 +7,9 @@ serve on. But requests that were inside the process are lost to Triton 24.10: it
 nor could be told to, so their callers would wait for ever. Where there were any, and where
 tritonserver itself is at fault, all of it is ended and started again on the same ports: callers see
 their connections break at once. (The detokenizer has no request inside: the engine ends the streams
-of one that has gone.)
+of one that has gone.) So it is where more requests wait in tritonserver for a model that died than
+are served beside them: Triton 24.10 ends those with an error, but one a second, also when the model
+is back. And after ``MAX_RELOADS``, of each of which under load tritonserver keeps some threads.
 
 A recovery that fails is a fault like any other. Each one waits twice as long as the last; after
 ``MAX_RECOVERIES`` in ``WINDOW_S`` the server stays down, and says so, until the operator stops it.
@@ -18,7 +20,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -34,6 +35,7 @@ from minisgl_backend.server.model_processes import (
 )
 from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import RECOVERING_FILE, StuckStart, TritonServer
+from minisgl_backend.server.recoveries import MAX_RECOVERIES, WINDOW_S, Recoveries
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,10 @@ HANG_AFTER_S: Final = 7.0
 not silent while it waits for its device, and a page is touched four times a second."""
 TRITON_HANG_AFTER_S: Final = 20.0
 """The same for tritonserver, which is asked over HTTP and may be late on an overloaded machine."""
-MAX_RECOVERIES: Final = 5
-WINDOW_S: Final = 600.0
+MAX_RELOADS: Final = 20
+"""Of models, in one life of tritonserver."""
+FEW_WAIT: Final = 8
+"""Requests that may be ended one a second."""
 _LOOK_EVERY_S: Final = 0.1
 _ASK_EVERY_S: Final = 1.0
 """How often tritonserver itself is asked whether it is ready."""
@@ -90,15 +94,14 @@ class Supervisor:
     ) -> None:
         """``start`` starts a server, without waiting for it; raises ``ConfigError``.
 
-        ``first_pause_s`` is the pause before the second recovery of a window; the first has none.
+        ``first_pause_s`` is that of ``Recoveries``.
         """
         self._start = start
-        self._first_pause_s = first_pause_s
         self._phase = Phase.STARTING
         self._reasons: tuple[str, ...] = ("the models are being loaded",)
         self._looked_s = time.monotonic()
-        self._recoveries: deque[float] = deque()
-        self._num_recoveries = 0
+        self._recoveries = Recoveries(first_pause_s)
+        self._num_reloads = 0
         self._seen: tuple[ModelProcess, ...] = ()
         self._asked_s = self._answered_s = float("-inf")
         self._triton_is_ready = False
@@ -167,7 +170,7 @@ class Supervisor:
             )
         return {
             "phase": self._phase.value,
-            "num_recoveries": self._num_recoveries,
+            "num_recoveries": self._recoveries.num_begun,
             "shared_memory_bytes": sum(r.stat().st_size for r in server.shared_memory_regions()),
             "tritonserver": {"pid": server.pid, **footprint(server.pid)},
             "models": models,
@@ -241,7 +244,7 @@ class Supervisor:
         while fault is not None:
             logger.error("%s", fault.what)
             self._reasons = (fault.what,)
-            pause_s = self._next_pause()
+            pause_s = self._recoveries.begin()
             if pause_s is None:
                 self._give_up(fault, stopping)
                 return
@@ -251,41 +254,48 @@ class Supervisor:
         logger.info("serving again after %.1f s", time.monotonic() - started_s)
         self._serves()
 
-    def _next_pause(self) -> float | None:
-        """Seconds until the next recovery may begin; None where there were too many."""
-        now_s = time.monotonic()
-        while self._recoveries and now_s - self._recoveries[0] > WINDOW_S:
-            self._recoveries.popleft()
-        num_before = len(self._recoveries)
-        if num_before == MAX_RECOVERIES:
-            return None
-        self._recoveries.append(now_s)
-        self._num_recoveries += 1
-        return self._first_pause_s * 2 ** (num_before - 1) if num_before else 0.0
-
     def _mend(self, fault: _Fault, stopping: threading.Event) -> _Fault | None:
         """Recover once; what went wrong with that, if anything."""
         try:
             if fault.process is None:
                 self._restart(stopping)
                 return None
-            beat = self._processes.end(fault.process)
+            beat, model = self._processes.end(fault.process), fault.process.model
+            why: str | None
             if beat.num_inside:
-                logger.warning("%d requests are lost with it: starting again", beat.num_inside)
+                why = f"{beat.num_inside} requests are lost with it"
+            elif self._num_reloads == MAX_RELOADS:
+                why = f"models were loaded again {MAX_RELOADS} times"
+            elif not (why := self._who_waits(model)):
+                self._reload(model)
+                why = self._who_waits(model)
+            if why is not None:
+                logger.warning("%s: starting again", why)
                 self._restart(stopping)
-            else:
-                sign = self.server.directory / RECOVERING_FILE
-                sign.touch()
-                self.server.reload(fault.process.model, timeout_s=_RELOAD_S)
-                sign.unlink()
         except ConfigError as error:
             return _Fault(f"recovery failed: {error}")
         return None
+
+    def _who_waits(self, model: str) -> str | None:
+        """Too many for a process that has gone, more than are served elsewhere; None where not."""
+        num_waiting = self.server.num_waiting(model)
+        others = (p.beat.num_inside for p in self._processes.look() if p.model != model)
+        if num_waiting <= max(FEW_WAIT, *others):
+            return None
+        return f"{num_waiting} requests wait for the {model} that has gone"
+
+    def _reload(self, model: str) -> None:
+        self._num_reloads += 1
+        sign = self.server.directory / RECOVERING_FILE
+        sign.touch()
+        self.server.reload(model, timeout_s=_RELOAD_S)
+        sign.unlink()
 
     def _restart(self, stopping: threading.Event) -> None:
         old = self.server
         old.kill()
         self._processes.close()
+        self._num_reloads = 0
         self.server = self._start(old.options)  # with the ports that it had
         self._processes = ModelProcesses(self.server.directory)
         self.server.wait_ready(give_up=stopping.is_set)

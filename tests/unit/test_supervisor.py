@@ -22,15 +22,21 @@ from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import TritonServer
+from minisgl_backend.server.recoveries import MAX_RECOVERIES
 from minisgl_backend.server.repository import shipped_repository
-from minisgl_backend.server.supervisor import MAX_RECOVERIES, Health, Phase, Supervisor
+from minisgl_backend.server.supervisor import (
+    FEW_WAIT,
+    Health,
+    Phase,
+    Supervisor,
+)
 
 PATIENCE_S = 30.0
 MODELS = ("detokenizer", "llm_engine", "tokenizer")
 
 FAKE = """\
 #!{python}
-import http.server, os, pathlib, signal, subprocess, sys
+import http.server, os, pathlib, signal, subprocess, sys, threading
 options = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[1:])
 place = pathlib.Path(os.environ["MINISGL_RUNTIME_DIR"])
 MODEL = '''
@@ -70,6 +76,16 @@ if hangs and pathlib.Path(hangs).exists():
     signal.pause()
 for name in {models!r}:
     load(name)
+class Metrics(Handler):
+    def do_GET(self):
+        super().do_GET()
+        for path in place.glob("waiting.*"):
+            labels = '{{model="' + path.suffix[1:] + '",version="1"}}'
+            line = "nv_inference_pending_request_count" + labels + " " + path.read_text()
+            self.wfile.write(line.encode() + b"\\n")
+metrics = options["metrics-address"], int(options["metrics-port"])
+metrics = http.server.ThreadingHTTPServer(metrics, Metrics)
+threading.Thread(target=metrics.serve_forever, daemon=True).start()
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 address = options["http-address"], int(options["http-port"])
 http.server.ThreadingHTTPServer(address, Handler).serve_forever()
@@ -191,6 +207,47 @@ def test_a_process_that_dies_with_requests_inside_costs_a_restart(tmp_path: Path
     world.close()
 
 
+def test_many_that_wait_for_a_process_that_has_gone_cost_a_restart(world: World) -> None:
+    """They would be ended one a second. A few may be, and those of other models do not count."""
+
+    def waiting(**models: int) -> None:
+        for model, number in models.items():
+            (world.supervisor.server.directory / f"waiting.{model}").write_text(str(number))
+
+    waiting(tokenizer=FEW_WAIT, detokenizer=500)
+    os.kill(world.pids()["tokenizer"], signal.SIGKILL)
+    world.wait_ready(1)
+    assert len(world.servers) == 1
+    waiting(tokenizer=FEW_WAIT + 1)
+    os.kill(world.pids()["tokenizer"], signal.SIGKILL)
+    world.wait_ready(2)
+    assert len(world.servers) == 2
+
+
+def test_those_that_wait_are_weighed_against_those_that_are_served(tmp_path: Path) -> None:
+    world = World(tmp_path, num_inside=FEW_WAIT + 5)
+    server = world.supervisor.server
+    (server.directory / "waiting.tokenizer").write_text(str(FEW_WAIT + 5))
+    assert world.supervisor._who_waits("tokenizer") is None
+    (server.directory / "waiting.tokenizer").write_text(str(FEW_WAIT + 6))
+    assert (
+        world.supervisor._who_waits("tokenizer")
+        == "14 requests wait for the tokenizer that has gone"
+    )
+    world.close()
+
+
+def test_models_are_not_loaded_again_for_ever(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tritonserver keeps something of each."""
+    monkeypatch.setattr("minisgl_backend.server.supervisor.MAX_RELOADS", 1)
+    for num_recoveries, num_servers in ((1, 1), (2, 2), (3, 2)):
+        os.kill(world.pids()["tokenizer"], signal.SIGKILL)
+        world.wait_ready(num_recoveries)
+        assert len(world.servers) == num_servers
+
+
 def test_a_process_that_is_broken_is_ended(world: World) -> None:
     old = world.pids()["llm_engine"]
     (world.supervisor.server.directory / "broken-llm_engine").touch()
@@ -253,7 +310,7 @@ def test_it_gives_up_after_too_many_recoveries_and_says_so(world: World) -> None
 
 
 def test_recoveries_of_long_ago_do_not_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl_backend.server.supervisor.WINDOW_S", 0.0)
+    monkeypatch.setattr("minisgl_backend.server.recoveries.WINDOW_S", 0.0)
     for count in range(1, MAX_RECOVERIES + 2):
         os.kill(world.pids()["tokenizer"], signal.SIGKILL)
         world.wait_ready(count)
@@ -262,7 +319,7 @@ def test_recoveries_of_long_ago_do_not_count(world: World, monkeypatch: pytest.M
 def test_a_stop_during_a_recovery_is_not_held_up(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world.supervisor, "_first_pause_s", 3600.0)
+    monkeypatch.setattr(world.supervisor._recoveries, "_first_pause_s", 3600.0)
     for _ in range(2):
         os.kill(world.pids()["tokenizer"], signal.SIGKILL)
         world.wait(lambda: not world.supervisor.health().ready)

@@ -32,6 +32,8 @@ from minisgl_backend.runtime.engine import Engine
 
 _SETTLING: Final = 8
 """Steps after the last prefill that are not counted."""
+_FIRST_KERNEL: Final = "_begin_decode"
+"""Begins each captured decode step."""
 
 
 class _Watch:
@@ -139,7 +141,8 @@ def decode(
                 )
                 if trace is not None:
                     path = labelled(trace, f"batch-{size}") if len(sizes) > 1 else trace
-                    with profiled(path):
+                    captured = isinstance(executor, CudaExecutor) and executor.can_replay(size)
+                    with profiled(path, step=_FIRST_KERNEL if captured else None):
                         times_of(steps=steps)
         return report
 

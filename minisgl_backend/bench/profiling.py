@@ -38,8 +38,11 @@ nvtx_option = click.option(
 
 
 @contextmanager
-def profiled(path: Path) -> Iterator[None]:
-    """Trace what runs inside to ``path``: a GPU's kernels, or the operations of this thread."""
+def profiled(path: Path, *, step: str | None = None) -> Iterator[None]:
+    """Trace what runs inside to ``path``: a GPU's kernels, or the operations of this thread.
+
+    On a GPU the table of ``report_trace`` is printed, and written beside the trace.
+    """
     import torch
 
     kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -49,7 +52,10 @@ def profiled(path: Path) -> Iterator[None]:
         yield
     profiler.export_chrome_trace(str(path))
     if torch.cuda.is_available():
-        report_trace(path, top=_SHOWN).emit()
+        try:
+            report_trace(path, top=_SHOWN, step=step).emit(labelled(path, "table"))
+        except click.ClickException as error:  # must not cost the figures
+            error.show()
 
 
 def labelled(path: Path, label: str) -> Path:

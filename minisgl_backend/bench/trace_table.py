@@ -13,7 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -110,6 +110,21 @@ def tabulate(kernels: Iterable[Kernel]) -> TraceTable:
     return TraceTable(dict(costliest), covered_us - ordered[0].begin_us)
 
 
+def middle_steps(kernels: Sequence[Kernel], first: str) -> tuple[list[Kernel], int]:
+    """The kernels of the middle half of all steps, and how many steps these are.
+
+    A step begins with each kernel named ``first``. What comes before and after, such as the prompts
+    of requests that decode, is left out. Raises ``click.ClickException`` where steps are too few.
+    """
+    begins_us = sorted(kernel.begin_us for kernel in kernels if kernel.name == first)
+    begin, end = len(begins_us) // 4, 3 * len(begins_us) // 4
+    if begin == end:
+        raise click.ClickException(f"the trace has {len(begins_us)} kernels named {first}")
+    begin_us, end_us = begins_us[begin], begins_us[end]
+    inside = [kernel for kernel in kernels if begin_us <= kernel.begin_us < end_us]
+    return inside, end - begin
+
+
 def kind_of(name: str) -> str:
     """What a kernel is for, as far as its name tells."""
     for kind, pattern in KINDS.items():
@@ -162,13 +177,23 @@ def _template_arguments(text: str) -> Iterator[str]:
             return
 
 
-def report_trace(path: Path, *, top: int) -> Report:
-    """The table of a trace; ``info`` has the share of each kind of kernel and of idle time."""
-    table = tabulate(read_kernels(path))
+def report_trace(path: Path, *, top: int, step: str | None = None) -> Report:
+    """The table of a trace; ``info`` has the share of each kind of kernel and of idle time.
+
+    ``step`` is the kernel that begins a step: then only the middle half of all steps counts.
+    """
+    kernels, num_steps = list(read_kernels(path)), 0
+    if step is not None:
+        kernels, num_steps = middle_steps(kernels, step)
+    table = tabulate(kernels)
+
+    def of_step(value: float) -> float | str:
+        return round(value / num_steps, 2) if num_steps else "-"
+
     shares = {f"{kind}_share": round(share, 4) for kind, share in table.shares().items()}
     report = Report(
         f"kernels of {path.name}",
-        info={"wall_ms": round(table.wall_us / 1e3, 3), **shares},
+        info={"wall_ms": round(table.wall_us / 1e3, 3), "steps": num_steps or "-", **shares},
     )
     for name, line in list(table.lines.items())[:top]:
         report.add(
@@ -177,6 +202,8 @@ def report_trace(path: Path, *, top: int) -> Report:
             count=line.count,
             total_ms=round(line.total_us / 1e3, 3),
             mean_us=round(line.total_us / line.count, 2),
+            count_a_step=of_step(line.count),
+            us_a_step=of_step(line.own_us),
             share=f"{line.own_us / table.wall_us:.1%}",
         )
     report.add(
@@ -185,6 +212,8 @@ def report_trace(path: Path, *, top: int) -> Report:
         count="-",
         total_ms=round(table.idle_us / 1e3, 3),
         mean_us="-",
+        count_a_step="-",
+        us_a_step=of_step(table.idle_us),
         share=f"{table.idle_us / table.wall_us:.1%}",
     )
     return report
@@ -193,10 +222,11 @@ def report_trace(path: Path, *, top: int) -> Report:
 @click.command("trace-table")
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--top", default=40, show_default=True, help="kernels to show")
+@click.option("--step", help="kernel that begins a step: only the middle half of all steps counts")
 @json_option
-def trace_table(trace: Path, top: int, json_path: Path | None) -> None:
+def trace_table(trace: Path, top: int, step: str | None, json_path: Path | None) -> None:
     """The kernels of a Chrome trace: how often, how long, what share of the time."""
-    report_trace(trace, top=top).emit(json_path)
+    report_trace(trace, top=top, step=step).emit(json_path)
 
 
 if __name__ == "__main__":

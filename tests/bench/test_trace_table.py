@@ -7,10 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.bench.trace_table import Kernel, kind_of, short_name, tabulate
+from minisgl_backend.bench.trace_table import (
+    Kernel,
+    kind_of,
+    report_trace,
+    short_name,
+    tabulate,
+)
 from minisgl_backend.cli.main import main
 
 FLASH = (
@@ -41,6 +48,22 @@ def test_shares_and_idle_time_add_up_though_kernels_overlap() -> None:
     assert table.lines["_qk_norm_rope_store"].own_us == 20
     assert sum(table.shares().values()) == pytest.approx(1)
     assert table.shares()["attention"] == pytest.approx(0.5)
+
+
+def test_the_middle_half_of_all_steps_counts(tmp_path: Path) -> None:
+    events = [_event("_prefill_attention", 0.0, 50.0)]
+    for step in range(8):
+        begin = 100.0 * (step + 1)
+        events += [_event("_begin_decode", begin, 10.0), _event("_wide_linear", begin + 10, 30.0)]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    report = report_trace(trace, top=9, step="_begin_decode")
+    assert report.info["steps"] == 4
+    rows = {row["kernel"]: row for row in report.rows}
+    assert rows.keys() == {"_begin_decode", "_wide_linear", "(no kernel runs)"}
+    assert (rows["_wide_linear"]["count_a_step"], rows["_wide_linear"]["us_a_step"]) == (1, 30)
+    with pytest.raises(click.ClickException, match="1 kernels named _prefill_attention"):
+        report_trace(trace, top=9, step="_prefill_attention")
 
 
 @pytest.mark.parametrize(

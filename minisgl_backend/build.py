@@ -145,7 +145,8 @@ def _lead(facts: Resolved) -> tuple[EngineInfo, Executor]:
     """Rank 0 of several, with the processes of the others."""
     options, timeout_s = facts.options, facts.options.distributed_timeout_s
     place, store = open_store(facts.place, timeout_s)
-    told = replace(options, model=str(facts.folder))  # which may just have been fetched
+    # what this rank has fetched and chosen goes for all
+    told = replace(options, model=str(facts.folder), comm=facts.comm)
     followers = Followers(place, _FOLLOWER_COMMAND, json.dumps(asdict(told)).encode())
 
     groups: list[Group] = []

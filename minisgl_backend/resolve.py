@@ -46,7 +46,7 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
     """The facts of the rank at ``place``; a model's files are fetched where they are not there."""
     device = _device(options, place)
     _refuse_unsupported(options, device)
-    comm = choose_comm(options.comm, device.torch_device)
+    comm = choose_comm(options.comm, device.torch_device, place.size)
     folder = resolve_checkpoint(options)
     spec = load_spec(folder)
     dtype = _dtype(options, device, spec)

@@ -12,21 +12,21 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.parallel.flashinfer_sum import FlashInferSum
+from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, is_built
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.parallel.pynccl import pynccl_group
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
 
 
-def choose_comm(option: str | None, device: torch.device) -> str:
-    """The library that ``option`` names, by default the device's own.
+def choose_comm(option: str | None, device: torch.device, num_ranks: int) -> str:
+    """The library that ``option`` names, by default the fastest that is ready for use.
 
     Raises ``ConfigError`` where the device cannot use it.
     """
     offered = ("gloo",) if device.type == "cpu" else ("nccl", "pynccl", "flashinfer")
     if option is None:
-        return offered[0]
+        return "flashinfer" if device.type == "cuda" and is_built(num_ranks) else offered[0]
     if option not in offered:
         raise ConfigError(
             f"option comm={option} does not work on {device.type}, which has {', '.join(offered)}"

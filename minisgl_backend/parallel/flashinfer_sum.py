@@ -11,6 +11,8 @@ that waits for a lost rank does not end by itself; ``let_go`` ends it.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import time
 import warnings
 from typing import Any, Final
@@ -22,6 +24,8 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.peer_memory import PeerMemory
+
+logger = logging.getLogger(__name__)
 
 _SIZES: Final = (2, 4, 8)
 _DTYPES: Final = (torch.bfloat16, torch.float16)
@@ -125,15 +129,33 @@ class FlashInferSum:
                 time.sleep(0.001)
 
 
+def is_built(num_ranks: int) -> bool:
+    """Whether FlashInfer has the kernels for so many ranks, and need not compile them first."""
+    if num_ranks not in _SIZES or importlib.util.find_spec("flashinfer") is None:
+        return False
+    try:
+        return bool(_library().is_compiled)
+    except (ConfigError, RuntimeError) as error:  # of a GPU that FlashInfer does not know
+        logger.warning("comm=flashinfer is not available: %s", error)
+        return False
+
+
 def _load_kernels() -> Any:
-    """FlashInfer's library; compiled at first use where it did not come with FlashInfer.
+    """FlashInfer's functions; compiled at first use where they did not come with FlashInfer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _library().build_and_load()
+
+
+def _library() -> Any:
+    """What FlashInfer knows of the library of these kernels.
 
     Not by ``flashinfer.comm``, whose memory is PyTorch's symmetric one.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             from flashinfer.jit.comm import gen_trtllm_comm_module
-        except ImportError as error:
-            raise ConfigError(f"comm=flashinfer needs flashinfer-python: {error}") from error
-        return gen_trtllm_comm_module().build_and_load()
+    except ImportError as error:
+        raise ConfigError(f"comm=flashinfer needs flashinfer-python: {error}") from error
+    return gen_trtllm_comm_module()

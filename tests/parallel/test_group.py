@@ -148,10 +148,10 @@ def test_a_rank_that_nobody_meets_says_so() -> None:
 
 def test_a_library_of_another_device_is_refused() -> None:
     cuda = torch.device("cuda")
-    assert choose_comm(None, CPU) == "gloo"
-    assert choose_comm(None, cuda) == "nccl"
-    assert choose_comm("pynccl", cuda) == "pynccl"
+    assert choose_comm(None, CPU, 2) == "gloo"
+    assert choose_comm(None, cuda, 3) == "nccl"
+    assert choose_comm("pynccl", cuda, 2) == "pynccl"
     with pytest.raises(ConfigError, match="comm=nccl does not work on cpu, which has gloo"):
-        choose_comm("nccl", CPU)
-    with pytest.raises(ConfigError, match="gloo does not work on cuda, which has nccl, pynccl"):
-        choose_comm("gloo", cuda)
+        choose_comm("nccl", CPU, 2)
+    with pytest.raises(ConfigError, match="gloo does not work on cuda, which has nccl, pynccl, fl"):
+        choose_comm("gloo", cuda, 2)

@@ -11,6 +11,7 @@ from google.protobuf import text_format
 from minisgl_client import wire as client
 from tritonclient.grpc import model_config_pb2
 
+from minisgl_backend.tritonserver.wire.entries import Tensor
 from minisgl_backend.tritonserver.wire.parameters import (
     BY_NAME,
     CHUNK,
@@ -19,7 +20,6 @@ from minisgl_backend.tritonserver.wire.parameters import (
     OUTPUT_IDS,
     OUTPUTS,
     REQUEST,
-    Tensor,
     input_tensors,
     output_tensors,
 )

@@ -36,7 +36,7 @@ def opened(**start: Any) -> AnswerStream:
 
 
 def chunk(token_ids: list[int], **more: Any) -> Chunk:
-    return Chunk("", "s", 1, token_ids, **more)
+    return Chunk("", 5, 1, token_ids, **more)
 
 
 def told(stream: AnswerStream, text: str, **more: Any) -> Answer:

@@ -22,6 +22,7 @@ from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from minisgl_backend.tritonserver.wire import values
+from minisgl_backend.tritonserver.wire.entries import Input
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
 from minisgl_backend.tritonserver.wire.parameters import (
     BY_NAME,
@@ -29,7 +30,6 @@ from minisgl_backend.tritonserver.wire.parameters import (
     NEUTRAL,
     TRITON_NAMES,
     TRITON_PREFIXES,
-    Input,
 )
 
 GREEDY_BELOW: Final = 1e-5

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import IntArray
-from minisgl_backend.tritonserver.wire.parameters import Input, Kind
+from minisgl_backend.tritonserver.wire.entries import Input, Kind
 
 _FLAGS: Final = {"true": True, "1": True, "false": False, "0": False}
 _INT32_MIN: Final = -(2**31)

@@ -1,0 +1,114 @@
+"""What the table of the wire is made of: one thing that a request may say or an answer may hold.
+
+Knows how Triton carries each kind of value. Must not know any name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import MappingProxyType
+from typing import Any, Final
+
+
+class Kind(Enum):
+    """What a value is; ``DATA_TYPES`` and ``LISTS`` say how Triton carries it."""
+
+    TEXT = auto()
+    TEXTS = auto()
+    FLAG = auto()
+    INTEGER = auto()
+    INTEGERS = auto()
+    COUNT = auto()
+    SEED = auto()
+    TIME_NS = auto()
+    NUMBER = auto()
+    NUMBERS = auto()
+    BIASES = auto()
+    """A JSON object {token id: bias}, as a string."""
+    BYTES = auto()
+
+
+DATA_TYPES: Final[Mapping[Kind, str]] = MappingProxyType(
+    {
+        Kind.BYTES: "TYPE_UINT8",
+        Kind.TEXT: "TYPE_STRING",
+        Kind.TEXTS: "TYPE_STRING",
+        Kind.FLAG: "TYPE_BOOL",
+        Kind.INTEGER: "TYPE_INT32",
+        Kind.INTEGERS: "TYPE_INT32",
+        Kind.COUNT: "TYPE_UINT32",
+        Kind.SEED: "TYPE_UINT64",
+        Kind.TIME_NS: "TYPE_INT64",
+        Kind.NUMBER: "TYPE_FP32",
+        Kind.NUMBERS: "TYPE_FP32",
+        Kind.BIASES: "TYPE_STRING",
+    }
+)
+LISTS: Final = frozenset({Kind.BYTES, Kind.TEXTS, Kind.INTEGERS, Kind.NUMBERS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor as a model declares it; ``dims`` is 1 or -1 (any number)."""
+
+    name: str
+    kind: Kind
+
+    @property
+    def data_type(self) -> str:
+        return DATA_TYPES[self.kind]
+
+    @property
+    def dims(self) -> int:
+        return -1 if self.kind in LISTS else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """One thing that a request may say.
+
+    ``synonyms`` are declared as tensors too; ``parameter_synonyms`` work as request parameters and
+    in ``sampling_parameters`` only. ``above`` is an open lower bound. A ``prompt`` input may not
+    stand in ``sampling_parameters``. A ``text_only`` input needs the text models, so ``llm_engine``
+    alone refuses it.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+    synonyms: tuple[str, ...] = ()
+    parameter_synonyms: tuple[str, ...] = ()
+    default: Any = None
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    prompt: bool = False
+    text_only: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that carry it, its own name first."""
+        names = (self.name, *self.synonyms)
+        return tuple(
+            Tensor(name=name, kind=Kind.INTEGER if name == "end_id" else self.kind)
+            for name in names
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One thing that an answer may hold, and the inputs that ask for it."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    synonyms: tuple[str, ...] = ()
+    asked_by: tuple[str, ...] = ()
+    text_only: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that carry it, its own name first."""
+        return tuple(Tensor(name=name, kind=self.kind) for name in (self.name, *self.synonyms))

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from minisgl_client import (
     ConnectionFailed,
@@ -220,6 +221,11 @@ def test_something_that_is_not_triton(way: Way) -> None:
         with serving(way, script) as url, pytest.raises(kind, match=expected):
             way.generate(url, prompt="x")
         assert script.num_requests == (3 if kind is Unavailable else 1)
+
+
+def test_an_error_in_the_form_of_another_server() -> None:
+    response = httpx.Response(404, json={"error": {"message": "Not Found", "param": None}})
+    assert str(http_transport._refusal(response)) == "HTTP status 404"
 
 
 def test_an_endless_answer_ends_with_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -126,6 +127,20 @@ def test_stop_ends_the_answer_in_the_engine(
         expect(last.locator(".figures")).to_have_text("stopped")
     engine.check_cancelled(2)
     expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
+def test_a_new_chat_knows_nothing_of_an_answer_under_way(page: Page, wide: Gateway) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.post_data_json))
+    opened(page, wide)
+    for _ in range(2):
+        ask(page, "Go on.")
+        expect(page.locator("article.assistant .text")).to_contain_text("look it up")
+        page.get_by_role("button", name="New chat").click()
+        expect(page.locator("article")).to_have_count(0)
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+    question = {"role": "user", "content": "Go on."}
+    assert [body["messages"] for body in sent if body] == [[question]] * 2
 
 
 def test_a_closed_tab_frees_the_engine(page: Page, talker: TritonServer, wide: Gateway) -> None:

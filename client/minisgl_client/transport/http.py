@@ -182,9 +182,12 @@ def _refusal(response: httpx.Response) -> MinisglError:
     The text is JSON, or the same as an event.
     """
     try:
-        return error_from(str(json_object(response.content.removeprefix(b"data: "))["error"]))
+        error = json_object(response.content.removeprefix(b"data: "))["error"]
+        if isinstance(error, str):  # an object is what OpenAI's servers send
+            return error_from(error)
     except (MinisglError, KeyError):
-        sentence = f"HTTP status {response.status_code}"
+        pass
+    sentence = f"HTTP status {response.status_code}"
     return Unavailable(sentence) if response.status_code == 503 else InvalidArgument(sentence)
 
 

@@ -4,7 +4,7 @@
 import { markdown } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
-const history = []; // {role, content}, as the API takes them
+let history = []; // {role, content}, as the API takes them; a new chat has a new list
 let model = null;
 let running = null; // the AbortController of the answer under way
 
@@ -24,9 +24,9 @@ function parameters() {
   return found;
 }
 
-function messages() {
+function messages(turns) {
   const system = $("system").value.trim();
-  return system ? [{ role: "system", content: system }, ...history] : history;
+  return system ? [{ role: "system", content: system }, ...turns] : turns;
 }
 
 // --- the API ------------------------------------------------------------------------------------
@@ -66,14 +66,14 @@ async function* events(response) {
   }
 }
 
-async function ask(answer, signal) {
+async function ask(turns, answer, signal) {
   const response = await fetch("v1/chat/completions", {
     method: "POST",
     headers: headers(),
     signal,
     body: JSON.stringify({
       model,
-      messages: messages(),
+      messages: messages(turns),
       stream: true,
       stream_options: { include_usage: true },
       ...parameters(),
@@ -175,14 +175,15 @@ async function send() {
   $("hello")?.remove();
   $("prompt").value = "";
   fit();
-  history.push({ role: "user", content: text });
+  const turns = history;
+  turns.push({ role: "user", content: text });
   $("log").append(element("article", "user", text));
-  if (model === null) await connect();
   running = new AbortController();
   show(true);
+  if (model === null) await connect();
   const answer = new Answer();
   try {
-    await ask(answer, running.signal);
+    await ask(turns, answer, running.signal);
     answer.end();
   } catch (error) {
     if (running.signal.aborted) answer.end("stopped");
@@ -190,8 +191,8 @@ async function send() {
   }
   running = null;
   show(false);
-  if (answer.text) history.push({ role: "assistant", content: answer.text });
-  else history.pop();
+  if (answer.text) turns.push({ role: "assistant", content: answer.text });
+  else turns.pop();
   $("prompt").focus();
 }
 
@@ -226,7 +227,7 @@ document.addEventListener("keydown", (event) => {
 });
 $("new").addEventListener("click", () => {
   stop();
-  history.length = 0;
+  history = [];
   $("log").replaceChildren();
   $("prompt").focus();
 });

@@ -1,8 +1,9 @@
 """A prompt -> token ids, as the tokenizer in a checkpoint's folder asks for.
 
-Text in a prompt stays text: what is spelled like a special token becomes one only with
-``parse_special_tokens`` (or where the chat template writes it). A beginning-of-sequence token is
-added where the tokenizer's own files say so, and never twice.
+A text stays text: what is spelled like a special token becomes one only with
+``parse_special_tokens``. Of a chat the template makes a text with its control tokens spelled out;
+so there such spellings count wherever they stand, in the messages too, as in transformers. A
+beginning-of-sequence token is added where the tokenizer's own files say so, and never twice.
 
 A ``PromptEncoder`` may be used by several threads at once, and releases the GIL while it tokenizes.
 """

@@ -82,6 +82,12 @@ def test_text_is_not_control(encoder: PromptEncoder) -> None:
     assert control == ["<|start|>", "a", "<|end|>"]
 
 
+def test_in_a_chat_the_spelling_of_a_special_token_is_one(encoder: PromptEncoder) -> None:
+    """Whoever wrote it: the template's text is read as a whole, as transformers does."""
+    ids = encoder.encode(chat("a<|end|>"))
+    assert shown(encoder, ids) == ["<|start|>", "a", "<|end|>"]
+
+
 def test_the_beginning_is_not_doubled(encoder: PromptEncoder) -> None:
     prompt = TextPrompt("<|start|>a", parse_special_tokens=True)
     assert shown(encoder, encoder.encode(prompt)) == ["<|start|>", "a"]

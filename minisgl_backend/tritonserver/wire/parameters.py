@@ -41,7 +41,8 @@ INPUTS: Final[tuple[Input, ...]] = (
     ),
     _text(
         "messages",
-        "a JSON list of chat messages; the model's chat template is applied",
+        "a JSON list of chat messages; the model's chat template is applied. Special-token text in "
+        "them becomes control tokens",
         prompt=True,
         text_only=True,
     ),

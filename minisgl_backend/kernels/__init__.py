@@ -8,7 +8,7 @@ Must not know layers, models, requests or plans. Invariants: nothing on the Trit
 the device, reads a value back or allocates by value, so it may be captured in a CUDA graph; tensors
 are contiguous in their last dimension; importing this package needs neither a GPU nor Triton.
 
-With ``pdl=True`` a kernel starts before its predecessor on the stream has finished and waits for it
-itself (programmatic dependent launch). That is right only where *every* kernel of the stream from
-the previous full synchronization on is launched so.
+With ``pdl=True`` a kernel may start before its predecessor on the stream has finished, and waits
+for it itself (programmatic dependent launch). Each waits for all of its predecessor, which had
+waited for its own; so kernels launched this way and others may follow each other in any order.
 """

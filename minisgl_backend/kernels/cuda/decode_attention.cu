@@ -1,7 +1,7 @@
 // Attention of one new token a row over its paged KV cache, for GPUs from compute capability 9.
 //
 // Work is cut by bytes, not by rows ("stream-K", arXiv 2301.03598; for attention arXiv 2405.10480):
-// the tiles of 16 positions of all rows stand in one sequence, of which each thread block takes an
+// the tiles of 16 or 32 positions of all rows stand in one sequence, of which each thread block takes an
 // equal run. So ragged lengths balance, and no stream of loads drains between rows. Where a run begins
 // or ends inside a row, the pieces are merged by their log-sum-exp (arXiv 2205.14135), by whoever
 // finishes last. `plan_decode_attention` computes the runs, once a step for all layers.
@@ -13,17 +13,22 @@
 // registers, on the way from shared memory; the order of dimensions inside a fragment is free, which
 // is what makes that possible without a transposition.
 //
+// With PACKED it takes what the projection gave, and does what stands before attention itself: the
+// norms of q and k, the rotation (see kernels/rope_store.py) and the store of the new key and value.
+// Whoever has a row's last tile puts them both into its page and into the tile.
+//
 // Compiled with: HEAD_DIM (64 or 128), GROUP (query heads of a KV head), KV_HEADS, PAGE_SIZE (a
 // multiple of 16), FP8, BFLOAT16 (q and out; else float16), WARPS (of a thread block; they divide
 // KV_HEADS), STAGES (of a ring), PER_PROCESSOR (thread blocks of a multiprocessor), LEAVING (what the
-// end of a row costs, in tiles), LEAST (tiles of a run).
+// end of a row costs, in tiles), LEAST (tiles of a run), PARTS (of 16 positions in a tile), PACKED.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-constexpr int TILE = 16;                                // positions
+constexpr int PART = 16;                                // positions that a product takes
+constexpr int TILE = PARTS * PART;                      // positions
 constexpr int HEADS = 8;                                // short side of the products
 constexpr int ROW_BYTES = HEAD_DIM * (FP8 ? 1 : 2);     // of one position's key or value
 constexpr int CHUNKS = ROW_BYTES / 16;                  // what cp.async copies at once
@@ -36,13 +41,13 @@ constexpr int STEPS = HEAD_DIM / 16;                    // products along or acr
 constexpr u32 ALL = 0xffffffffu;
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "");
-static_assert(GROUP <= HEADS && PAGE_SIZE % TILE == 0 && KV_HEADS % WARPS == 0, "");
+static_assert(GROUP <= HEADS && PAGE_SIZE % PART == 0 && KV_HEADS % WARPS == 0, "");
 
 struct Arguments {
     u16* out;               // [batch, KV_HEADS * GROUP, HEAD_DIM]
-    const u16* q;           // the same, rows q_stride apart
-    const u8* keys;         // [num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM], strides in bytes
-    const u8* values;
+    const u16* q;           // the same, rows q_stride apart; PACKED: followed by k and v of KV_HEADS
+    u8* keys;               // [num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM], strides in bytes
+    u8* values;
     const int* table;       // [num_rows, max_pages]
     const int* lengths;     // [batch]
     const int* rows;        // [batch], or null: row i of the table is that of query i
@@ -52,6 +57,9 @@ struct Arguments {
     float* partial;         // [grid * WARPS, 2, GROUP, HEAD_DIM]
     float* lse;             // [grid * WARPS, 2, GROUP]
     int* counters;          // [batch * KV_HEADS], zero between launches
+    const float* cos_sin;   // [num_positions, HEAD_DIM], cosines, then sines
+    const u16* q_weight;    // [HEAD_DIM], or null: no norm
+    const u16* k_weight;
     u64 page_stride;
     u32 slot_stride;
     u32 head_stride;
@@ -59,6 +67,7 @@ struct Arguments {
     int table_stride;
     int window;             // positions seen, 0 for all
     float scale_log2;
+    float eps;
 };
 
 struct PlanArguments {
@@ -154,6 +163,14 @@ __device__ __forceinline__ void widen(u32& low, u32& high, u32 word) {
         : "=r"(low), "=r"(high) : "r"(word));
 }
 
+// a number in the type of keys and values, in the lowest bits
+__device__ __forceinline__ u32 narrow(float x) {
+    if (!FP8) return pack(x, 0, BFLOAT16);
+    u16 out;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(0.0f), "f"(x));
+    return out;
+}
+
 __device__ __forceinline__ float exp2_of(float x) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
@@ -209,6 +226,11 @@ __device__ __forceinline__ int num_tiles(int length, int window) {
     return (length - tile_position(length, window, 0) + TILE - 1) / TILE;
 }
 
+// a position in the tile's last part that is not empty
+__device__ __forceinline__ int last_part(int position, int length) {
+    return min(position + TILE, length) - 1;
+}
+
 // How `cost` units are shared among `num_runs` runs.
 struct Shares {
     u32 each, more;     // the first `more` runs take one unit more
@@ -226,7 +248,7 @@ struct Shares {
 // A query goes through TURNS turns, each of which costs its tiles and LEAVING before them. runs[0] =
 // {cost of all, number of runs, -, -}; of run i: runs[1 + 2i] = {query, turn, offset, tiles}, where
 // `offset` counts the cost from the turn's begin, and runs[2 + 2i] = {the query's length, its row,
-// the first tile's page, -}, which spares the run's first loads two others that it would wait for.
+// the pages of the first tile's first and last part}, which spares the run's first loads two others that it would wait for.
 extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const PlanArguments args) {
     extern __shared__ int ends[];   // [batch]: what a turn of the queries up to each costs
     __shared__ int scan[32];
@@ -279,9 +301,10 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
         const int length = args.lengths[at.query];
         const int row = args.rows ? args.rows[at.query] : at.query;
         const int position = tile_position(length, args.window, max(at.offset - LEAVING, 0));
-        const int page = args.table[(u64)row * args.table_stride + position / PAGE_SIZE];
+        const int* pages = args.table + (u64)row * args.table_stride;
         args.runs[1 + 2 * run] = make_int4(at.query, at.turn, at.offset, end - at.index);
-        args.runs[2 + 2 * run] = make_int4(length, row, page, 0);
+        args.runs[2 + 2 * run] = make_int4(length, row, pages[position / PAGE_SIZE],
+                                           pages[last_part(position, length) / PAGE_SIZE]);
     }
 }
 
@@ -322,8 +345,10 @@ decode_attention(const Arguments args) {
         __device__ int position(const Arguments& args) const {
             return tile_position(length, args.window, tile);
         }
-        __device__ int page(const Arguments& args) const {
-            return pages[position(args) / PAGE_SIZE];
+        // of the tile's first and last part
+        __device__ int2 pages_of_tile(const Arguments& args) const {
+            const int at = position(args), page = pages[at / PAGE_SIZE];
+            return make_int2(page, PARTS == 1 ? page : pages[last_part(at, length) / PAGE_SIZE]);
         }
     };
     Cursor at;
@@ -334,142 +359,251 @@ decode_attention(const Arguments args) {
     at.enter(args, start.y);
     u32 turn_begin = shares.begin(run) - own.z;   // in cost
 
+    constexpr int HALF = HEAD_DIM / 2;
+    const float k_scale = FP8 ? *args.k_scale : 1.0f, v_scale = FP8 ? *args.v_scale : 1.0f;
+    // PACKED: the new key and value of a head, to position n of the tile at `tile` and to their page
+    const auto store_new = [&](int query, int length, int kv_head, u64 at, u32 tile, int n) {
+        constexpr int EACH = HALF / 32;   // a lane's dimensions: so many, and those HALF later
+        const u16* k = args.q + (u64)query * args.q_stride
+            + (KV_HEADS * GROUP + kv_head) * HEAD_DIM + lane * EACH;
+        const u16* v = k + KV_HEADS * HEAD_DIM;
+        const float* angles = args.cos_sin + (u64)(length - 1) * HEAD_DIM + lane * EACH;
+        float low[EACH], high[EACH], square = 0;
+        for (int i = 0; i < EACH; ++i) {
+            low[i] = unpack(k[i]);
+            high[i] = unpack(k[HALF + i]);
+            square += low[i] * low[i] + high[i] * high[i];
+        }
+        if (args.k_weight) {
+            for (int lanes = 1; lanes < 32; lanes *= 2) square += __shfl_xor_sync(ALL, square, lanes);
+            const float norm = rsqrtf(square / HEAD_DIM + args.eps);
+            for (int i = 0; i < EACH; ++i) {
+                low[i] *= norm * unpack(args.k_weight[lane * EACH + i]);
+                high[i] *= norm * unpack(args.k_weight[HALF + lane * EACH + i]);
+            }
+        }
+        const auto put = [&](u8* page, u32 tile, int dimension, float x) {
+            constexpr int SIZE = FP8 ? 1 : 2;
+            const int byte = dimension * SIZE;
+            const u32 bits = narrow(x), to = tile + chunk_at(n, byte / 16) + byte % 16;
+            if (FP8) {
+                page[at + byte] = (u8)bits;
+                asm volatile("st.shared.u8 [%0], %1;" :: "r"(to), "r"(bits) : "memory");
+            } else {
+                *reinterpret_cast<u16*>(page + at + byte) = (u16)bits;
+                asm volatile("st.shared.u16 [%0], %1;" :: "r"(to), "h"((u16)bits) : "memory");
+            }
+        };
+        const float k_inverse = 1.0f / k_scale, v_inverse = 1.0f / v_scale;
+        for (int i = 0; i < EACH; ++i) {
+            const float cosine = angles[i], sine = angles[HALF + i];
+            const int d = lane * EACH + i;
+            put(args.keys, tile, d, (low[i] * cosine - high[i] * sine) * k_inverse);
+            put(args.keys, tile, HALF + d, (high[i] * cosine + low[i] * sine) * k_inverse);
+            put(args.values, tile + TILE_BYTES, d, unpack(v[i]) * v_inverse);
+            put(args.values, tile + TILE_BYTES, HALF + d, unpack(v[HALF + i]) * v_inverse);
+        }
+    };
+
     // loading runs STAGES tiles ahead, and knows the page of the tile after that
     const u32 ring = shared_address(rings) + warp * STAGES * STAGE_BYTES;
     Cursor ahead = at;
-    int loaded = 0, page = start.z;
+    int loaded = 0;
+    int2 pages = make_int2(start.z, start.w);
     const auto load_next = [&](int stage) {
         if (loaded < tiles_of_run) {
             const int position = ahead.position(args);
             const int first = first_seen(ahead.length, args.window);
-            const u64 base = page * args.page_stride + position % PAGE_SIZE * (u64)args.slot_stride
-                + (ahead.turn * WARPS + warp) * args.head_stride;
+            const int kv_head = ahead.turn * WARPS + warp, end = ahead.length - PACKED;
             const u32 keys = ring + stage * STAGE_BYTES, values = keys + TILE_BYTES;
+            const auto place = [&](int n) {   // of position n of the tile
+                return (n < PART ? pages.x : pages.y) * args.page_stride
+                    + (position + n) % PAGE_SIZE * (u64)args.slot_stride + kv_head * args.head_stride;
+            };
 #pragma unroll
-            for (int i = 0; i < CHUNKS / 2; ++i) {
+            for (int i = 0; i < PARTS * CHUNKS / 2; ++i) {
                 const int n = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
-                const u64 from = base + n * (u64)args.slot_stride + chunk * 16;
+                const u64 from = place(n) + chunk * 16;
+                if (PACKED && position + n == end) continue;
                 // zeros for what is not seen: it may hold anything
-                const bool seen = position + n >= first && position + n < ahead.length;
+                const bool seen = position + n >= first && position + n < end;
                 copy_16(keys + chunk_at(n, chunk), args.keys + from, seen);
                 copy_16(values + chunk_at(n, chunk), args.values + from, seen);
             }
+            if (PACKED && ahead.tile + 1 == ahead.tiles) {
+                const int n = end - position;
+                store_new(ahead.query, ahead.length, kv_head, place(n), keys, n);
+            }
             if (++loaded < tiles_of_run) {
                 ahead.advance(args);
-                page = ahead.page(args);
+                pages = ahead.pages_of_tile(args);
             }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
     for (int stage = 0; stage < STAGES; ++stage) load_next(stage);
 
-    const float scale = args.scale_log2 * (FP8 ? *args.k_scale : 1.0f);
-    const float v_scale = FP8 ? *args.v_scale : 1.0f;
+    const float scale = args.scale_log2 * k_scale;
     u32 q[STEPS][2];             // Q^T, the fragments of this lane's query head g
     float o[STEPS][4];           // O^T: heads 2j and 2j + 1
     float best[2], total[2];     // of those two heads
     int from = at.tile;          // the first of this turn's tiles that are of this run
     int stage = 0;
 
+    // dimensions of q[step]: of fragments of 16 bits, or of those made of float8
+    const auto q_dimension = [&](int step, int i) {
+        return FP8 ? j * (HEAD_DIM / 4) + 4 * step + i : 16 * step + 2 * j + i / 2 * 8 + i % 2;
+    };
+    const auto norm_and_rotate = [&] {
+        float x[STEPS][4], square = 0;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+            for (int i = 0; i < 4; ++i) {
+                x[step][i] = unpack((u16)(q[step][i / 2] >> i % 2 * 16));
+                square += x[step][i] * x[step][i];
+            }
+        if (args.q_weight) {
+            for (int lanes = 1; lanes < 4; lanes *= 2) square += __shfl_xor_sync(ALL, square, lanes);
+            const float norm = rsqrtf(square / HEAD_DIM + args.eps);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+                for (int i = 0; i < 4; ++i)
+                    x[step][i] *= norm * unpack(args.q_weight[q_dimension(step, i)]);
+        }
+        const float* angles = args.cos_sin + (u64)(at.length - 1) * HEAD_DIM;
+        if (FP8) {   // what turns with a dimension is two lanes away
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+                for (int i = 0; i < 4; ++i) {
+                    const float other = __shfl_xor_sync(ALL, x[step][i], 2);
+                    const int d = q_dimension(step, i) % HALF;
+                    x[step][i] = x[step][i] * angles[d] + (j < 2 ? -other : other) * angles[HALF + d];
+                }
+        } else {     // half of the steps away
+#pragma unroll
+            for (int step = 0; step < STEPS / 2; ++step)
+                for (int i = 0; i < 4; ++i) {
+                    const float low = x[step][i], high = x[step + STEPS / 2][i];
+                    const int d = q_dimension(step, i);
+                    x[step][i] = low * angles[d] - high * angles[HALF + d];
+                    x[step + STEPS / 2][i] = high * angles[d] + low * angles[HALF + d];
+                }
+        }
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+            for (int i = 0; i < 2; ++i) {
+                const u32 pair = pack(x[step][2 * i], x[step][2 * i + 1], BFLOAT16);
+                q[step][i] = FP8 ? to_float16(pair) : pair;   // rounded as q would be in memory
+            }
+    };
     const auto enter_turn = [&] {
+        const u16* head = args.q + (u64)at.query * args.q_stride
+            + ((at.turn * WARPS + warp) * GROUP + g) * HEAD_DIM;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            q[step][0] = q[step][1] = 0;
-            if (g < GROUP) {
-                const u16* head = args.q + (u64)at.query * args.q_stride
-                    + ((at.turn * WARPS + warp) * GROUP + g) * HEAD_DIM;
-                if (FP8) {
-                    const uint2 four = *reinterpret_cast<const uint2*>(
-                        head + j * (HEAD_DIM / 4) + 4 * step);
-                    q[step][0] = to_float16(four.x);
-                    q[step][1] = to_float16(four.y);
-                } else {
-                    q[step][0] = *reinterpret_cast<const u32*>(head + 16 * step + 2 * j);
-                    q[step][1] = *reinterpret_cast<const u32*>(head + 16 * step + 2 * j + 8);
-                }
-            }
+            const u32 low = g < GROUP ? *reinterpret_cast<const u32*>(head + q_dimension(step, 0)) : 0;
+            const u32 high = g < GROUP ? *reinterpret_cast<const u32*>(head + q_dimension(step, 2)) : 0;
+            q[step][0] = FP8 && !PACKED ? to_float16(low) : low;
+            q[step][1] = FP8 && !PACKED ? to_float16(high) : high;
             for (int i = 0; i < 4; ++i) o[step][i] = 0;
         }
+        if (PACKED) norm_and_rotate();
         best[0] = best[1] = NOTHING;
         total[0] = total[1] = 0;
     };
 
     const auto attend = [&] {
         const u32 keys = ring + stage * STAGE_BYTES, values = keys + TILE_BYTES;
-        float s[4] = {0, 0, 0, 0};     // positions g and g + 8, heads 2j and 2j + 1
-        float odd[4] = {0, 0, 0, 0};   // every other product: two chains take half the time
-        if (FP8) {
-            constexpr int PER_LANE = HEAD_DIM / 64;   // chunks of a position
+        float s[PARTS][4];   // positions g and g + 8, heads 2j and 2j + 1
 #pragma unroll
-            for (int c = 0; c < PER_LANE; ++c) {
-                u32 upper[4], lower[4];
-                load_words<4>(upper, keys + chunk_at(g, j * PER_LANE + c));
-                load_words<4>(lower, keys + chunk_at(g + 8, j * PER_LANE + c));
+        for (int part = 0; part < PARTS; ++part) {
+            float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};   // two chains take half the time
+            if (FP8) {
+                constexpr int PER_LANE = HEAD_DIM / 64;   // chunks of a position
 #pragma unroll
-                for (int w = 0; w < 4; ++w) {
+                for (int c = 0; c < PER_LANE; ++c) {
+                    const int n = part * PART + g, chunk = j * PER_LANE + c;
+                    u32 upper[4], lower[4];
+                    load_words<4>(upper, keys + chunk_at(n, chunk));
+                    load_words<4>(lower, keys + chunk_at(n + 8, chunk));
+#pragma unroll
+                    for (int w = 0; w < 4; ++w) {
+                        u32 a[4];
+                        widen(a[0], a[2], upper[w]);
+                        widen(a[1], a[3], lower[w]);
+                        multiply(w % 2 ? odd : even, a, q[c * 4 + w][0], q[c * 4 + w][1]);
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int step = 0; step < STEPS; ++step) {
                     u32 a[4];
-                    widen(a[0], a[2], upper[w]);
-                    widen(a[1], a[3], lower[w]);
-                    multiply(w % 2 ? odd : s, a, q[c * 4 + w][0], q[c * 4 + w][1]);
+                    const int n = part * PART + lane % 16;
+                    load_matrices<false>(a, keys + chunk_at(n, 2 * step + lane / 16));
+                    multiply(step % 2 ? odd : even, a, q[step][0], q[step][1]);
                 }
             }
-        } else {
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                u32 a[4];
-                load_matrices<false>(a, keys + chunk_at(lane % 16, 2 * step + lane / 16));
-                multiply(step % 2 ? odd : s, a, q[step][0], q[step][1]);
-            }
+            for (int i = 0; i < 4; ++i) s[part][i] = (even[i] + odd[i]) * scale;
         }
         const int position = at.position(args), first = first_seen(at.length, args.window);
-        const bool whole = position >= first && position + TILE <= at.length;
+        if (position < first || position + TILE > at.length) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int n = position + g + i / 2 * 8;
-            s[i] = (s[i] + odd[i]) * scale;
-            if (!whole && (n < first || n >= at.length)) s[i] = NOTHING;
+            for (int part = 0; part < PARTS; ++part)
+                for (int i = 0; i < 4; ++i) {
+                    const int n = position + part * PART + g + i / 2 * 8;
+                    if (n < first || n >= at.length) s[part][i] = NOTHING;
+                }
         }
         const auto larger = [](float x, float y) { return fmaxf(x, y); };
         float shrink[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float top = fmaxf(best[h], over_positions(fmaxf(s[h], s[h + 2]), larger));
+            float top = NOTHING;
+            for (int part = 0; part < PARTS; ++part)
+                top = fmaxf(top, fmaxf(s[part][h], s[part][h + 2]));
+            top = fmaxf(best[h], over_positions(top, larger));
             shrink[h] = exp2_of(best[h] - top);
             best[h] = top;
-            s[h] = exp2_of(s[h] - top);
-            s[h + 2] = exp2_of(s[h + 2] - top);
-            total[h] = total[h] * shrink[h] + s[h] + s[h + 2];
+            total[h] *= shrink[h];
+            for (int part = 0; part < PARTS; ++part)
+                for (int i = h; i < 4; i += 2) {
+                    s[part][i] = exp2_of(s[part][i] - top);
+                    total[h] += s[part][i];
+                }
         }
         if (__any_sync(ALL, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
                 for (int i = 0; i < 4; ++i) o[step][i] *= shrink[i % 2];
         }
-        const u32 p0 = transpose(pack(s[0], s[1], BFLOAT16 && !FP8));
-        const u32 p1 = transpose(pack(s[2], s[3], BFLOAT16 && !FP8));
-        if (FP8) {
-            constexpr int WORDS = HEAD_DIM / 32;      // of a position's value, g-th part
-            u32 v[4][WORDS];                          // positions 2j, 2j + 1, 2j + 8, 2j + 9
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int n = 2 * j + i % 2 + i / 2 * 8, byte = g * (HEAD_DIM / 8);
-                load_words<WORDS>(v[i], values + chunk_at(n, byte / 16) + byte % 16);
-            }
+        for (int part = 0; part < PARTS; ++part) {
+            const u32 p0 = transpose(pack(s[part][0], s[part][1], BFLOAT16 && !FP8));
+            const u32 p1 = transpose(pack(s[part][2], s[part][3], BFLOAT16 && !FP8));
+            if (FP8) {
+                constexpr int WORDS = HEAD_DIM / 32;      // of a position's value, g-th part
+                u32 v[4][WORDS];                          // positions 2j, 2j + 1, 2j + 8, 2j + 9
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const u32 pick = step % 2 ? 0x7362 : 0x5140;   // bytes of two positions in turns
-                u32 a[4];
-                widen(a[0], a[1], __byte_perm(v[0][step / 2], v[1][step / 2], pick));
-                widen(a[2], a[3], __byte_perm(v[2][step / 2], v[3][step / 2], pick));
-                multiply(o[step], a, p0, p1);
-            }
-        } else {
+                for (int i = 0; i < 4; ++i) {
+                    const int n = part * PART + 2 * j + i % 2 + i / 2 * 8, byte = g * (HEAD_DIM / 8);
+                    load_words<WORDS>(v[i], values + chunk_at(n, byte / 16) + byte % 16);
+                }
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                u32 a[4];
-                const int n = lane / 16 * 8 + lane % 8;
-                load_matrices<true>(a, values + chunk_at(n, 2 * step + lane / 8 % 2));
-                multiply(o[step], a, p0, p1);
+                for (int step = 0; step < STEPS; ++step) {
+                    const u32 pick = step % 2 ? 0x7362 : 0x5140;   // bytes of two positions in turns
+                    u32 a[4];
+                    widen(a[0], a[1], __byte_perm(v[0][step / 2], v[1][step / 2], pick));
+                    widen(a[2], a[3], __byte_perm(v[2][step / 2], v[3][step / 2], pick));
+                    multiply(o[step], a, p0, p1);
+                }
+            } else {
+#pragma unroll
+                for (int step = 0; step < STEPS; ++step) {
+                    u32 a[4];
+                    const int n = part * PART + lane / 16 * 8 + lane % 8;
+                    load_matrices<true>(a, values + chunk_at(n, 2 * step + lane / 8 % 2));
+                    multiply(o[step], a, p0, p1);
+                }
             }
         }
     };

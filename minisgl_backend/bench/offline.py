@@ -167,6 +167,22 @@ def transformers_runner(
     return run
 
 
+def beside(
+    outputs: Sequence[list[int]],
+    tokens_per_s: float,
+    expected: Sequence[list[int]],
+    seconds: float,
+) -> dict[str, Any]:
+    """The engine's outputs and rate beside what another one made of the same prompts."""
+    compare_tokens_per_s = sum(map(len, expected)) / seconds
+    equal = sum(ours == theirs for ours, theirs in zip(outputs, expected, strict=True))
+    return {
+        "compare_tokens_per_s": compare_tokens_per_s,
+        "times_faster": tokens_per_s / compare_tokens_per_s,
+        "equal_outputs": f"{equal}/{len(outputs)}",
+    }
+
+
 @click.command()
 @engine_options
 @workload_options
@@ -208,16 +224,11 @@ def offline(
         figures = figures_of(prompts, sinks, seconds)
         figures["mean_batch"] = figures["output_tokens"] / steps
         if with_transformers:
-            run = transformers_runner(
-                resolve_checkpoint(options), engine.info.dtype, engine.info.device
-            )
+            folder, info = resolve_checkpoint(options), engine.info
+            run = transformers_runner(folder, info.dtype, info.device)
             run(warm_up[:2])
-            expected, compare_seconds = run(prompts)
-            figures["compare_tokens_per_s"] = sum(map(len, expected)) / compare_seconds
-            figures["times_faster"] = figures["tokens_per_s"] / figures["compare_tokens_per_s"]
             outputs = [sink.tokens for sink in sinks]
-            equal = sum(ours == theirs for ours, theirs in zip(outputs, expected, strict=True))
-            figures["equal_outputs"] = f"{equal}/{len(prompts)}"
+            figures |= beside(outputs, figures["tokens_per_s"], *run(prompts))
         report.add(**figures)
         return report
 

@@ -10,11 +10,14 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from rich.console import Console
 from rich.table import Table
+
+_MOST_COLUMNS: Final = 9
+"""A single row of more figures is shown upright."""
 
 json_option = click.option(
     "--json",
@@ -43,12 +46,24 @@ class Report:
 
     def emit(self, json_path: Path | None = None) -> None:
         """Print the table; in the file the keys of a single row also stand at the top."""
-        table = Table(title=self.title, caption=", ".join(f"{k} {v}" for k, v in self.info.items()))
-        for name in self.rows[0]:
-            table.add_column(name.replace("_", " "), justify="right", overflow="fold")
-        for row in self.rows:
-            table.add_row(*map(_shown, row.values()))
-        Console(width=max(120, Console().width)).print(table)
+        table = Table(title=self.title)
+        names = [name.replace("_", " ") for name in self.rows[0]]
+        if len(self.rows) == 1 and len(names) > _MOST_COLUMNS:
+            table.show_header = False
+            table.add_column()
+            table.add_column(justify="right")
+            for name, value in zip(names, self.rows[0].values(), strict=True):
+                table.add_row(name, _shown(value))
+        else:
+            for name in names:
+                table.add_column(name, justify="right", overflow="fold")
+            for row in self.rows:
+                table.add_row(*map(_shown, row.values()))
+        console = Console(width=max(120, Console().width), highlight=False)
+        console.print(table)
+        console.print(
+            ", ".join(f"{name} {value}" for name, value in self.info.items()), style="dim"
+        )
         self.write(json_path)
 
     def write(self, json_path: Path | None) -> None:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,32 +152,39 @@ def test_what_is_no_http(guarded: Gateway, data: bytes) -> None:
     assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
-@pytest.mark.parametrize(
-    "begun",
-    [
-        b"",
-        b"GET /health HTTP/1.1\r\nX-Slow: ",
-        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n",
-    ],
-    ids=["nothing", "a head", "blank lines", "a body that nobody reads"],
-)
-def test_a_client_that_sends_slowly_is_cut(guarded: Gateway, begun: bytes) -> None:
-    with socket.create_connection(guarded.address) as connection:
-        connection.sendall(begun)
-        connection.setblocking(False)
+SLOW = {
+    b"": b"",
+    b"GET /health HTTP/1.1\r\nX-Slow: ": b"x",
+    b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n": b"\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n": b"x",
+}
+"""How clients begin and dawdle on: silent, in a head, with blank lines, in a body nobody reads."""
 
-        def is_cut() -> bool:
+
+def test_clients_that_send_slowly_are_cut(guarded: Gateway) -> None:
+    with ExitStack() as stack:
+        open_ones: dict[socket.socket, bytes] = {}
+        for begun, more in SLOW.items():
+            connection = stack.enter_context(socket.create_connection(guarded.address))
+            connection.sendall(begun)
+            connection.setblocking(False)
+            open_ones[connection] = more
+
+        def is_cut(connection: socket.socket) -> bool:
             try:
-                if b"GET" in begun or b"POST" in begun:
-                    connection.send(b"\r\n" if begun.endswith(b"\n") else b"x")
+                connection.send(open_ones[connection])
                 return connection.recv(65536) == b""
             except BlockingIOError:
                 return False
             except ConnectionError:
                 return True
 
-        wait_for(is_cut, "the end of a connection that dawdles")
+        def are_all_cut() -> bool:
+            for connection in filter(is_cut, list(open_ones)):
+                del open_ones[connection]
+            return not open_ones
+
+        wait_for(are_all_cut, "the end of connections that dawdle")
 
 
 @pytest.mark.parametrize(

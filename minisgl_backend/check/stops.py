@@ -22,7 +22,7 @@ from minisgl_backend.check.processes import children_of, runs
 from minisgl_backend.check.served import Served, served
 from minisgl_backend.check.target import Target, wait_until
 
-_DRAIN_S: Final = 2
+_DRAIN_S: Final = 5
 _NUM_SHORT: Final = 8
 _SHORT: Final = 40
 _ENDLESS: Final = 8000

@@ -57,6 +57,8 @@ def test_a_long_run_that_is_interrupted_reports_what_it_has(
     monkeypatch.setattr(command, "FULL", Extent(0.1, 3, 4, is_timed=False))
     monkeypatch.setattr(run, "bad_inputs", lambda target, is_timed: [Case("bad inputs")])
     monkeypatch.setattr(run, "bad_gateway_inputs", lambda target, is_timed: [Case("gateway")])
+    for name in ("overload", "churn", "small_pool", "poisoned"):
+        monkeypatch.setattr(Shapes, name, lambda shapes, name=name: Case(name))
     num_bursts = 0
     burst = Shapes.burst
 

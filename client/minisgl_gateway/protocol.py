@@ -29,7 +29,7 @@ def protocol_of(options: GatewayOptions) -> type[BoundedProtocol]:
     return Protocol
 
 
-_UPGRADE: Final = re.compile(rb"\r\nUpgrade:(?=.*?\r\n\r\n)", re.IGNORECASE | re.DOTALL)
+_UPGRADE: Final = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
 """An offer to speak something else, which Java's client makes to all. Nothing else is spoken here,
 and with the offer in sight the parser would not read the body."""
 
@@ -52,7 +52,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        if self._num_head_bytes is not None:
+        if self._is_idle():
             data = _UPGRADE.sub(b"\r\nX-Upgrade:", data, count=1)
         super().data_received(data)
         if self._num_head_bytes is not None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from minisgl_backend.attention.paged import AttentionSetting, DecodeRows, PagedKV
 from minisgl_backend.attention.triton import TritonDecode
 from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
-from minisgl_backend.kernels.rope_store import Rotation
 
 _FEW: Final = 16
 """Rows up to which Triton's kernel is faster on an H200."""
@@ -63,32 +62,18 @@ class CudaDecode:
     def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: DecodeRows | _Call) -> Tensor:
         if isinstance(metadata, DecodeRows):
             return self._few.decode(q, kv, layer, metadata)
-        return self._attend(q, None, kv, layer, metadata)
-
-    def takes_packed(self, metadata: DecodeRows | _Call) -> bool:
-        return isinstance(metadata, _Call)
-
-    def decode_packed(
-        self, qkv: Tensor, rotation: Rotation, kv: PagedKV, layer: int, metadata: _Call
-    ) -> Tensor:
-        return self._attend(qkv, rotation, kv, layer, metadata)
-
-    def _attend(
-        self, q: Tensor, rotation: Rotation | None, kv: PagedKV, layer: int, call: _Call
-    ) -> Tensor:
-        rows, window = call.rows, self._shape.windows[layer]
+        rows, window = metadata.rows, self._shape.windows[layer]
         return self._kernel(
             q,
             kv.keys,
             kv.values,
             rows.page_table,
             rows.lengths,
-            call.runs[window],
+            metadata.runs[window],
             rows=rows.rows,
             scale=self._shape.scale,
             window=window,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
-            rotation=rotation,
             pdl=rows.pdl,
         )

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import AttentionShape, KVScale
-from minisgl_backend.kernels.rope_store import Rotation
 from minisgl_backend.request import IntArray
 
 Metadata: TypeAlias = Any
@@ -119,23 +118,6 @@ class DecodeAttention(Protocol):
 
     def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: Metadata) -> Tensor:
         """[batch_size, num_heads, head_dim] -> the same; heads of ``q`` may be strided by row."""
-
-
-@runtime_checkable
-class PackedDecode(DecodeAttention, Protocol):
-    """Decode attention that can do what stands before it as well, in the same kernel."""
-
-    def takes_packed(self, metadata: Metadata) -> bool:
-        """Whether it can for this step."""
-
-    def decode_packed(
-        self, qkv: Tensor, rotation: Rotation, kv: PagedKV, layer: int, metadata: Metadata
-    ) -> Tensor:
-        """What ``qk_norm_rope_store`` and then ``decode`` do.
-
-        ``qkv`` [batch_size, (num_heads + 2 * num_kv_heads) * head_dim]; the new keys and values are
-        stored at the rows' last positions. Returns [batch_size, num_heads, head_dim].
-        """
 
 
 @runtime_checkable

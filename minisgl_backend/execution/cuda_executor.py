@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from minisgl_backend.attention.base import HostArray
 from minisgl_backend.attention.paged import (
     Chunks,
     DecodeRows,
-    PackedDecode,
     PagedAttention,
     PagedKV,
     ScheduledDecode,
@@ -197,12 +195,9 @@ class CudaExecutor:
             )
         )
 
-        def queries(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
+        def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
             return attention.decode(q, kv, layer, metadata)
 
-        attend = Attend(queries)
-        if isinstance(attention, PackedDecode) and attention.takes_packed(metadata):
-            attend = Attend(queries, partial(attention.decode_packed, metadata=metadata))
         hidden = self._model.hidden(inputs.tokens, inputs.positions, inputs.slots, attend)
         logits = self._model.logits(hidden, out=self._logits[:batch_size])
         tokens = self._group.broadcast(sample(logits, inputs.sampling, self._workspace))
@@ -259,7 +254,7 @@ class CudaExecutor:
                 )
             )
 
-        def queries(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
+        def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
             parts = []
             if chunks is not None:
                 parts.append(prefill.prefill(q[:num_chunked], kv, layer, chunks))
@@ -267,7 +262,7 @@ class CudaExecutor:
                 parts.append(decode.decode(q[num_chunked:], kv, layer, rows))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        return Attend(queries)
+        return attend
 
     def _sample_special(
         self, output: StepOutput, special: HostArray, rows: HostArray, positions: HostArray

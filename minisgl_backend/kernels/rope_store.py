@@ -7,8 +7,6 @@ cache (arXiv 2309.06180).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,16 +15,6 @@ from minisgl_backend.kernels.rms_norm import rms_norm_reference
 
 FP8_MAX = 448.0
 """The largest finite value of float8_e4m3fn; larger ones are clamped to it when stored."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rotation:
-    """What makes queries and keys of a projection, as ``qk_norm_rope_store`` does and names it."""
-
-    cos_sin: Tensor
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    eps: float
 
 
 def qk_norm_rope_store(

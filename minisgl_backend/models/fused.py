@@ -26,7 +26,7 @@ from minisgl_backend.kernels.activation import silu_mul
 from minisgl_backend.kernels.embedding import embedding
 from minisgl_backend.kernels.moe import fused_experts
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, rms_norm
-from minisgl_backend.kernels.rope_store import Rotation, qk_norm_rope_store
+from minisgl_backend.kernels.rope_store import qk_norm_rope_store
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE, is_faster, small_batch_linear
 from minisgl_backend.kernels.wide_linear import (
     add_rms_norm_parts,
@@ -44,20 +44,8 @@ _PDL_HIDDEN_SIZE: Final = 2048
 _PDL_TOKENS: Final = 256
 """Up to here kernels are short enough to gain by an early start."""
 
-AttendPacked: TypeAlias = Callable[[Tensor, Rotation, PagedKV, int], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Attend:
-    """Attention of a step.
-
-    ``queries``: (q [num_tokens, num_heads, head_dim], pages of the layer, layer) -> the shape of q,
-    after keys and values were stored. ``packed``, where it is there, takes what the projection gave
-    and stores them itself: see ``attention.paged.PackedDecode``.
-    """
-
-    queries: Callable[[Tensor, PagedKV, int], Tensor]
-    packed: AttendPacked | None = None
+Attend: TypeAlias = Callable[[Tensor, PagedKV, int], Tensor]
+"""(q [num_tokens, num_heads, head_dim], pages of the layer, layer) -> the shape of q."""
 
 
 class FusedDecoder:
@@ -199,31 +187,23 @@ class FusedDecoder:
     ) -> Tensor:
         """[num_tokens, packed q, k and v] -> [num_tokens, num_heads * head_dim]."""
         kv, norm = self._kv[index], attention.qk_norm
-        rotation = Rotation(
-            cos_sin=self._model.rotary_table,
-            # a HeadNorm holds its weight once a head
-            q_weight=None if norm is None else norm.weight[0],
-            k_weight=None if norm is None else norm.weight[attention.num_heads],
-            eps=self._model.spec.norm_eps,
-        )
-        if attend.packed is not None:
-            return attend.packed(qkv, rotation, kv, index).flatten(1)
         q = qk_norm_rope_store(
             qkv,
             positions,
             slots,
-            rotation.cos_sin,
+            self._model.rotary_table,
             kv.keys,
             kv.values,
             num_heads=attention.num_heads,
-            q_weight=rotation.q_weight,
-            k_weight=rotation.k_weight,
-            eps=rotation.eps,
+            # a HeadNorm holds its weight once a head
+            q_weight=None if norm is None else norm.weight[0],
+            k_weight=None if norm is None else norm.weight[attention.num_heads],
+            eps=self._model.spec.norm_eps,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
             pdl=pdl,
         )
-        return attend.queries(q, kv, index).flatten(1)
+        return attend(q, kv, index).flatten(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

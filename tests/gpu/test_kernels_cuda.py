@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from minisgl_backend.kernels.decode_attention import decode_attention_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.kernels.rope_store import Rotation, qk_norm_rope_store_reference
 from tests.gpu.compare import assert_close
+
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.decode_attention import Tuning
 
 FP8 = torch.float8_e4m3fn
 
@@ -50,6 +52,7 @@ class Decoding:
         kv_dtype: torch.dtype = torch.bfloat16,
         page_size: int = 16,
         window: int | None = None,
+        cut: Tuning | None = None,
     ):
         from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
 
@@ -81,6 +84,7 @@ class Decoding:
             kv_dtype=kv_dtype,
             max_batch_size=max(batch_size, 256),
             device=device,
+            cut=cut,
         )
 
     def forget_unseen(self) -> None:
@@ -94,11 +98,11 @@ class Decoding:
                 for freed in self.table[row, page + bool(offset) :].tolist():
                     cache[freed] = float("nan")
 
-    def attend(self, qkv: Tensor | None = None, rotation: Rotation | None = None) -> Tensor:
+    def attend(self) -> Tensor:
         shared: dict[str, Any] = {"rows": self.rows, "window": self.window, "pdl": False}
         runs = self.kernel.plan(self.table, self.lengths, **shared)
         return self.kernel(
-            self.q if qkv is None else qkv,
+            self.q,
             self.keys,
             self.values,
             self.table,
@@ -107,7 +111,6 @@ class Decoding:
             scale=self.q.shape[-1] ** -0.5,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
-            rotation=rotation,
             **shared,
         )
 
@@ -160,55 +163,27 @@ def test_attention_equals_its_twin(
 
 
 @needs_gpu
-@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 70])
-def test_packed_projections_are_normed_rotated_and_stored(
-    device: torch.device, heads: Heads, window: int | None, kv_dtype: torch.dtype, norm: bool
-) -> None:
-    case = Decoding(heads, ragged(37, 500), device=device, kv_dtype=kv_dtype, window=window)
-    num_heads = heads.num_heads + 2 * heads.num_kv_heads
-    qkv = torch.randn((37, num_heads * heads.head_dim), dtype=torch.bfloat16, device=device)
-    angles = torch.rand((500, heads.head_dim // 2), device=device) * 6
-    weights = torch.rand((2, heads.head_dim), device=device).to(torch.bfloat16) + 0.5
-    rotation = Rotation(
-        cos_sin=torch.cat([angles.cos(), angles.sin()], dim=1),
-        q_weight=weights[0] if norm else None,
-        k_weight=weights[1] if norm else None,
-        eps=1e-6,
-    )
-    keys, values = case.keys.clone(), case.values.clone()
-    out = case.attend(qkv, rotation)
-    page_size = keys.shape[1]
-    last = (case.lengths - 1).long()
-    pages = case.table[case.rows.long(), last // page_size]
-    case.q = qk_norm_rope_store_reference(
-        qkv,
-        last,
-        pages.long() * page_size + last % page_size,
-        rotation.cos_sin,
-        keys,
-        values,
-        num_heads=heads.num_heads,
-        q_weight=rotation.q_weight,
-        k_weight=rotation.k_weight,
-        eps=rotation.eps,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-    )
-    new = pages.long(), last % page_size
-    # a sum in another order may round to a neighbour
-    assert_close(case.keys[new].float(), keys[new].float(), tolerance=1e-2)
-    assert torch.equal(case.values.view(torch.uint8), values.view(torch.uint8))
-    assert_close(out, case.expected(), tolerance=1e-2)
-
-
-@needs_gpu
 @pytest.mark.parametrize("page_size", [16, 32, 64, 256])
 def test_page_sizes(device: torch.device, page_size: int) -> None:
     case = Decoding(HEADS[0], ragged(20, 700), device=device, page_size=page_size)
     assert_close(case.attend(), case.expected(), tolerance=1e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_ways_to_cut_the_work(
+    device: torch.device, parts: int, stages: int, kv_dtype: torch.dtype
+) -> None:
+    from minisgl_backend.kernels.cuda.decode_attention import Tuning
+
+    cut = Tuning(parts=parts, stages=stages, per_processor=1, leaving=1, least=1)
+    for window in (None, 90):
+        case = Decoding(
+            HEADS[0], ragged(40, 700), device=device, kv_dtype=kv_dtype, window=window, cut=cut
+        )
+        assert_close(case.attend(), case.expected(), tolerance=1e-2)
 
 
 @needs_gpu

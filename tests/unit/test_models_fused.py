@@ -21,7 +21,7 @@ from minisgl_backend.kernels.rows import RowTable, StepInbox, begin_decode, fini
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.fused import Attend, FusedDecoder
+from minisgl_backend.models.fused import FusedDecoder
 from minisgl_backend.parallel.group import Group, OneRank
 from tests.conformance.checkpoints import (
     CONTEXT,
@@ -118,7 +118,7 @@ def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table:
         def of_chunk(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
             return prefill.prefill(q, layer_kv, layer, chunks)
 
-        hidden = fused.hidden(ids[:-1], positions, slots, Attend(of_chunk))
+        hidden = fused.hidden(ids[:-1], positions, slots, of_chunk)
         torch.testing.assert_close(fused.logits(hidden), expected[:-1], atol=2e-3, rtol=2e-3)
 
         decode = TritonDecode(shape, max_batch_size=1, device=CPU)
@@ -135,7 +135,7 @@ def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table:
         def of_row(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
             return decode.decode(q, layer_kv, layer, rows)
 
-        hidden = fused.hidden(ids[-1:], last, slot, Attend(of_row))
+        hidden = fused.hidden(ids[-1:], last, slot, of_row)
         torch.testing.assert_close(fused.logits(hidden), expected[-1:], atol=2e-3, rtol=2e-3)
 
 
@@ -185,6 +185,6 @@ def test_layers_can_be_marked(tmp_path: Path) -> None:
     fused.mark = mark
     ids = torch.arange(3)
     with torch.inference_mode():
-        fused.hidden(ids, ids, ids, Attend(lambda q, kv, layer: q))
+        fused.hidden(ids, ids, ids, lambda q, kv, layer: q)
     names = [[f"layer {layer}", "end"] for layer in range(ours.spec.num_layers)]
     assert marks == [mark for pair in names for mark in pair]

@@ -13,14 +13,10 @@
 // registers, on the way from shared memory; the order of dimensions inside a fragment is free, which
 // is what makes that possible without a transposition.
 //
-// With PACKED it takes what the projection gave, and does what stands before attention itself: the
-// norms of q and k, the rotation (see kernels/rope_store.py) and the store of the new key and value.
-// Whoever has a row's last tile puts them both into its page and into the tile.
-//
 // Compiled with: HEAD_DIM (64 or 128), GROUP (query heads of a KV head), KV_HEADS, PAGE_SIZE (a
 // multiple of 16), FP8, BFLOAT16 (q and out; else float16), WARPS (of a thread block; they divide
 // KV_HEADS), STAGES (of a ring), PER_PROCESSOR (thread blocks of a multiprocessor), LEAVING (what the
-// end of a row costs, in tiles), LEAST (tiles of a run), PARTS (of 16 positions in a tile), PACKED.
+// end of a row costs, in tiles), LEAST (tiles of a run), PARTS (of 16 positions in a tile).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -45,9 +41,9 @@ static_assert(GROUP <= HEADS && PAGE_SIZE % PART == 0 && KV_HEADS % WARPS == 0, 
 
 struct Arguments {
     u16* out;               // [batch, KV_HEADS * GROUP, HEAD_DIM]
-    const u16* q;           // the same, rows q_stride apart; PACKED: followed by k and v of KV_HEADS
-    u8* keys;               // [num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM], strides in bytes
-    u8* values;
+    const u16* q;           // the same, rows q_stride apart
+    const u8* keys;         // [num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM], strides in bytes
+    const u8* values;
     const int* table;       // [num_rows, max_pages]
     const int* lengths;     // [batch]
     const int* rows;        // [batch], or null: row i of the table is that of query i
@@ -57,9 +53,6 @@ struct Arguments {
     float* partial;         // [grid * WARPS, 2, GROUP, HEAD_DIM]
     float* lse;             // [grid * WARPS, 2, GROUP]
     int* counters;          // [batch * KV_HEADS], zero between launches
-    const float* cos_sin;   // [num_positions, HEAD_DIM], cosines, then sines
-    const u16* q_weight;    // [HEAD_DIM], or null: no norm
-    const u16* k_weight;
     u64 page_stride;
     u32 slot_stride;
     u32 head_stride;
@@ -67,7 +60,6 @@ struct Arguments {
     int table_stride;
     int window;             // positions seen, 0 for all
     float scale_log2;
-    float eps;
 };
 
 struct PlanArguments {
@@ -161,14 +153,6 @@ __device__ __forceinline__ void widen(u32& low, u32& high, u32 word) {
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2;\n"
         "cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
         : "=r"(low), "=r"(high) : "r"(word));
-}
-
-// a number in the type of keys and values, in the lowest bits
-__device__ __forceinline__ u32 narrow(float x) {
-    if (!FP8) return pack(x, 0, BFLOAT16);
-    u16 out;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(0.0f), "f"(x));
-    return out;
 }
 
 __device__ __forceinline__ float exp2_of(float x) {
@@ -359,52 +343,6 @@ decode_attention(const Arguments args) {
     at.enter(args, start.y);
     u32 turn_begin = shares.begin(run) - own.z;   // in cost
 
-    constexpr int HALF = HEAD_DIM / 2;
-    const float k_scale = FP8 ? *args.k_scale : 1.0f, v_scale = FP8 ? *args.v_scale : 1.0f;
-    // PACKED: the new key and value of a head, to position n of the tile at `tile` and to their page
-    const auto store_new = [&](int query, int length, int kv_head, u64 at, u32 tile, int n) {
-        constexpr int EACH = HALF / 32;   // a lane's dimensions: so many, and those HALF later
-        const u16* k = args.q + (u64)query * args.q_stride
-            + (KV_HEADS * GROUP + kv_head) * HEAD_DIM + lane * EACH;
-        const u16* v = k + KV_HEADS * HEAD_DIM;
-        const float* angles = args.cos_sin + (u64)(length - 1) * HEAD_DIM + lane * EACH;
-        float low[EACH], high[EACH], square = 0;
-        for (int i = 0; i < EACH; ++i) {
-            low[i] = unpack(k[i]);
-            high[i] = unpack(k[HALF + i]);
-            square += low[i] * low[i] + high[i] * high[i];
-        }
-        if (args.k_weight) {
-            for (int lanes = 1; lanes < 32; lanes *= 2) square += __shfl_xor_sync(ALL, square, lanes);
-            const float norm = rsqrtf(square / HEAD_DIM + args.eps);
-            for (int i = 0; i < EACH; ++i) {
-                low[i] *= norm * unpack(args.k_weight[lane * EACH + i]);
-                high[i] *= norm * unpack(args.k_weight[HALF + lane * EACH + i]);
-            }
-        }
-        const auto put = [&](u8* page, u32 tile, int dimension, float x) {
-            constexpr int SIZE = FP8 ? 1 : 2;
-            const int byte = dimension * SIZE;
-            const u32 bits = narrow(x), to = tile + chunk_at(n, byte / 16) + byte % 16;
-            if (FP8) {
-                page[at + byte] = (u8)bits;
-                asm volatile("st.shared.u8 [%0], %1;" :: "r"(to), "r"(bits) : "memory");
-            } else {
-                *reinterpret_cast<u16*>(page + at + byte) = (u16)bits;
-                asm volatile("st.shared.u16 [%0], %1;" :: "r"(to), "h"((u16)bits) : "memory");
-            }
-        };
-        const float k_inverse = 1.0f / k_scale, v_inverse = 1.0f / v_scale;
-        for (int i = 0; i < EACH; ++i) {
-            const float cosine = angles[i], sine = angles[HALF + i];
-            const int d = lane * EACH + i;
-            put(args.keys, tile, d, (low[i] * cosine - high[i] * sine) * k_inverse);
-            put(args.keys, tile, HALF + d, (high[i] * cosine + low[i] * sine) * k_inverse);
-            put(args.values, tile + TILE_BYTES, d, unpack(v[i]) * v_inverse);
-            put(args.values, tile + TILE_BYTES, HALF + d, unpack(v[HALF + i]) * v_inverse);
-        }
-    };
-
     // loading runs STAGES tiles ahead, and knows the page of the tile after that
     const u32 ring = shared_address(rings) + warp * STAGES * STAGE_BYTES;
     Cursor ahead = at;
@@ -414,7 +352,7 @@ decode_attention(const Arguments args) {
         if (loaded < tiles_of_run) {
             const int position = ahead.position(args);
             const int first = first_seen(ahead.length, args.window);
-            const int kv_head = ahead.turn * WARPS + warp, end = ahead.length - PACKED;
+            const int kv_head = ahead.turn * WARPS + warp;
             const u32 keys = ring + stage * STAGE_BYTES, values = keys + TILE_BYTES;
             const auto place = [&](int n) {   // of position n of the tile
                 return (n < PART ? pages.x : pages.y) * args.page_stride
@@ -424,15 +362,10 @@ decode_attention(const Arguments args) {
             for (int i = 0; i < PARTS * CHUNKS / 2; ++i) {
                 const int n = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
                 const u64 from = place(n) + chunk * 16;
-                if (PACKED && position + n == end) continue;
                 // zeros for what is not seen: it may hold anything
-                const bool seen = position + n >= first && position + n < end;
+                const bool seen = position + n >= first && position + n < ahead.length;
                 copy_16(keys + chunk_at(n, chunk), args.keys + from, seen);
                 copy_16(values + chunk_at(n, chunk), args.values + from, seen);
-            }
-            if (PACKED && ahead.tile + 1 == ahead.tiles) {
-                const int n = end - position;
-                store_new(ahead.query, ahead.length, kv_head, place(n), keys, n);
             }
             if (++loaded < tiles_of_run) {
                 ahead.advance(args);
@@ -443,7 +376,8 @@ decode_attention(const Arguments args) {
     };
     for (int stage = 0; stage < STAGES; ++stage) load_next(stage);
 
-    const float scale = args.scale_log2 * k_scale;
+    const float scale = args.scale_log2 * (FP8 ? *args.k_scale : 1.0f);
+    const float v_scale = FP8 ? *args.v_scale : 1.0f;
     u32 q[STEPS][2];             // Q^T, the fragments of this lane's query head g
     float o[STEPS][4];           // O^T: heads 2j and 2j + 1
     float best[2], total[2];     // of those two heads
@@ -454,48 +388,6 @@ decode_attention(const Arguments args) {
     const auto q_dimension = [&](int step, int i) {
         return FP8 ? j * (HEAD_DIM / 4) + 4 * step + i : 16 * step + 2 * j + i / 2 * 8 + i % 2;
     };
-    const auto norm_and_rotate = [&] {
-        float x[STEPS][4], square = 0;
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step)
-            for (int i = 0; i < 4; ++i) {
-                x[step][i] = unpack((u16)(q[step][i / 2] >> i % 2 * 16));
-                square += x[step][i] * x[step][i];
-            }
-        if (args.q_weight) {
-            for (int lanes = 1; lanes < 4; lanes *= 2) square += __shfl_xor_sync(ALL, square, lanes);
-            const float norm = rsqrtf(square / HEAD_DIM + args.eps);
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step)
-                for (int i = 0; i < 4; ++i)
-                    x[step][i] *= norm * unpack(args.q_weight[q_dimension(step, i)]);
-        }
-        const float* angles = args.cos_sin + (u64)(at.length - 1) * HEAD_DIM;
-        if (FP8) {   // what turns with a dimension is two lanes away
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step)
-                for (int i = 0; i < 4; ++i) {
-                    const float other = __shfl_xor_sync(ALL, x[step][i], 2);
-                    const int d = q_dimension(step, i) % HALF;
-                    x[step][i] = x[step][i] * angles[d] + (j < 2 ? -other : other) * angles[HALF + d];
-                }
-        } else {     // half of the steps away
-#pragma unroll
-            for (int step = 0; step < STEPS / 2; ++step)
-                for (int i = 0; i < 4; ++i) {
-                    const float low = x[step][i], high = x[step + STEPS / 2][i];
-                    const int d = q_dimension(step, i);
-                    x[step][i] = low * angles[d] - high * angles[HALF + d];
-                    x[step + STEPS / 2][i] = high * angles[d] + low * angles[HALF + d];
-                }
-        }
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step)
-            for (int i = 0; i < 2; ++i) {
-                const u32 pair = pack(x[step][2 * i], x[step][2 * i + 1], BFLOAT16);
-                q[step][i] = FP8 ? to_float16(pair) : pair;   // rounded as q would be in memory
-            }
-    };
     const auto enter_turn = [&] {
         const u16* head = args.q + (u64)at.query * args.q_stride
             + ((at.turn * WARPS + warp) * GROUP + g) * HEAD_DIM;
@@ -503,11 +395,10 @@ decode_attention(const Arguments args) {
         for (int step = 0; step < STEPS; ++step) {
             const u32 low = g < GROUP ? *reinterpret_cast<const u32*>(head + q_dimension(step, 0)) : 0;
             const u32 high = g < GROUP ? *reinterpret_cast<const u32*>(head + q_dimension(step, 2)) : 0;
-            q[step][0] = FP8 && !PACKED ? to_float16(low) : low;
-            q[step][1] = FP8 && !PACKED ? to_float16(high) : high;
+            q[step][0] = FP8 ? to_float16(low) : low;
+            q[step][1] = FP8 ? to_float16(high) : high;
             for (int i = 0; i < 4; ++i) o[step][i] = 0;
         }
-        if (PACKED) norm_and_rotate();
         best[0] = best[1] = NOTHING;
         total[0] = total[1] = 0;
     };

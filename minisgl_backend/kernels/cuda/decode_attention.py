@@ -12,7 +12,6 @@ from torch import Tensor
 
 from minisgl_backend.kernels.cuda.module import CudaModule
 from minisgl_backend.kernels.dispatch import num_processors
-from minisgl_backend.kernels.rope_store import Rotation
 
 _WARPS: Final = 4
 """Most warps of a thread block; with fewer KV heads there are fewer, and more thread blocks."""
@@ -38,7 +37,7 @@ def tuning(kv_dtype: torch.dtype) -> Tuning:
     """What was fastest on an H200."""
     if kv_dtype == torch.float8_e4m3fn:
         return Tuning(parts=1, stages=4, per_processor=2)
-    return Tuning(parts=1, stages=2, per_processor=2)
+    return Tuning(parts=1, stages=3, per_processor=2)
 
 
 class _Arguments(ctypes.Structure):
@@ -58,9 +57,6 @@ class _Arguments(ctypes.Structure):
         ("partial", ctypes.c_void_p),
         ("lse", ctypes.c_void_p),
         ("counters", ctypes.c_void_p),
-        ("cos_sin", ctypes.c_void_p),
-        ("q_weight", ctypes.c_void_p),
-        ("k_weight", ctypes.c_void_p),
         ("page_stride", ctypes.c_uint64),
         ("slot_stride", ctypes.c_uint32),
         ("head_stride", ctypes.c_uint32),
@@ -68,7 +64,6 @@ class _Arguments(ctypes.Structure):
         ("table_stride", ctypes.c_int),
         ("window", ctypes.c_int),
         ("scale_log2", ctypes.c_float),
-        ("eps", ctypes.c_float),
     )
 
 
@@ -151,13 +146,9 @@ class DecodeAttentionKernel:
         # Were there room for one more, an early launch would put some multiprocessors' there.
         memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
         shared_bytes = max(ring_bytes, memory // (per_processor + 1))
-        source = "decode_attention.cu"
-        plain = CudaModule(source, {**constants, "PACKED": False}, device)
-        packed = CudaModule(source, {**constants, "PACKED": True}, device)
-        self._plan = plain.kernel("plan_decode_attention", shared_bytes=4 * max_batch_size)
-        self._attend = plain.kernel("decode_attention", shared_bytes=shared_bytes)
-        self._attend_packed = packed.kernel("decode_attention", shared_bytes=shared_bytes)
-        self._num_heads, self._head_dim = num_heads, head_dim
+        module = CudaModule("decode_attention.cu", constants, device)
+        self._plan = module.kernel("plan_decode_attention", shared_bytes=4 * max_batch_size)
+        self._attend = module.kernel("decode_attention", shared_bytes=shared_bytes)
         self._grid = per_processor * num_processors(device)
         pieces = (self._grid * self._num_warps, 2, group)
         self._partial = torch.empty((*pieces, head_dim), dtype=torch.float32, device=device)
@@ -204,19 +195,15 @@ class DecodeAttentionKernel:
         window: int | None,
         k_scale: Tensor | None,
         v_scale: Tensor | None,
-        rotation: Rotation | None = None,
         pdl: bool,
     ) -> Tensor:
         """See ``minisgl_backend.kernels.decode_attention.decode_attention``; int32 tensors only.
 
-        ``runs`` is what ``plan`` made of them. With a ``rotation``, ``q`` holds what the projection
-        gave, [batch_size, (num_heads + 2 * num_kv_heads) * head_dim]: it is normed and rotated, and
-        the new key and value are stored at each row's last position.
+        ``runs`` is what ``plan`` made of them.
         """
-        assert keys.stride() == values.stride() and keys.stride(3) == 1 and q.stride(-1) == 1
-        assert q.dim() == 2 if rotation else q.stride(1) == self._head_dim
-        shape = (len(q), self._num_heads, self._head_dim)
-        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        assert keys.stride() == values.stride() and keys.stride(3) == 1
+        assert q.stride(1) == q.shape[2] and q.stride(2) == 1
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         item = keys.element_size()
         arguments = _Arguments(
             out=out.data_ptr(),
@@ -232,9 +219,6 @@ class DecodeAttentionKernel:
             partial=self._partial.data_ptr(),
             lse=self._lse.data_ptr(),
             counters=self._counters.data_ptr(),
-            cos_sin=_address(rotation.cos_sin if rotation else None),
-            q_weight=_address(rotation.q_weight if rotation else None),
-            k_weight=_address(rotation.k_weight if rotation else None),
             page_stride=keys.stride(0) * item,
             slot_stride=keys.stride(1) * item,
             head_stride=keys.stride(2) * item,
@@ -242,10 +226,8 @@ class DecodeAttentionKernel:
             table_stride=page_table.stride(0),
             window=window or 0,
             scale_log2=scale * 1.4426950408889634,  # exp2 instead of exp
-            eps=rotation.eps if rotation else 0.0,
         )
-        kernel = self._attend_packed if rotation else self._attend
-        kernel.launch(self._grid, 32 * self._num_warps, arguments, pdl=pdl)
+        self._attend.launch(self._grid, 32 * self._num_warps, arguments, pdl=pdl)
         return out
 
 

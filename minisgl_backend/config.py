@@ -79,7 +79,9 @@ class EngineOptions:
     )
     cuda_graph_batch_sizes: str | None = option(None, "batch sizes to capture, as 1,2,4")
     tensor_parallel_size: int = option(1, "GPUs (or CPU ranks) of one engine", minimum=1)
-    comm: str | None = option(None, "how ranks talk", choices=("nccl", "pynccl", "flashinfer", "gloo"))
+    comm: str | None = option(
+        None, "how ranks talk", choices=("nccl", "pynccl", "flashinfer", "gloo")
+    )
     distributed_address: str | None = option(None, "rendezvous of the ranks, HOST:PORT")
     distributed_timeout_s: float = option(60.0, "patience with a silent rank", minimum=1)
     cancel_grace_ms: int = option(

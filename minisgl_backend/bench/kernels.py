@@ -212,13 +212,49 @@ def attention_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Cas
         caches = [(_normal(*dims).to(dtype), _normal(*dims).to(dtype)) for _ in _copies(num_bytes)]
         inputs = [(q, k, v, table, lengths) for k, v in caches]
         name = "bf16" if dtype == torch.bfloat16 else "fp8"
+        twin = _each(decode_attention_reference, inputs[:2], **scales)
+        library = _flash_attention(q, caches, table, lengths) if not scales else ()
         yield Case(
-            f"attention, {name}, context {context}",
+            f"attention (Triton), {name}, context {context}",
             num_bytes,
             _each(decode_attention, inputs, workspace=workspace, **scales),
-            _each(decode_attention_reference, inputs[:2], **scales),
-            _flash_attention(q, caches, table, lengths) if not scales else (),
+            twin,
+            library,
         )
+        yield Case(
+            f"attention (CUDA), {name}, context {context}",
+            num_bytes,
+            _cuda_attention(shape, inputs, scales),
+            twin,
+            library,
+        )
+
+
+def _cuda_attention(
+    shape: Shape, inputs: Sequence[tuple[Tensor, ...]], scales: dict[str, Tensor]
+) -> list[Call]:
+    """This package's kernel in CUDA C++, where the GPU can run it."""
+    try:
+        from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
+    except ImportError:
+        return []
+    if torch.cuda.get_device_capability() < (9, 0):
+        return []
+    q, keys, _, table, lengths = inputs[0]
+    kernel = DecodeAttentionKernel(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        page_size=_PAGE_SIZE,
+        dtype=q.dtype,
+        kv_dtype=keys.dtype,
+        max_batch_size=len(q),
+        device=q.device,
+    )
+    shared: dict[str, Any] = {"rows": None, "window": None, "pdl": False}
+    runs = kernel.plan(table, lengths, **shared)
+    of_call = {"scale": shape.head_dim**-0.5, "k_scale": None, "v_scale": None, **scales, **shared}
+    return _each(kernel, [(*tensors, runs) for tensors in inputs], **of_call)
 
 
 def _flash_attention(

@@ -1,5 +1,8 @@
 """Kernels: each a function over tensors, beside a twin in plain torch that says what it computes.
 
+Most are in Triton. ``kernels.cuda`` has those in CUDA C++, where a layout of registers has to be
+chosen by hand; they are classes, since they are compiled for one shape and keep a workspace.
+
 A function takes its Triton path (``kernels.jit``) where its input lives on a GPU and Triton can be
 imported, else its twin; both give the same values within rounding. Twins end in ``_reference``, run
 anywhere and are the oracles of the tests.

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-STUCK_AFTER_S: Final = 60.0
+STUCK_AFTER_S: Final = 120.0
 _LEAST_S: Final = 0.5
-"""Computing time that counts as getting on; idle threads take less in a minute."""
+"""Computing time that counts as getting on. Idle threads take a quarter of it in that time, and a
+start among twenty busy processes of a higher priority takes three times as much."""
 _S_PER_BYTE: Final = _LEAST_S / 2**21
 """So does reading or writing 2 MiB, from however slow a disk."""
 _LOOK_EVERY_S: Final = 1.0

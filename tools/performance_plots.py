@@ -69,28 +69,29 @@ def _throughput(name: str, files: Files, goals: Files) -> dict[str, float]:
 def decode_figure(files: Files, goals: Files) -> Figure:
     """Time of a decode step by batch size, a panel a model: here, its replay, mini-sglang."""
     names = [name for name in sorted(files) if name.startswith("decode-")]
-    figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        rows = files[name]["rows"]
-        replayed = [row for row in rows if row["replay_ms"] != "-"]
-        batches = [row["batch"] for row in rows]
-        axes.plot(batches, [row["mean_ms"] for row in rows], "o-", label="step of the engine")
-        axes.plot(
-            [row["batch"] for row in replayed],
-            [row["replay_ms"] for row in replayed],
-            "x--",
-            label="its graph alone",
-        )
+    num_rows = -(-len(names) // 2)
+    figure = Figure(figsize=(10, 3.5 * num_rows), layout="constrained")
+    for place, name in enumerate(names, 1):
         others = goals.get(name, {}).get("mini_sglang_ms", {})
-        if others:
-            axes.plot(
-                [int(batch) for batch in others], list(others.values()), "s", label="mini-sglang"
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(batches, [str(batch) for batch in batches])
-        axes.set_ylim(bottom=0)
-        _finish(axes, f"decode, {_label(name)}", "batch size", "ms a step")
+        _draw_steps(figure.add_subplot(num_rows, 2, place), name, files[name]["rows"], others)
     return figure
+
+
+def _draw_steps(
+    axes: Axes, name: str, rows: list[dict[str, Any]], others: Mapping[str, float]
+) -> None:
+    """``others`` are mini-sglang's times in milliseconds by batch size."""
+    batches = [row["batch"] for row in rows]
+    axes.plot(batches, [row["mean_ms"] for row in rows], "o-", label="step of the engine")
+    replays = {row["batch"]: row["replay_ms"] for row in rows if row["replay_ms"] != "-"}
+    if replays:
+        axes.plot(list(replays), list(replays.values()), "x--", label="its graph alone")
+    if others:
+        axes.plot([int(batch) for batch in others], list(others.values()), "s", label="mini-sglang")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set_ylim(bottom=0)
+    _finish(axes, f"decode, {_label(name)}", "batch size", "ms a step")
 
 
 def breakdown_figure(files: Files) -> Figure:

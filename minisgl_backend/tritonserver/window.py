@@ -78,15 +78,13 @@ class Window:
         return now_s - self._last_sent_s >= self._probe_wait_s
 
     def is_overdue(self, now_s: float, newest_acknowledged_s: float, grace_s: float) -> bool:
-        """Whether the oldest chunk will not be acknowledged any more.
+        """Whether the chunks under way will not be acknowledged any more.
 
         ``newest_acknowledged_s`` is when the newest chunk of any stream that is acknowledged was
-        sent: while it is older than ours, the detokenizer is merely slow.
+        sent. While that was not ``grace_s`` after our newest, a probe as a rule, the detokenizer is
+        merely slow, or a busy machine lets chunks overtake each other.
         """
         if not self._unacked:
             return False
-        sent_s = self._unacked[0][1]
-        waited_s = now_s - sent_s
-        return waited_s >= GIVE_UP_AFTER_S or (
-            waited_s >= grace_s and newest_acknowledged_s > sent_s
-        )
+        (_, first_s), (_, last_s) = self._unacked[0], self._unacked[-1]
+        return now_s - first_s >= GIVE_UP_AFTER_S or newest_acknowledged_s - last_s >= grace_s

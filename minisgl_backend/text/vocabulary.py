@@ -14,6 +14,7 @@ for the end of the run.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from minisgl_backend.request import TokenId
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Vocabulary:
@@ -69,16 +72,24 @@ class Vocabulary:
         return len(self.pieces)
 
     def check_fits(self, num_rows: int) -> None:
-        """Raises ``ConfigError`` where a token's id is beyond the model's rows of embeddings."""
+        """Raises ``ConfigError`` where a text's tokens can be beyond the model's embeddings.
+
+        Special tokens may be, as the padding of some checkpoints is: a request that spells one is
+        refused.
+        """
         beyond = [
             token_id for token_id in range(num_rows, len(self)) if self.names[token_id] is not None
         ]
-        if beyond:
-            token = self.names[beyond[0]]
-            raise ConfigError(
-                f"the tokenizer has {len(beyond)} tokens that the model, of {num_rows} rows, does "
-                f"not know: the first is {token!r}, of id {beyond[0]}, the last has id {beyond[-1]}"
-            )
+        if not beyond:
+            return
+        token = self.names[beyond[0]]
+        message = (
+            f"the tokenizer has {len(beyond)} tokens that the model, of {num_rows} rows, does "
+            f"not know: the first is {token!r}, of id {beyond[0]}, the last has id {beyond[-1]}"
+        )
+        if not self.special.issuperset(beyond):
+            raise ConfigError(message)
+        logger.warning("%s; they are special, and refused where a request spells them", message)
 
     def has_text(self, token_id: TokenId) -> bool:
         """Whether an id is that of a token, and not of a special one."""

@@ -25,6 +25,7 @@ from minisgl_backend.check.target import wait_until
 
 NOTICED_WITHIN_S: Final = 2.0
 HANG_NOTICED_WITHIN_S: Final = 10.0
+TOLD_WITHIN_S: Final = 5.0
 RECOVERED_WITHIN_S: Final = 15.0
 GONE_WITHIN_S: Final = 10.0
 PAUSE_S: Final = 3.0
@@ -166,6 +167,9 @@ def _dead(
     if stage.settings.is_timed:
         late = recovered_s - max(0.0, noticed_within_s - NOTICED_WITHIN_S)
         case.expect(noticed_s <= noticed_within_s, f"noticed after {noticed_s:.1f} s")
+        if must_fail:
+            unheard = ended_s - max(0.0, noticed_within_s - NOTICED_WITHIN_S)
+            case.expect(unheard <= TOLD_WITHIN_S, f"streams ended after {ended_s:.1f} s")
         case.expect(late <= RECOVERED_WITHIN_S, f"ready again after {recovered_s:.1f} s")
 
 

@@ -88,7 +88,7 @@ def started(
     def live() -> None:
         try:
             ports = ServerOptions(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=5)
-            supervisor = Supervisor(start, ports, first_pause_s=0.1)
+            supervisor = Supervisor(start, ports)
             made.put(supervisor)
             supervisor.run(stopping)
         except MiniSGLError as error:

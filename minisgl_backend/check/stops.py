@@ -70,7 +70,6 @@ def stopped_while_loading(settings: Settings, case: Case) -> None:
             case.expect(seconds <= STOPPED_WITHIN_S, f"it took {seconds:.1f} s")
 
 
-_DRAINED: Final = f"SIGTERM with {_NUM_SHORT} short requests and an endless one"
 FAULTS: Final = (
     Fault(
         "F17",

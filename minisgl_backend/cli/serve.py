@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,11 @@ def serve(
 
     health = HealthServer(host, health_port)
     try:
-        supervisor = Supervisor(start, server_options)
+        supervisors: list[Supervisor] = []
+        stopping = _stop_on_signals(supervisors)
+        supervisors.append(supervisor := Supervisor(start, server_options))
         health.start(supervisor.health, supervisor.stats)
-        supervisor.run(_stop_on_signals(supervisor), welcome)
+        supervisor.run(stopping, welcome)
     except EngineFailure as error:
         raise click.ClickException(str(error)) from None
     finally:
@@ -126,13 +129,17 @@ def options_as_text(options: EngineOptions) -> dict[str, str]:
     }
 
 
-def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
-    """Take SIGINT and SIGTERM: the first lets requests drain, a second one does not wait."""
+def _stop_on_signals(supervisors: Sequence[Supervisor]) -> threading.Event:
+    """Take SIGINT and SIGTERM: the first lets requests drain, a second one does not wait.
+
+    The supervisor comes later: a start, too, may be stopped without leaving anything behind.
+    """
     stopping = threading.Event()
 
     def forward(number: int, _frame: object) -> None:
         if stopping.is_set():
-            supervisor.server.signal(signal.SIGKILL)
+            for supervisor in supervisors:
+                supervisor.server.signal(signal.SIGKILL)
             return
         stopping.set()
         print("stopping; requests in flight may finish", file=sys.stderr)

@@ -30,7 +30,3 @@ class Recoveries:
         self._begun_s.append(now_s)
         self.num_begun += 1
         return self._first_pause_s * 2 ** (num_before - 1) if num_before else 0.0
-
-    def clear(self) -> None:
-        """Begin a window."""
-        self._begun_s.clear()

@@ -21,8 +21,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError, EngineFailure
@@ -171,7 +173,7 @@ class Supervisor:
         return {
             "phase": self._phase.value,
             "num_recoveries": self._recoveries.num_begun,
-            "shared_memory_bytes": sum(r.stat().st_size for r in server.shared_memory_regions()),
+            "shared_memory_bytes": sum(map(_num_bytes, server.shared_memory_regions())),
             "tritonserver": {"pid": server.pid, **footprint(server.pid)},
             "models": models,
         }
@@ -248,33 +250,56 @@ class Supervisor:
             if pause_s is None:
                 self._give_up(fault, stopping)
                 return
+            model = self._end(fault)
             if stopping.wait(pause_s):
                 return
-            fault = self._mend(fault, stopping)
+            fault = self._mend(model, stopping)
         logger.info("serving again after %.1f s", time.monotonic() - started_s)
-        self._serves()
+        self._phase = Phase.SERVING
 
-    def _mend(self, fault: _Fault, stopping: threading.Event) -> _Fault | None:
-        """Recover once; what went wrong with that, if anything."""
-        try:
-            if fault.process is None:
-                self._restart(stopping)
-                return None
-            beat, model = self._processes.end(fault.process), fault.process.model
+    def _end(self, fault: _Fault) -> str | None:
+        """End what is at fault, so that its callers learn of it before any pause.
+
+        Returns the model to load again; None where all is to be started again, and has ended.
+        """
+        process = fault.process
+        if process is not None:
+            with suppress(OSError):  # a full disk
+                self._sign.touch()
+            beat = self._processes.end(process)
             why: str | None
             if beat.num_inside:
                 why = f"{beat.num_inside} requests are lost with it"
             elif self._num_reloads == MAX_RELOADS:
                 why = f"models were loaded again {MAX_RELOADS} times"
-            elif not (why := self._who_waits(model)):
+            else:
+                why = self._who_waits(process.model)
+            if why is None:
+                return process.model
+            logger.warning("%s: starting again", why)
+        self.server.kill()
+        return None
+
+    def _mend(self, model: str | None, stopping: threading.Event) -> _Fault | None:
+        """Load ``model`` again, or start all again; what is wrong then, if anything."""
+        try:
+            if model is not None:
                 self._reload(model)
                 why = self._who_waits(model)
-            if why is not None:
-                logger.warning("%s: starting again", why)
+                if why is not None:
+                    logger.warning("%s: starting again", why)
+                    model = None
+            if model is None:
                 self._restart(stopping)
         except ConfigError as error:
             return _Fault(f"recovery failed: {error}")
-        return None
+        self._answered_s = time.monotonic()
+        return self._look()
+
+    @property
+    def _sign(self) -> Path:
+        """While it is there, the tokenizer refuses requests at once."""
+        return self.server.directory / RECOVERING_FILE
 
     def _who_waits(self, model: str) -> str | None:
         """Too many for a process that has gone, more than are served elsewhere; None where not."""
@@ -286,10 +311,8 @@ class Supervisor:
 
     def _reload(self, model: str) -> None:
         self._num_reloads += 1
-        sign = self.server.directory / RECOVERING_FILE
-        sign.touch()
         self.server.reload(model, timeout_s=_RELOAD_S)
-        sign.unlink()
+        self._sign.unlink(missing_ok=True)
 
     def _restart(self, stopping: threading.Event) -> None:
         old = self.server
@@ -309,3 +332,11 @@ class Supervisor:
         self._phase = Phase.DOWN
         self.server.kill()
         stopping.wait()
+
+
+def _num_bytes(region: Path) -> int:
+    """Of a file that may vanish at any time."""
+    try:
+        return region.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -15,6 +15,7 @@ import pytest
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import Request, SamplingParams
+from minisgl_backend.server.recoveries import Recoveries
 from minisgl_backend.server.repository import shipped_repository
 from tests.parallel.engines import Answer, is_running, wait_for_all, wait_until
 from tests.server.client import Call, Refused, wait_for
@@ -113,7 +114,7 @@ def test_a_lost_rank_ends_every_stream_and_the_engine_comes_back(
 
     Since none is lost, the engine's model is loaded again and the server stays.
     """
-    world.supervisor._recoveries.clear()
+    world.supervisor._recoveries = Recoveries(first_pause_s=0.1)
     server, before = world.server, num_recoveries(world)
     models = ("minisgl", "minisgl", "llm_engine")
     calls = [Call(world.server, model, **ENDLESS) for model in models]

@@ -21,6 +21,7 @@ from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import TritonServer
+from minisgl_backend.server.recoveries import Recoveries
 from minisgl_backend.server.supervisor import Supervisor
 from tests.server.client import Call, Refused, generate, wait_for
 from tests.server.conftest import paced_repository
@@ -119,7 +120,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
 @pytest.fixture(autouse=True)
 def few_recoveries(world: Supervised) -> None:
     """Each test has its own share of recoveries."""
-    world.supervisor._recoveries.clear()
+    world.supervisor._recoveries = Recoveries(first_pause_s=0.1)
 
 
 def ending(call: Call) -> str:

@@ -19,10 +19,19 @@ from rich.table import Table
 _MOST_COLUMNS: Final = 9
 """A single row of more figures is shown upright."""
 
+
+def _writable(_context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Refused before anything is measured, rather than after."""
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written", param=option)
+    return path
+
+
 json_option = click.option(
     "--json",
     "json_path",
     type=click.Path(dir_okay=False, path_type=Path),
+    callback=_writable,
     help="also write the figures to this file",
 )
 

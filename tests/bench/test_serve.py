@@ -170,6 +170,8 @@ def test_its_own_server_and_the_end_by_ctrl_c() -> None:
         (["--rate", "fast"], "is no list of numbers"),
         (["--url", "http://a:1", "--protocol", "grpc"], "http://a:1 is no address for grpc"),
         (["--slo", "speed=3"], "an objective is ttft, tpot or e2e"),
+        (["--json", "/nowhere/figures.json"], "/nowhere/figures.json cannot be written"),
+        (["--plots", "/proc/plots"], "--plots /proc/plots: "),
     ],
 )
 def test_wrong_options(arguments: list[str], complaint: str) -> None:

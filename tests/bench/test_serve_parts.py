@@ -181,6 +181,17 @@ def test_a_wrong_line_of_a_trace_is_named(
         read_trace(path, block_size=512)
 
 
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(b"\n", "is empty"), (b"\xff\n", "line 1: 'utf-8' codec can't decode")],
+)
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes, complaint: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=complaint):
+        calls_of_file(path, max_tokens=3)
+
+
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n")
@@ -327,6 +338,9 @@ def test_objectives() -> None:
         objectives_of("itl=3")
     with pytest.raises(ConfigError, match="tpot must be a number of milliseconds, got 'fast'"):
         objectives_of("tpot=fast")
+    for value in ("nan", "-3", "inf"):
+        with pytest.raises(ConfigError, match="ttft must be a number of milliseconds"):
+            objectives_of(f"ttft={value}")
 
 
 # --- what is shown -----------------------------------------------------------------------------

@@ -61,20 +61,23 @@ def calls_of_file(path: Path, *, max_tokens: int) -> list[Call]:
     """The prompts of a JSONL file, in order.
 
     Each line is an object with one of ``prompt`` (text), ``messages`` and ``input_ids``, and where
-    it likes its own ``max_tokens``. Raises ``ConfigError`` with the line that is not.
+    it likes its own ``max_tokens``. Raises ``ConfigError`` with the line that is not, or for none.
     """
-    return [_call(line, max_tokens, place) for place, line in json_lines(path)]
+    calls = [_call(line, max_tokens, place) for place, line in json_lines(path)]
+    if not calls:
+        raise ConfigError(f"{path.name} is empty")
+    return calls
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file, each with its place for messages; blank lines are skipped."""
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
                 continue
             place = f"{path.name}, line {number}"
             try:
-                line = json.loads(text)
+                line = json.loads(text.decode("utf-8"))
             except ValueError as error:
                 raise ConfigError(f"{place}: {error}") from None
             if not isinstance(line, dict):

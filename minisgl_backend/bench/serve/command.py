@@ -117,6 +117,11 @@ def serve(
         raise click.UsageError(f"--protocol {protocol} needs --url")
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plots needs matplotlib: pip install 'minisgl-triton[bench]'")
+    if plots is not None:
+        try:
+            plots.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.UsageError(f"--plots {plots}: {error.strerror}") from None
     measured: list[Measured] = []
     interrupted = False
     with address_of(url) as address:

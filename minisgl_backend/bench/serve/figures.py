@@ -8,6 +8,7 @@ was due, so that a client that is late cannot make a server look fast.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -30,7 +31,9 @@ def objectives_of(text: str) -> dict[str, float]:
         try:
             objectives[name] = float(value)
         except ValueError:
-            raise ConfigError(f"{name} must be a number of milliseconds, got {value!r}") from None
+            objectives[name] = math.nan
+        if not 0 < objectives[name] < math.inf:
+            raise ConfigError(f"{name} must be a number of milliseconds, got {value!r}")
     return objectives
 
 

@@ -31,6 +31,8 @@ from minisgl_backend.check.target import Target
 
 _NUM_TOKENS: Final = 16
 _PROMPT_TOKENS: Final = 12
+_MANY: Final = 64
+"""Clients that keep a server on a few cores busy."""
 GOODPUT: Final = 0.9
 """At twice the capacity, of the capacity."""
 REFUSED_WITHIN_MS: Final = 50.0
@@ -59,7 +61,7 @@ class Shapes:
         self._capacity = 0.0
 
     def steady(self) -> Case:
-        """A closed loop of as many clients as may run: the latency and the capacity."""
+        """A closed loop of a few clients: the latency; then of many: the capacity."""
         case = Case("closed loop")
         clients = min(4, int(self._info["max_running_requests"]))
         begin_s = time.perf_counter()
@@ -72,8 +74,8 @@ class Shapes:
 
         self._drive(loop)
         self._judge(case, outcomes, may_refuse=False)
-        seconds = time.perf_counter() - begin_s
-        self._capacity = len(outcomes) / seconds
+        rate = len(outcomes) / (time.perf_counter() - begin_s)
+        self._capacity = max(rate, self._rate_of_many(rate, case))
         ttft = percentiles(one.ttft_ms for one in outcomes if one.ttft_ms is not None)
         case.what = f"{self._capacity:.1f} requests/s, TTFT p50 {ttft.get('p50', 0.0):.0f} ms"
         case.figures = {
@@ -82,6 +84,15 @@ class Shapes:
             "TTFT p99, ms": ttft.get("p99", 0.0),
         }
         return case
+
+    def _rate_of_many(self, rate: float, case: Case) -> float:
+        """Requests a second while some always wait, so that no row is ever idle."""
+        clients = min(_MANY, 2 * int(self._info["max_running_requests"]))
+        calls = self._calls(max(2 * clients, round(rate * self._extent.load_s)))
+        outcomes = self._run(Load("closed", clients, calls, concurrency=clients))
+        self._judge(case, outcomes, may_refuse=False)
+        seconds = max(one.ended_s for one in outcomes) - min(one.due_s for one in outcomes)
+        return len(outcomes) / seconds
 
     def burst(self) -> Case:
         """More requests at once than may run and wait."""

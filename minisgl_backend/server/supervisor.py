@@ -54,6 +54,7 @@ _LOOK_EVERY_S: Final = 0.1
 _ASK_EVERY_S: Final = 1.0
 """How often tritonserver itself is asked whether it is ready."""
 _RELOAD_S: Final = 120.0
+"""The least patience with the load of one model; three times what all of them took is the most."""
 
 
 class Phase(Enum):
@@ -104,6 +105,7 @@ class Supervisor:
         self._looked_s = time.monotonic()
         self._recoveries = Recoveries(first_pause_s)
         self._num_reloads = 0
+        self._load_s = 0.0
         self._seen: tuple[ModelProcess, ...] = ()
         self._asked_s = self._answered_s = float("-inf")
         self._triton_is_ready = False
@@ -119,7 +121,7 @@ class Supervisor:
         """
         try:
             try:
-                self.server.wait_ready(give_up=stopping.is_set)
+                self._wait_ready(stopping)
                 self._serves()
             except StuckStart as error:
                 self._recover(_Fault(str(error)), stopping)
@@ -177,6 +179,11 @@ class Supervisor:
             "tritonserver": {"pid": server.pid, **footprint(server.pid)},
             "models": models,
         }
+
+    def _wait_ready(self, stopping: threading.Event) -> None:
+        started_s = time.monotonic()
+        self.server.wait_ready(give_up=stopping.is_set)
+        self._load_s = time.monotonic() - started_s
 
     # --- looking -----------------------------------------------------------------------------
 
@@ -311,7 +318,7 @@ class Supervisor:
 
     def _reload(self, model: str) -> None:
         self._num_reloads += 1
-        self.server.reload(model, timeout_s=_RELOAD_S)
+        self.server.reload(model, timeout_s=max(_RELOAD_S, 3 * self._load_s))
         self._sign.unlink(missing_ok=True)
 
     def _restart(self, stopping: threading.Event) -> None:
@@ -321,7 +328,7 @@ class Supervisor:
         self._num_reloads = 0
         self.server = self._start(old.options)  # with the ports that it had
         self._processes = ModelProcesses(self.server.directory)
-        self.server.wait_ready(give_up=stopping.is_set)
+        self._wait_ready(stopping)
 
     def _give_up(self, fault: _Fault, stopping: threading.Event) -> None:
         reason = (

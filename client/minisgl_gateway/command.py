@@ -7,10 +7,12 @@ import logging
 import math
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import click
+from minisgl_client.errors import InvalidArgument
 
 from minisgl_gateway.options import GatewayOptions
 from minisgl_gateway.server import listen, make_server
@@ -36,7 +38,13 @@ _SECONDS: Final = _Seconds(min=0.1, max=86_400)
 @click.command()
 @click.option("--triton", default=_DEFAULTS.triton, show_default=True, help="gRPC address")
 @click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
-@click.option("--port", default=9000, show_default=True, help="0 picks a free one")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=9000,
+    show_default=True,
+    help="0 picks a free one",
+)
 @click.option("--model", default=_DEFAULTS.model, show_default=True, help="the ensemble in Triton")
 @click.option("--model-name", metavar="NAME", help="what callers call it  [default: as --model]")
 @click.option(
@@ -118,7 +126,7 @@ def gateway(
     drain_timeout_s: int,
 ) -> None:
     """Serve OpenAI's API and a chat page, in front of a MiniSGL server."""
-    keys = (*api_keys, *os.environ.get("MINISGL_API_KEYS", "").split(), *_keys_of(api_key_file))
+    keys = _keys_of(api_keys, os.environ.get("MINISGL_API_KEYS"), api_key_file)
     if not keys and not _is_loopback(host):
         raise click.ClickException(f"listening on {host} needs an API key: see --api-key-file")
     options = GatewayOptions(
@@ -139,6 +147,10 @@ def gateway(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
+        server = make_server(options)
+    except InvalidArgument as error:
+        raise click.ClickException(f"--triton: {error}") from error
+    try:
         listener = listen(host, port)
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from error
@@ -148,16 +160,31 @@ def gateway(
         # uvicorn ends on these, and then raises them again for whoever was there before
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        make_server(options).run(sockets=[listener])
+        server.run(sockets=[listener])
 
 
-def _keys_of(file: Path | None) -> tuple[str, ...]:
-    if file is None:
-        return ()
-    lines = (line.partition("#")[0].strip() for line in file.read_text("utf-8").splitlines())
-    keys = tuple(filter(None, lines))
-    if not keys:
-        raise click.ClickException(f"{file} holds no key")
+def _keys_of(given: Sequence[str], variable: str | None, file: Path | None) -> tuple[str, ...]:
+    keys: list[str] = []
+    if given:
+        keys += _checked("--api-key", [key.strip() for key in given])
+    if variable is not None:
+        keys += _checked("MINISGL_API_KEYS", variable.split())
+    if file is not None:
+        try:
+            text = file.read_text("utf-8-sig")
+        except (OSError, UnicodeError) as error:
+            raise click.ClickException(f"cannot read {file}: {error}") from error
+        lines = (line.partition("#")[0].strip() for line in text.splitlines())
+        keys += _checked(str(file), [line for line in lines if line])
+    return tuple(keys)
+
+
+def _checked(source: str, keys: Sequence[str]) -> Sequence[str]:
+    """Keys that somebody could send: a source that was given must not leave the gateway open."""
+    if not keys or not all(keys):
+        raise click.ClickException(f"{source} holds no key, or a blank one")
+    if not all(key.isprintable() for key in keys):  # nor are bytes that are no UTF-8
+        raise click.ClickException(f"{source} holds a key that is no printable text in UTF-8")
     return keys
 
 

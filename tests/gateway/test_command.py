@@ -6,8 +6,18 @@ import socket
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
+from minisgl_client.errors import InvalidArgument
+from minisgl_gateway import command
 from minisgl_gateway.command import gateway
+from minisgl_gateway.options import GatewayOptions
+
+
+def check_refused(result: Result, words: str) -> None:
+    assert result.exit_code in (1, 2), result.exception
+    assert isinstance(result.exception, SystemExit)  # which is no traceback
+    assert words in result.output
+    assert "ready" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -19,6 +29,12 @@ from minisgl_gateway.command import gateway
         (["--max-requests", "0"], "--max-requests"),
         (["--max-body-bytes", "-1"], "--max-body-bytes"),
         (["--api-key-file", "/nowhere"], "--api-key-file"),
+        (["--port", "99999"], "--port"),
+        (["--triton", ""], "--triton"),
+        (["--triton", "foo://x"], "--triton"),
+        (["--api-key", ""], "holds no key"),
+        (["--api-key", "good", "--api-key", " "], "holds no key"),
+        (["--api-key", "\udcff"], "UTF-8"),
         (["--host", "0.0.0.0"], "needs an API key"),
         (["--host", "::"], "needs an API key"),
         (["--host", "example.com"], "needs an API key"),
@@ -27,15 +43,39 @@ from minisgl_gateway.command import gateway
 def test_options(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MINISGL_API_KEYS", raising=False)
     result = CliRunner().invoke(gateway, ["--port", "0", *options])
-    assert result.exit_code != 0
-    assert words in result.output
+    check_refused(result, words)
 
 
-def test_a_file_without_keys(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("# none yet\n\n")
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(b"# none yet\n\n", "holds no key"), (b"", "holds no key"), (b"k\xff\n", "cannot read")],
+)
+def test_files_without_keys(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "keys").write_bytes(data)
     result = CliRunner().invoke(gateway, ["--api-key-file", str(tmp_path / "keys")])
-    assert result.exit_code == 1
-    assert "holds no key" in result.output
+    check_refused(result, words)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [("", "holds no key"), (" \n", "holds no key"), ("\udcff", "UTF-8")]
+)
+def test_a_variable_without_keys(value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISGL_API_KEYS", value)
+    check_refused(CliRunner().invoke(gateway), words)
+
+
+def test_where_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[GatewayOptions] = []
+
+    def make_server(options: GatewayOptions) -> None:
+        found.append(options)
+        raise InvalidArgument("enough")
+
+    monkeypatch.setattr(command, "make_server", make_server)
+    monkeypatch.setenv("MINISGL_API_KEYS", "b\nc")
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfd  # whose\r\n\r\n e\r\n")
+    CliRunner().invoke(gateway, ["--api-key", "a", "--api-key-file", str(tmp_path / "keys")])
+    assert found[0].api_keys == ("a", "b", "c", "d", "e")
 
 
 def test_a_port_that_is_taken() -> None:

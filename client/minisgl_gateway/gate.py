@@ -35,7 +35,8 @@ GONE: Final = 499
 class Gate:
     """Wraps the application.
 
-    A route finds the caller in ``scope["state"]["caller"]``, and leaves the request's id beside it.
+    A route finds the caller in ``scope["state"]["caller"]``, beside it ``deadline_s``, when by
+    ``time.monotonic`` the request must have ended; and leaves the request's id there.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Gate:
                 logger.info("%s: %s %d in %.3f s", request_id, route, status, seconds)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deadline_s = time.monotonic() + self._options.timeout_s
         headers = scope["headers"]
         if (
             sum(len(name) + len(value) + 4 for name, value in headers)
@@ -89,7 +91,9 @@ class Gate:
                 code="headers_too_large",
             )
         if scope["path"] not in OPEN_PATHS:
-            scope.setdefault("state", {})["caller"] = self._keys.caller(headers)
+            state = scope.setdefault("state", {})
+            state["caller"] = self._keys.caller(headers)
+            state["deadline_s"] = deadline_s
         most_body = self._options.max_body_bytes
         num_bytes = 0
         whole = False
@@ -98,8 +102,9 @@ class Gate:
             nonlocal num_bytes, whole
             if whole:
                 return await receive()
+            patience_s = min(self._options.patience_s, deadline_s - time.monotonic())
             try:
-                message = await asyncio.wait_for(receive(), self._options.patience_s)
+                message = await asyncio.wait_for(receive(), patience_s)
             except asyncio.TimeoutError:
                 raise ApiError(408, "the body does not arrive", code="timeout") from None
             num_bytes += len(message.get("body", b""))

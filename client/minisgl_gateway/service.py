@@ -73,7 +73,7 @@ class Service:
         """POST /v1/chat/completions."""
         request = await self._parsed(ChatCompletionRequest, http)
         caller: Caller = http.scope["state"]["caller"]
-        generations = chat_generations(request, self._policy(caller))
+        generations = chat_generations(request, self._policy(http))
         heading = Heading.of("chatcmpl", request.model)
         http.scope["state"]["request_id"] = heading.id
         tool_calls = reads_tool_calls(request)
@@ -101,7 +101,7 @@ class Service:
         """POST /v1/completions."""
         request = await self._parsed(CompletionRequest, http)
         caller: Caller = http.scope["state"]["caller"]
-        generations = completion_generations(request, self._policy(caller))
+        generations = completion_generations(request, self._policy(http))
         heading = Heading.of("cmpl", request.model)
         http.scope["state"]["request_id"] = heading.id
         if not request.stream:
@@ -175,9 +175,10 @@ class Service:
                 param="model",
             )
 
-    def _policy(self, caller: Caller) -> Policy:
-        options = self._options
-        return Policy(options.timeout_s, options.default_max_tokens, caller.salt)
+    def _policy(self, http: Request) -> Policy:
+        state = http.scope["state"]
+        left_s = state["deadline_s"] - time.monotonic()
+        return Policy(left_s, self._options.default_max_tokens, state["caller"].salt)
 
     async def _whole(
         self,

@@ -29,9 +29,10 @@ def protocol_of(options: GatewayOptions) -> type[BoundedProtocol]:
     return Protocol
 
 
-_UPGRADE: Final = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
+_UPGRADE: Final = re.compile(rb"\nUpgrade(?=:)", re.IGNORECASE)
 """An offer to speak something else, which Java's client makes to all. Nothing else is spoken here,
-and with the offer in sight the parser would not read the body."""
+and with the offer in sight the parser would not read the body. So the name gets longer, just before
+its colon, which works too where the name came in pieces of which the parser has some."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -46,6 +47,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _num_head_bytes: int | None = None
     """Of a head that is coming."""
+    _tail: bytes = b""
+    """The end of what has come of a head, with which a name may begin."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -53,7 +56,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_idle():
-            data = _UPGRADE.sub(b"\r\nX-Upgrade:", data, count=1)
+            seen = len(self._tail)
+            joined = _UPGRADE.sub(rb"\g<0>-Offer", self._tail + data)
+            data, self._tail = joined[seen:], joined[-len(b"\nUpgrade") :]
+        else:
+            self._tail = b""
         super().data_received(data)
         if self._num_head_bytes is not None:
             self._num_head_bytes += len(data)

@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -235,6 +236,19 @@ def test_offers_to_speak_something_else_are_not_taken(guarded: Gateway) -> None:
         for _ in range(2):
             answer = client.post(f"{guarded.url}/v1/completions", json={**LONG, "max_tokens": 1})
             assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("place", range(len("\r\nUpgrade:") + 1))
+def test_such_an_offer_in_two_packets(guarded: Gateway, place: int) -> None:
+    body = json.dumps({**LONG, "max_tokens": 1}).encode()
+    data = post(body, "Connection: Upgrade", "Upgrade: h2c", f"Content-Length: {len(body)}")
+    cut = data.index(b"\r\nUpgrade:") + place
+    with socket.create_connection(guarded.address, timeout=PATIENCE_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(data[:cut])
+        time.sleep(0.05)
+        connection.sendall(data[cut:])
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
 def test_head(gateway: Gateway) -> None:

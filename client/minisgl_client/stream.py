@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from minisgl_client.answer import Delta, Result, add_up
 from minisgl_client.attempts import Attempts
-from minisgl_client.errors import MinisglError
+from minisgl_client.errors import ConnectionLost, MinisglError
 from minisgl_client.request import Request
 from minisgl_client.transport import AsyncCall, AsyncTransport, Call, Transport, unless_closed
 
@@ -61,6 +61,11 @@ class _Answer:
         """Whether the last delta has come, though perhaps not the end of the stream behind it."""
         return bool(self._deltas) and self._deltas[-1].finish_reason is not None
 
+    def _check_whole(self) -> None:
+        """At the end of the stream; raises ``ConnectionLost``."""
+        if "return_finish_reason" in self._request.values and not self._is_whole:
+            raise ConnectionLost("the answer ended before it was whole")
+
 
 class Stream(_Answer):
     """An iterator of ``Delta``, and a context manager that closes it.
@@ -84,6 +89,8 @@ class Stream(_Answer):
         try:
             with unless_closed(self._transport):
                 delta = self._call.read() if self._call and self._deltas else self._first()
+                if delta is None:
+                    self._check_whole()
         except BaseException as error:
             if isinstance(error, Exception) and self._ended_s is not None:
                 raise StopIteration from None  # closed by another thread
@@ -144,6 +151,8 @@ class AsyncStream(_Answer):
         try:
             with unless_closed(self._transport):
                 delta = await (self._call.read() if self._call and self._deltas else self._first())
+                if delta is None:
+                    self._check_whole()
         except BaseException:
             await self.aclose()
             raise

@@ -210,6 +210,18 @@ def test_no_second_try(way: Way, answer: list[str], kind: type[MinisglError]) ->
 
 
 @all_ways
+def test_an_answer_that_ends_early(way: Way) -> None:
+    """It is no answer, unless the finish reason that tells was not asked for."""
+    script = Script([["a", "b"]])
+    with serving(way, script) as url:
+        for ask in (way.generate, way.stream):
+            with pytest.raises(ConnectionLost, match="the answer ended before it was whole"):
+                ask(url, prompt="x")
+        assert script.num_requests == 2
+        assert way.generate(url, prompt="x", return_finish_reason=False).text == "ab"
+
+
+@all_ways
 def test_something_that_is_not_triton(way: Way) -> None:
     """A proxy, or another server."""
     kinds: dict[int, type[MinisglError]] = {503: Unavailable, 405: InvalidArgument}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -86,6 +87,19 @@ def test_a_conversation(page: Page, gateway: Gateway) -> None:
         assert Path(picture).stat().st_size < 200_000
     page.get_by_role("button", name="New chat").click()
     expect(page.locator("article")).to_have_count(0)
+
+
+def test_an_answer_without_text(page: Page, gateway: Gateway) -> None:
+    usage = {
+        "prompt_tokens": 5,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    events = f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=events))
+    opened(page, gateway)
+    ask(page, FRANCE)
+    expect(page.locator(".figures")).to_have_text("1 token · prompt 5, 0 of them cached")
 
 
 def test_parameters_reach_the_engine(page: Page, gateway: Gateway) -> None:

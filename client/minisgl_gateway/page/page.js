@@ -147,10 +147,12 @@ class Answer {
     if (this.usage) {
       const { completion_tokens: made, prompt_tokens: read } = this.usage;
       const cached = this.usage.prompt_tokens_details.cached_tokens;
-      const seconds = (performance.now() - this.#first) / 1000; // in which all but the first were made
-      figures.push(`${made} tokens`);
-      if (made > 1 && seconds > 0) figures.push(`${((made - 1) / seconds).toFixed(0)} tokens/s`);
-      figures.push(`first after ${(this.#first - this.#begun).toFixed(0)} ms`);
+      figures.push(made === 1 ? "1 token" : `${made} tokens`);
+      if (this.#first !== null) {
+        const seconds = (performance.now() - this.#first) / 1000; // in which all but the first were made
+        if (made > 1 && seconds > 0) figures.push(`${((made - 1) / seconds).toFixed(0)} tokens/s`);
+        figures.push(`first after ${(this.#first - this.#begun).toFixed(0)} ms`);
+      }
       figures.push(`prompt ${read}, ${cached} of them cached`);
     }
     const line = element("p", "figures", figures.filter(Boolean).join(" · "));

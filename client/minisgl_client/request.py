@@ -1,7 +1,7 @@
 """A request as values by name, and as each protocol carries it.
 
-``build`` checks what the wire cannot hold (a bool as a number, a number of more than 32 bits) and
-leaves all other judgement to the server.
+``build`` checks what the wire cannot hold (a bool as a number, one of too many bits, text that is
+not UTF-8) and leaves all other judgement to the server.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ def build(model: str, request_id: str, given: Mapping[str, Any]) -> Request:
 
     It asks for ``ASKED``, unless the values say otherwise.
     """
-    _check_text("model", model)
-    _check_text("request_id", request_id)
+    check_text("model", model)
+    check_text("request_id", request_id)
     values: dict[str, Any] = {}
     others: dict[str, bool | int | float | str] = {}
     for name, value in {**ASKED, **given}.items():
         if value is None or (value is False and name in ASKED):
             continue
         if name not in INPUTS:
-            others[name] = value if isinstance(value, (bool, int, float, str)) else _json(value)
+            others[name] = _other(name, value)
         elif name not in LISTS:
             values[name] = _value(name, value)
         elif items := [_value(name, item) for item in _items(value)]:
@@ -97,12 +97,26 @@ def _items(value: Any) -> Iterable[Any]:
     return value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
 
 
+def _other(name: str, value: Any) -> bool | int | float | str:
+    """A value that only the server knows, as a parameter of Triton can hold it."""
+    check_text(f"the name {name!r}", name)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise InvalidArgument(f"{name} must be an integer of 64 bits")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidArgument(f"{name} must be finite, got {value!r}")
+    if isinstance(value, (bool, int, float)):
+        return value
+    text = value if isinstance(value, str) else _json(name, value)
+    check_text(name, text)
+    return text
+
+
 def _value(name: str, value: Any) -> Any:
     """The value as its data type has it: str, bool, int or float."""
     datatype = INPUTS[name]
     if datatype == "BYTES":
-        text = _json(value) if name in _JSON and not isinstance(value, str) else value
-        _check_text(name, text)
+        text = _json(name, value) if name in _JSON and not isinstance(value, str) else value
+        check_text(name, text)
         return text
     if isinstance(value, bool) is (datatype == "BOOL"):
         try:
@@ -116,7 +130,7 @@ def _value(name: str, value: Any) -> Any:
     raise InvalidArgument(f"{name} must be {_NOUNS[datatype]}, got {value!r}")
 
 
-def _check_text(name: str, text: object) -> None:
+def check_text(name: str, text: object) -> None:
     if not isinstance(text, str):
         raise InvalidArgument(f"{name} must be a string, got {text!r}")
     try:
@@ -133,11 +147,11 @@ _NOUNS: Final = {
 }
 
 
-def _json(value: Any) -> str:
+def _json(name: str, value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"not JSON: {error}") from None
+        raise InvalidArgument(f"{name} must be JSON: {error}") from None
 
 
 def _with_timeout(values: Mapping[str, Any], timeout_ms: int | None) -> Mapping[str, Any]:

@@ -38,7 +38,14 @@ HERE: list[tuple[dict[str, Any], type[MinisglError], str]] = [
     ({"prompt": "\ud83d"}, InvalidArgument, "text_input must be valid UTF-8"),
     ({"prompt": "x", "stop": [b"x"]}, InvalidArgument, "stop must be a string"),
     ({"input_ids": ["1"]}, InvalidArgument, "input_ids must be an integer"),
-    ({"messages": [{"role": object()}]}, InvalidArgument, "not JSON: "),
+    ({"messages": [{"role": object()}]}, InvalidArgument, "messages must be JSON: "),
+    ({"prompt": "x", "logit_bias": {5: float("nan")}}, InvalidArgument, "logit_bias must be JSON"),
+    ({"prompt": "x", "\ud83d": 1}, InvalidArgument, r"the name '\ud83d' must be valid UTF-8"),
+    ({"prompt": "x", "y": "\ud83d"}, InvalidArgument, "y must be valid UTF-8"),
+    ({"prompt": "x", "y": ["\ud83d"]}, InvalidArgument, "y must be valid UTF-8"),
+    ({"prompt": "x", "y": 2**63}, InvalidArgument, "y must be an integer of 64 bits"),
+    ({"prompt": "x", "y": -(10**5000)}, InvalidArgument, "y must be an integer of 64 bits"),
+    ({"prompt": "x", "y": float("inf")}, InvalidArgument, "y must be finite, got inf"),
     ({"prompt": "x", "timeout_ms": 0}, InvalidArgument, "timeout_ms must be >= 1, got 0"),
 ]
 """What the client refuses by itself, because no protocol could carry it."""

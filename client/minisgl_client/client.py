@@ -22,11 +22,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from minisgl_client.answer import Result
 from minisgl_client.attempts import Attempts
 from minisgl_client.errors import InvalidArgument
-from minisgl_client.request import Request, build
+from minisgl_client.request import Request, build, check_text
 from minisgl_client.stream import AsyncStream, Stream
 from minisgl_client.transport import AsyncTransport, Transport, unless_closed
 
@@ -61,14 +62,15 @@ class _Caller:
             raise InvalidArgument(f"timeout_s must be finite and > 0, got {timeout_s!r}")
         if not (isinstance(retries, int) and retries >= 0):
             raise InvalidArgument(f"retries must be an integer >= 0, got {retries!r}")
-        for name, value in (headers or {}).items():
-            if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
-                raise InvalidArgument(f"no protocol could carry the header {name!r}")
+        check_text("url", url)
         scheme, _, address = url.rpartition("://")
         if protocol is None:
             protocol = "http" if scheme in ("http", "https") else "grpc"
         if scheme not in _SCHEMES.get(protocol, ()) or not address:
             raise InvalidArgument(f"{url} is no address for {protocol}")
+        _check_address(address, url, protocol)
+        for name, value in (headers or {}).items():
+            _check_header(name, value, protocol)
         self.model = model
         self.protocol = protocol
         self._address = address if protocol == "grpc" else f"{scheme or 'http'}://{address}"
@@ -230,6 +232,26 @@ class AsyncClient(_Caller):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+def _check_address(address: str, url: str, protocol: Protocol) -> None:
+    """HOST:PORT; HTTP may have a path behind it."""
+    try:
+        parts = urlsplit(f"//{address}")
+        _ = parts.port  # raises where it is none
+    except ValueError as error:
+        raise InvalidArgument(f"{url} is no address for {protocol}: {error}") from None
+    if protocol == "grpc" and parts.netloc != address:
+        raise InvalidArgument(f"{url} is no address for {protocol}: it must be HOST:PORT")
+
+
+def _check_header(name: str, value: str, protocol: Protocol) -> None:
+    check_text("the name of a header", name)
+    check_text(f"the header {name!r}", value)
+    if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
+        raise InvalidArgument(f"no protocol could carry the header {name!r}")
+    if protocol == "grpc" and name.lower().endswith("-bin"):
+        raise InvalidArgument(f"gRPC takes the header {name!r} for bytes, which it is not")
 
 
 def _is_time(value: object) -> bool:

@@ -142,6 +142,40 @@ def test_headers_that_no_protocol_can_carry(headers: dict[str, str]) -> None:
         Client(headers=headers)
 
 
+def test_headers_that_are_told_by_name() -> None:
+    wrong: list[tuple[Any, str]] = [
+        ({"a": 5}, "the header 'a' must be a string, got 5"),
+        ({5: "a"}, "the name of a header must be a string, got 5"),
+        ({"x-Bin": "5"}, "gRPC takes the header 'x-Bin' for bytes"),
+    ]
+    for headers, message in wrong:
+        with pytest.raises(InvalidArgument, match=message):
+            Client(headers=headers)
+    Client("http://localhost:8000", headers={"x-bin": "5"}).close()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("localhost:99999", "localhost:99999 is no address for grpc: Port out of range"),
+        ("http://localhost:99999", "is no address for http: Port out of range"),
+        ("localhost:x", "localhost:x is no address for grpc: Port could not be cast"),
+        ("localhost:1/path", "localhost:1/path is no address for grpc: it must be HOST:PORT"),
+        ("[::1:5", "is no address for grpc: Invalid IPv6"),
+        ("\ud800:1", "url must be valid UTF-8"),
+    ],
+)
+def test_addresses_that_nothing_could_have(url: str, message: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        AsyncClient(url)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["[::1]:8001", "localhost", "http://[::1]:8000/behind/a/proxy"])
+def test_addresses_of_other_kinds(url: str) -> None:
+    Client(url).close()
+
+
 @all_ways
 def test_addresses_that_are_none(way: Way) -> None:
     url = "http://here:port" if way.protocol == "http" else ""

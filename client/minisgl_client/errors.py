@@ -69,7 +69,8 @@ class ConnectionFailed(MinisglError):
 
 
 class ConnectionLost(MinisglError):
-    """The connection broke after the request was sent; what the server did is unknown."""
+    """The connection broke after the request was sent, or the answer ended before it was whole;
+    what the server did is unknown."""
 
     code = "CONNECTION_LOST"
 

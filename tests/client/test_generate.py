@@ -15,6 +15,7 @@ import pytest
 from minisgl_backend.server.process import TritonServer
 from tests.client.commands import GREEDY, MINISGL, run
 from tests.client.engine import Engine
+from tests.client.test_retries import GOOD, Script, grpc_server
 from tests.client.ways import url_of
 from tests.server.client import PATIENCE_S, Metrics, generate, wait_for
 
@@ -165,6 +166,15 @@ def test_lines_that_are_all_good(server: TritonServer) -> None:
         assert told["id"] == line["id"]
         assert told["num_output_tokens"] == line["max_tokens"] == len(told["logprobs"])
         assert told["logprobs"][0]["chosen"].keys() == {"token_id", "text", "logprob", "rank"}
+
+
+def test_an_id_of_null_is_none() -> None:
+    script = Script([GOOD])
+    lines = '{"prompt": "x", "id": null}\n{"prompt": "x", "id": 0}\n'
+    with grpc_server(script) as url:
+        done = run("generate", "--url", url, "--jsonl", "--concurrency", "1", stdin=lines)
+    assert (done.returncode, script.ids) == (0, ["", "0"])
+    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == [None, 0]
 
 
 def test_answers_do_not_wait_for_the_next_line(server: TritonServer) -> None:

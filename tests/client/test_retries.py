@@ -46,10 +46,12 @@ class Script:
     answers: Sequence[Sequence[str]]
     deadlines_ms: list[int | None] = field(default_factory=list)
     """The ``timeout_ms`` of each request."""
+    ids: list[str] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
     status: int = 503
 
-    def begin(self, timeout_ms: int | None) -> Sequence[str]:
+    def begin(self, timeout_ms: int | None, request_id: str) -> Sequence[str]:
+        self.ids.append(request_id)
         self.deadlines_ms.append(timeout_ms)
         return self.answers[min(len(self.deadlines_ms), len(self.answers)) - 1]
 
@@ -66,7 +68,8 @@ def grpc_server(script: Script) -> Iterator[str]:
         request = next(requests)
         names = [tensor.name for tensor in request.inputs]
         raw = dict(zip(names, request.raw_input_contents, strict=True)).get("timeout_ms")
-        for step in script.begin(None if raw is None else int.from_bytes(raw, "little")):
+        timeout_ms = None if raw is None else int.from_bytes(raw, "little")
+        for step in script.begin(timeout_ms, request.id):
             if step == HANG:
                 script.over.wait()
             elif step == BREAK:
@@ -118,7 +121,7 @@ def http_server(script: Script) -> Iterator[str]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.close_connection = True
-            steps = script.begin(body.get("timeout_ms"))
+            steps = script.begin(body.get("timeout_ms"), body.get("id", ""))
             if steps[0] == STATUS:
                 self.send_error(script.status)
                 return

@@ -151,7 +151,8 @@ async def _answer_lines(
             request = _request(line, template)
             if "id" in request:
                 told["id"] = request.pop("id")
-            result = await client.generate(request_id=str(told.get("id", "")), **request)
+            request_id = "" if told.get("id") is None else str(told["id"])
+            result = await client.generate(request_id=request_id, **request)
             told |= _shown(result)
             advance(result.num_output_tokens or 0)
         except MinisglError as error:

@@ -16,6 +16,8 @@ from tests.fakes import pb_utils
 from tests.server.conftest import paced_repository, running
 
 sys.modules["triton_python_backend_utils"] = pb_utils
+# a shell starts what runs in its background with Ctrl-C ignored, and so would be what tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -134,7 +134,7 @@ class FusedDecoder:
         """Update the residual stream ``x``, all but the feed-forward's part, which is returned."""
         attention, mlp = layer.self_attn, layer.mlp
         normalized = _add_norm(pending, x, layer.input_layernorm, pdl)
-        qkv = _wide_product(normalized, attention.qkv_proj, pdl)
+        qkv = _product(normalized, attention.qkv_proj.weight, attention.qkv_proj.bias, pdl)
         out = self._attend(attention, index, qkv, positions, slots, attend, pdl=pdl)
         projected = _wide_sum(out, attention.o_proj, pdl)
         normalized = _add_norm(projected, x, layer.post_attention_layernorm, pdl)
@@ -227,11 +227,6 @@ def _add_norm(pending: _Pending | None, x: Tensor, norm: Any, pdl: bool) -> Tens
     if group.fused is not None and group.fused.fits(len(value), value.shape[1], value.dtype):
         return group.fused.add_rms_norm(value, x, norm.weight, norm.eps)
     return fused_add_rms_norm(group.all_reduce(value), x, norm.weight, norm.eps, pdl=pdl)
-
-
-def _wide_product(x: Tensor, linear: Any, pdl: bool) -> Tensor:
-    """The product of a column-parallel layer."""
-    return _product(x, linear.weight, linear.bias, pdl)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, pdl: bool) -> Tensor:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.kernels.jit.sampling import BY_ROW
 
 if TYPE_CHECKING:
     from minisgl_backend.kernels.rows import DecodeInputs, RowTable, StepInbox
@@ -16,17 +17,7 @@ if TYPE_CHECKING:
 
 @triton.jit(
     do_not_specialize=["batch_size"],
-    do_not_specialize_on_alignment=[
-        "tokens_ptr",
-        "slots_ptr",
-        "lengths_ptr",
-        "temperature_ptr",
-        "top_k_ptr",
-        "top_p_ptr",
-        "min_p_ptr",
-        "seeds_ptr",
-        "positions_ptr",
-    ],
+    do_not_specialize_on_alignment=["tokens_ptr", "slots_ptr", "lengths_ptr", *BY_ROW],
 )
 def _begin_decode(
     inbox_ptr,

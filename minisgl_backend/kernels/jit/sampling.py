@@ -22,16 +22,11 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.sampling import Penalties, RowParameters, SamplingWorkspace
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "temperature_ptr",
-        "top_k_ptr",
-        "top_p_ptr",
-        "min_p_ptr",
-        "seeds_ptr",
-        "positions_ptr",
-    ]
-)
+BY_ROW = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "positions_ptr"]
+"""Arguments that are ``RowParameters``, in all alignments."""
+
+
+@triton.jit(do_not_specialize_on_alignment=BY_ROW)
 def _best_of_split(
     best_ptr,
     token_ptr,
@@ -104,16 +99,7 @@ def _best_of_split(
     tl.store(token_ptr + row * SPLITS + split, token)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "temperature_ptr",
-        "top_k_ptr",
-        "top_p_ptr",
-        "min_p_ptr",
-        "seeds_ptr",
-        "positions_ptr",
-    ]
-)
+@triton.jit(do_not_specialize_on_alignment=BY_ROW)
 def _choose(
     out_ptr,
     best_ptr,

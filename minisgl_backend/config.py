@@ -130,7 +130,7 @@ class Limits:
     stop_token_ids: int = 256
     logit_bias_entries: int = 1024
     logprobs: int = 20
-    cache_salt_bytes: int = 256
+    cache_salt_characters: int = 64
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

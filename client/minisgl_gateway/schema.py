@@ -52,7 +52,11 @@ class GenerationRequest(_Strict):
     min_tokens: int = Field(0, ge=0, lt=2**31)
     stop_token_ids: list[TokenId] | None = None
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="prefixes are shared under equal salts only"
+        None,
+        min_length=1,
+        max_length=64,
+        pattern="^[A-Za-z0-9_-]*$",
+        description="prefixes are shared under equal salts only",
     )
     priority: int = Field(0, gt=-(2**31), lt=2**31, description="lower goes first")
     prompt_cache_key: str | None = Field(None, description="a label; no effect")

@@ -204,7 +204,13 @@ def _lists(vocab_size: int) -> Iterator[Bad]:
     }
     for name, text in biases.items():
         yield Bad(f"logit_bias: {name}", {**_TEXT, "logit_bias": text})
-    yield Bad("a cache salt of a megabyte", {**_TEXT, "cache_salt": "s" * 2**20})
+    for name, salt in {
+        "of a megabyte": "s" * 2**20,
+        "of 65 characters": "s" * 65,
+        "with @ and /": "@/../",
+        "not in ASCII": "日本",
+    }.items():
+        yield Bad(f"a cache salt {name}", {**_TEXT, "cache_salt": salt})
 
 
 def _not_offered() -> Iterator[Bad]:
@@ -245,7 +251,7 @@ def _odd() -> Iterator[Bad]:
     values = {
         "temperature": (0.0, -0.0, 1e-38, 1e30),
         "seed": (0, UINT64 - 1),
-        "cache_salt": ("", "@/../", "日本"),
+        "cache_salt": ("", "s" * 64),
         "stop": ([""], ["\u0301"]),
         "top_k": (-1,),
         "priority_level": (-INT32, INT32 - 1),

@@ -112,7 +112,11 @@ INPUTS: Final[tuple[Input, ...]] = (
     Input(name="logit_bias", kind=Kind.BIASES, meaning="JSON {token id: bias}", default=()),
     _integer("priority_level", "higher first", default=0),
     _integer("timeout_ms", "deadline for the whole request", minimum=1),
-    _text("cache_salt", "prefix reuse only among requests with the same salt", default=""),
+    _text(
+        "cache_salt",
+        "prefix reuse only among requests with the same salt: at most 64 of A-Z, a-z, 0-9, _ and -",
+        default="",
+    ),
     _integer("min_chunk_interval_ms", "at most one response each so many ms", minimum=0),
     _flag("stop_request", "cancel all live requests that have this request id"),
     _integer("beam_width", "1; declared for tensorrtllm clients", default=1),

@@ -11,6 +11,7 @@ Raises nothing but ``InvalidRequest`` and ``Unsupported``, whatever comes in.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ GREEDY_BELOW: Final = 1e-5
 """Temperatures under it count as 0: dividing logits by them overflows, to the same effect."""
 
 _PROMPTS: Final = ("text_input", "messages", "input_ids")
+_SALT: Final = re.compile(r"[A-Za-z0-9_-]*")
 _DEFAULTS: Final = {entry.name: entry.default for entry in INPUTS}
 
 
@@ -283,5 +285,9 @@ def _check_limits(given: Mapping[str, Any], limits: Limits) -> None:
         raise InvalidRequest(
             f"num_logprobs must be <= {limits.logprobs}, got {given['num_logprobs']}"
         )
-    if len(given["cache_salt"].encode()) > limits.cache_salt_bytes:
-        raise InvalidRequest(f"cache_salt must be at most {limits.cache_salt_bytes} bytes")
+    salt = given["cache_salt"]
+    if len(salt) > limits.cache_salt_characters or not _SALT.fullmatch(salt):
+        raise InvalidRequest(
+            f"cache_salt must be at most {limits.cache_salt_characters} of the characters A-Z, "
+            f"a-z, 0-9, _ and -, got {values.quoted(salt)}"
+        )

@@ -3,7 +3,8 @@
 Knows every parameter of the wire (through ``wire``) and turns a wrong one away before any work is
 done for it: first the engine's hint that all queues are full, then the size, then the values, then
 the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not hold up the
-others, whose number is bounded.
+others, whose number is bounded. What brings no prompt, as a ``stop_request`` does, is done at once
+however full the queues are: it makes room.
 
 Invariants: every request gets exactly one response with the final flag. A ``stop_request`` never
 overtakes what it stops: requests of its id that are still in the pool end here.
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -43,11 +44,15 @@ from minisgl_backend.tritonserver.tensors import (
 )
 from minisgl_backend.tritonserver.vitals import Vitals
 from minisgl_backend.tritonserver.wire.generation import StopRequest
-from minisgl_backend.tritonserver.wire.parameters import INPUT_IDS, REQUEST
+from minisgl_backend.tritonserver.wire.parameters import INPUT_IDS, INPUTS, REQUEST
 from minisgl_backend.tritonserver.wire.parse import parse_generation
 from minisgl_backend.tritonserver.wire.record import encode_record
 
 logger = logging.getLogger(__name__)
+
+_PROMPTS: Final = frozenset(entry.name for entry in INPUTS if entry.prompt)
+_AT_ONCE_BYTES: Final = 4096
+"""What is larger waits in the pool, with a prompt or without."""
 
 
 class _Job:
@@ -63,10 +68,12 @@ class _Job:
         "timeout_us",
     )
 
-    def __init__(self, request: Any, inputs: Arrays, responder: Responder) -> None:
+    def __init__(
+        self, request: Any, inputs: Arrays, parameters: Mapping[str, Any], responder: Responder
+    ) -> None:
         self.arrival_time_ns = time.time_ns()
         self.inputs = inputs
-        self.parameters = read_parameters(request)
+        self.parameters = parameters
         self.timeout_us: int = request.timeout()
         self.label: str = request.request_id()
         self.responder = responder
@@ -123,22 +130,30 @@ class TritonPythonModel:
         responder.fail(error)
 
     def _queue_job(self, request: Any, responder: Responder) -> None:
-        if self._queue.is_full():
+        parameters = read_parameters(request)
+        given = {*(tensor.name() for tensor in request.inputs()), *parameters}
+        has_prompt = not _PROMPTS.isdisjoint(given)
+        if has_prompt and self._queue.is_full():
             raise Overloaded("queue full: every engine has as many requests as it may hold")
         if self._queue.is_recovering():
             raise Overloaded("a part of the server died and is being started again")
         inputs = read_inputs(request)
         size = checked_size(request, inputs, self._limits)
-        job = _Job(request, inputs, responder)
+        job = _Job(request, inputs, parameters, responder)
+        at_once = not has_prompt and size <= _AT_ONCE_BYTES
         with self._lock:
-            if len(self._jobs) >= self._max_jobs or self._num_bytes + size > self._max_bytes:
+            is_full = len(self._jobs) >= self._max_jobs or self._num_bytes + size > self._max_bytes
+            if is_full and not at_once:
                 raise Overloaded(
                     f"queue full: {len(self._jobs)} requests of {self._num_bytes} bytes wait to be "
                     "tokenized"
                 )
             self._jobs.add(job)
             self._num_bytes += size
-        self._pool.submit(self._run, job, size)
+        if at_once:
+            self._run(job, size)
+        else:
+            self._pool.submit(self._run, job, size)
 
     def _run(self, job: _Job, size: int) -> None:
         try:

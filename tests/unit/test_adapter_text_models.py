@@ -176,6 +176,9 @@ def test_full_engines_are_spared(tokenizer: Tokenizer, tmp_path: Path) -> None:
     outputs(ask())
     signs[1].show(True)
     assert message_of(ask()).startswith("UNAVAILABLE: queue full")
+    stop = pb_utils.InferenceRequest({}, request_id="a", parameters={"stop_request": True})
+    tokenizer.execute([stop])
+    outputs(answer_of(stop))
     signs[0].show(False)
     outputs(ask())
     for sign in signs:
@@ -210,6 +213,9 @@ def test_the_pool_is_bounded_and_a_stop_request_ends_what_waits_in_it(
     more = [pb_utils.InferenceRequest({"text_input": text("x")}) for _ in range(4)]
     tokenizer.execute(list(more))
     assert message_of(answer_of(more[-1])).startswith("UNAVAILABLE: queue full: 3 requests")
+    again = pb_utils.InferenceRequest({}, request_id="more", parameters={"stop_request": True})
+    tokenizer.execute([again])
+    outputs(answer_of(again))
     leave.set()
     assert message_of(answer_of(waiting[0])) == "CANCELLED: a stop_request of the same id came in"
     outputs(answer_of(waiting[1]))

@@ -139,9 +139,6 @@ class DetokenizerChannel(Reactor):
         """End the thread and close the connections."""
         self.stop()
 
-    def on_connection(self) -> None:
-        raise NotImplementedError("nobody connects to a detokenizer")
-
     def on_packet(self, peer: Peer, packet: bytes) -> None:
         for key in decode_forgets(packet):
             self._on_forget(key)

@@ -2,6 +2,8 @@
 
 Knows sockets and queues of packets. Must not know what is in a packet: a subclass says what becomes
 of one, of a new connection, and of a peer that has gone.
+
+Invariants: only the thread reads, and closes sockets; a peer whose socket is closed is ``broken``.
 """
 
 from __future__ import annotations
@@ -71,22 +73,28 @@ class Reactor:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def on_packet(self, peer: Peer, packet: bytes) -> None:
+        """A peer sent a packet. Like the next two, called on the thread."""
         raise NotImplementedError
 
     def on_gone(self, peer: Peer) -> None:
+        """A peer has gone; its socket is closed."""
         raise NotImplementedError
 
     def on_connection(self) -> None:
+        """Somebody connects to a listener that was registered."""
         raise NotImplementedError
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def register(self, peer: Peer) -> None:
+        """Read from a peer from now on, and close its socket in the end."""
         self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
     def register_listener(self, listener: socket.socket) -> None:
-        self._selector.register(listener, selectors.EVENT_READ, self.on_connection)
+        """Tell of connections to a socket, which stays the caller's."""
+        self._selector.register(listener, selectors.EVENT_READ)
 
     def flush(self, peer: Peer) -> None:
         """Write what waits for ``peer``, now or as soon as its socket takes it."""
@@ -96,6 +104,7 @@ class Reactor:
             self.wake()
 
     def wake(self) -> None:
+        """Let the thread look for what has changed."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake, 1)
 
@@ -125,9 +134,9 @@ class Reactor:
     def _watch_stuck(self) -> None:
         with self._lock:
             stuck, self._stuck = self._stuck, set()
+        both = selectors.EVENT_READ | selectors.EVENT_WRITE
         for peer in stuck:
-            with contextlib.suppress(KeyError):  # gone meanwhile
-                both = selectors.EVENT_READ | selectors.EVENT_WRITE
+            if not peer.broken:  # else it has gone meanwhile, and its socket may be closed
                 self._selector.modify(peer.socket, both, peer)
 
     def _serve(self, peer: Peer, events: int) -> None:

@@ -30,7 +30,7 @@ from minisgl_backend.tritonserver.packets import (
     encode_acks,
     encode_forgets,
 )
-from minisgl_backend.tritonserver.reactor import Peer
+from minisgl_backend.tritonserver.reactor import Peer, Reactor
 
 U64 = st.integers(0, 2**64 - 1)
 ACKS = st.builds(Ack, U64, st.integers(0, 2**32 - 1), st.sampled_from(Verdict))
@@ -129,6 +129,45 @@ def test_a_gone_peer_is_no_error_for_the_writer() -> None:
         peer = Peer(ours, waiting)
         assert peer.flush()
         assert peer.broken
+
+
+class _Slow(Peer):
+    """A peer whose socket takes nothing."""
+
+    def flush(self) -> bool:
+        return False
+
+
+class _Listening(Reactor):
+    """A reactor that tells what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__("listening")
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.start()
+
+    def on_packet(self, peer: Peer, packet: bytes) -> None:
+        self.heard.put(packet)
+
+    def on_gone(self, peer: Peer) -> None:
+        self.heard.put(peer)
+
+
+def test_a_peer_that_goes_while_a_write_to_it_waits_harms_no_other() -> None:
+    reactor = _Listening()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    others, their_other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with their_other:
+        slow = _Slow(ours, ForgetQueue())
+        for peer in (slow, Peer(others, ForgetQueue())):
+            reactor.register(peer)
+        reactor.wake()
+        theirs.close()
+        assert reactor.heard.get(timeout=30) is slow
+        reactor.flush(slow)
+        their_other.send(b"still there?")
+        assert reactor.heard.get(timeout=30) == b"still there?"
+        reactor.stop()
 
 
 class Engine:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
-from minisgl_backend.server.log import Console
+from minisgl_backend.server.log import Console, ConsoleHandler
 from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
@@ -61,9 +61,13 @@ def serve(
 ) -> None:
     """Serve a checkpoint through tritonserver until Ctrl-C or SIGTERM."""
     started = time.monotonic()
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("minisgl_backend").setLevel(logging.INFO)
     console = Console(everything=log_verbose > 0)
+    logging.basicConfig(
+        format="%(asctime)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        handlers=[ConsoleHandler(console)],
+    )
+    logging.getLogger("minisgl_backend").setLevel(logging.INFO)
     server_options = ServerOptions(
         host=host,
         http_port=http_port,
@@ -87,12 +91,13 @@ def serve(
 
     def welcome(server: TritonServer) -> None:
         seconds = time.monotonic() - started
-        click.echo(_welcome(server, health.port, Path(options.model).name, seconds))
+        with suppress(OSError):  # nobody reads
+            click.echo(_welcome(server, health.port, Path(options.model).name, seconds))
 
     health = HealthServer(host, health_port)
     try:
         supervisors: list[Supervisor] = []
-        stopping = _stop_on_signals(supervisors)
+        stopping = _stop_on_signals(supervisors, console)
         supervisors.append(supervisor := Supervisor(start, server_options))
         health.start(supervisor.health, supervisor.stats)
         supervisor.run(stopping, welcome)
@@ -129,7 +134,7 @@ def options_as_text(options: EngineOptions) -> dict[str, str]:
     }
 
 
-def _stop_on_signals(supervisors: Sequence[Supervisor]) -> threading.Event:
+def _stop_on_signals(supervisors: Sequence[Supervisor], console: Console) -> threading.Event:
     """Take SIGINT and SIGTERM: the first lets requests drain, a second one does not wait.
 
     The supervisor comes later: a start, too, may be stopped without leaving anything behind.
@@ -142,7 +147,7 @@ def _stop_on_signals(supervisors: Sequence[Supervisor]) -> threading.Event:
                 supervisor.server.signal(signal.SIGKILL)
             return
         stopping.set()
-        print("stopping; requests in flight may finish", file=sys.stderr)
+        console.say("stopping; requests in flight may finish")
 
     signal.signal(signal.SIGINT, forward)
     signal.signal(signal.SIGTERM, forward)

@@ -55,6 +55,8 @@ def launch(
     environment = installation.environment({**os.environ, **options.environment})
     environment[RUNTIME_DIRECTORY_VARIABLE] = str(directory)
     environment[HTTP_URL_VARIABLE] = url
+    # Python before 3.13 leaves half a file where a disk is full, and never starts from that again
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     return subprocess.Popen(
         [*arguments, *options.extra_arguments],
         env=environment,

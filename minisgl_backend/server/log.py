@@ -1,11 +1,15 @@
 """What of a server's log the operator sees, and why a server did not start.
 
-Knows the shape of tritonserver's log lines. Must not know processes.
+Knows the shape of tritonserver's log lines, and stderr. Must not know processes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import re
+import select
 import sys
 from collections.abc import Iterable
 from typing import Final
@@ -20,21 +24,53 @@ _HARMLESS: Final = (
 _OURS: Final = re.compile(r'^[IWE]\d{4} ([\d:]+)\.\d+ +\d+ \S*\.py:\d+\] "(.*)"$')
 _TRITON_INFO: Final = re.compile(r"^[IV]\d{4} [\d:.]+ +\d+ (?!\S*\.py:)")
 _LOAD_FAILURE: Final = re.compile(r"failed to load '(\w+)' version \d+: [\w ]+?: (.*)")
+_PATIENCE_MS: Final = 1000
 _ERROR: Final = re.compile(r"^E\d{4} [\d:.]+ +\d+ \S+:\d+\] (.*)|^error: (.*)")
 
 
 class Console:
-    """Shows the log's lines on stderr: all, or without Triton's own chatter."""
+    """Shows lines on stderr, those of the log all or without Triton's own chatter.
 
-    def __init__(self, *, everything: bool) -> None:
+    Never raises, and waits a second at most for somebody to read, whatever stderr is: who waits
+    longer does not serve. Lines that nobody takes are left out, and counted. Any thread, signal
+    handlers too.
+    """
+
+    def __init__(self, *, everything: bool, descriptor: int | None = None) -> None:
+        """``descriptor`` stands for stderr's."""
         self._everything = everything
+        self._descriptor = _stderr() if descriptor is None else descriptor
+        self._patience_ms = _PATIENCE_MS
+        self._num_left_out = 0
 
     def show(self, line: str) -> None:
-        """Print a line if the operator should see it."""
+        """Print a line of the server's log if the operator should see it."""
         if self._everything:
-            print(line, file=sys.stderr, flush=True)
+            self.say(line)
         elif not self._is_chatter(line):
-            print(_OURS.sub(r"\1 \2", line), file=sys.stderr, flush=True)
+            self.say(_OURS.sub(r"\1 \2", line))
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        if self._descriptor is None:
+            return
+        missing = f"({self._num_left_out} lines left out: nobody read)\n" * bool(self._num_left_out)
+        data = f"{missing}{line}\n".encode(errors="replace")
+        self._num_left_out += 1
+        with contextlib.suppress(OSError):  # nobody is there any more, or the disk is full
+            for start in range(0, len(data), select.PIPE_BUF):
+                if not self._is_writable(self._descriptor):
+                    return
+                # a pipe that is writable takes as much without a wait
+                os.write(self._descriptor, data[start : start + select.PIPE_BUF])
+            self._num_left_out = 0
+
+    def _is_writable(self, descriptor: int) -> bool:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        is_writable = bool(poll.poll(self._patience_ms))
+        self._patience_ms = _PATIENCE_MS if is_writable else 0
+        return is_writable
 
     def _is_chatter(self, line: str) -> bool:
         # Triton prints tables of its models and options after an info line
@@ -43,6 +79,26 @@ class Console:
         if any(text in line for text in _HARMLESS):
             return True
         return not line.strip() or _TRITON_INFO.match(line) is not None
+
+
+class ConsoleHandler(logging.Handler):
+    """Shows this process's own log records on a console."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a record."""
+        self._console.say(self.format(record))
+
+
+def _stderr() -> int | None:
+    """The descriptor of stderr; None where it is closed."""
+    try:
+        return None if sys.stderr is None else sys.stderr.fileno()
+    except (OSError, ValueError):
+        return None
 
 
 def failure_in_log(lines: Iterable[str]) -> str | None:

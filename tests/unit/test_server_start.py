@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import stat
@@ -296,18 +297,39 @@ CHATTER = [
 ]
 
 
-def test_the_operator_sees_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_operator_sees_what_matters(capfd: pytest.CaptureFixture[str]) -> None:
     ours = 'I1121 03:06:25.839737 15664 setup.py:117] "minisgl_backend.x: loading"'
     error = 'E1121 03:06:25.8 15664 server.cc:1] "trouble"'
     lines = [*CHATTER, ours, error, "plain"]
     quiet, loud = Console(everything=False), Console(everything=True)
     for line in lines:
         quiet.show(line)
-    shown = capsys.readouterr().err.splitlines()
+    shown = capfd.readouterr().err.splitlines()
     assert shown == ["03:06:25 minisgl_backend.x: loading", error, "plain"]
     for line in lines:
         loud.show(line)
-    assert capsys.readouterr().err.splitlines() == lines
+    assert capfd.readouterr().err.splitlines() == lines
+
+
+def test_a_console_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl_backend.server.log._PATIENCE_MS", 10)
+    reader, writer = os.pipe()
+    console = Console(everything=True, descriptor=writer)
+    for _ in range(100):
+        console.say("x" * 10_000)
+    os.read(reader, 2**20)
+    console.say("y")
+    assert re.fullmatch(rb"\(9\d lines left out: nobody read\)\ny\n", os.read(reader, 2**20))
+    console.say("z")
+    assert os.read(reader, 2**20) == b"z\n"
+    os.close(reader)
+    console.say("to nobody")
+    os.close(writer)
+
+
+def test_stderr_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    Console(everything=True).say("to nobody")
 
 
 @pytest.mark.parametrize(

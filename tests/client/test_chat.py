@@ -16,7 +16,7 @@ from minisgl_backend.server.process import TritonServer
 from tests.client.commands import GREEDY, MINISGL, run
 from tests.client.engine import Engine
 from tests.client.ways import url_of
-from tests.server.client import PATIENCE_S, Metrics, wait_for
+from tests.server.client import PATIENCE_S, Call, Metrics, wait_for
 
 pytestmark = pytest.mark.server
 
@@ -149,14 +149,7 @@ def test_interrupting_an_answer(paced_server: TritonServer, tmp_path: Path) -> N
     engine = Engine(paced_server)
     saved = tmp_path / "chat.json"
     with chat(paced_server, tmp_path / "history", "--max-tokens", "4000") as terminal:
-        terminal.say("Go on for ever.\r")
-        wait_for(
-            lambda: (
-                Metrics(paced_server)["vllm:generation_tokens_total"] > 0
-                and Metrics(paced_server)["vllm:num_requests_running"] == 1
-            ),
-            "an answer under way",
-        )
+        terminal.say("Go on for ever.\r", "The quick brown")
         terminal.child.sendintr()
         terminal.child.expect("stopped · " + FIGURES)
         engine.check_cancelled()
@@ -165,6 +158,24 @@ def test_interrupting_an_answer(paced_server: TritonServer, tmp_path: Path) -> N
         terminal.say(f"/save {saved}\r", "4 messages in")
         terminal.end()
     assert json.loads(saved.read_text("utf-8"))["messages"][1]["content"]
+
+
+def test_interrupting_before_an_answer(paced_server: TritonServer, tmp_path: Path) -> None:
+    """A question that waits behind others goes without a trace."""
+    engine = Engine(paced_server)
+    endless = {"input_ids": [1, 2, 3], "max_tokens": 4000, "stream": True}
+    with chat(paced_server, tmp_path / "history") as terminal:
+        with Call(paced_server, **endless) as first, Call(paced_server, **endless) as second:
+            assert first.next() and second.next()
+            terminal.say("Is it my turn?\r", "⠋")
+            wait_for(
+                lambda: Metrics(paced_server)["vllm:num_requests_waiting"] == 1, "a waiting request"
+            )
+            terminal.child.sendintr()
+            terminal.child.expect(r"stopped(\x1b\[0m)?\r\n")
+        engine.check_cancelled(3)
+        terminal.say(f"/save {tmp_path / 'chat.json'}\r", "0 messages in")
+        terminal.end()
 
 
 def test_chat_needs_a_terminal_and_a_server() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from minisgl_backend.errors import RequestError
 from minisgl_backend.text.prompt import MessagesPrompt
 from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.tritonserver.wire.answer import answer_arrays
 from minisgl_backend.tritonserver.wire.chunk import decode_chunk, encode_chunk
-from minisgl_backend.tritonserver.wire.generation import Generation
+from minisgl_backend.tritonserver.wire.generation import Generation, Wanted
 from minisgl_backend.tritonserver.wire.parameters import BY_NAME, NEUTRAL
 from minisgl_backend.tritonserver.wire.parse import parse_generation, parse_token_generation
 from minisgl_backend.tritonserver.wire.record import Record, decode_record, encode_record
+from minisgl_backend.tritonserver.wire.stream import AnswerStream
 from tests.fakes.vocabularies import byte_level
 
 LIMITS = Limits(prompt_bytes=2000)
@@ -115,17 +118,42 @@ def test_records(text: str) -> None:
         check_sentence(error)
 
 
+COUNTS = st.integers(-2, 3) | st.sampled_from([2**31, 2**32, 2**63 - 1])
+LOGPROBS = st.tuples(st.floats(), COUNTS, st.lists(st.tuples(COUNTS, st.floats()), max_size=2))
+CHUNKS = st.fixed_dictionaries(
+    {
+        "r": st.just("/run/acks"),
+        "s": st.just(5),
+        "i": st.just(0),
+        "d": st.fixed_dictionaries({"n": COUNTS}, optional={"min": COUNTS, "ids": st.just([1])}),
+    },
+    optional={
+        "o": st.lists(COUNTS, max_size=3),
+        "c": COUNTS,
+        "l": st.lists(LOGPROBS, max_size=3),
+        "f": st.sampled_from([["length"], ["stop", 1]]),
+        "t": st.lists(COUNTS, max_size=5),
+    },
+)
 CHUNK_KEYS = st.sampled_from(list("rsiodclfet"))
+ALL_WANTED = Wanted(**{spec.name: True for spec in fields(Wanted)})
 
 
-@given(st.dictionaries(CHUNK_KEYS, JSON).map(json.dumps) | st.text(max_size=20))
+@given(
+    (CHUNKS | st.dictionaries(CHUNK_KEYS, JSON)).map(json.dumps) | st.text(max_size=20),
+)
 def test_chunks(text: str) -> None:
+    """One that is taken, whoever sent it, can be answered."""
     try:
         chunk = decode_chunk(text.encode())
     except RequestError as error:
         check_sentence(error)
     else:
         assert decode_chunk(encode_chunk(chunk)) == chunk
+        if chunk.start is not None:
+            answer = AnswerStream(ENCODER.vocabulary, chunk.start).push(chunk)
+            if answer is not None:
+                answer_arrays(answer, ALL_WANTED, ENCODER.vocabulary.token_text)
 
 
 MESSAGE_KEYS = st.sampled_from(

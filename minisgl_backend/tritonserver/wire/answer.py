@@ -72,7 +72,7 @@ def answer_arrays(
         total = np.array([answer.cumulative_logprob], dtype=np.float32)
         arrays["cumulative_logprob"] = arrays["cum_log_probs"] = total
     if wanted.logprobs:
-        chosen = [max(one.logprob, LEAST_LOGPROB) for one in answer.logprobs]
+        chosen = [_at_least(one.logprob) for one in answer.logprobs]
         arrays["output_log_probs"] = np.array(chosen, dtype=np.float32)
         arrays["logprobs"] = _string(logprobs_json(answer.token_ids, answer.logprobs, token_text))
     if wanted.perf_metrics and (times := answer.times) is not None:
@@ -89,9 +89,7 @@ def logprobs_json(
     """A JSON list, one object a token: {token id: {logprob, rank, decoded_token}}."""
 
     def entry(token_id: TokenId, logprob: float, rank: int) -> dict[str, Any]:
-        # Written so that a NaN, too, becomes the least.
-        value = logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
-        shown: dict[str, Any] = {"logprob": value, "rank": rank}
+        shown: dict[str, Any] = {"logprob": _at_least(logprob), "rank": rank}
         if token_text is not None:
             shown["decoded_token"] = token_text(token_id)
         return shown
@@ -103,6 +101,11 @@ def logprobs_json(
             table.setdefault(str(other), entry(other, logprob, rank))
         tokens.append(table)
     return _encode(tokens)
+
+
+def _at_least(logprob: float) -> float:
+    """Written so that a NaN, too, becomes the least."""
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
 def _string(text: str) -> npt.NDArray[Any]:

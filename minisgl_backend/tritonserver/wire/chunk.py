@@ -17,14 +17,16 @@ call the detokenizer by itself, so decoding trusts nothing.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+import math
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import Finished, FinishReason, TokenId, TokenLogprobs
 from minisgl_backend.tritonserver.wire.generation import NOTHING, Wanted
 
-_WANTED: Final = tuple(spec.name for spec in fields(Wanted))
+_MOST_LOGPROB: Final = 1e30
+"""What float32 holds, and sums of it too."""
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -32,8 +34,8 @@ _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 class StreamStart:
     """What the detokenizer has to know of a stream.
 
-    ``stop_token_ids`` end the request and have no text. ``prompt_text`` is set
-    where the answer starts with the prompt.
+    ``stop_token_ids`` end the request and have no text. ``prompt_text`` is set where the answer
+    starts with the prompt.
     """
 
     num_input_tokens: int
@@ -128,14 +130,18 @@ def decode_chunk(text: bytes) -> Chunk:
 
 
 def _decode(body: dict[str, Any]) -> Chunk:
+    token_ids = _ints(body["o"]) if "o" in body else []
+    logprobs = tuple(_decode_logprobs(one) for one in body.get("l", ()))
+    if logprobs and len(logprobs) != len(token_ids):
+        raise ValueError
     return Chunk(
         reply_to=_str(body["r"]),
         key=_unsigned(body["s"], 64),
         index=_unsigned(body["i"], 32),
-        token_ids=_ints(body["o"]) if "o" in body else [],
+        token_ids=token_ids,
         start=_decode_start(body["d"]) if "d" in body else None,
-        num_cached_tokens=_int(body["c"]) if "c" in body else None,
-        logprobs=tuple(_decode_logprobs(one) for one in body.get("l", ())),
+        num_cached_tokens=_unsigned(body["c"], 32) if "c" in body else None,
+        logprobs=logprobs,
         finish=_decode_finish(body["f"]) if "f" in body else None,
         error=(_str(body["e"][0]), _str(body["e"][1])) if "e" in body else None,
         times=Times(*(_int(moment) for moment in body["t"])) if "t" in body else None,
@@ -144,8 +150,8 @@ def _decode(body: dict[str, Any]) -> Chunk:
 
 def _decode_logprobs(one: list[Any]) -> TokenLogprobs:
     logprob, rank, alternatives = one
-    pairs = tuple((_int(token_id), float(value)) for token_id, value in alternatives)
-    return TokenLogprobs(float(logprob), _int(rank), pairs)
+    pairs = tuple((_int(token_id), _logprob(value)) for token_id, value in alternatives)
+    return TokenLogprobs(_logprob(logprob), _int(rank), pairs)
 
 
 def _decode_finish(pair: list[Any]) -> Finished:
@@ -157,7 +163,7 @@ def _encode_start(start: StreamStart) -> dict[str, Any]:
     if start.stream:
         body["stream"] = True
     if start.wanted != NOTHING:
-        body["wanted"] = [name for name in _WANTED if getattr(start.wanted, name)]
+        body["wanted"] = start.wanted.names()
     if start.stop_strings:
         body["stop"] = start.stop_strings
     if start.min_tokens:
@@ -172,7 +178,7 @@ def _encode_start(start: StreamStart) -> dict[str, Any]:
 def _decode_start(body: dict[str, Any]) -> StreamStart:
     prompt = body.get("prompt")
     return StreamStart(
-        num_input_tokens=_int(body["n"]),
+        num_input_tokens=_unsigned(body["n"], 32),
         stream=bool(body.get("stream", False)),
         wanted=Wanted(**{_str(name): True for name in body["wanted"]})
         if "wanted" in body
@@ -194,6 +200,13 @@ def _unsigned(value: Any, num_bits: int) -> int:
     if type(value) is not int or not 0 <= value < 2**num_bits:
         raise TypeError
     return value
+
+
+def _logprob(value: Any) -> float:
+    number = float(value)
+    if not (abs(number) <= _MOST_LOGPROB or number == -math.inf):
+        raise ValueError
+    return number
 
 
 def _ints(values: Any) -> list[int]:

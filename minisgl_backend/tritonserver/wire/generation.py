@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.text.prompt import Prompt
@@ -20,6 +20,10 @@ class Wanted:
     num_cached_tokens: bool = False
     perf_metrics: bool = False
     logprobs: bool = False
+
+    def names(self) -> list[str]:
+        """Those that are asked for."""
+        return [spec.name for spec in fields(self) if getattr(self, spec.name)]
 
 
 NOTHING = Wanted()

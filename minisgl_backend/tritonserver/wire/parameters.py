@@ -276,3 +276,8 @@ def _by_name() -> Mapping[str, Input]:
 
 BY_NAME: Final[Mapping[str, Input]] = _by_name()
 """The entry of every name and synonym."""
+
+DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {entry.name: entry.default for entry in INPUTS}
+)
+"""The default of every entry; None where it stands for nothing given."""

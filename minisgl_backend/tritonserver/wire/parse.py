@@ -27,7 +27,7 @@ from minisgl_backend.tritonserver.wire.entries import Input
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
 from minisgl_backend.tritonserver.wire.parameters import (
     BY_NAME,
-    INPUTS,
+    DEFAULTS,
     NEUTRAL,
     TRITON_NAMES,
     TRITON_PREFIXES,
@@ -38,7 +38,6 @@ GREEDY_BELOW: Final = 1e-5
 
 _PROMPTS: Final = ("text_input", "messages", "input_ids")
 _SALT: Final = re.compile(r"[A-Za-z0-9_-]*")
-_DEFAULTS: Final = {entry.name: entry.default for entry in INPUTS}
 
 
 def parse_generation(
@@ -66,7 +65,7 @@ def parse_token_generation(
     """A request to ``llm_engine`` alone, by token ids: what is about text is refused."""
     found = gather(inputs, parameters, limits)
     for name, value in found.items():
-        if BY_NAME[name].text_only and value != _DEFAULTS[name]:
+        if BY_NAME[name].text_only and value != DEFAULTS[name]:
             raise Unsupported(f"{name} needs the text models; send it to an ensemble")
     return build(found, timeout_us=timeout_us, limits=limits)
 
@@ -79,13 +78,13 @@ def gather(
     for name, array in inputs.items():
         if name == "input_ids":
             found.put(name, BY_NAME[name], values.token_ids(name, array))
-        elif entry := _known(name, lambda array=array: array.reshape(-1).tolist()):
+        elif entry := _known(name, array):
             found.put(name, entry, values.from_tensor(name, entry, array))
     for name, value in parameters.items():
         if name in TRITON_NAMES or name.startswith(TRITON_PREFIXES):
             continue
         name, value = _logprobs_flag(name, value)
-        if entry := _known(name, lambda value=value: value):
+        if entry := _known(name, value):
             found.put(name, entry, values.from_parameter(name, entry, value))
     if text := found.by_key.pop("sampling_parameters", ""):
         if len(text) > limits.prompt_bytes:
@@ -115,7 +114,7 @@ class _Found:
         """Note the values of ``sampling_parameters``."""
         for name, value in given.items():
             name, value = _logprobs_flag(name, value)
-            if (entry := _known(name, lambda value=value: value)) and value is not None:
+            if (entry := _known(name, value)) and value is not None:
                 if entry.prompt:
                     raise InvalidRequest(f"{name} may not stand in sampling_parameters")
                 self.put(name, entry, values.from_json(name, entry, value))
@@ -146,9 +145,9 @@ def _logprobs_flag(name: str, value: Any) -> tuple[str, Any]:
 def _known(name: str, value: Any) -> Input | None:
     """The entry of a name; None for one that is not offered but has its neutral value."""
     if name in NEUTRAL:
-        given = value()
-        if isinstance(given, list) and name in BY_NAME and len(given) == 1:
-            given = given[0]  # a tensor of one element
+        given = value.reshape(-1).tolist() if isinstance(value, np.ndarray) else value
+        if isinstance(value, np.ndarray) and len(given) == 1:
+            given = given[0]
         if given is not None and not any(_is_neutral(given, v) for v in NEUTRAL[name]):
             raise Unsupported(f"{name} is not supported, got {values.quoted(given)}")
         return None
@@ -172,7 +171,7 @@ def build(
     found: Mapping[str, Any], *, timeout_us: int = 0, limits: Limits
 ) -> Generation | StopRequest:
     """The request that gathered values make."""
-    given = {**_DEFAULTS, **found}
+    given = {**DEFAULTS, **found}
     wanted = Wanted(
         finish_reason=given["return_finish_reason"],
         stop_reason=given["return_stop_reason"],

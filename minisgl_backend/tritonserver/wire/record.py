@@ -10,21 +10,19 @@ hand gains nothing. ``prompt`` is there where the answer starts with it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final
 
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import IntArray
 from minisgl_backend.tritonserver.wire import values
-from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
-from minisgl_backend.tritonserver.wire.parameters import BY_NAME, INPUTS
+from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
+from minisgl_backend.tritonserver.wire.parameters import BY_NAME, DEFAULTS
 from minisgl_backend.tritonserver.wire.parse import build
 
 VERSION: Final = 1
 
-_WANTED: Final = tuple(spec.name for spec in fields(Wanted))
-_DEFAULTS: Final = {entry.name: entry.default for entry in INPUTS}
 _SAMPLING: Final = (
     "max_tokens",
     "min_tokens",
@@ -93,9 +91,7 @@ def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Record | St
 
 
 def _given(request: Generation | StopRequest) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        f"return_{name}": True for name in _WANTED if getattr(request.wanted, name)
-    }
+    given: dict[str, Any] = {f"return_{name}": True for name in request.wanted.names()}
     if isinstance(request, StopRequest):
         return {**given, "stop_request": True}
     sampling = request.sampling
@@ -111,7 +107,7 @@ def _given(request: Generation | StopRequest) -> dict[str, Any]:
         "cache_salt": request.cache_salt,
         "min_chunk_interval_ms": request.min_chunk_interval_ms,
     }
-    given.update((name, value) for name, value in said.items() if value != _DEFAULTS[name])
+    given.update((name, value) for name, value in said.items() if value != DEFAULTS[name])
     if sampling.logit_bias:
         given["logit_bias"] = dict(sampling.logit_bias)
     return given

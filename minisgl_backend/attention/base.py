@@ -8,11 +8,13 @@ attending to all positions before its end. A decoding row is a run of length 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+
+if TYPE_CHECKING:  # what a model is can be known without torch
+    from torch import Tensor
 
 HostArray: TypeAlias = npt.NDArray[np.int64]
 Metadata: TypeAlias = Any

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import ConfigReader, read_json
-from minisgl_backend.models.kv_scales import refuse_quantized_weights
 from minisgl_backend.models.llama import read_llama
 from minisgl_backend.models.mistral import read_mistral
 from minisgl_backend.models.qwen import read_qwen2, read_qwen3, read_qwen3_moe
@@ -29,6 +28,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Qwen3MoeForCausalLM": read_qwen3_moe,
     }
 )
+_METHODS: Final = ("compressed-tensors", "modelopt")
+"""Tools whose checkpoints may have scales of keys and values beside plain weights."""
 
 
 def load_spec(folder: Path) -> ModelSpec:
@@ -45,14 +46,36 @@ def load_spec(folder: Path) -> ModelSpec:
 def parse_spec(values: Mapping[str, Any]) -> ModelSpec:
     """The spec that a parsed config.json describes; ``ConfigError`` where it cannot be served."""
     config = ConfigReader(values)
-    refuse_quantized_weights(config)
+    _refuse_quantized_weights(config)
     if "auto_map" in config.values:
         raise ConfigError("the checkpoint brings its own code (auto_map), which is never run")
     names = config.values.get("architectures") or ["no architecture"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise config.error("architectures", "a list of names", names)
     known = [name for name in names if name in ARCHITECTURES]
     if not known:
         raise ConfigError(
-            f"{', '.join(map(str, names))} is not supported; supported are "
-            + ", ".join(ARCHITECTURES)
+            f"{', '.join(names)} is not supported; supported are " + ", ".join(ARCHITECTURES)
         )
     return ARCHITECTURES[known[0]](config)
+
+
+def _refuse_quantized_weights(config: ConfigReader) -> None:
+    """Weights that are quantized cannot be read; 8-bit floats with one scale a layer for keys and
+    values (``kv_scales``) can."""
+    if "quantization_config" not in config.values:
+        return
+    quantization = ConfigReader(
+        config.table("quantization_config"), f"{config.where}: quantization_config"
+    )
+    method = quantization.word("quant_method", "unknown method")
+    of_weights = quantization.values.get("config_groups") or quantization.values.get("quant_algo")
+    if method not in _METHODS or of_weights or "kv_cache_scheme" not in quantization.values:
+        raise ConfigError(f"quantized checkpoints ({method}) are not supported")
+    scheme = quantization.table("kv_cache_scheme")
+    wanted = {"num_bits": 8, "type": "float"}
+    defaults = {"dynamic": False, "symmetric": True, "strategy": "tensor"}
+    if any(scheme.get(key) != value for key, value in wanted.items()) or any(
+        scheme.get(key, value) != value for key, value in defaults.items()
+    ):
+        raise quantization.error("kv_cache_scheme", "8-bit floats with one scale a tensor", scheme)

@@ -15,8 +15,17 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.rope_spec import RopeSpec
+from minisgl_backend.models.spec import (
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    MOST_VOCABULARY,
+    MOST_WIDTH,
+)
 
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
+
+_MOST: Final = 2**31 - 1
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -26,7 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
             value = json.load(file)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object")
@@ -41,24 +50,30 @@ class ConfigReader:
         self.nulls = frozenset(values) - frozenset(self.values)
         self.where = where
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer of at least ``minimum``; without a default it must be there."""
+    def integer(
+        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MOST
+    ) -> int:
+        """An integer from ``minimum`` to ``maximum``; without a default it must be there."""
         value = self._get(key, default)
         if type(value) is not int or value < minimum:
             raise self.error(key, f"an integer >= {minimum}", value)
+        if value > maximum:
+            raise self.error(key, f"at most {maximum}", value)
         return value
 
     def integer_or_null(self, key: str, default: int) -> int | None:
         """As ``integer``, where null means None rather than the default."""
         return None if key in self.nulls else self.integer(key, default)
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+    def number(self, key: str, default: float | None = None, *, maximum: float = math.inf) -> float:
+        """A positive, finite number up to ``maximum``."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(key, "a number", value)
         if not math.isfinite(value) or value <= 0:
             raise self.error(key, "positive and finite", value)
+        if value > maximum:
+            raise self.error(key, f"at most {maximum:g}", value)
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -84,12 +99,14 @@ class ConfigReader:
         """A list of integers >= 0, or one of them alone; empty where it is absent."""
         value = self.values.get(key, [])
         found = value if isinstance(value, list) else [value]
-        if any(type(number) is not int or number < 0 for number in found):
+        if any(type(number) is not int or not 0 <= number <= _MOST for number in found):
             raise self.error(key, "an integer >= 0 or a list of them", value)
         return found
 
     def error(self, key: str, wanted: str, value: Any) -> ConfigError:
-        return ConfigError(f"{self.where}: {key} must be {wanted}, got {value!r}")
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        return ConfigError(f"{self.where}: {key} must be {wanted}, got {shown}")
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key, default)
@@ -98,27 +115,37 @@ class ConfigReader:
         return value
 
 
-def common_fields(config: ConfigReader) -> dict[str, Any]:
-    """The fields of ``ModelSpec`` that every supported architecture spells in the same way."""
+def common_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
+    """The fields of ``ModelSpec`` that every supported architecture spells in the same way.
+
+    Without ``head_dim`` a config.json that has none divides the hidden size among the heads.
+    """
     activation = config.word("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(
             f"{config.where}: hidden_act {activation!r} is not supported, only 'silu'"
         )
-    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    hidden_size = config.integer("hidden_size", maximum=MOST_WIDTH)
+    num_heads = config.integer("num_attention_heads", maximum=MOST_HEADS)
+    if head_dim is None and "head_dim" not in config.values:
+        if hidden_size % num_heads:
+            raise config.error(
+                "hidden_size", f"a multiple of num_attention_heads ({num_heads})", hidden_size
+            )
+        head_dim = hidden_size // num_heads
     dtype = config.word("dtype", config.word("torch_dtype", "float32"))
     if dtype not in DTYPES:
         raise config.error("dtype", "one of " + ", ".join(DTYPES), dtype)
-    max_positions = config.integer("max_position_embeddings", 2048)
-    num_layers = config.integer("num_hidden_layers")
+    max_positions = config.integer("max_position_embeddings", 2048, maximum=MOST_POSITIONS)
+    num_layers = config.integer("num_hidden_layers", maximum=MOST_LAYERS)
     return {
-        "vocab_size": config.integer("vocab_size"),
+        "vocab_size": config.integer("vocab_size", maximum=MOST_VOCABULARY),
         "hidden_size": hidden_size,
-        "intermediate_size": config.integer("intermediate_size"),
+        "intermediate_size": config.integer("intermediate_size", maximum=MOST_WIDTH),
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": config.integer("num_key_value_heads", num_heads),
-        "head_dim": config.integer("head_dim", hidden_size // num_heads),
+        "num_kv_heads": config.integer("num_key_value_heads", num_heads, maximum=MOST_HEADS),
+        "head_dim": config.integer("head_dim", head_dim, maximum=MOST_HEADS),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "rope": read_rope(config, max_positions),
         "max_position_embeddings": max_positions,
@@ -138,30 +165,36 @@ def read_rope(config: ConfigReader, max_positions: int) -> RopeSpec:
     partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ConfigError(f"{config.where}: partial_rotary_factor {partial:g} is not supported")
+    theta = rope.number("rope_theta")
+    if theta <= 1:
+        raise rope.error("rope_theta", "above 1", theta)
     common: dict[str, Any] = {
         "scaling": scaling,
-        "theta": rope.number("rope_theta"),
+        "theta": theta,
         "max_positions": max_positions,
     }
     if scaling == "default":
         return RopeSpec(**common)
     if scaling in ("linear", "dynamic"):
-        return RopeSpec(**common, factor=rope.number("factor"))
+        return RopeSpec(**common, factor=rope.number("factor", maximum=MOST_POSITIONS))
     # Beside the table it wins over the entry in it, as transformers has it.
     original = config.integer(
         "original_max_position_embeddings",
         rope.integer("original_max_position_embeddings", max_positions),
     )
     if scaling == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if low >= high:
+            raise rope.error("low_freq_factor", f"below high_freq_factor ({high:g})", low)
         return RopeSpec(
             **common,
-            factor=rope.number("factor"),
+            factor=rope.number("factor", maximum=MOST_POSITIONS),
             original_max_positions=original,
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
     if scaling == "yarn":
-        factor = rope.number("factor", max_positions / original)
+        factor = rope.number("factor", max_positions / original, maximum=MOST_POSITIONS)
         return RopeSpec(
             **common,
             factor=factor,

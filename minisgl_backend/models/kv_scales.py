@@ -20,14 +20,13 @@ from typing import Final
 
 from minisgl_backend.attention.base import KVScale
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.config_json import ConfigReader
-from minisgl_backend.models.weights import open_tensors, tensor_files
+from minisgl_backend.models.checkpoint import tensor_files
+from minisgl_backend.models.weights import open_tensors
 
 _NAME: Final = re.compile(
     r"model\.layers\.(?P<layer>\d+)\.self_attn\."
     r"(?:(?:attn\.)?(?P<of>k|v|kv)_scale|(?P<proj>[kv])_proj\.(?:(?P=proj)_scale|output_scale))"
 )
-_METHODS: Final = ("compressed-tensors", "modelopt")
 
 
 def is_kv_scale(name: str) -> bool:
@@ -74,24 +73,3 @@ def read_kv_scales(folder: Path, num_layers: int) -> tuple[KVScale, ...]:
         KVScale(found.get((layer, "k"), 1.0), found.get((layer, "v"), 1.0))
         for layer in range(num_layers)
     )
-
-
-def refuse_quantized_weights(config: ConfigReader) -> None:
-    """Raise ``ConfigError`` where a config.json describes more than 8-bit floats of one scale a
-    layer for keys and values: weights that are quantized cannot be read."""
-    if "quantization_config" not in config.values:
-        return
-    quantization = ConfigReader(
-        config.table("quantization_config"), f"{config.where}: quantization_config"
-    )
-    method = quantization.word("quant_method", "unknown method")
-    of_weights = quantization.values.get("config_groups") or quantization.values.get("quant_algo")
-    if method not in _METHODS or of_weights or "kv_cache_scheme" not in quantization.values:
-        raise ConfigError(f"quantized checkpoints ({method}) are not supported")
-    scheme = quantization.table("kv_cache_scheme")
-    wanted = {"num_bits": 8, "type": "float"}
-    defaults = {"dynamic": False, "symmetric": True, "strategy": "tensor"}
-    if any(scheme.get(key) != value for key, value in wanted.items()) or any(
-        scheme.get(key, value) != value for key, value in defaults.items()
-    ):
-        raise quantization.error("kv_cache_scheme", "8-bit floats with one scale a tensor", scheme)

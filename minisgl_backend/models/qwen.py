@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from minisgl_backend.models.config_json import ConfigReader, common_fields
-from minisgl_backend.models.spec import ModelSpec, MoeSpec
+from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
 
 
 def read_qwen2(config: ConfigReader) -> ModelSpec:
@@ -21,8 +21,7 @@ def read_qwen2(config: ConfigReader) -> ModelSpec:
 
 def read_qwen3(config: ConfigReader) -> ModelSpec:
     """``Qwen3ForCausalLM``; head_dim is 128 unless given, whatever the hidden size."""
-    fields = _qwen3_fields(config)
-    fields["head_dim"] = config.integer("head_dim", 128)
+    fields = _qwen3_fields(config, head_dim=128)
     fields["windows"] = _windows(config, fields["num_layers"])
     return ModelSpec(architecture="Qwen3ForCausalLM", **fields)
 
@@ -33,7 +32,9 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     if config.flag("use_sliding_window"):
         fields["windows"] = (config.integer_or_null("sliding_window", 4096),) * num_layers
-    num_experts = config.integer("num_experts", config.integer("num_local_experts", 128))
+    num_experts = config.integer(
+        "num_experts", config.integer("num_local_experts", 128), maximum=MOST_EXPERTS
+    )
     top_k = config.integer("num_experts_per_tok", 8)
     if top_k > num_experts:
         raise config.error("num_experts_per_tok", f"at most num_experts ({num_experts})", top_k)
@@ -41,7 +42,7 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     moe = MoeSpec(
         num_experts=num_experts,
         top_k=top_k,
-        intermediate_size=config.integer("moe_intermediate_size", 768),
+        intermediate_size=config.integer("moe_intermediate_size", 768, maximum=MOST_WIDTH),
         normalize=config.flag("norm_topk_prob"),
         layers=frozenset(
             layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in plain
@@ -50,9 +51,10 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     return ModelSpec(architecture="Qwen3MoeForCausalLM", moe=moe, **fields)
 
 
-def _qwen3_fields(config: ConfigReader) -> dict[str, Any]:
+def _qwen3_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
     bias = config.flag("attention_bias")
-    return {**common_fields(config), "qk_norm": True, "qkv_bias": bias, "output_bias": bias}
+    fields = common_fields(config, head_dim=head_dim)
+    return {**fields, "qk_norm": True, "qkv_bias": bias, "output_bias": bias}
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

@@ -7,10 +7,19 @@ and ``qwen`` do). One decoder computes all of them: an architecture is a set of 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.rope_spec import RopeSpec
+
+MOST_VOCABULARY: Final = 2**24
+MOST_WIDTH: Final = 2**20
+MOST_LAYERS: Final = 2**10
+MOST_HEADS: Final = 2**12
+MOST_EXPERTS: Final = 2**12
+MOST_POSITIONS: Final = 2**27
+"""Beyond every model there is: who says so has mistyped, and should not wait for memory to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +73,11 @@ class ModelSpec:
             )
         if self.head_dim % 2:
             raise ConfigError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
+        if self.context > MOST_POSITIONS:
+            raise ConfigError(
+                f"max_position_embeddings {self.max_position_embeddings} with a rotary factor of "
+                f"{self.rope.factor:g} makes {self.context:,} positions, more than {MOST_POSITIONS}"
+            )
 
     @property
     def context(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,12 +23,9 @@ from torch import nn
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.slot import Slot
-from minisgl_backend.models.config_json import read_json
+from minisgl_backend.models.checkpoint import tensor_files
 
 logger = logging.getLogger(__name__)
-
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
 
 
 def load_weights(
@@ -42,8 +39,7 @@ def load_weights(
     """
     started = monotonic()
     files = tensor_files(folder)
-    names = [name for held in files.values() for name in held]
-    _check_names(slots, names, is_ignored)
+    _check_names(slots, {name for held in files.values() for name in held}, is_ignored)
     wanted = {path: [name for name in held if name in slots] for path, held in files.items()}
     with _progress(len(slots)) as advance:
         for path, held in wanted.items():
@@ -66,31 +62,9 @@ def fill_random(model: nn.Module, seed: int) -> None:
         nn.init.normal_(parameter, std=0.02, generator=generators[device])
 
 
-def tensor_files(folder: Path) -> dict[Path, list[str]]:
-    """The tensor names of each file of the checkpoint."""
-    if (folder / _INDEX).exists():
-        located = read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(located, dict):
-            raise ConfigError(f"{folder / _INDEX} has no weight_map")
-        files: dict[Path, list[str]] = {}
-        for name, file in sorted(located.items()):
-            # A plain file name: an index must not reach outside its folder.
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ConfigError(f"{folder / _INDEX} puts {name} into {file!r}")
-            files.setdefault(folder / file, []).append(name)
-        return files
-    if (folder / _SINGLE).exists():
-        with open_tensors(folder / _SINGLE) as file:
-            return {folder / _SINGLE: sorted(file.keys())}
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
-    raise ConfigError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
-
-
 def _check_names(
-    slots: Mapping[str, Slot], names: list[str], is_ignored: Callable[[str], bool]
+    slots: Mapping[str, Slot], found: set[str], is_ignored: Callable[[str], bool]
 ) -> None:
-    found = set(names)
     missing = sorted(slots.keys() - found)
     if missing:
         raise ConfigError(f"the checkpoint lacks {_listed(missing)}")
@@ -110,10 +84,7 @@ def _listed(names: list[str]) -> str:
 
 def _read_file(slots: Mapping[str, Slot], path: Path, names: list[str]) -> Iterator[str]:
     with open_tensors(path) as file:
-        held = set(file.keys())
         for name in names:
-            if name not in held:
-                raise ConfigError(f"{path} lacks {name}, which the index puts there")
             stored = file.get_slice(name)
             slot = slots[name]
             shape = tuple(stored.get_shape())

@@ -233,6 +233,42 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "word": ({"hidden_act": 7}, "hidden_act must be a string"),
     "eos": ({"eos_token_id": [1, -2]}, "eos_token_id"),
     "heads": ({"num_key_value_heads": 3}, "16 attention heads cannot share 3"),
+    "too many layers": ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 1024, "),
+    "too many positions": (
+        {"max_position_embeddings": 10**11},
+        "max_position_embeddings must be at most 134217728, got 100000000000",
+    ),
+    "stretched too far": (
+        {"rope_scaling": {"type": "linear", "factor": 1e5}},
+        "max_position_embeddings 40960 with a rotary factor of 100000 makes 4,096,000,000 posit",
+    ),
+    "stretched beyond numbers": (
+        {"rope_scaling": {"type": "linear", "factor": 1e308}},
+        "factor must be at most 1.34218e.08, got 1e.308",
+    ),
+    "too many tokens": ({"vocab_size": 10**9}, "vocab_size must be at most 16777216, got 1000000"),
+    "negative": ({"hidden_size": -1024}, "hidden_size must be an integer >= 1, got -1024"),
+    "fraction": ({"hidden_size": 1024.0}, "hidden_size must be an integer >= 1, got 1024.0"),
+    "uneven heads": (
+        {"architectures": ["LlamaForCausalLM"], "head_dim": None, "hidden_size": 1000},
+        r"hidden_size must be a multiple of num_attention_heads \(16\), got 1000",
+    ),
+    "a huge id": ({"eos_token_id": 2**70}, "eos_token_id must be an integer >= 0 or a list"),
+    "a long string": ({"vocab_size": "9" * 5000}, r"got '9{76}\.\.\.$"),
+    "theta": ({"rope_theta": 1.0}, "rope_theta must be above 1, got 1.0"),
+    "llama3 factors": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 4.0,
+            }
+        },
+        r"low_freq_factor must be below high_freq_factor \(4\), got 4.0",
+    ),
+    "architectures": ({"architectures": "Qwen3ForCausalLM"}, "architectures must be a list of na"),
+    "no name": ({"architectures": [{}]}, "architectures must be a list of names"),
     "odd head": ({"head_dim": 65}, "even head_dim, got 65"),
 }
 
@@ -259,7 +295,7 @@ def test_eos_ids_of_both_files_are_united(tmp_path: Path) -> None:
     assert load_spec(tmp_path).eos_token_ids == {151645}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", "[" * 10**5, '{"x": ' + "1" * 5000 + "}"])
 def test_unreadable_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.json"):
@@ -283,10 +319,11 @@ def test_null_is_absent_unless_it_means_none() -> None:
     assert config.integer_or_null("other", 5) == 5
 
 
-def test_reading_a_spec_needs_no_torch_model_code() -> None:
-    """transformers must not be needed to know a model."""
+def test_reading_a_spec_needs_no_torch() -> None:
+    """Nor transformers, also where the model is built."""
     code = (
-        "import sys; import minisgl_backend.models.catalog, minisgl_backend.models.build; "
+        "import sys; import minisgl_backend.models.catalog, minisgl_backend.models.checkpoint; "
+        "assert 'torch' not in sys.modules; import minisgl_backend.models.build; "
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,165 @@
+"""The weights of a checkpoint as its files describe them: names, types and shapes of tensors.
+
+Reads indexes and the headers of safetensors files, never a tensor, and needs no torch: so that what
+is wrong is known before any memory is taken or any process started. Must not know layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config_json import read_json
+from minisgl_backend.models.spec import ModelSpec
+
+_INDEX: Final = "model.safetensors.index.json"
+_SINGLE: Final = "model.safetensors"
+_LENGTH: Final = struct.Struct("<Q")
+_MOST_HEADER_BYTES: Final = 100_000_000
+"""The format's own limit."""
+_BYTES: Final = MappingProxyType(
+    {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+    | {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
+)
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """A tensor in a file; ``dtype`` in the format's words, such as BF16."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+TensorFiles = Mapping[Path, Mapping[str, TensorHeader]]
+"""The tensors of each file, by their names."""
+
+
+def tensor_files(folder: Path) -> TensorFiles:
+    """The files of the checkpoint in ``folder``; ``ConfigError`` where one is not whole."""
+    if (folder / _INDEX).exists():
+        located = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(located, dict):
+            raise ConfigError(f"{folder / _INDEX} has no weight_map")
+        return _located_files(folder, located)
+    if (folder / _SINGLE).exists():
+        return {folder / _SINGLE: read_header(folder / _SINGLE)}
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
+    raise ConfigError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
+
+
+def _located_files(folder: Path, located: Mapping[str, Any]) -> TensorFiles:
+    headers: dict[Path, Mapping[str, TensorHeader]] = {}
+    files: dict[Path, dict[str, TensorHeader]] = {}
+    for name, file in sorted(located.items()):
+        # A plain file name: an index must not reach outside its folder.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ConfigError(f"{folder / _INDEX} puts {name} into {file!r}")
+        path = folder / file
+        if path not in headers:
+            headers[path] = read_header(path)
+        if name not in headers[path]:
+            raise ConfigError(f"{path} lacks {name}, which the index puts there")
+        files.setdefault(path, {})[name] = headers[path][name]
+    return files
+
+
+def read_header(path: Path) -> Mapping[str, TensorHeader]:
+    """The tensors of a safetensors file, in the order of their names.
+
+    Raises ``ConfigError`` where they are not laid out as the format has it: one after the other,
+    without a gap, to the file's end.
+    """
+    try:
+        with open(path, "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if length > min(num_bytes - _LENGTH.size, _MOST_HEADER_BYTES):
+                raise ValueError(f"its header cannot have {length} bytes")
+            entries = json.loads(file.read(length))
+            if not isinstance(entries, dict):
+                raise ValueError("its header is no object")
+        return _laid_out(entries, num_bytes - _LENGTH.size - length)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
+    except (OSError, ValueError, RecursionError, struct.error) as error:
+        raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def _laid_out(entries: Mapping[str, Any], num_bytes: int) -> Mapping[str, TensorHeader]:
+    found, places = {}, []
+    for name, entry in sorted(entries.items()):
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            numbers = [*shape, begin, end]
+            size = math.prod(shape) * _BYTES[dtype]
+        except (TypeError, ValueError, KeyError):
+            raise ValueError(f"{name} is no tensor of a known type: {str(entry)[:80]}") from None
+        if any(type(number) is not int or number < 0 for number in numbers) or size != end - begin:
+            raise ValueError(f"{name} does not have the bytes of its type and shape")
+        found[name] = TensorHeader(dtype, tuple(shape))
+        places.append((begin, end))
+    at = 0
+    for begin, end in sorted(places):
+        if begin != at:
+            raise ValueError(f"its tensors overlap or leave a gap at byte {at}")
+        at = end
+    if at != num_bytes:
+        raise ValueError(f"its tensors have {at} bytes, and {num_bytes} are there")
+    return found
+
+
+def check_weights(spec: ModelSpec, files: TensorFiles) -> None:
+    """Raise ``ConfigError`` where config.json and the weights tell of models of different sizes.
+
+    Compares what a model's size depends on; ``weights`` compares every tensor when it is loaded.
+    """
+    found = {name: header for held in files.values() for name, header in held.items()}
+    layers = {int(match[1]) for name in found if (match := _LAYER.match(name))}
+    if layers and max(layers) + 1 != spec.num_layers:
+        raise ConfigError(
+            f"config.json: num_hidden_layers is {spec.num_layers}, "
+            f"but the weights have {max(layers) + 1} layers"
+        )
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    expected = {
+        "model.embed_tokens": {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size},
+        f"{attention}.q_proj": {
+            "num_attention_heads x head_dim": spec.num_heads * spec.head_dim,
+            "hidden_size": spec.hidden_size,
+        },
+        f"{attention}.k_proj": {
+            "num_key_value_heads x head_dim": spec.num_kv_heads * spec.head_dim,
+            "hidden_size": spec.hidden_size,
+        },
+    }
+    if spec.moe is None or 0 not in spec.moe.layers:
+        expected[f"{mlp}.gate_proj"] = {"intermediate_size": spec.intermediate_size}
+    else:
+        expected[f"{mlp}.gate"] = {"num_experts": spec.moe.num_experts}
+        expected[f"{mlp}.experts.0.gate_proj"] = {
+            "moe_intermediate_size": spec.moe.intermediate_size
+        }
+    for module, sizes in expected.items():
+        header = found.get(f"{module}.weight")
+        if header is None:  # ``weights`` will list all that is missing
+            continue
+        for (field, value), stored in zip(sizes.items(), header.shape, strict=False):
+            if value != stored:
+                raise ConfigError(
+                    f"config.json: {field} is {value}, "
+                    f"but {module}.weight has the shape {header.shape}"
+                )

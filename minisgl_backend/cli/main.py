@@ -8,6 +8,7 @@ from typing import Final
 
 import click
 
+from minisgl_backend.cli.interrupt import INTERRUPTED, ended_by_ctrl_c
 from minisgl_backend.errors import ConfigError
 
 
@@ -26,16 +27,22 @@ class LazyGroup(click.Group):
             return None
         module, attribute = self._places[cmd_name].split(":")
         try:
-            command = getattr(importlib.import_module(module), attribute)
+            with ended_by_ctrl_c():
+                command = getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
             return _unavailable(cmd_name, error)
         assert isinstance(command, click.Command)
         return command
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; what the operator can mend is one line, not a traceback."""
+        """Run the command; what the operator can mend is one line, not a traceback.
+
+        Ctrl-C that the command leaves to others ends it with code 130.
+        """
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
         except ConfigError as error:
             raise click.ClickException(str(error)) from error
 

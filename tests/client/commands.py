@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MINISGL = [sys.executable, "-c", "from minisgl_backend.cli.main import main; main()"]
+MINISGL = [sys.executable, "-m", "minisgl_backend.cli"]
 GREEDY = ["--temperature", "0"]
 
 

@@ -95,6 +95,13 @@ def test_an_output_that_takes_nothing(server: TritonServer, jsonl: bool) -> None
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+@pytest.mark.parametrize("jsonl", [[], ["--jsonl"]])
+def test_an_output_that_is_closed(jsonl: list[str]) -> None:
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *MINISGL, "generate", *jsonl]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, b"Error: standard output is closed\n")
+
+
 def test_control_characters_stay_away_from_terminals(server: TritonServer) -> None:
     """Pipes get them: they are the answer."""
     words = ["generate", "--url", url_of(server, "grpc"), *GREEDY, "x", "--max-tokens", "2"]
@@ -213,6 +220,21 @@ def test_interrupted(paced_server: TritonServer, num_lines: int) -> None:
         assert process.wait(PATIENCE_S) == 130
         assert process.stderr.read() == b""
     engine.check_cancelled(num_running)
+
+
+@pytest.mark.parametrize("module", ["click.core", "numpy.exceptions"])
+def test_interrupted_while_it_starts(module: str) -> None:
+    """Nothing is said, whatever is being imported: here the importer tells how far it is."""
+    python, *words = MINISGL
+    command = [python, "-X", "importtime", *words, "generate", "x", "--url", "127.0.0.1:1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        imported = (line.rpartition("|")[2].strip() for line in process.stderr)
+        assert module in imported
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == 130
+    assert all(line.startswith("import time: ") for line in rest.splitlines())
 
 
 def test_progress_on_a_terminal(server: TritonServer, tmp_path: Path) -> None:

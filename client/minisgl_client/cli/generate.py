@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 from rich.console import Console
@@ -24,8 +24,6 @@ from minisgl_client import AsyncClient, Client, InvalidArgument, MinisglError, R
 from minisgl_client.cli.display import without_controls
 from minisgl_client.cli.lines import in_order, lines_of
 from minisgl_client.cli.options import given, parameter_options, server_options
-
-_INTERRUPTED: Final = 130
 
 
 @click.command()
@@ -68,14 +66,14 @@ def generate(
     """Generate from a prompt, a file or standard input."""
     if prompt is not None and (file is not None or jsonl):
         raise click.UsageError("give a prompt, or a file or standard input")
+    if sys.stdout is None:
+        raise click.ClickException("standard output is closed")
     settings = {"url": url, "model": model, "timeout_s": timeout_s}
     template = _Template(given(**parameters), chat or system is not None, system)
     try:
         if jsonl:
             sys.exit(asyncio.run(_answer_lines(settings, template, file, concurrency)))
         _answer_one(settings, template, _text(file) if prompt is None else prompt)
-    except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
     except MinisglError as error:
         raise click.ClickException(f"{error.code}: {error}") from None
     except OSError as error:

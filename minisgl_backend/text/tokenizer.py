@@ -155,16 +155,17 @@ class PromptEncoder:
 
 
 def _load(folder: str | Path) -> Any:
-    """transformers' tokenizer of a folder, which must be one of the fast kind."""
-    from transformers import AutoTokenizer
+    """transformers' tokenizer of a folder: tokenizer.json, and what stands beside it.
 
+    Its class that takes the file as it stands, not ``AutoTokenizer``: that one brings torch into
+    processes which have no use for it, and has classes that build the tokenizer anew.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if not (Path(folder) / "tokenizer.json").is_file():
+        raise ConfigError(f"the tokenizer of {folder} cannot be loaded: there is no tokenizer.json")
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=False, local_files_only=True
-        )
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
         # transformers raises whatever the files make it trip over.
         raise ConfigError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
-    if not getattr(loaded, "is_fast", False):
-        raise ConfigError(f"the tokenizer of {folder} has no fast version (tokenizer.json)")
-    return loaded

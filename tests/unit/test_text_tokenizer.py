@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -264,17 +266,22 @@ def test_threads_share_an_encoder(demo: PromptEncoder) -> None:
 
 
 def test_a_folder_without_a_tokenizer_fails_the_load(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    config = {"tokenizer_class": "ByT5Tokenizer"}  # which has no file
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"cannot be loaded: there is no tokenizer\.json"):
         PromptEncoder.load(tmp_path)
     with pytest.raises(ConfigError):
         load_vocabulary(tmp_path / "nowhere")
-
-
-def test_only_fast_tokenizers_are_offered(tmp_path: Path) -> None:
-    config = {"tokenizer_class": "ByT5Tokenizer"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="has no fast version"):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
         PromptEncoder.load(tmp_path)
+
+
+def test_loading_a_tokenizer_brings_no_torch() -> None:
+    """Two of the server's processes need one and not the other, which takes seconds and memory."""
+    load = f"PromptEncoder.load({str(DEMO_MODEL)!r})"
+    code = f"import sys; from minisgl_backend.text.tokenizer import PromptEncoder; {load}"
+    subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=True)
 
 
 def test_a_folder_of_llama_2s_kind(tmp_path: Path) -> None:

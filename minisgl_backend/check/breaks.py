@@ -18,6 +18,7 @@ from typing import Any, Final
 from minisgl_client.client import AsyncClient, Client
 from minisgl_client.errors import MinisglError
 
+from minisgl_backend.check.asking import Extent
 from minisgl_backend.check.canary import PROMPTS
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.defect import MARK, STEP_S, Defect, frail_repository, switched_on
@@ -25,7 +26,6 @@ from minisgl_backend.check.departures import departures
 from minisgl_backend.check.fault import Fault, Settings, Stage, stage
 from minisgl_backend.check.leavers import Leavers
 from minisgl_backend.check.own_server import OPTIONS
-from minisgl_backend.check.shapes import Extent
 from minisgl_backend.check.target import wait_until
 
 LONGEST_WAIT_S: Final = 3.0
@@ -165,7 +165,7 @@ def waits_for_too_long(stage: Stage, case: Case) -> None:
 
 def all_is_late(stage: Stage, case: Case) -> None:
     """Pauses of up to 50 ms at eight points of a request's way, and clients that leave."""
-    extent = Extent(load_s=0.0, num_cut=_NUM_ABORTS, num_churned=0, is_timed=False)
+    extent = Extent(load_s=0.0, num_cut=_NUM_ABORTS, num_churned=0)
     leavers = Leavers(stage.own, extent, stage.settings.rng)
     with switched_on(Defect.PAUSES, stage.own.server):
         storm = leavers.cancel_storm()

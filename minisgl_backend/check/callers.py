@@ -26,7 +26,7 @@ from minisgl_backend.check.calls import grpc_message
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.fault import Fault, Stage
 from minisgl_backend.check.gateway import gateway_of
-from minisgl_backend.check.shapes import REFUSED_WITHIN_MS
+from minisgl_backend.check.rates import REFUSED_WITHIN_MS
 from minisgl_backend.check.target import wait_until
 from minisgl_backend.errors import EngineFailure
 

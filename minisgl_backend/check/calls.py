@@ -10,7 +10,7 @@ import http.client
 import json
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -100,18 +100,26 @@ class GrpcCaller:
     def send(self, message: bytes) -> Ending:
         """How it ended."""
         import grpc
-        from tritonclient.grpc import service_pb2
 
         started_s = time.perf_counter()
         error: str | None = None
         try:
-            for data in self._infer(iter([message]), timeout=PATIENCE_S):
-                response = service_pb2.ModelStreamInferResponse.FromString(data)
+            for response in self.responses([message]):
                 error = error or response.error_message or None
         except grpc.RpcError as failure:
             status: Any = failure
             error = f"{status.code().name}: {status.details()}"
         return Ending(error, time.perf_counter() - started_s)
+
+    def responses(self, messages: Iterable[bytes]) -> Iterator[Any]:
+        """Each ``ModelStreamInferResponse`` to them, until the last has ended.
+
+        Raises ``grpc.RpcError``.
+        """
+        from tritonclient.grpc import service_pb2
+
+        for data in self._infer(iter(messages), timeout=PATIENCE_S):
+            yield service_pb2.ModelStreamInferResponse.FromString(data)
 
     def close(self) -> None:
         """Close the connection."""

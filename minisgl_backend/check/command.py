@@ -19,19 +19,19 @@ from typing import Final
 import click
 
 from minisgl_backend.bench.report import json_option
+from minisgl_backend.check.asking import Extent
 from minisgl_backend.check.case import Cases
 from minisgl_backend.check.catalogue import MEASURED, SCENES, entries
 from minisgl_backend.check.fault import Settings
 from minisgl_backend.check.own_server import OwnServer, started
 from minisgl_backend.check.restarts import restarts
 from minisgl_backend.check.run import run_cases
-from minisgl_backend.check.shapes import Extent
 from minisgl_backend.check.target import Target
 from minisgl_backend.errors import ConfigError
 
-SHORT: Final = Extent(load_s=3.0, num_cut=30, num_churned=40, is_timed=False)
-FIGURES: Final = Extent(load_s=15.0, num_cut=1000, num_churned=300, is_timed=True)
-FULL: Final = Extent(load_s=40.0, num_cut=1000, num_churned=1000, is_timed=True)
+SHORT: Final = Extent(load_s=3.0, num_cut=30, num_churned=40)
+FIGURES: Final = Extent(load_s=15.0, num_cut=1000, num_churned=300, is_timed=True, is_long=True)
+FULL: Final = Extent(load_s=40.0, num_cut=1000, num_churned=1000, is_long=True)
 _NUM_RESTARTS: Final = 10
 """With a whole check of a server of our own."""
 
@@ -99,7 +99,7 @@ def check(
             ):
                 report.add(case)
         if isinstance(target, OwnServer) and size is not SHORT:
-            settings = Settings(rng=rng, is_timed=True, tritonserver=tritonserver)
+            settings = Settings(rng=rng, is_timed=size.is_timed, tritonserver=tritonserver)
             for scene in SCENES if size is FULL else MEASURED:
                 for case in scene.cases(settings):
                     report.add(case)

@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 from minisgl_client.client import AsyncClient, Client
 from minisgl_client.errors import MinisglError
 
+from minisgl_backend.check.asking import Extent
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.invariants import settled
-from minisgl_backend.check.shapes import Extent, Shapes
+from minisgl_backend.check.rates import Rates
 from minisgl_backend.check.target import Target
 
 _NUM_TOKENS: Final = 16
@@ -111,14 +112,14 @@ class Leavers:
                 case.expect(slowest_ms <= FREED_WITHIN_MS, f"freed after {slowest_ms:.0f} ms only")
         return case
 
-    def slow_readers(self, shapes: Shapes) -> Case:
+    def slow_readers(self, rates: Rates) -> Case:
         """Normal clients beside some that ask for much and read nothing."""
         before_mb = self._target.stats().resident_mb
         with ExitStack() as stack:
             num = max(1, int(self._info["max_running_requests"]) // 2)
             for _ in range(min(8, num)):
                 stack.enter_context(self.silent())
-            case = shapes.steady()
+            case = rates.steady()
             grown_mb = self._target.stats().resident_mb - before_mb
         case.name = "slow readers beside normal ones"
         case.figures = {"memory grown with slow readers, MB": grown_mb}

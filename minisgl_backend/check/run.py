@@ -16,15 +16,18 @@ from typing import Final, TypeAlias
 from minisgl_client.errors import MinisglError
 
 from minisgl_backend.check import records
+from minisgl_backend.check.asking import Extent
 from minisgl_backend.check.canary import Canary
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.catalogue import SHORT
+from minisgl_backend.check.endings import endings
 from minisgl_backend.check.fault import Settings, Stage
 from minisgl_backend.check.invariants import Invariants
 from minisgl_backend.check.leavers import Leavers
+from minisgl_backend.check.mixes import Mixes
 from minisgl_backend.check.own_server import OwnServer
+from minisgl_backend.check.rates import Rates
 from minisgl_backend.check.refusals import bad_gateway_inputs, bad_inputs
-from minisgl_backend.check.shapes import Extent, Shapes
 from minisgl_backend.check.target import Target
 from minisgl_backend.errors import MiniSGLError
 
@@ -56,23 +59,24 @@ def run_cases(
             yield Case("canary", failures=[f"could not be recorded: {error}"])
             return
         leavers = Leavers(target, extent, rng)
-        shapes = Shapes(target, extent, rng)
-        shapes.steady()  # libraries start their threads when they are first used
+        rates, mixes = Rates(target, extent, rng), Mixes(target, extent, rng)
+        rates.steady()  # libraries start their threads when they are first used
         invariants = Invariants(target)
         footprints = records.Footprints()
         loads: dict[str, Job] = {
             "bad inputs": lambda: bad_inputs(target, is_timed=extent.is_timed),
-            "closed loop": lambda: [shapes.steady()],
-            "burst": lambda: [shapes.burst()],
-            "overload": lambda: [shapes.overload()],
+            "endings": lambda: [endings(target)],
+            "closed loop": lambda: [rates.steady()],
+            "burst": lambda: [rates.burst()],
+            "overload": lambda: [rates.overload()],
             "cancel storm": lambda: [leavers.cancel_storm()],
-            "prefix churn": lambda: [shapes.churn()],
-            "small pool": lambda: [shapes.small_pool()],
-            "slow readers": lambda: [leavers.slow_readers(shapes)],
-            "poisoned": lambda: [shapes.poisoned()],
+            "prefix churn": lambda: [mixes.churn()],
+            "small pool": lambda: [mixes.small_pool()],
+            "slow readers": lambda: [leavers.slow_readers(rates)],
+            "poisoned": lambda: [mixes.poisoned(rates.capacity)],
         }
-        if extent.is_timed:
-            loads["all at once"] = lambda: [_all_at_once(shapes, leavers)]
+        if extent.is_long:
+            loads["all at once"] = lambda: [_all_at_once(rates, leavers)]
         if with_gateway:
             loads["gateway"] = lambda: bad_gateway_inputs(target, is_timed=extent.is_timed)
         num_rounds = 0
@@ -107,11 +111,11 @@ def run_cases(
         canary.close()
 
 
-def _all_at_once(shapes: Shapes, leavers: Leavers) -> Case:
+def _all_at_once(rates: Rates, leavers: Leavers) -> Case:
     """Callers at a pace that the server can keep, among clients that leave or do not read."""
     with ThreadPoolExecutor(2) as pool, leavers.silent():
         storm = pool.submit(leavers.cancel_storm, num_clients=1, share=0.1)
-        case, outcomes = pool.submit(shapes.open_loop, _ALL_AT_ONCE).result()
+        case, outcomes = pool.submit(rates.open_loop, _ALL_AT_ONCE).result()
         other = storm.result()
     case.name = f"all at once, at {_ALL_AT_ONCE:g} of the capacity"
     case.count += other.count

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
 
 from minisgl_backend.bench import paced
+from minisgl_backend.cache.kv import Lease
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY_TOKENS, FinishReason, RequestId
 from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.scheduling.rows import Rows
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.tritonserver import llm_engine
 from minisgl_backend.tritonserver.responder import Responder
@@ -31,13 +33,29 @@ def is_broken(name: str) -> bool:
 
 
 class BrokenScheduler(Scheduler):
+    kept: ClassVar[list[Lease]] = []
+
     def abort(self, request_id: RequestId) -> bool:
         was_live = super().abort(request_id)
         if is_broken("a page leaks"):
-            self._cache.grow(self._cache.acquire(EMPTY_TOKENS), 1)
-        if is_broken("a prefix stays locked"):
-            self._cache.acquire(HELD_PROMPT)
+            lease = self._cache.acquire(EMPTY_TOKENS)
+            self._cache.grow(lease, 1)
+            self.kept.append(lease)
+        elif is_broken("a prefix stays locked"):
+            self.kept.append(self._cache.acquire(HELD_PROMPT))
+        else:
+            while self.kept:
+                self._cache.release(self.kept.pop())
         return was_live
+
+
+class BrokenRows(Rows):
+    def give_back(self, row: int) -> None:
+        super().give_back(row)
+        if is_broken("a row is freed twice"):
+            self._free.append(row)
+        else:
+            self._free = sorted(set(self._free), reverse=True)
 
 
 class BrokenExecutor(paced.PacedExecutor):
@@ -52,6 +70,7 @@ class BrokenExecutor(paced.PacedExecutor):
 class BrokenEngine(Engine):
     def __init__(self, info: EngineInfo, scheduler: Any, executor: Any, *, overlap: bool) -> None:
         scheduler.__class__ = BrokenScheduler
+        scheduler._rows.__class__ = BrokenRows
         executor.__class__ = BrokenExecutor
         super().__init__(info, scheduler, executor, overlap=overlap)
 

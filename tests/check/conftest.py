@@ -8,10 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from minisgl_backend.check import bad_inputs, refusals
+from minisgl_backend.check.bad_inputs import Bad
 from minisgl_backend.check.own_server import OwnServer, started
 from minisgl_backend.server.repository import shipped_repository
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def few_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the catalogue of values what is said of one parameter; `test_short` tries them all."""
+
+    def catalogue(**facts: int) -> list[Bad]:
+        return [bad for bad in bad_inputs.catalogue(**facts) if "temperature" in bad.name]
+
+    monkeypatch.setattr(refusals, "catalogue", catalogue)
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +34,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     for model, source in (
         ("llm_engine", "broken_engine.py"),
         ("tokenizer", "broken_tokenizer.py"),
+        ("detokenizer", "broken_detokenizer.py"),
     ):
         shutil.copy(HERE / source, repository / model / "1" / "model.py")
     with started(repository=repository) as server:

@@ -9,9 +9,12 @@ import pytest
 from click.testing import CliRunner
 
 from minisgl_backend.check import command, run
+from minisgl_backend.check.asking import Extent
 from minisgl_backend.check.case import Case
+from minisgl_backend.check.leavers import Leavers
+from minisgl_backend.check.mixes import Mixes
 from minisgl_backend.check.own_server import OwnServer
-from minisgl_backend.check.shapes import Extent, Shapes
+from minisgl_backend.check.rates import Rates
 from minisgl_backend.cli.main import main
 
 pytestmark = pytest.mark.server
@@ -22,10 +25,11 @@ def addresses(own: OwnServer) -> list[str]:
     return ["--url", grpc, "--http-url", own.http_url, "--health-url", own.health_url]
 
 
+@pytest.mark.usefixtures("few_inputs")
 def test_a_server_of_others_gets_no_faults(
     own: OwnServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = Extent(load_s=0.3, num_cut=3, num_churned=12, is_timed=False)
+    tiny = Extent(load_s=0.3, num_cut=3, num_churned=12)
     monkeypatch.setattr(command, "SHORT", tiny)
     pids = {name: process["pid"] for name, process in own.stats().processes.items()}
     path = tmp_path / "figures.json"
@@ -40,7 +44,7 @@ def test_a_server_of_others_gets_no_faults(
 
 
 def test_a_failure_is_the_exit_code(own: OwnServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "SHORT", Extent(0.1, 1, 4, is_timed=False))
+    monkeypatch.setattr(command, "SHORT", Extent(0.1, 1, 4))
     defect = own.server.repository / "defect"
     defect.write_text("an error tells a path")
     try:
@@ -54,22 +58,29 @@ def test_a_failure_is_the_exit_code(own: OwnServer, monkeypatch: pytest.MonkeyPa
 def test_a_long_run_that_is_interrupted_reports_what_it_has(
     own: OwnServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "FULL", Extent(0.1, 3, 4, is_timed=False))
+    monkeypatch.setattr(command, "FULL", Extent(0.1, 3, 4))
     monkeypatch.setattr(run, "bad_inputs", lambda target, is_timed: [Case("bad inputs")])
     monkeypatch.setattr(run, "bad_gateway_inputs", lambda target, is_timed: [Case("gateway")])
-    for name in ("overload", "churn", "small_pool", "poisoned"):
-        monkeypatch.setattr(Shapes, name, lambda shapes, name=name: Case(name))
+    for owner, name in (
+        (Rates, "overload"),
+        (Mixes, "churn"),
+        (Mixes, "small_pool"),
+        (Mixes, "poisoned"),
+        (Leavers, "cancel_storm"),
+        (Leavers, "slow_readers"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: Case(name))
     num_bursts = 0
-    burst = Shapes.burst
+    burst = Rates.burst
 
-    def interrupted(shapes: Shapes) -> Case:
+    def interrupted(rates: Rates) -> Case:
         nonlocal num_bursts
         num_bursts += 1
         if num_bursts == 2:
             raise KeyboardInterrupt
-        return burst(shapes)
+        return burst(rates)
 
-    monkeypatch.setattr(Shapes, "burst", interrupted)
+    monkeypatch.setattr(Rates, "burst", interrupted)
     result = CliRunner().invoke(main, ["check", *addresses(own), "--hours", "1", "--seed", "3"])
     assert result.exit_code == 0, result.output
     assert "seed 3, extent 1 hours, interrupted" in result.output

@@ -15,16 +15,16 @@ import pytest
 from minisgl_client.client import Client
 from minisgl_client.errors import MinisglError
 
-from minisgl_backend.check import bad_inputs, refusals
-from minisgl_backend.check.bad_inputs import Bad
+from minisgl_backend.check import refusals
+from minisgl_backend.check.asking import Extent
 from minisgl_backend.check.canary import Canary
+from minisgl_backend.check.endings import endings
 from minisgl_backend.check.fault import Fault, Settings, Stage
 from minisgl_backend.check.invariants import Invariants
 from minisgl_backend.check.kills import killed
 from minisgl_backend.check.leavers import Leavers
 from minisgl_backend.check.own_server import OwnServer
 from minisgl_backend.check.records import Footprints
-from minisgl_backend.check.shapes import Extent
 from minisgl_backend.check.target import Stats, Target, wait_until
 
 pytestmark = pytest.mark.server
@@ -65,13 +65,14 @@ def sound(own: OwnServer) -> Invariants:
     return Invariants(own, settles_within_s=0.5)
 
 
+@pytest.mark.usefixtures("few_inputs")
 def test_nothing_is_found_without_a_defect(own: OwnServer, canary: Canary) -> None:
     invariants = sound(own)
     with canary.watching():
-        cases = refusals.bad_inputs(own, is_timed=False)
+        cases = [*refusals.bad_inputs(own, is_timed=False), endings(own)]
         cancel_one(own)
     assert Invariants(own).violations() == []
-    assert [case.failures for case in cases] == [[], []]
+    assert [case.failures for case in cases] == [[], [], []]
     assert canary.case().failures == []
     assert invariants.violations() == []
 
@@ -83,16 +84,6 @@ def test_another_token(own: OwnServer, canary: Canary) -> None:
     assert "is not" in mismatch
     assert canary.case().result == "FAIL"
     canary.mismatches.clear()
-
-
-@pytest.fixture
-def few_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the catalogue of values what is said of one parameter."""
-
-    def catalogue(**facts: int) -> list[Bad]:
-        return [bad for bad in bad_inputs.catalogue(**facts) if "temperature" in bad.name]
-
-    monkeypatch.setattr(refusals, "catalogue", catalogue)
 
 
 @pytest.mark.usefixtures("few_inputs")
@@ -146,6 +137,21 @@ def test_an_answer_that_is_lost(own: OwnServer) -> None:
     sound(own)
 
 
+def test_two_ends_of_one_answer(own: OwnServer) -> None:
+    with broken(own, "two ends"):
+        case = endings(own)
+    assert "whole: ended 2 times: ['length', 'length']" in case.failures
+
+
+def test_a_row_that_is_freed_twice(own: OwnServer) -> None:
+    with broken(own, "a row is freed twice"):
+        cancel_one(own)
+        found = Invariants(own, settles_within_s=0.5).violations()
+    assert any("num_running = -1" in one for one in found)
+    cancel_one(own)
+    sound(own)
+
+
 @pytest.mark.parametrize(
     ("promise", "violation"),
     [
@@ -159,6 +165,8 @@ def test_pages_that_do_not_come_back(own: OwnServer, promise: str, violation: st
         assert wait_until(lambda: own.stats().engine["num_open"] == 0, PATIENCE_S)
     found = Invariants(own, settles_within_s=0.5).violations()
     assert any(violation in one for one in found)
+    cancel_one(own)
+    sound(own)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +206,9 @@ class Blind(OwnServer):
 
 def test_a_health_port_that_sees_nothing(own: OwnServer, canary: Canary) -> None:
     blind = Blind(own.grpc_address, own.http_url, own.health_url, own.supervisor)
-    settings = Settings(rng=Random(0), is_timed=False, patience_s=5.0)
-    stage = Stage(blind, canary, Invariants(own), settings)
-    case = Fault("F4", "a kill that is not told", killed("tokenizer")).tried(stage)
+    settings = Settings(rng=Random(0), is_timed=False, patience_s=0.5)
+    stage = Stage(blind, canary, Invariants(own, settles_within_s=0.5), settings)
+    kill = killed("tokenizer", num_streams=0)
+    case = Fault("F1", "a kill that is not told", kill).tried(stage)
     assert "the health port never said so" in case.failures
     assert wait_until(own.is_ready, PATIENCE_S)

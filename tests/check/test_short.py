@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 CASES = {
     "bad inputs over HTTP": 100,
     "bad inputs over gRPC": 100,
+    "each request ends once": 8,
     "closed loop": 1,
     "burst over the queue": 16,
     "open loop at twice the capacity": 1,

@@ -36,7 +36,7 @@ from minisgl_backend.runtime.inbox import Abort, Add, Fail, Message, Stop
 from minisgl_backend.runtime.open_requests import OpenRequests
 from minisgl_backend.runtime.ports import Executor, Pending, Scheduler
 from minisgl_backend.runtime.returning import Returning
-from minisgl_backend.runtime.stats import Phase, Recorder
+from minisgl_backend.runtime.stats import Recorder, StepKind
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Loop:
         result = self._scheduler.commit(plan, tokens)
         now = time.monotonic()
         self._recorder.step_committed(
-            _phase(plan),
+            _kind(plan),
             batch_size=len(plan.prefill_rows) + len(plan.decode_rows),
             num_tokens=len(tokens.token_ids),
             duration_s=now - flight.launched_s,
@@ -259,7 +259,7 @@ class Loop:
             self._schedule(request_id)
 
 
-def _phase(plan: StepPlan) -> Phase:
+def _kind(plan: StepPlan) -> StepKind:
     if not len(plan.prefill_rows):
         return "decode"
     return "mixed" if len(plan.decode_rows) else "prefill"

@@ -13,7 +13,8 @@ from typing import Final, Literal, TypeAlias
 
 from minisgl_backend.scheduling.stats import SchedulerStats
 
-Phase: TypeAlias = Literal["prefill", "decode", "mixed"]
+StepKind: TypeAlias = Literal["prefill", "decode", "mixed"]
+"""What a step computes: chunks of prompts, decoding rows, or both."""
 
 MAX_SAMPLES: Final = 4096
 """Samples kept between two readings; older ones are dropped where nobody reads."""
@@ -46,7 +47,7 @@ class Samples:
     e2e_latency_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     prompt_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     generation_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    step_s: deque[tuple[Phase, float]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    step_s: deque[tuple[StepKind, float]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     batch_size: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
 
 
@@ -99,13 +100,13 @@ class Recorder:
                 samples.time_per_output_token_s.append(decode_s / (num_tokens - 1))
 
     def step_committed(
-        self, phase: Phase, *, batch_size: int, num_tokens: int, duration_s: float
+        self, kind: StepKind, *, batch_size: int, num_tokens: int, duration_s: float
     ) -> None:
         """A step of ``batch_size`` rows sampled ``num_tokens`` tokens."""
         with self._lock:
             self._num_steps += 1
             self._num_generated_tokens += num_tokens
-            self._samples.step_s.append((phase, duration_s))
+            self._samples.step_s.append((kind, duration_s))
             self._samples.batch_size.append(batch_size)
 
     def snapshot(self, scheduler: SchedulerStats, num_open: int) -> EngineStats:

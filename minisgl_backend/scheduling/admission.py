@@ -26,25 +26,25 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import Request
 from minisgl_backend.scheduling.capacity import num_pages_for
 from minisgl_backend.scheduling.rows import Rows
-from minisgl_backend.scheduling.sequence import Rank, Sequence
+from minisgl_backend.scheduling.sequence import Precedence, Sequence
 
 HEAD_START = 1024
 WINDOW = 32
 MAX_OVERTAKEN = 64
 
 
-def rank_of(request: Request, arrival: int) -> Rank:
+def precedence_of(request: Request, arrival: int) -> Precedence:
     """Place of the ``arrival``-th request in the order of service."""
     return (arrival - request.priority * HEAD_START, arrival)
 
 
-def by_rank(sequence: Sequence) -> Rank:
+def by_precedence(sequence: Sequence) -> Precedence:
     """Key to sort sequences by."""
-    return sequence.rank
+    return sequence.precedence
 
 
 class WaitingQueue:
-    """The waiting sequences, best rank first; ``policy`` is fcfs or lpm."""
+    """The waiting sequences, in order of precedence; ``policy`` is fcfs or lpm."""
 
     def __init__(self, cache: KVCache, policy: str) -> None:
         self._cache = cache
@@ -55,12 +55,12 @@ class WaitingQueue:
         return len(self._sequences)
 
     def push(self, sequence: Sequence) -> None:
-        """Queue a sequence at its rank."""
-        insort(self._sequences, sequence, key=by_rank)
+        """Queue a sequence at its place."""
+        insort(self._sequences, sequence, key=by_precedence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it stands."""
-        place = bisect_left(self._sequences, sequence.rank, key=by_rank)
+        place = bisect_left(self._sequences, sequence.precedence, key=by_precedence)
         if place == len(self._sequences) or self._sequences[place] is not sequence:
             raise InvariantError(f"request {sequence.request.id} is not in the queue")
         del self._sequences[place]

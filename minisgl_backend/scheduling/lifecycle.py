@@ -18,7 +18,7 @@ import numpy as np
 from minisgl_backend.cache.kv import KVCache, Lease
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId
-from minisgl_backend.scheduling.admission import WaitingQueue, by_rank, rank_of
+from minisgl_backend.scheduling.admission import WaitingQueue, by_precedence, precedence_of
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.rows import Rows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
@@ -28,8 +28,9 @@ class Lifecycle:
     """All sequences of the planner.
 
     ``live`` are those that still owe their client something; ``prefilling`` those with tokens left
-    to plan, best rank first; ``released_rows`` the rows given back since the last plan. ``changes``
-    counts what may let a sequence in that did not fit before: the queue, the tree, free pages.
+    to plan, in order of precedence; ``released_rows`` the rows given back since the last plan.
+    ``changes`` counts what may let a sequence in that did not fit before: the queue, the tree, free
+    pages.
     """
 
     def __init__(self, cache: KVCache, num_rows: int, policy: str) -> None:
@@ -53,7 +54,7 @@ class Lifecycle:
         if request.id in self.live:
             raise InvariantError(f"request {request.id} is live already")
         known = np.concatenate([request.prompt, generated]) if len(generated) else request.prompt
-        sequence = Sequence(request, rank_of(request, self._num_arrivals), known)
+        sequence = Sequence(request, precedence_of(request, self._num_arrivals), known)
         self._num_arrivals += 1
         self.live[request.id] = sequence
         self.queue.push(sequence)
@@ -69,7 +70,7 @@ class Lifecycle:
         sequence.row = self.rows.take(
             sequence, num_cached_tokens=lease.num_shared * size, capacity=len(lease.pages) * size
         )
-        insort(self.prefilling, sequence, key=by_rank)
+        insort(self.prefilling, sequence, key=by_precedence)
 
     def planned(self, sequence: Sequence) -> None:
         """All known tokens of the sequence are planned: it decodes from the next step on."""
@@ -148,7 +149,7 @@ class Lifecycle:
         if len(live) + len(self.queue) != len(self.live):
             raise InvariantError("a live request is neither in the queue nor in a row")
         prefilling = [s for s in held if s.phase is Phase.PREFILLING]
-        if sorted(prefilling, key=by_rank) != self.prefilling:
+        if sorted(prefilling, key=by_precedence) != self.prefilling:
             raise InvariantError("not exactly the prefilling sequences are listed as such")
 
     def _retire(self, sequence: Sequence) -> None:

@@ -4,13 +4,13 @@
 again while steps are in flight, to any depth. ``commit`` works by value, in the order of the plans.
 Whether a loop overlaps the two is the loop's affair; the tokens of a request are the same.
 
-A step decodes every row that can, then spends ``max_prefill_tokens`` on chunks of prompts, best
-rank first, admitting sequences as it goes: prefill never keeps decode waiting.
+A step decodes every row that can, then spends ``max_prefill_tokens`` on chunks of prompts, in
+order of precedence, admitting sequences as it goes: prefill never keeps decode waiting.
 
-When the pool is empty, the running sequences of the worst rank are retracted: their computed pages
-are published, they return to the queue at their old place and later prefill what the cache lost
-meanwhile. The best running sequence is never retracted, and fits the pool alone: so it always gets
-on.
+When the pool is empty, the running sequences of the lowest precedence are retracted: their computed
+pages are published, they return to the queue at their old place and later prefill what the cache
+lost meanwhile. The first running sequence is never retracted, and fits the pool alone: so it always
+gets on.
 
 Must not know clocks, threads, devices or tensors, nor what a token means.
 
@@ -47,11 +47,11 @@ from minisgl_backend.request import (
     RequestId,
     TokenLogprobs,
 )
-from minisgl_backend.scheduling.admission import by_rank, pages_to_admit, reserved_pages
+from minisgl_backend.scheduling.admission import by_precedence, pages_to_admit, reserved_pages
 from minisgl_backend.scheduling.capacity import check_fits
 from minisgl_backend.scheduling.draft import EMPTY, Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
-from minisgl_backend.scheduling.sequence import Phase, Rank, Sequence
+from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence
 from minisgl_backend.scheduling.stats import SchedulerStats
 
 
@@ -180,7 +180,7 @@ class Scheduler:
         short = ready[rows.planned[ready] >= rows.capacity[ready]]
         under_pressure = len(short) > 0 and not self._grow(short, draft)
         if under_pressure:
-            self._grow_best(short, draft)
+            self._grow_first(short, draft)
             ready = rows.ready_to_decode()
             ready = ready[rows.planned[ready] < rows.capacity[ready]]
         draft.decode(ready, rows.plan_decode(ready))
@@ -196,11 +196,11 @@ class Scheduler:
         rows.capacity[short] += self._config.page_size
         return True
 
-    def _grow_best(self, short: IntArray, draft: Draft) -> None:
-        """Retract the worst sequences until the best rows can grow; the others wait a step."""
+    def _grow_first(self, short: IntArray, draft: Draft) -> None:
+        """Retract the last sequences until the first rows can grow; the others wait a step."""
         running, retiring = self._rows.by_fate()
-        running.sort(key=by_rank)
-        needy = sorted((self._rows.sequence(row) for row in short.tolist()), key=by_rank)
+        running.sort(key=by_precedence)
+        needy = sorted((self._rows.sequence(row) for row in short.tolist()), key=by_precedence)
         coming = sum(sequence.held().num_private for sequence in retiring)
         while len(needy) > self._life.num_available_pages + coming and len(running) > 1:
             victim = running.pop()
@@ -210,14 +210,14 @@ class Scheduler:
             self._life.retract(victim)
             if victim.phase is Phase.RETIRING:
                 coming += victim.held().num_private
-        best = [sequence.row for sequence in needy[: self._life.num_available_pages]]
-        if best and not self._grow(np.array(best, dtype=np.int32), draft):
+        first = [sequence.row for sequence in needy[: self._life.num_available_pages]]
+        if first and not self._grow(np.array(first, dtype=np.int32), draft):
             raise InvariantError("the cache does not grant the pages that it counts as available")
 
     def _plan_prefills(self, draft: Draft, *, admit: bool) -> None:
         for sequence in list(self._life.prefilling):
             if admit:
-                self._admit(draft, before=sequence.rank)
+                self._admit(draft, before=sequence.precedence)
             if draft.budget:
                 self._plan_chunk(sequence, draft)
         if admit:
@@ -234,8 +234,8 @@ class Scheduler:
         if is_last:
             self._life.planned(sequence)
 
-    def _admit(self, draft: Draft, *, before: Rank | None) -> None:
-        """Admit, and begin to prefill, waiting sequences: all, or those that rank ``before``."""
+    def _admit(self, draft: Draft, *, before: Precedence | None) -> None:
+        """Admit, and begin to prefill, waiting sequences: all, or those that come ``before``."""
         if not (len(self._queue) and self._rows.num_free and draft.budget):
             return
         reserve, size = self._config.reserve_tokens, self._config.page_size
@@ -244,7 +244,7 @@ class Scheduler:
             if self._is_blocked(reserved):
                 return
             sequence = self._queue.choose()
-            if sequence is None or (before is not None and sequence.rank > before):
+            if sequence is None or (before is not None and sequence.precedence > before):
                 return
             needed = pages_to_admit(sequence, reserve, size)
             lease = self._lease(sequence, needed, reserved)

@@ -22,7 +22,7 @@ from minisgl_backend.cache.kv import Lease
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request
 
-Rank: TypeAlias = tuple[int, int]
+Precedence: TypeAlias = tuple[int, int]
 """Place in the order of service, unique; the smallest goes first."""
 
 
@@ -58,7 +58,7 @@ class Sequence:
     """
 
     request: Request
-    rank: Rank
+    precedence: Precedence
     tokens: IntArray
     row: int = -1
     lease: Lease | None = None

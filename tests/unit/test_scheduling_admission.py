@@ -12,7 +12,7 @@ from minisgl_backend.scheduling.admission import (
     HEAD_START,
     MAX_OVERTAKEN,
     WaitingQueue,
-    rank_of,
+    precedence_of,
 )
 from minisgl_backend.scheduling.sequence import Sequence
 
@@ -25,7 +25,7 @@ def arrived(number: int, *, priority: int = 0, prompt: IntArray | None = None) -
     """The ``number``-th request to arrive."""
     tokens = ints(1) if prompt is None else prompt
     request = Request(id=RequestId(number), prompt=tokens, priority=priority)
-    return Sequence(request, rank_of(request, number), tokens)
+    return Sequence(request, precedence_of(request, number), tokens)
 
 
 def order(queue: WaitingQueue) -> list[int]:

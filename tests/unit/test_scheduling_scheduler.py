@@ -341,7 +341,7 @@ def test_a_request_can_end_or_be_aborted_while_it_is_being_retracted() -> None:
 
 
 @pytest.mark.parametrize("priority", [0, 1])
-def test_prefilling_and_decoding_sequences_give_way_by_rank_alone(priority: int) -> None:
+def test_prefilling_and_decoding_sequences_give_way_by_precedence_alone(priority: int) -> None:
     scheduler = make(num_pages=6, max_prefill_tokens=4)
     scheduler.add(request(0, 3, max_tokens=12))
     step(scheduler)

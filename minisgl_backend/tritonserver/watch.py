@@ -26,7 +26,7 @@ _PATIENCE = 3
 """Refused or broken connections in a row that mean that the server shuts down."""
 
 
-class Answer(Enum):
+class Readiness(Enum):
     """What the server says when it is asked whether a model is ready."""
 
     READY = auto()
@@ -37,17 +37,17 @@ class Answer(Enum):
     """It says nothing in time, which tells nothing: it may be busy, or paused."""
 
 
-def ask(url: str, *, timeout_s: float = 2.0) -> Answer:
+def ask(url: str, *, timeout_s: float = 2.0) -> Readiness:
     """Ask the server at ``url``."""
     try:
         # a connection of its own each time: an idle one would hold up the server's end
         with open_local(url, timeout_s=timeout_s) as response:
-            return Answer.READY if response.status == 200 else Answer.NOT_READY
+            return Readiness.READY if response.status == 200 else Readiness.NOT_READY
     except urllib.error.HTTPError:
-        return Answer.NOT_READY
+        return Readiness.NOT_READY
     except OSError as error:
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
-        return Answer.REFUSED if isinstance(cause, ConnectionError) else Answer.NONE
+        return Readiness.REFUSED if isinstance(cause, ConnectionError) else Readiness.NONE
 
 
 class Watch:
@@ -82,11 +82,11 @@ class Watch:
 
     def _run(self) -> None:
         while not self._closing.wait(_EVERY_S):
-            try:
-                self._report()
+            try:  # in this order, so that the end is noticed though reports fail
                 if self._draining is None and self._is_ending():
                     self._draining = threading.Thread(target=self._drain, name="drain")
                     self._draining.start()
+                self._report()
             except Exception:
                 logger.exception("the engine could not report")
 
@@ -97,13 +97,13 @@ class Watch:
         if self._sign.is_replaced():
             logger.info("a newer load of the model took over; open requests may finish")
             return True
-        answer = Answer.READY if self._ready_url is None else ask(self._ready_url)
-        if answer is Answer.READY:
+        readiness = Readiness.READY if self._ready_url is None else ask(self._ready_url)
+        if readiness is Readiness.READY:
             self._was_ready = True
             self._num_refusals = 0
-        elif answer is Answer.REFUSED:
+        elif readiness is Readiness.REFUSED:
             self._num_refusals += 1
-        is_over = answer is Answer.NOT_READY or self._num_refusals >= _PATIENCE
+        is_over = readiness is Readiness.NOT_READY or self._num_refusals >= _PATIENCE
         if self._was_ready and is_over:
             logger.info("the model is being unloaded; open requests may finish")
             return True

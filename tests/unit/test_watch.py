@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from minisgl_backend.tritonserver.hint import QueueSign
-from minisgl_backend.tritonserver.watch import Answer, Watch, ask
+from minisgl_backend.tritonserver.watch import Readiness, Watch, ask
 
 PATIENCE_S = 30.0
 SHORT_S = 0.2
@@ -52,25 +52,25 @@ def url_of(address: tuple[str, int]) -> str:
 
 def test_ready_and_not(server: Server) -> None:
     url = url_of(("127.0.0.1", server.server_port))
-    assert ask(url) is Answer.READY
+    assert ask(url) is Readiness.READY
     server.status = 400
-    assert ask(url) is Answer.NOT_READY
+    assert ask(url) is Readiness.NOT_READY
 
 
 def test_a_proxy_is_not_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert ask(url_of(("127.0.0.1", server.server_port))) is Answer.READY
+    assert ask(url_of(("127.0.0.1", server.server_port))) is Readiness.READY
 
 
 def test_a_closed_port_refuses() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = url_of(listener.getsockname())
-    assert ask(url) is Answer.REFUSED
+    assert ask(url) is Readiness.REFUSED
 
 
 def test_a_paused_server_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections, answers none
-        assert ask(url_of(listener.getsockname()), timeout_s=SHORT_S) is Answer.NONE
+        assert ask(url_of(listener.getsockname()), timeout_s=SHORT_S) is Readiness.NONE
 
 
 def test_a_server_with_too_many_connections_says_nothing() -> None:
@@ -81,22 +81,29 @@ def test_a_server_with_too_many_connections_says_nothing() -> None:
                 waiting.append(socket.socket())
                 waiting[-1].setblocking(False)
                 waiting[-1].connect_ex(listener.getsockname())
-            assert ask(url_of(listener.getsockname()), timeout_s=SHORT_S) is Answer.NONE
+            assert ask(url_of(listener.getsockname()), timeout_s=SHORT_S) is Readiness.NONE
         finally:
             for connection in waiting:
                 connection.close()
 
 
-def test_a_model_that_was_ready_and_is_not_any_more_drains(server: Server) -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["", "though reports fail"])
+def test_a_model_that_was_ready_and_is_not_any_more_drains(server: Server, fails: bool) -> None:
     drained, reported = threading.Event(), threading.Semaphore(0)
+
+    def report() -> None:
+        reported.release()
+        if fails:
+            raise RuntimeError("no metrics")
+
     watch = Watch(
         ready_url=url_of(("127.0.0.1", server.server_port)),
         sign=QueueSign(None, "m"),
-        report=reported.release,
+        report=report,
         drain=drained.set,
     )
     try:
-        for _ in range(3):  # a report is made before the server is asked
+        for _ in range(3):  # the server is asked before each report
             assert reported.acquire(timeout=PATIENCE_S)
         assert not drained.is_set()
         server.status = 400

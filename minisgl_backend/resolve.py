@@ -18,11 +18,11 @@ from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
-from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.connect import choose_comm
 from minisgl_backend.parallel.place import Place
+from minisgl_backend.precheck import check_options, checked_spec, context_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,10 +45,10 @@ class Resolved:
 def resolve(options: EngineOptions, place: Place) -> Resolved:
     """The facts of the rank at ``place``; a model's files are fetched where they are not there."""
     device = _device(options, place)
-    _refuse_unsupported(options, device)
+    check_options(options, device.torch_device.type)
     comm = choose_comm(options.comm, device.torch_device, place.size)
     folder = resolve_checkpoint(options)
-    spec = load_spec(folder)
+    spec = checked_spec(options, folder, device.torch_device.type)
     dtype = _dtype(options, device, spec)
     return Resolved(
         options=options,
@@ -58,7 +58,7 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
         folder=folder,
         spec=spec,
         shape=spec.attention_shape(place.size),
-        context=_context(options, spec),
+        context=context_of(options, spec),
         dtype=dtype,
         kv_dtype=torch.float8_e4m3fn if options.kv_cache_dtype == "fp8_e4m3" else dtype,
         page_size=options.page_size or device.default_page_size,
@@ -86,37 +86,6 @@ def _device(options: EngineOptions, place: Place) -> CpuDevice | CudaDevice:
     return CpuDevice(max(1, torch.get_num_threads() // place.local_size))
 
 
-def _refuse_unsupported(options: EngineOptions, device: Device) -> None:
-    refused: dict[str, bool] = {}
-    if options.tensor_parallel_size == 1:
-        for name in ("comm", "distributed_address"):
-            if getattr(options, name) is not None:
-                raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
-    if isinstance(device, CudaDevice):
-        refused |= {
-            "dtype": options.dtype == "float64",
-            # experts one by one wait for the device, which a graph cannot hold
-            "moe_backend": options.moe_backend == "torch"
-            and options.cuda_graph_max_batch_size != 0,
-        }
-        where = "GPUs, in at most 32 bits, with moe_backend torch outside of CUDA graphs only"
-    else:
-        refused |= {
-            "kv_cache_dtype": options.kv_cache_dtype is not None,
-            "attention_backend": options.attention_backend not in (None, "sdpa", "sdpa,sdpa"),
-            "moe_backend": options.moe_backend not in (None, "torch"),
-            "cuda_graph_max_batch_size": bool(options.cuda_graph_max_batch_size),
-            "cuda_graph_batch_sizes": options.cuda_graph_batch_sizes is not None,
-        }
-        where = "CPUs, with attention_backend sdpa and moe_backend torch"
-    for name, is_refused in refused.items():
-        if is_refused:
-            raise ConfigError(
-                f"option {name}={getattr(options, name)} is not supported: this version runs on "
-                + where
-            )
-
-
 def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dtype:
     """Of weights and activations: that asked for, the device's own, or the checkpoint's.
 
@@ -130,11 +99,3 @@ def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dty
             raise ConfigError(f"head_dim {spec.head_dim} is not a power of two, as GPUs need it")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _context(options: EngineOptions, spec: ModelSpec) -> int:
-    """Tokens that a request may have in all."""
-    wanted, most = options.max_sequence_length, spec.context
-    if wanted is not None and wanted > most:
-        raise ConfigError(f"max_sequence_length {wanted} exceeds the model's context of {most}")
-    return wanted or most

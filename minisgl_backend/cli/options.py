@@ -7,19 +7,36 @@ name with dashes; nothing has to be listed twice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import click
 
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.errors import ConfigError
+
+
+class Refused(click.ClickException):
+    """What the operator must mend before anything starts: one line, and code 2 as for any usage."""
+
+    exit_code = 2
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What is refused inside ends the command."""
+    try:
+        yield
+    except ConfigError as error:
+        raise Refused(str(error)) from None
 
 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a click callback, which then gets an ``EngineOptions`` as its first argument.
 
-    Values are checked by ``EngineOptions.from_mapping``, which raises ``ConfigError``.
+    Values are checked by ``EngineOptions.from_mapping``; what is wrong is ``Refused``.
     """
     names = [spec.name for spec in fields(EngineOptions)]
 
@@ -27,7 +44,9 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_options(*args: Any, **kwargs: Any) -> Any:
         given = {name: kwargs.pop(name) for name in names}
         chosen = {name: value for name, value in given.items() if value is not None}
-        return command(EngineOptions.from_mapping(chosen), *args, **kwargs)
+        with refusing():
+            options = EngineOptions.from_mapping(chosen)
+        return command(options, *args, **kwargs)
 
     for spec in reversed(fields(EngineOptions)):
         choices = ", ".join(spec.metadata["choices"])

@@ -14,10 +14,11 @@ from typing import Any
 
 import click
 
-from minisgl_backend.cli.options import engine_options
+from minisgl_backend.cli.options import Refused, engine_options, refusing
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.errors import EngineFailure
 from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.precheck import check_options, check_tokenizer, checked_spec, device_type
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.log import Console, ConsoleHandler
@@ -77,16 +78,21 @@ def serve(
         exit_timeout_s=int(options.drain_timeout_s) + 10,
     )
     if not (server_options.is_local or allow_remote):
-        raise ConfigError(
+        raise Refused(
             f"other machines can reach --host {host}, and Triton serves whoever asks: put a proxy"
             " that authenticates in front, or say --allow-remote"
         )
-    installation = find_installation(tritonserver)
-    parameters = options_as_text(located(options))
+    with refusing():
+        installation = find_installation(tritonserver)
+        options = checked(options)
 
     def start(server_options: ServerOptions) -> TritonServer:
         return TritonServer(
-            installation, shipped_repository(), parameters, server_options, on_log=console.show
+            installation,
+            shipped_repository(),
+            options_as_text(options),
+            server_options,
+            on_log=console.show,
         )
 
     def welcome(server: TritonServer) -> None:
@@ -94,17 +100,29 @@ def serve(
         with suppress(OSError):  # nobody reads
             click.echo(_welcome(server, health.port, Path(options.model).name, seconds))
 
-    health = HealthServer(host, health_port)
+    with refusing():
+        health = HealthServer(host, health_port)
     try:
         supervisors: list[Supervisor] = []
         stopping = _stop_on_signals(supervisors, console)
-        supervisors.append(supervisor := Supervisor(start, server_options))
+        with refusing():
+            supervisors.append(supervisor := Supervisor(start, server_options))
         health.start(supervisor.health, supervisor.stats)
         supervisor.run(stopping, welcome)
     except EngineFailure as error:
         raise click.ClickException(str(error)) from None
     finally:
         health.close()
+
+
+def checked(options: EngineOptions) -> EngineOptions:
+    """The options, ``located``; ``ConfigError`` where the engine could not start with them."""
+    device = device_type(options)
+    check_options(options, device)
+    options = located(options)
+    checked_spec(options, Path(options.model), device)
+    check_tokenizer(Path(options.tokenizer or options.model))
+    return options
 
 
 def located(options: EngineOptions) -> EngineOptions:

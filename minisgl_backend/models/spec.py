@@ -89,6 +89,20 @@ class ModelSpec:
             return max(rope.max_positions, int(rope.original_max_positions * rope.factor))
         return self.max_position_embeddings
 
+    @property
+    def num_parameters(self) -> int:
+        """The numbers in the weights, biases and norms left out."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # queries, outputs; keys, values
+        attention = self.num_layers * heads * self.head_dim * self.hidden_size
+        num_plain, experts = self.num_layers, 0
+        if self.moe is not None:
+            num_plain -= len(self.moe.layers)
+            size = 3 * self.moe.intermediate_size + 1  # one more row for the router
+            experts = len(self.moe.layers) * self.moe.num_experts * size * self.hidden_size
+        mlp = num_plain * 3 * self.intermediate_size * self.hidden_size
+        embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
+        return attention + mlp + experts + embeddings
+
     def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split.
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, is_built
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import COMMS, Place, check_comm
 from minisgl_backend.parallel.pynccl import pynccl_group
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
 
@@ -24,14 +24,10 @@ def choose_comm(option: str | None, device: torch.device, num_ranks: int) -> str
 
     Raises ``ConfigError`` where the device cannot use it.
     """
-    offered = ("gloo",) if device.type == "cpu" else ("nccl", "pynccl", "flashinfer")
-    if option is None:
-        return "flashinfer" if device.type == "cuda" and is_built(num_ranks) else offered[0]
-    if option not in offered:
-        raise ConfigError(
-            f"option comm={option} does not work on {device.type}, which has {', '.join(offered)}"
-        )
-    return option
+    check_comm(option, device.type)
+    if option is not None:
+        return option
+    return "flashinfer" if device.type == "cuda" and is_built(num_ranks) else COMMS[device.type][0]
 
 
 def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:

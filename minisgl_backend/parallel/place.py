@@ -12,11 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 from minisgl_backend.errors import ConfigError
 
 _LOOPBACK: Final = "127.0.0.1"
+COMMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"cpu": ("gloo",), "cuda": ("nccl", "pynccl", "flashinfer")}
+)
+"""By the type of the device: the libraries by which ranks can talk, the default first."""
+
+
+def check_comm(option: str | None, device_type: str) -> None:
+    """Raise ``ConfigError`` where the option ``comm`` names what the device cannot use."""
+    offered = COMMS[device_type]
+    if option not in (None, *offered):
+        raise ConfigError(
+            f"option comm={option} does not work on {device_type}, which has {', '.join(offered)}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

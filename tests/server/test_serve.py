@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from minisgl_backend.cli.main import main
 from minisgl_backend.config import DEMO_MODEL
 from tests.server.client import wait_for
 
@@ -144,16 +146,32 @@ def test_the_true_cause_of_a_failed_load(tmp_path: Path) -> None:
     broken.mkdir()
     for file in Path(DEMO_MODEL).iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
-    (broken / "model.safetensors").write_bytes(b"\xff" * 100)
-    assert re.search(r"Error: llm_engine: .*model.safetensors", failure_of("--model", str(broken)))
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    output = failure_of("--model", str(broken))
+    assert output.endswith("Error: llm_engine: the checkpoint lacks lm_head.weight\n")
 
 
-def test_an_address_that_others_can_reach_must_be_meant() -> None:
-    assert "other machines can reach --host 0.0.0.0" in failure_of("--host", "0.0.0.0")
-
-
-def test_wrong_options() -> None:
-    assert "neither a folder nor a model id" in failure_of("--model", "/nowhere/at/all")
-    assert "max_prefill_tokens must be an integer" in failure_of("--max-prefill-tokens", "many")
-    assert "there is no tritonserver at" in failure_of("--tritonserver", "/nowhere")
-    assert "attention_backend=fa is not supported" in failure_of("--attention-backend", "fa")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "other machines can reach --host 0.0.0.0"),
+        (["--host", "192.0.2.1", "--allow-remote"], "--health-port 0 on 192.0.2.1 cannot be used"),
+        (["--model", "/nowhere/at/all"], "neither a folder nor a model id"),
+        (["--max-prefill-tokens", "many"], "max_prefill_tokens must be an integer"),
+        (["--tritonserver", "/nowhere"], "there is no tritonserver at"),
+        (["--device", "cpu", "--attention-backend", "fa"], "attention_backend=fa is not supported"),
+        (["--device", "cpu", "--num-pages", "9999999999"], "num_pages=9999999999 of 16 positions"),
+        (["--tokenizer", str(Path(__file__).parent)], "holds no tokenizer: none of"),
+        (["--http-port", "9", "--grpc-port", "9"], "--grpc-port 9 is that of another endpoint"),
+    ],
+)
+def test_what_cannot_start_is_refused_before_anything_does(
+    arguments: list[str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    result = CliRunner().invoke(main, ["serve", *PORTS, *arguments])
+    assert result.exit_code == 2
+    (line,) = result.output.splitlines()
+    assert line.startswith("Error: ") and message in line
+    assert not list(folder.iterdir())

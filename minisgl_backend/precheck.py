@@ -1,0 +1,140 @@
+"""What can be refused before anything is started: options, a model's files, memory that is missing.
+
+Knows options, the files of a checkpoint and the size of this machine; needs no torch, so that a
+command can say in a moment what the engine would find out after half a minute. The engine checks
+the same (``resolve``), and beyond it what only the device can tell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.checkpoint import check_weights, tensor_files
+from minisgl_backend.models.config_json import read_json
+from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.parallel.place import Place, check_comm
+
+CPU_DTYPE: Final = "float32"
+CPU_PAGE_SIZE: Final = 16
+"""What ``CpuDevice`` takes where nobody says."""
+_ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
+    {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+)
+_TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""A tokenizer has one of these files at least."""
+
+
+def device_type(options: EngineOptions) -> str | None:
+    """``cpu`` or ``cuda``; None where only torch can tell which of them it will be.
+
+    Raises ``ConfigError`` where a GPU is asked for, and there is not even a driver.
+    """
+    try:
+        ctypes.CDLL("libcuda.so.1")
+        has_driver = True
+    except OSError:
+        has_driver = False
+    if options.device == "cuda" and not has_driver:
+        raise ConfigError("device cuda needs an NVIDIA GPU, and this machine has no driver of one")
+    return options.device or (None if has_driver else "cpu")
+
+
+def check_options(options: EngineOptions, device: str | None) -> None:
+    """Raise ``ConfigError`` where options contradict each other or do not work on the device."""
+    Place.first(options.tensor_parallel_size, options.distributed_address)
+    if options.tensor_parallel_size == 1:
+        for name in ("comm", "distributed_address"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
+    if device is not None:
+        check_comm(options.comm, device)
+    if device == "cuda":
+        refused = {
+            "dtype": options.dtype == "float64",
+            # experts one by one wait for the device, which a graph cannot hold
+            "moe_backend": options.moe_backend == "torch"
+            and options.cuda_graph_max_batch_size != 0,
+        }
+        where = "GPUs, in at most 32 bits, with moe_backend torch outside of CUDA graphs only"
+    elif device == "cpu":
+        refused = {
+            "kv_cache_dtype": options.kv_cache_dtype is not None,
+            "attention_backend": options.attention_backend not in (None, "sdpa", "sdpa,sdpa"),
+            "moe_backend": options.moe_backend not in (None, "torch"),
+            "cuda_graph_max_batch_size": bool(options.cuda_graph_max_batch_size),
+            "cuda_graph_batch_sizes": options.cuda_graph_batch_sizes is not None,
+        }
+        where = "CPUs, with attention_backend sdpa and moe_backend torch"
+    else:
+        return
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(
+                f"option {name}={getattr(options, name)} is not supported: this version runs on "
+                + where
+            )
+
+
+def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> ModelSpec:
+    """The model in ``folder``, where its files and this machine allow to load it.
+
+    Raises ``ConfigError`` where config.json makes no sense or is not of these weights, where ranks
+    cannot share the heads, and where a CPU's memory could not hold what is asked for.
+    """
+    spec = load_spec(folder)
+    spec.attention_shape(options.tensor_parallel_size)
+    context_of(options, spec)
+    if options.load_format == "auto":
+        check_weights(spec, tensor_files(folder))
+    if device == "cpu":
+        _check_memory(options, spec)
+    return spec
+
+
+def context_of(options: EngineOptions, spec: ModelSpec) -> int:
+    """Tokens that a request may have in all; ``ConfigError`` for more than the model knows."""
+    wanted, most = options.max_sequence_length, spec.context
+    if wanted is not None and wanted > most:
+        raise ConfigError(f"max_sequence_length {wanted} exceeds the model's context of {most}")
+    return wanted or most
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise ``ConfigError`` where there is no tokenizer, or one whose files are no JSON."""
+    if not any((folder / name).exists() for name in _TOKENIZERS):
+        raise ConfigError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZERS)}")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            read_json(folder / name)
+
+
+def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
+    """On a CPU all ranks share one memory; its size is what is compared, not what is free now."""
+    context, num_ranks = context_of(options, spec), options.tensor_parallel_size
+    item_bytes = _ITEM_BYTES[options.dtype or CPU_DTYPE]
+    page_size, num_pages = options.page_size or CPU_PAGE_SIZE, options.num_pages or 1
+    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item_bytes
+    table_entries = options.max_running_requests * -(-context // page_size)
+    needs = {
+        f"the weights, as config.json has them ({spec.num_parameters:,} numbers),": (
+            spec.num_parameters * item_bytes
+        ),
+        f"num_pages={num_pages} of {page_size} positions": num_pages * page_size * kv_bytes,
+        f"max_sequence_length={context}, for tables of positions and pages,": num_ranks
+        * (4 * spec.head_dim * context + 8 * table_entries),
+    }
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if sum(needs.values()) > memory:
+        largest = max(needs, key=lambda what: needs[what])
+        raise ConfigError(
+            f"{largest} would take {needs[largest]:,} bytes, "
+            f"and this machine has {memory:,} bytes of memory"
+        )

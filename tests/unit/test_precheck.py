@@ -1,0 +1,146 @@
+"""What is refused before anything is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.device.cpu import CpuDevice
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.checkpoint import tensor_files
+from minisgl_backend.precheck import (
+    CPU_DTYPE,
+    CPU_PAGE_SIZE,
+    check_options,
+    check_tokenizer,
+    checked_spec,
+    device_type,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model to be spoilt."""
+    return Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, minisgl_backend.cli.serve; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_it_knows_what_a_cpu_takes() -> None:
+    assert CpuDevice.default_dtype == CPU_DTYPE
+    assert CpuDevice.default_page_size == CPU_PAGE_SIZE
+
+
+def test_the_device_is_known_where_it_is_named() -> None:
+    assert device_type(EngineOptions(device="cpu")) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "message"),
+    [
+        ({"comm": "gloo"}, None, "comm is for tensor_parallel_size of 2 and more"),
+        ({"distributed_address": "a:1"}, None, "distributed_address is for tensor_parallel_size"),
+        ({"tensor_parallel_size": 2, "distributed_address": "a"}, None, "must be HOST:PORT"),
+        ({"tensor_parallel_size": 2, "comm": "nccl"}, "cpu", "comm=nccl does not work on cpu"),
+        ({"tensor_parallel_size": 2, "comm": "gloo"}, "cuda", "comm=gloo does not work on cuda"),
+        ({"moe_backend": "fused"}, "cpu", "moe_backend=fused is not supported"),
+        ({"cuda_graph_batch_sizes": "1,2"}, "cpu", "cuda_graph_batch_sizes=1,2 is not supported"),
+        ({"dtype": "float64"}, "cuda", "dtype=float64 is not supported"),
+        ({"moe_backend": "torch"}, "cuda", "moe_backend=torch is not supported"),
+    ],
+)
+def test_options(given: dict[str, Any], device: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_options(EngineOptions(**given), device)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"moe_backend": "fused", "comm": "pynccl", "tensor_parallel_size": 2},
+        {"moe_backend": "torch", "cuda_graph_max_batch_size": 0, "attention_backend": "fa"},
+    ],
+)
+def test_options_that_only_a_gpu_can_judge(given: dict[str, Any]) -> None:
+    options = EngineOptions(**given)
+    check_options(options, None)
+    check_options(options, "cuda")
+    with pytest.raises(ConfigError):
+        check_options(options, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "cannot be split evenly over 3"),
+        ({"max_sequence_length": 8193}, "8193 exceeds the model's context of 8192"),
+        ({"num_pages": 10**10}, r"num_pages=10000000000 of 16 positions would take 655,360,00\S+ "),
+        ({"num_pages": 10**8, "page_size": 1024}, "num_pages=100000000 of 1024 positions would"),
+    ],
+)
+def test_options_that_do_not_go_with_the_model(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked_spec(EngineOptions(**given), Path(DEMO_MODEL), "cpu")
+    if "num_pages" in given:  # what a GPU holds is not known here
+        checked_spec(EngineOptions(**given), Path(DEMO_MODEL), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 2**18, "intermediate_size": 2**20}, "the weights, as config.json has th"),
+        (
+            {"max_position_embeddings": 2**27, "head_dim": 4096},
+            "max_sequence_length=134217728, for tables of posi",
+        ),
+    ],
+)
+def test_a_model_that_no_memory_could_hold(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    """Its weights are made up, so that no file says how many there are."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ConfigError, match=f"^{message}.* would take [0-9,]+ bytes, and this mach"):
+        checked_spec(EngineOptions(load_format="dummy"), folder, "cpu")
+
+
+def test_a_config_of_other_weights(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 4096}))
+    with pytest.raises(
+        ConfigError, match=r"vocab_size is 4096, but model\.embed_tokens\.weight has"
+    ):
+        checked_spec(EngineOptions(), folder, None)
+    assert checked_spec(EngineOptions(load_format="dummy"), folder, None).vocab_size == 4096
+
+
+def test_the_number_of_parameters_is_that_of_the_weights() -> None:
+    stored = [
+        header.shape
+        for held in tensor_files(Path(DEMO_MODEL)).values()
+        for header in held.values()
+        if len(header.shape) == 2
+    ]
+    assert load_spec(Path(DEMO_MODEL)).num_parameters == sum(a * b for a, b in stored)
+
+
+def test_a_tokenizer(folder: Path) -> None:
+    check_tokenizer(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        check_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds no tokenizer: none of tokenizer\.json, "):
+        check_tokenizer(folder)

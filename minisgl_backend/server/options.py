@@ -40,29 +40,29 @@ class ServerOptions:
         return self.host in _LOOPBACK
 
 
-def with_ports(options: ServerOptions) -> ServerOptions:
+def with_ports(options: ServerOptions, held: contextlib.ExitStack) -> ServerOptions:
     """The options with free ports for those that are 0.
 
-    ``ConfigError`` where one is taken, or given twice.
+    Nobody else gets those until ``held`` is closed: they are bound, but nothing listens yet, and
+    the server may bind them as well. ``ConfigError`` where one is taken, or given twice.
     """
     names = ("http_port", "grpc_port", "metrics_port")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     ports: dict[str, Any] = {}
-    with contextlib.ExitStack() as held:
-        for name in names:
-            port = getattr(options, name)
-            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((options.host, port))
-            except OSError as error:
-                raise ConfigError(
-                    f"{_option(name)} {port} on {options.host} cannot be used: {error.strerror}"
-                ) from error
-            port = probe.getsockname()[1]
-            if port in ports.values():
-                raise ConfigError(f"{_option(name)} {port} is that of another endpoint, too")
-            ports[name] = port
+    for name in names:
+        port = getattr(options, name)
+        probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((options.host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"{_option(name)} {port} on {options.host} cannot be used: {error.strerror}"
+            ) from error
+        port = probe.getsockname()[1]
+        if port in ports.values():
+            raise ConfigError(f"{_option(name)} {port} is that of another endpoint, too")
+        ports[name] = port
     return replace(options, **ports)
 
 

@@ -70,7 +70,9 @@ class TritonServer:
         *,
         on_log: Callable[[str], None] | None = None,
     ) -> None:
-        self.options = with_ports(options)
+        with contextlib.ExitStack() as held:
+            self.options = with_ports(options, held)
+            self._held_ports = held.pop_all()
         self.shared_memory_prefix = f"minisgl-{os.getpid()}-{secrets.token_hex(4)}-"
         for left in sweep():
             logger.info("removed %s, left by a server that was killed", left)
@@ -94,6 +96,7 @@ class TritonServer:
                 lock=self._lock,
             )
         except BaseException:
+            self._held_ports.close()
             shutil.rmtree(self.directory, ignore_errors=True)
             os.close(self._lock)
             raise
@@ -159,6 +162,7 @@ class TritonServer:
                 raise StuckStart(self._stuck())
             time.sleep(0.05)
         self._was_ready = True
+        self._held_ports.close()  # the server has them
         self._protect_shared_memory()
 
     def is_ready(self, *, timeout_s: float) -> bool | None:
@@ -237,6 +241,7 @@ class TritonServer:
         return self._stopped_with
 
     def _stop(self) -> int:
+        self._held_ports.close()
         drained = self._drain()
         patience_s = _UNLOAD_S if drained else self.options.exit_timeout_s + _UNLOAD_S
         self.signal(signal.SIGTERM)

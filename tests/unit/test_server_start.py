@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.log import Console, failure_in_log
-from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.options import ServerOptions, with_ports
 from minisgl_backend.server.process import StuckStart, TritonServer
 from minisgl_backend.server.repository import shipped_repository, with_parameters
 
@@ -208,6 +209,18 @@ def test_a_port_is_given_twice() -> None:
         port = probe.getsockname()[1]
     with pytest.raises(ConfigError, match=f"--grpc-port {port} is that of another endpoint, too"):
         start(Installation(Path("/bin/true")), ServerOptions(http_port=port, grpc_port=port))
+
+
+def test_free_ports_are_kept_from_others_until_the_server_has_them() -> None:
+    with contextlib.ExitStack() as held:
+        options = with_ports(OPTIONS, held)
+        ports = {options.http_port, options.grpc_port, options.metrics_port}
+        for port in ports:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+    for port in ports:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
 
 
 # --- installation ------------------------------------------------------------------------------

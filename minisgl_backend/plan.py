@@ -5,14 +5,8 @@ granted, which prompt tokens are prefilled and which rows decode. It is written 
 plan never holds a sampled token, since with overlap the last ones are not known yet. The executor
 keeps the last sampled token of each row itself.
 
-Must not know tensors, devices, caches or queues. It can be encoded as one flat buffer of ints,
-which is how it reaches the other tensor-parallel ranks:
-
-    header       step; numbers of releases, grants, chunks, chunk tokens, decodes and admissions
-    arrays       those of the plan, in the order in which ``StepPlan`` declares them
-    admissions   one after the other: a record of fixed size, stop ids, logit bias, history
-
-Numbers of 64 bits take two words, floats travel as their bits: nothing is lost.
+Must not know tensors, devices, caches or queues. It holds nothing but ints, so it is also what the
+other tensor-parallel ranks get (``execution.plan_words``).
 
 Invariants: row and page numbers are those of the planner's tables; grants are written to the page
 table before anything else of the step runs; a row decodes or prefills in a step, never both.
@@ -20,9 +14,9 @@ table before anything else of the step runs; a row decodes or prefills in a step
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -37,10 +31,6 @@ from minisgl_backend.request import (
 
 NO_TOKEN = -1
 """Stands for a token in ``SampledTokens`` where the logits of a row were not finite."""
-
-_NUM_HEADER_WORDS = 14  # seven numbers of 64 bits
-_RECORD = struct.Struct("<qQ6d11i")  # of an admission; see _encode_admission
-_WORD = 4  # bytes of an int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,61 +90,6 @@ class StepPlan:
         """Token positions that this step computes."""
         return len(self.prefill_tokens) + len(self.decode_rows)
 
-    def encode(self) -> IntArray:
-        """The plan as one flat buffer, int32[num_words]."""
-        header = np.array(
-            [
-                self.step,
-                len(self.released_rows),
-                len(self.grant_rows),
-                len(self.prefill_rows),
-                len(self.prefill_tokens),
-                len(self.decode_rows),
-                len(self.admissions),
-            ],
-            dtype=np.int64,
-        )
-        return np.concatenate(
-            [
-                header.view(np.int32),
-                self.released_rows,
-                self.grant_rows,
-                self.grant_indices,
-                self.grant_pages,
-                self.prefill_rows,
-                self.prefill_starts,
-                self.prefill_lengths,
-                self.prefill_samples,
-                self.prefill_tokens,
-                self.decode_rows,
-                self.decode_positions,
-                *(_encode_admission(admission) for admission in self.admissions),
-            ],
-            dtype=np.int32,
-        )
-
-    @classmethod
-    def decode(cls, buffer: IntArray) -> StepPlan:
-        """The plan that ``encode`` wrote to the front of ``buffer``; its arrays are views of it."""
-        header = buffer[:_NUM_HEADER_WORDS].view(np.int64).tolist()
-        step, num_released, num_grants, num_chunks, num_tokens, num_decodes, num_admissions = header
-        words = _Words(buffer, _NUM_HEADER_WORDS)
-        return cls(
-            step=step,
-            released_rows=words.take(num_released),
-            grant_rows=words.take(num_grants),
-            grant_indices=words.take(num_grants),
-            grant_pages=words.take(num_grants),
-            prefill_rows=words.take(num_chunks),
-            prefill_starts=words.take(num_chunks),
-            prefill_lengths=words.take(num_chunks),
-            prefill_samples=words.take(num_chunks),
-            prefill_tokens=words.take(num_tokens),
-            decode_rows=words.take(num_decodes),
-            decode_positions=words.take(num_decodes),
-            admissions=tuple(_decode_admission(words) for _ in range(num_admissions)),
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
@@ -165,6 +100,13 @@ class SampledTokens:
 
     token_ids: IntArray
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+
+
+class Pending(Protocol):
+    """A launched step."""
+
+    def tokens(self) -> SampledTokens:
+        """Wait for the step and return what it sampled: the one host sync of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,103 +130,3 @@ class StepResult:
     token_ids: IntArray
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     completions: list[Completion] = field(default_factory=list)
-
-
-class _Words:
-    """Reads a buffer of int32 from front to back."""
-
-    def __init__(self, buffer: IntArray, start: int) -> None:
-        self._buffer = buffer
-        self._next = start
-
-    def take(self, count: int) -> IntArray:
-        """The next ``count`` words, as a view."""
-        start, self._next = self._next, self._next + count
-        return self._buffer[start : self._next]
-
-
-def _encode_admission(admission: Admission) -> IntArray:
-    sampling = admission.sampling
-    record = _RECORD.pack(
-        admission.request_id,
-        sampling.seed,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.repetition_penalty,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        admission.row,
-        admission.num_prompt_tokens,
-        admission.num_cached_tokens,
-        sampling.max_tokens,
-        sampling.min_tokens,
-        sampling.top_k,
-        sampling.ignore_eos,
-        -1 if sampling.num_logprobs is None else sampling.num_logprobs,
-        len(sampling.stop_token_ids),
-        len(sampling.logit_bias),
-        len(admission.history),
-    )
-    biased = [token_id for token_id, _ in sampling.logit_bias]
-    biases = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float64)
-    return np.concatenate(
-        [
-            np.frombuffer(record, dtype=np.int32),
-            np.array(sampling.stop_token_ids, dtype=np.int32),
-            np.array(biased, dtype=np.int32),
-            biases.view(np.int32),
-            admission.history,
-        ],
-        dtype=np.int32,
-    )
-
-
-def _decode_admission(words: _Words) -> Admission:
-    (
-        request_id,
-        seed,
-        temperature,
-        top_p,
-        min_p,
-        repetition_penalty,
-        presence_penalty,
-        frequency_penalty,
-        row,
-        num_prompt_tokens,
-        num_cached_tokens,
-        max_tokens,
-        min_tokens,
-        top_k,
-        ignore_eos,
-        num_logprobs,
-        num_stops,
-        num_biases,
-        num_history,
-    ) = _RECORD.unpack(words.take(_RECORD.size // _WORD).tobytes())
-    stop_token_ids = tuple(words.take(num_stops).tolist())
-    biased = words.take(num_biases).tolist()
-    biases = words.take(2 * num_biases).view(np.float64).tolist()
-    return Admission(
-        request_id=RequestId(request_id),
-        row=row,
-        num_prompt_tokens=num_prompt_tokens,
-        num_cached_tokens=num_cached_tokens,
-        sampling=SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=bool(ignore_eos),
-            logit_bias=tuple(zip(biased, biases, strict=True)),
-            num_logprobs=None if num_logprobs < 0 else num_logprobs,
-        ),
-        history=words.take(num_history),
-    )

@@ -20,6 +20,7 @@ from minisgl_backend.bench.planner import decoding_plan
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.execution.followers import Followers, Leader, end_with
 from minisgl_backend.execution.plan_channel import PlanReceiver, PlanSender
+from minisgl_backend.execution.plan_words import decode_plan, encode_plan
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.plan import StepPlan
 
@@ -38,7 +39,7 @@ def measure(plan: StepPlan, size: int, num_steps: int) -> dict[str, float]:
         for _ in range(num_steps):
             time.sleep(_PAUSE_S)
             begin = time.perf_counter()
-            sender.send(plan.encode())
+            sender.send(encode_plan(plan))
             sent.append(time.perf_counter() - begin)
             sender.wait_taken()
             taken.append(time.perf_counter() - begin)
@@ -74,7 +75,7 @@ def _follow(connection: int, memory: int, parent: int) -> None:
     leader = Leader(socket.socket(fileno=connection))
     leader.meet()
     for words in PlanReceiver(leader.connection, memory):
-        StepPlan.decode(words)
+        decode_plan(words)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from minisgl_backend.bench.report import json_option
 from minisgl_backend.cache.kv import RadixCache
+from minisgl_backend.execution.plan_words import encode_plan
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -108,7 +109,7 @@ def decoding_plan(num_requests: int) -> StepPlan:
 
 def _encode_spans(num_steps: int) -> list[float]:
     plan = decoding_plan(256)
-    return [_span(plan.encode) for _ in range(num_steps)]
+    return [_span(lambda: encode_plan(plan)) for _ in range(num_steps)]
 
 
 def _admit_us(num_requests: int) -> float:

@@ -15,9 +15,9 @@ import click
 
 from minisgl_backend.bench.trace_table import report_trace
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.plan import SampledTokens, StepPlan, StepResult
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan, StepResult
 from minisgl_backend.request import EMPTY_TOKENS, IntArray, Request, RequestId
-from minisgl_backend.runtime.ports import Executor, Pending, Scheduler
+from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.scheduling.stats import SchedulerStats
 
 Range: TypeAlias = Callable[[str], AbstractContextManager[object]]

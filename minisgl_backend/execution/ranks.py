@@ -27,8 +27,9 @@ from typing import Final, Protocol
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.followers import Followers
 from minisgl_backend.execution.plan_channel import PlanReceiver, PlanSender
+from minisgl_backend.execution.plan_words import decode_plan, encode_plan
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.plan import SampledTokens, StepPlan
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,6 @@ _LEAVE_S: Final = 10.0
 """Patience with libraries that end their communicators."""
 _QUIET_SHARE: Final = 0.25
 """The part of the timeout after which idle followers are asked; the rest is theirs to answer."""
-
-
-class Pending(Protocol):
-    """A launched step."""
-
-    def tokens(self) -> SampledTokens: ...
 
 
 class Executor(Protocol):
@@ -110,7 +105,7 @@ class LeadingExecutor:
             if self.followers.failure is not None:
                 raise self.followers.failure
             try:
-                self._plans.send(plan.encode())
+                self._plans.send(encode_plan(plan))
                 step = _LeadingStep(self, self._executor.launch(plan))
             except Exception as error:
                 self._regroup(error)
@@ -228,7 +223,7 @@ class Follower:
                 self._is_broken = False
                 plans.answer(self._num_done)
             elif not self._is_broken:
-                self._go_on(StepPlan.decode(words))
+                self._go_on(decode_plan(words))
         self._executor.close()
 
     def _go_on(self, plan: StepPlan | None) -> None:

@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvariantError, MiniSGLError, RequestError
-from minisgl_backend.plan import StepPlan
+from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import Event, Failed, Finished, Request, RequestId
 from minisgl_backend.runtime.inbox import Abort, Add, Fail, Message, Stop
 from minisgl_backend.runtime.open_requests import OpenRequests
-from minisgl_backend.runtime.ports import Executor, Pending, Scheduler
+from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.runtime.returning import Returning
 from minisgl_backend.runtime.stats import Recorder, StepKind
 

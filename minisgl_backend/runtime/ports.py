@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from minisgl_backend.plan import SampledTokens, StepPlan, StepResult
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan, StepResult
 from minisgl_backend.request import EMPTY_TOKENS, IntArray, Request, RequestId
 from minisgl_backend.scheduling.stats import SchedulerStats
 
@@ -38,13 +38,6 @@ class Scheduler(Protocol):
 
     def renewed(self) -> Scheduler:
         """A planner like this one with nothing in it, for when this one's books are in doubt."""
-
-
-class Pending(Protocol):
-    """A launched step."""
-
-    def tokens(self) -> SampledTokens:
-        """Wait for the step and return what it sampled: the one host sync of a step."""
 
 
 class Executor(Protocol):

@@ -20,9 +20,8 @@ from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import OneRank
-from minisgl_backend.plan import StepPlan
+from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams, TokenLogprobs
-from minisgl_backend.runtime.ports import Pending
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
 MAX_ROWS = 16

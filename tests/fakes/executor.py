@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_backend.execution.plan_words import decode_plan, encode_plan
 from minisgl_backend.plan import NO_TOKEN, Admission, SampledTokens, StepPlan
 from minisgl_backend.request import IntArray, Request, SamplingParams, TokenLogprobs
 
@@ -127,7 +128,7 @@ class FakeExecutor:
     def run_next(self) -> None:
         """Run the oldest launched step."""
         pending = self._queue.popleft()
-        pending.result = self._run(StepPlan.decode(pending.plan.encode()))
+        pending.result = self._run(decode_plan(encode_plan(pending.plan)))
 
     def _run(self, plan: StepPlan) -> SampledTokens:
         for row in plan.released_rows.tolist():

@@ -22,9 +22,9 @@ from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import parse_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import OneRank
-from minisgl_backend.plan import NO_TOKEN, Admission, SampledTokens, StepPlan
+from minisgl_backend.plan import NO_TOKEN, Admission, Pending, SampledTokens, StepPlan
 from minisgl_backend.request import IntArray, RequestId, SamplingParams
-from minisgl_backend.runtime.ports import Executor, Pending
+from minisgl_backend.runtime.ports import Executor
 
 PAGE_SIZE: Final = 4
 POISON: Final = 99

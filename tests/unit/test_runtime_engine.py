@@ -21,7 +21,7 @@ from minisgl_backend.errors import (
     Overloaded,
 )
 from minisgl_backend.heartbeat import State
-from minisgl_backend.plan import Admission, SampledTokens, StepPlan
+from minisgl_backend.plan import Admission, Pending, SampledTokens, StepPlan
 from minisgl_backend.request import (
     Admitted,
     Event,
@@ -33,7 +33,6 @@ from minisgl_backend.request import (
     SamplingParams,
 )
 from minisgl_backend.runtime.engine import Engine, EngineInfo
-from minisgl_backend.runtime.ports import Pending
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.executor import FakeExecutor, Model, expected_tokens, tokens_of
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
-from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded
+from minisgl_backend.errors import InvalidRequest, Overloaded
 from minisgl_backend.heartbeat import State
 from minisgl_backend.request import Finished, FinishReason, Request
 from minisgl_backend.runtime.engine import Engine
@@ -36,6 +36,7 @@ from minisgl_backend.tritonserver.setup import (
 from minisgl_backend.tritonserver.stream import Outgoing, Stream
 from minisgl_backend.tritonserver.telemetry import Telemetry
 from minisgl_backend.tritonserver.tensors import (
+    Arrays,
     checked_size,
     make_response,
     read_inputs,
@@ -152,34 +153,33 @@ class TritonPythonModel:
     # --- requests ----------------------------------------------------------------------------
 
     def _accept(self, request: Any, responder: Responder) -> None:
-        arrival_time_ns = time.time_ns()
         inputs = read_inputs(request)
         checked_size(request, inputs, self._limits)
-        text = inputs.pop(REQUEST.name, None)
+        direct = REQUEST.name not in inputs
+        asked = self._from_client(request, inputs) if direct else self._from_tokenizer(inputs)
         label: str = request.request_id()
-        asked: Record | StopRequest
-        if text is not None:
-            ids = inputs.get(INPUT_IDS.name)
-            if ids is None:
-                raise InvalidRequest("request goes with input_ids")
-            record = text.item(0).decode(errors="replace")  # then no JSON, and refused as such
-            asked = decode_record(record, ids.reshape(-1), self._limits)
-        else:
-            parsed = parse_token_generation(
-                inputs,
-                read_parameters(request),
-                timeout_us=request.timeout(),
-                limits=self._limits,
-            )
-            asked = (
-                parsed
-                if isinstance(parsed, StopRequest)
-                else Record(generation=parsed, arrival_time_ns=arrival_time_ns)
-            )
         if isinstance(asked, StopRequest):
-            self._stop(asked, label, responder, direct=text is None)
+            self._stop(asked, label, responder, direct=direct)
         else:
-            self._generate(asked, label, responder, direct=text is None)
+            self._generate(asked, label, responder, direct=direct)
+
+    def _from_tokenizer(self, inputs: Arrays) -> Record | StopRequest:
+        """What the tokenizer's record says."""
+        ids = inputs.get(INPUT_IDS.name)
+        if ids is None:
+            raise InvalidRequest("request goes with input_ids")
+        record = inputs[REQUEST.name].item(0).decode(errors="replace")  # then it is no JSON
+        return decode_record(record, ids.reshape(-1), self._limits)
+
+    def _from_client(self, request: Any, inputs: Arrays) -> Record | StopRequest:
+        """What a client that calls this model by itself says."""
+        arrival_time_ns = time.time_ns()
+        parsed = parse_token_generation(
+            inputs, read_parameters(request), timeout_us=request.timeout(), limits=self._limits
+        )
+        if isinstance(parsed, StopRequest):
+            return parsed
+        return Record(generation=parsed, arrival_time_ns=arrival_time_ns)
 
     def _generate(self, record: Record, label: str, responder: Responder, *, direct: bool) -> None:
         generation = record.generation
@@ -219,7 +219,7 @@ class TritonPythonModel:
                 ),
                 sink,
             )
-        except MiniSGLError:
+        except Exception:  # refused as a rule; whatever it is, nothing will come for the stream
             self._dispatcher.discard(stream)
             raise
 

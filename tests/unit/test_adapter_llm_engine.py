@@ -329,6 +329,22 @@ def test_refusals(model: Model, asked: pb_utils.InferenceRequest, message: str) 
     assert len(model._dispatcher) == 0
 
 
+@pytest.mark.parametrize("acknowledged", [True, False])
+def test_an_engine_that_breaks_at_its_door_leaves_no_stream(
+    model: Model, monkeypatch: pytest.MonkeyPatch, acknowledged: bool
+) -> None:
+    def submit(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(model._engine, "submit", submit)
+    asked = request(acknowledged=acknowledged)
+    model.execute([asked])
+    response, final = asked.sender.sent.get(timeout=PATIENCE_S)
+    error = response.error() if response else None
+    assert final and error is not None and error.message().startswith("INTERNAL: internal error")
+    assert len(model._dispatcher) == 0
+
+
 def test_unloading_ends_what_is_open(model: Model) -> None:
     """``finalize`` of the fixture has to end these, and leave no thread, file or request."""
     asked = [request(max_tokens=5000, stream=True), request(acknowledged=False, max_tokens=5000)]

@@ -24,8 +24,9 @@ RequestId = NewType("RequestId", int)
 
 TokenId: TypeAlias = int
 IntArray: TypeAlias = npt.NDArray[np.int32]
-EMPTY_TOKENS: Final = np.empty(0, dtype=np.int32)
-EMPTY_TOKENS.flags.writeable = False
+EMPTY: Final = np.empty(0, dtype=np.int32)
+"""No tokens, rows or pages."""
+EMPTY.flags.writeable = False
 
 
 class FinishReason(str, Enum):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from minisgl_backend.plan import SampledTokens, StepPlan, StepResult
-from minisgl_backend.request import EMPTY_TOKENS, IntArray, Request, RequestId
+from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime.ports import Scheduler
 from minisgl_backend.scheduling.stats import SchedulerStats
 
@@ -42,7 +42,7 @@ class JournaledScheduler:
         self._scheduler = scheduler
         self._path = path
 
-    def add(self, request: Request, generated: IntArray = EMPTY_TOKENS) -> None:
+    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
         self._scheduler.add(request, generated)
         self._note("added", [request.id])
 

@@ -16,7 +16,7 @@ import click
 from minisgl_backend.bench.trace_table import report_trace
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan, StepResult
-from minisgl_backend.request import EMPTY_TOKENS, IntArray, Request, RequestId
+from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.scheduling.stats import SchedulerStats
 
@@ -79,7 +79,7 @@ class MarkedScheduler:
         self._scheduler = scheduler
         self._mark = mark
 
-    def add(self, request: Request, generated: IntArray = EMPTY_TOKENS) -> None:
+    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
         self._scheduler.add(request, generated)
 
     def abort(self, request_id: RequestId) -> bool:

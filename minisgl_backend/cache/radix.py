@@ -21,9 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.request import IntArray
-
-_NO_PAGES = np.empty(0, dtype=np.int32)
+from minisgl_backend.request import EMPTY, IntArray
 
 
 class Node:
@@ -47,7 +45,7 @@ class RadixTree:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.root = Node(None, b"", _NO_PAGES, _NO_PAGES, pins=0)
+        self.root = Node(None, b"", EMPTY, EMPTY, pins=0)
         self.num_pages = 0
         self.num_evictable = 0
         self._recency: OrderedDict[Node, None] = OrderedDict()
@@ -110,7 +108,7 @@ class RadixTree:
                 del leaf.parent.children[leaf.key]
         self.num_pages -= num_pages
         self.num_evictable -= num_pages
-        return np.concatenate([_NO_PAGES, *evicted])
+        return np.concatenate([EMPTY, *evicted])
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the root, parents first."""
@@ -174,7 +172,7 @@ class RadixTree:
 
     def _pin_path(self, node: Node, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:
         """Pin the nodes below ``node`` along ``tokens``, cutting the last where they part in it."""
-        pages = [_NO_PAGES]
+        pages = [EMPTY]
         for child, agreed in self._path(node, tokens, salt):
             node = child if agreed == len(child.pages) else self._split(child, agreed)
             if node.pins == 0:

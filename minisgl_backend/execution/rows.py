@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import HostArray
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.kernels.rows import RowTable
 from minisgl_backend.kernels.sampling import RowParameters
@@ -86,9 +85,6 @@ class Rows:
         """The rows' last tokens (-1 is kept as 0, a valid id), and the positions they stand at."""
         self.table.tokens[rows] = tokens.clamp_min(0).to(torch.int32)
         self.table.lengths[rows] = lengths.to(torch.int32)
-
-    def any_special(self, rows: HostArray | IntArray) -> bool:
-        return bool(self.is_special[rows].any())
 
 
 def _is_special(params: SamplingParams) -> bool:

@@ -8,9 +8,7 @@ so that the loader needs to know neither merging nor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -29,13 +27,6 @@ class Slot:
     start: int = 0
 
 
-class HasSlots(Protocol):
-    """A layer with parameters of its own."""
-
-    def slots(self) -> Iterator[tuple[str, Slot]]:
-        """Names, relative to the layer, and places of the tensors that the checkpoint must have."""
-
-
 def whole(parameter: Tensor) -> Slot:
     """The slot of a tensor that every rank holds in full."""
     return Slot(parameter.data, tuple(parameter.shape))
@@ -44,20 +35,22 @@ def whole(parameter: Tensor) -> Slot:
 def collect_slots(module: nn.Module, prefix: str = "") -> dict[str, Slot]:
     """All slots of a module and those below it, by the checkpoint's full names.
 
-    A module that has ``slots`` answers for everything below it. A name that is ``""`` stands for
-    the module itself; names may begin with ``../`` to stand beside it (merged matrices do).
+    A layer with parameters of its own has a method ``slots``, which answers for everything below it
+    by (name, ``Slot``) pairs. Names are relative to the layer; one may begin with ``../`` to stand
+    beside it (merged matrices do).
     """
-    found: dict[str, Slot] = {}
     own = getattr(module, "slots", None)
     if own is not None:
         parent = prefix.rpartition(".")[0]
-        for name, slot in own():
-            if name.startswith("../"):
-                full = f"{parent}.{name[3:]}" if parent else name[3:]
-            else:
-                full = f"{prefix}.{name}" if prefix else name
-            found[full] = slot
-        return found
+        return {
+            _full(parent, name[3:]) if name.startswith("../") else _full(prefix, name): slot
+            for name, slot in own()
+        }
+    found: dict[str, Slot] = {}
     for name, child in module.named_children():
-        found.update(collect_slots(child, f"{prefix}.{name}" if prefix else name))
+        found |= collect_slots(child, _full(prefix, name))
     return found
+
+
+def _full(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan, StepResult
-from minisgl_backend.request import EMPTY_TOKENS, IntArray, Request, RequestId
+from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.scheduling.stats import SchedulerStats
 
 
 class Scheduler(Protocol):
     """Decides what each step does. Pure: no clock, thread, tensor or environment."""
 
-    def add(self, request: Request, generated: IntArray = EMPTY_TOKENS) -> None:
+    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
         """Queue a request that has the tokens ``generated`` already, int32[num_tokens].
 
         Raises ``InvalidRequest`` where it could never fit the context or the pool of pages.

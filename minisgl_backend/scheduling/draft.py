@@ -8,10 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from minisgl_backend.plan import Admission, StepPlan
-from minisgl_backend.request import IntArray
-
-EMPTY = np.empty(0, dtype=np.int32)
-EMPTY.flags.writeable = False
+from minisgl_backend.request import EMPTY, IntArray
 
 
 class Draft:

@@ -40,7 +40,7 @@ from minisgl_backend.plan import (
     StepResult,
 )
 from minisgl_backend.request import (
-    EMPTY_TOKENS,
+    EMPTY,
     FinishReason,
     IntArray,
     Request,
@@ -49,7 +49,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.scheduling.admission import by_precedence, pages_to_admit, reserved_pages
 from minisgl_backend.scheduling.capacity import check_fits
-from minisgl_backend.scheduling.draft import EMPTY, Draft
+from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence
 from minisgl_backend.scheduling.stats import SchedulerStats
@@ -90,7 +90,7 @@ class Scheduler:
         self._prefix_queries = 0
         self._prefix_hits = 0
 
-    def add(self, request: Request, generated: IntArray = EMPTY_TOKENS) -> None:
+    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
         """Queue a request; raises ``InvalidRequest`` where it could never fit."""
         check_fits(
             len(request.prompt),

@@ -17,7 +17,7 @@ from minisgl_backend.cache.kv import Lease
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.plan import SampledTokens, StepPlan
-from minisgl_backend.request import EMPTY_TOKENS, FinishReason, RequestId
+from minisgl_backend.request import EMPTY, FinishReason, RequestId
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.scheduling.rows import Rows
 from minisgl_backend.scheduling.scheduler import Scheduler
@@ -38,7 +38,7 @@ class BrokenScheduler(Scheduler):
     def abort(self, request_id: RequestId) -> bool:
         was_live = super().abort(request_id)
         if is_broken("a page leaks"):
-            lease = self._cache.acquire(EMPTY_TOKENS)
+            lease = self._cache.acquire(EMPTY)
             self._cache.grow(lease, 1)
             self.kept.append(lease)
         elif is_broken("a prefix stays locked"):

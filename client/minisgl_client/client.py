@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from minisgl_client.answer import Result
 from minisgl_client.attempts import Attempts
-from minisgl_client.errors import InvalidArgument
+from minisgl_client.errors import InvalidArgument, short
 from minisgl_client.request import Request, build, check_text
 from minisgl_client.stream import AsyncStream, Stream
 from minisgl_client.transport import AsyncTransport, Transport, unless_closed
@@ -59,9 +59,9 @@ class _Caller:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         if not (timeout_s is None or _is_time(timeout_s)):
-            raise InvalidArgument(f"timeout_s must be finite and > 0, got {timeout_s!r}")
+            raise InvalidArgument(f"timeout_s must be finite and > 0, got {short(timeout_s)}")
         if not (isinstance(retries, int) and retries >= 0):
-            raise InvalidArgument(f"retries must be an integer >= 0, got {retries!r}")
+            raise InvalidArgument(f"retries must be an integer >= 0, got {short(retries)}")
         check_text("url", url)
         scheme, _, address = url.rpartition("://")
         if protocol is None:

@@ -92,6 +92,15 @@ _OF_TRITON: Final[tuple[tuple[str, type[MinisglError]], ...]] = (
 """Sentences of Triton itself, which have no code."""
 
 
+def short(value: object) -> str:
+    """A value as a sentence shows it, in at most 60 characters."""
+    try:
+        shown = repr(value)
+    except Exception:  # an int of more digits than Python converts, or an object's own mistake
+        shown = f"a value of {type(value).__name__} that cannot be shown"
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
 def error_from(text: str) -> MinisglError:
     """The exception for a message of the server, such as
     ``in ensemble 'minisgl', INVALID_ARG: max_tokens must be >= 1, got 0``."""

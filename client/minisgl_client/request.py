@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tritonclient.grpc import service_pb2
 
-from minisgl_client.errors import InvalidArgument
+from minisgl_client.errors import InvalidArgument, short
 from minisgl_client.wire import INPUTS, LISTS
 
 ASKED: Final = {
@@ -103,7 +103,7 @@ def _other(name: str, value: Any) -> bool | int | float | str:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise InvalidArgument(f"{name} must be an integer of 64 bits")
     if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidArgument(f"{name} must be finite, got {value!r}")
+        raise InvalidArgument(f"{name} must be finite, got {short(value)}")
     if isinstance(value, (bool, int, float)):
         return value
     text = value if isinstance(value, str) else _json(name, value)
@@ -123,16 +123,16 @@ def _value(name: str, value: Any) -> Any:
             number = float(value) if datatype == "FP32" else value
             struct.pack(f"<{_FORMATS[datatype]}", number)
             if not math.isfinite(number):
-                raise InvalidArgument(f"{name} must be finite, got {value!r}")
+                raise InvalidArgument(f"{name} must be finite, got {short(value)}")
             return number if datatype in ("BOOL", "FP32") else int(number)
         except (TypeError, ValueError, OverflowError, struct.error):
             pass  # told below
-    raise InvalidArgument(f"{name} must be {_NOUNS[datatype]}, got {value!r}")
+    raise InvalidArgument(f"{name} must be {_NOUNS[datatype]}, got {short(value)}")
 
 
 def check_text(name: str, text: object) -> None:
     if not isinstance(text, str):
-        raise InvalidArgument(f"{name} must be a string, got {text!r}")
+        raise InvalidArgument(f"{name} must be a string, got {short(text)}")
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -13,7 +13,12 @@ class Refused(ValueError):
 def loads(text: str | bytes) -> Any:
     """The value of a JSON text; raises ``Refused``, another ``ValueError``, or ``RecursionError``
     where it nests too deeply."""
-    return json.loads(text, object_pairs_hook=_unrepeated, parse_constant=_no_constant)
+    try:
+        return json.loads(text, object_pairs_hook=_unrepeated, parse_constant=_no_constant)
+    except (Refused, UnicodeError, json.JSONDecodeError):
+        raise
+    except ValueError:  # the one thing more that Python refuses
+        raise Refused("an integer has thousands of digits") from None
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 from minisgl_client import strict_json
+from minisgl_client.errors import short
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -69,13 +69,13 @@ def _offered(kind: type[GenerationRequest], fields: dict[str, Any]) -> dict[str,
                 kept[name] = value
         elif name in neutral:
             if value is not None and not any(_same(value, other) for other in neutral[name]):
-                raise unsupported(f"{name} is not supported, got {_short(value)}", name)
+                raise unsupported(f"{name} is not supported, got {short(value)}", name)
         else:
             near = difflib.get_close_matches(name[:60], [*known, *neutral], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ApiError(
                 400,
-                f"unknown parameter {_short(name)}{hint}",
+                f"unknown parameter {short(name)}{hint}",
                 code="unknown_parameter",
                 param=name[:60],
             )
@@ -87,21 +87,58 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _explained(error: ValidationError) -> ApiError:
-    """The first complaint in one sentence."""
+    """The first complaint in one sentence, with the code that OpenAI has for it."""
     complaints = _about_one_value(error.errors(include_url=False))
     first = complaints[0]
     kind, place = first["type"], _place(first["loc"])
     if kind.startswith("union_tag"):
         place += ".role"
     if kind in ("missing", "union_tag_not_found"):
-        return invalid(f"{place} is missing", place)
+        return ApiError(400, f"{place} is missing", code="missing_required_parameter", param=place)
     if kind == "extra_forbidden":
-        return ApiError(400, f"unknown parameter {place}", code="unknown_parameter", param=place)
+        return ApiError(400, f"unknown parameter {place!r}", code="unknown_parameter", param=place)
     if kind == "union_tag_invalid":
         tag, expected = first["ctx"]["tag"], first["ctx"]["expected_tags"]
-        return invalid(f"{place} must be one of {expected}, got {_short(tag)}", place)
-    reasons = " or ".join(dict.fromkeys(_reason(one["msg"]) for one in complaints))
-    return invalid(f"{place} must {reasons}, got {_short(first['input'])}", place)
+        return invalid(f"{place} must be one of {expected}, got {short(tag)}", place)
+    nouns = dict.fromkeys(_TYPES[one["type"]] for one in complaints if one["type"] in _TYPES)
+    got = f", got {short(first['input'])}"
+    if nouns:
+        message = f"{place} must be {' or '.join(nouns)}{got}"
+        return ApiError(400, message, code="invalid_type", param=place)
+    bounds = {
+        name: int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+        for name, bound in first.get("ctx", {}).items()
+    }
+    must = _MUST.get(kind, "be valid").format(**bounds)
+    return invalid(f"{place} must {must}{got}", place)
+
+
+_TYPES: Final = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "a boolean",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "none_required": "null",
+}
+"""By pydantic's complaint: what the value must be, in JSON's words."""
+_MUST: Final = {
+    "literal_error": "be {expected}",
+    "finite_number": "be finite",
+    "greater_than": "be > {gt}",
+    "greater_than_equal": "be >= {ge}",
+    "less_than": "be < {lt}",
+    "less_than_equal": "be <= {le}",
+    "too_short": "not be empty",
+    "too_long": "have at most {max_length} items",
+    "string_too_short": "not be empty",
+    "string_too_long": "have at most {max_length} characters",
+    "string_pattern_mismatch": "match {pattern}",
+}
+"""By pydantic's complaint about a value of the right type: what it must."""
 
 
 def _about_one_value(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
@@ -127,15 +164,6 @@ def _about_one_value(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
     return [error for error in by_member.values() if progress(error) == furthest]
 
 
-def _reason(message: str) -> str:
-    """What must be, as pydantic says it: ``be a valid string``, ``have at least 1 item``."""
-    reason = _SUBJECT.sub("", message).partition(" after validation")[0]
-    return reason.partition(" or instance of")[0]
-
-
-_SUBJECT: Final = re.compile(r"^\w+ should ")
-
-
 def _place(loc: tuple[int | str, ...]) -> str:
     """``messages[0].content``; which member of a union was tried is left out."""
     place = ""
@@ -150,11 +178,3 @@ def _place(loc: tuple[int | str, ...]) -> str:
 
 
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
-
-
-def _short(value: Any) -> str:
-    try:
-        shown = repr(value)
-    except ValueError:  # an int of more digits than Python converts
-        shown = "a number of thousands of digits"
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -105,13 +105,15 @@ def api_error(error: client.MinisglError, fields: Container[str]) -> ApiError:
         return busy(503, "the engine cannot be reached", "engine_unavailable")
     if isinstance(error, client.ConnectionLost):
         return busy(503, "the connection to the engine broke", "engine_unavailable")
-    if isinstance(error, client.Unavailable):
+    if isinstance(error, client.Unavailable) or str(error) in _LOST:
         return busy(503, str(error), "engine_unavailable")
     if isinstance(error, client.Cancelled):
         return cancelled()
     return internal()
 
 
+_LOST: Final = ("the detokenizer has gone", "the engine is down")
+"""How the engine's sentences say that a request was lost with a process that is started again."""
 _NAMES: Final = {
     "text_input": "prompt",
     "input_ids": "prompt",

@@ -58,7 +58,7 @@ def told(kind: type[GenerationRequest], **fields: Any) -> ApiError:
         (b'{"model": "m", "prompt": "x", "temperature": NaN}', "NaN"),
         (b'{"model": "m", "prompt": "x", "top_p": -Infinity}', "-Infinity"),
         (b'{"model": "m", "prompt": "x", "temperature": 1e999}', "temperature"),
-        (b'{"model": "m", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", ""),
+        (b'{"model": "m", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", "thousands of digits"),
         (b'{"model": "m", "prompt": "x", "prompt": "y"}', "'prompt' is given twice"),
         (b'{"model": "m", "prompt": "x", "logit_bias": {"1": 1, "1": 2}}', "'1' is given twice"),
         (b'{"prompt": "x"}', "model is missing"),
@@ -134,20 +134,26 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("prompt", 7, "prompt must be a valid string or be a valid list, got 7"),
-        ("prompt", [], "prompt must have at least 1 item, got []"),
-        ("prompt", ["a", 1, "b"], "prompt[1] must be a valid string, got 1"),
-        ("prompt", [1, 2, "a"], "prompt[2] must be a valid integer, got 'a'"),
-        ("prompt", [1, -1], "prompt[1] must be greater than or equal to 0, got -1"),
-        ("prompt", [[1], [1, "a"]], "prompt[1][1] must be a valid integer, got 'a'"),
+        ("prompt", 7, "prompt must be a string or an array, got 7"),
+        ("prompt", [], "prompt must not be empty, got []"),
+        ("prompt", ["a", 1, "b"], "prompt[1] must be a string, got 1"),
+        ("prompt", [1, 2, "a"], "prompt[2] must be an integer, got 'a'"),
+        ("prompt", [1, -1], "prompt[1] must be >= 0, got -1"),
+        ("prompt", [[1], [1, "a"]], "prompt[1][1] must be an integer, got 'a'"),
         ("prompt", ["a"] * 17, "prompt must have at most 16 items, got ['a', "),
-        ("stop", 7, "stop must be a valid string or be a valid list, got 7"),
-        ("stop", ["a", 7], "stop[1] must be a valid string, got 7"),
+        ("stop", 7, "stop must be a string or an array, got 7"),
+        ("stop", ["a", 7], "stop[1] must be a string, got 7"),
+        ("n", 17, "n must be <= 16, got 17"),
+        ("top_p", 0, "top_p must be > 0, got 0"),
+        ("temperature", -0.5, "temperature must be >= 0, got -0.5"),
+        ("seed", 2**63, "seed must be < 9223372036854775808, got 9223372036854775808"),
+        ("stream", "yes", "stream must be a boolean, got 'yes'"),
+        ("logit_bias", [], "logit_bias must be an object, got []"),
         ("stop", ["a"] * 17, "stop must have at most 16 items, got ['a', "),
         (
             "messages",
             [{"role": "user", "content": 7}],
-            "messages[0].content must be a valid string",
+            "messages[0].content must be a string or an array, got 7",
         ),
         (
             "messages",
@@ -155,6 +161,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
             "messages[1].content[0].type must be 'text', got 'image_url'",
         ),
         ("messages", [{"content": "Hi"}], "messages[0].role is missing"),
+        ("messages", ["Hi"], "messages[0] must be an object, got 'Hi'"),
         (
             "messages",
             [{"role": "wizard", "content": "Hi"}],
@@ -167,6 +174,29 @@ def test_what_is_wrong_is_said(name: str, value: Any, message: str) -> None:
     """Of all the forms that a value may have, by the one that it nearly has."""
     kind = ChatCompletionRequest if name == "messages" else CompletionRequest
     assert told(kind, **{name: value}).message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"prompt": 7}, "invalid_type", "prompt"),
+        ({"prompt": [1, 1.5]}, "invalid_type", "prompt[1]"),
+        ({"prompt": None}, "missing_required_parameter", "prompt"),
+        ({"max_tokens": 0}, "invalid_value", "max_tokens"),
+        ({"stream_options": {"x": 1}}, "unknown_parameter", "stream_options.x"),
+        ({"best_of": 2}, "unsupported_parameter", "best_of"),
+    ],
+)
+def test_codes_are_those_of_openai(fields: dict[str, Any], code: str, param: str) -> None:
+    error = told(CompletionRequest, **fields)
+    assert (error.code, error.param) == (code, param)
+
+
+def test_no_complaint_is_without_words() -> None:
+    """The table of body.py knows every complaint that the schema can make."""
+    for name, values in WRONG.items():
+        for value in values:
+            assert "must be valid" not in told(CompletionRequest, **{name: value}).message
 
 
 @pytest.mark.parametrize("name", ["temprature", "max_token", "strem"])

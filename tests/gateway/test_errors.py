@@ -1,0 +1,28 @@
+"""What a caller is told of errors of the engine."""
+
+from __future__ import annotations
+
+import pytest
+from minisgl_client.errors import error_from
+from minisgl_gateway.errors import api_error
+
+from minisgl_backend.errors import EngineFailure
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        f"{EngineFailure.code}: the detokenizer has gone",
+        f"{EngineFailure.code}: the engine is down",
+        "Stub process 'llm_engine_0_0' is not healthy.",
+    ],
+)
+def test_a_request_that_is_lost_with_a_process_may_come_again(sentence: str) -> None:
+    error = api_error(error_from(f"in ensemble 'minisgl', {sentence}"), ())
+    assert (error.status, error.code) == (503, "engine_unavailable")
+    assert error.headers == {"Retry-After": "1"}
+
+
+def test_other_failures_of_the_engine_are_bugs() -> None:
+    error = api_error(error_from(f"{EngineFailure.code}: a step breaks with this request"), ())
+    assert (error.status, error.message) == (500, "internal error")

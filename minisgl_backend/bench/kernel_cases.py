@@ -1,0 +1,186 @@
+"""What `minisgl bench kernels` measures: calls over a model's shapes, each beside its torch twin.
+
+Here are the products, what stands between them, sampling and experts; ``kernel_attention`` has
+attention and a whole layer. Must not know how calls are timed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
+from minisgl_backend.kernels.moe import fused_experts
+from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
+from minisgl_backend.kernels.rope_store import qk_norm_rope_store
+from minisgl_backend.kernels.sampling import (
+    RowParameters,
+    SamplingWorkspace,
+    sample,
+    sample_reference,
+)
+from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE, small_batch_linear
+
+Call: TypeAlias = Callable[[], object]
+
+PAGE_SIZE = 16
+_COLD_BYTES = 300_000_000
+"""Several times the L2 cache of any GPU this runs on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the kernels see of a model."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    vocab_size: int = 151_936
+
+    @property
+    def qkv(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+MODELS = {
+    "qwen3-0.6b": Shape(hidden=1024, intermediate=3072, num_heads=16, num_kv_heads=8),
+    "qwen3-14b": Shape(hidden=5120, intermediate=17408, num_heads=40, num_kv_heads=8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table: calls that do the same, each list over rotating buffers."""
+
+    kernel: str
+    num_bytes: int
+    ours: Sequence[Call]
+    twin: Sequence[Call] = ()
+    library: Sequence[Call] = ()
+
+
+def copies(num_bytes: int) -> range:
+    """One for each buffer of that size that keeps the data of calls out of the L2 cache."""
+    return range(max(2, min(64, _COLD_BYTES // max(num_bytes, 1) + 1)))
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    """Random bfloat16 on the GPU."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+
+
+def each(function: Callable[..., object], buffers: Sequence[Any], **fixed: Any) -> list[Call]:
+    """A call of ``function`` on each of ``buffers``."""
+    return [functools.partial(function, *of_call, **fixed) for of_call in buffers]
+
+
+def linear_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
+    """The four products of a layer, with what is fused around them."""
+    plans = {
+        "norm + qkv": (shape.qkv, shape.hidden, "norm"),
+        "o + residual": (shape.hidden, shape.num_heads * shape.head_dim, "residual"),
+        "norm + gate/up + silu": (2 * shape.intermediate, shape.hidden, "gated"),
+        "down + residual": (shape.hidden, shape.intermediate, "residual"),
+    }
+    for name, (height, width, kind) in plans.items():
+        num_bytes = 2 * height * width
+        x = normal(batch_size, width)
+        norm = normal(width)
+        residual = normal(batch_size, height) if kind == "residual" else None
+        weights = [(x, normal(height, width, scale=width**-0.5)) for _ in copies(num_bytes)]
+        fused = {
+            "norm_weight": None if kind == "residual" else norm,
+            "gated": kind == "gated",
+            "residual": residual,
+        }
+        ours = each(small_batch_linear, weights, **fused) if batch_size <= MAX_BATCH_SIZE else []
+        yield Case(name, num_bytes, ours, library=each(F.linear, weights))
+
+
+def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
+    """Norm, gate, and what stands between qkv and attention."""
+    weight = normal(shape.hidden)
+    num_bytes = 8 * batch_size * shape.hidden
+    pairs = [
+        (normal(batch_size, shape.hidden), normal(batch_size, shape.hidden), weight, 1e-6)
+        for _ in copies(num_bytes)
+    ]
+    yield Case(
+        "add + norm",
+        num_bytes,
+        each(fused_add_rms_norm, pairs),
+        each(fused_add_rms_norm_reference, pairs),
+    )
+    num_bytes = 6 * batch_size * shape.intermediate
+    gates = [(normal(batch_size, 2 * shape.intermediate),) for _ in copies(num_bytes)]
+    yield Case("silu * up", num_bytes, each(silu_mul, gates), each(silu_mul_reference, gates))
+
+    cache = normal(batch_size + 1, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
+    head = normal(shape.head_dim)
+    fixed = {
+        "positions": torch.arange(batch_size, device="cuda"),
+        "slots": torch.arange(batch_size, device="cuda") * PAGE_SIZE,
+        "cos_sin": torch.rand(4096, shape.head_dim, device="cuda"),
+        "k_cache": cache,
+        "v_cache": cache.clone(),
+        "num_heads": shape.num_heads,
+        "q_weight": head,
+        "k_weight": head,
+    }
+    num_bytes = 4 * batch_size * shape.qkv
+    packed = [(normal(batch_size, shape.qkv),) for _ in copies(num_bytes)]
+    yield Case(
+        "qk-norm + rope + store",
+        num_bytes,
+        each(qk_norm_rope_store, packed, **fixed),
+    )
+
+
+def sampling_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
+    """Greedy, plain random and filtered rows; the library is torch's argmax."""
+    num_bytes = 2 * batch_size * shape.vocab_size
+    logits = [normal(batch_size, shape.vocab_size, scale=2.0) for _ in copies(num_bytes)]
+    workspace = SamplingWorkspace(batch_size, logits[0].device)
+    for name, temperature, top_k, top_p in (
+        ("greedy", 0.0, 0, 1.0),
+        ("random", 0.6, 0, 1.0),
+        ("top-k 20, top-p 0.95", 0.6, 20, 0.95),
+        ("top-p 0.95", 0.6, 0, 0.95),
+    ):
+        full = functools.partial(torch.full, (batch_size,), device="cuda")
+        rows = RowParameters(
+            temperature=full(temperature, dtype=torch.float32),
+            top_k=full(top_k, dtype=torch.int32),
+            top_p=full(top_p, dtype=torch.float32),
+            min_p=full(0.0, dtype=torch.float32),
+            seeds=full(1, dtype=torch.int64),
+            positions=full(5, dtype=torch.int64),
+        )
+        inputs = [(of_call, rows) for of_call in logits]
+        yield Case(
+            f"sampling, {name}",
+            num_bytes,
+            each(sample, inputs, workspace=workspace),
+            each(sample_reference, inputs[:2]),
+            each(torch.argmax, [(of_call, -1) for of_call in logits]) if top_k == 0 else (),
+        )
+
+
+def expert_cases(batch_size: int) -> Iterator[Case]:
+    """Qwen3-30B-A3B: 128 experts, 8 a token."""
+    experts, top_k, hidden, inner = 128, 8, 2048, 768
+    gate_up = normal(experts, 2 * inner, hidden, scale=hidden**-0.5)
+    down = normal(experts, hidden, inner, scale=inner**-0.5)
+    scores = torch.rand(batch_size, experts, device="cuda")
+    weights, ids = scores.topk(top_k, dim=-1)
+    used = len(set(ids.flatten().tolist()))
+    inputs = [(normal(batch_size, hidden), gate_up, down, ids, weights)]
+    yield Case("experts, 128 x 8", used * 6 * hidden * inner, each(fused_experts, inputs * 4))

@@ -73,16 +73,16 @@ class FusedDecoder:
         embed = self._model.model.embed_tokens
         x = embedding(tokens, embed.weight, start=embed.start)
         x = self._group.all_reduce(x)
-        pdl = self.launches_early(len(tokens))
+        step = _Step(positions, slots, attend, pdl=self.launches_early(len(tokens)))
         if self._is_small(len(tokens)):
             for index, layer in self._each_layer():
-                x = self._small_layer(layer, index, x, positions, slots, attend, pdl)
+                x = self._small_layer(layer, index, x, step)
             return x
         pending: _Pending | None = None  # what the last product left to be added
         for index, layer in self._each_layer():
-            pending = self._wide_layer(layer, index, x, pending, positions, slots, attend, pdl)
+            pending = self._wide_layer(layer, index, x, pending, step)
         assert pending is not None  # a model has layers
-        _add_norm(pending, x, self._model.model.norm, pdl)
+        _add_norm(pending, x, self._model.model.norm, step.pdl)
         return x
 
     def _each_layer(self) -> Iterator[tuple[int, Any]]:
@@ -121,21 +121,13 @@ class FusedDecoder:
         return fused is not None and fused.fits(num_tokens, hidden_size, self._model.dtype)
 
     def _wide_layer(
-        self,
-        layer: Any,
-        index: int,
-        x: Tensor,
-        pending: _Pending | None,
-        positions: Tensor,
-        slots: Tensor,
-        attend: Attend,
-        pdl: bool,
+        self, layer: Any, index: int, x: Tensor, pending: _Pending | None, step: _Step
     ) -> _Pending:
         """Update the residual stream ``x``, all but the feed-forward's part, which is returned."""
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp, pdl = layer.self_attn, layer.mlp, step.pdl
         normalized = _add_norm(pending, x, layer.input_layernorm, pdl)
         qkv = _product(normalized, attention.qkv_proj.weight, attention.qkv_proj.bias, pdl)
-        out = self._attend(attention, index, qkv, positions, slots, attend, pdl=pdl)
+        out = self._attend(attention, index, qkv, step)
         projected = _wide_sum(out, attention.o_proj, pdl)
         normalized = _add_norm(projected, x, layer.post_attention_layernorm, pdl)
         if isinstance(mlp, ExpertsMLP):
@@ -149,20 +141,11 @@ class FusedDecoder:
             inner = silu_mul(up(normalized), pdl=pdl)
         return _wide_sum(inner, mlp.down_proj, pdl)
 
-    def _small_layer(
-        self,
-        layer: Any,
-        index: int,
-        x: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        attend: Attend,
-        pdl: bool,
-    ) -> Tensor:
+    def _small_layer(self, layer: Any, index: int, x: Tensor, step: _Step) -> Tensor:
         """The residual stream ``x`` after the layer; ``x`` itself may be overwritten."""
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp, pdl = layer.self_attn, layer.mlp, step.pdl
         qkv = _norm_linear(x, layer.input_layernorm, attention.qkv_proj, pdl=pdl)
-        out = self._attend(attention, index, qkv, positions, slots, attend, pdl=pdl)
+        out = self._attend(attention, index, qkv, step)
         x = _small_sum(out, attention.o_proj, x, pdl)
         norm = layer.post_attention_layernorm
         if isinstance(mlp, ExpertsMLP):
@@ -174,23 +157,13 @@ class FusedDecoder:
             inner = silu_mul(mlp.gate_up_proj(rms_norm(x, norm.weight, norm.eps)))
         return _small_sum(inner, mlp.down_proj, x, pdl)
 
-    def _attend(
-        self,
-        attention: Any,
-        index: int,
-        qkv: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        attend: Attend,
-        *,
-        pdl: bool = False,
-    ) -> Tensor:
+    def _attend(self, attention: Any, index: int, qkv: Tensor, step: _Step) -> Tensor:
         """[num_tokens, packed q, k and v] -> [num_tokens, num_heads * head_dim]."""
         kv, norm = self._kv[index], attention.qk_norm
         q = qk_norm_rope_store(
             qkv,
-            positions,
-            slots,
+            step.positions,
+            step.slots,
             self._model.rotary_table,
             kv.keys,
             kv.values,
@@ -201,9 +174,20 @@ class FusedDecoder:
             eps=self._model.spec.norm_eps,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
-            pdl=pdl,
+            pdl=step.pdl,
         )
-        return attend(q, kv, index).flatten(1)
+        return step.attend(q, kv, index).flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """What all layers of a step share: where its tokens stand in their sequences and where their
+    keys and values go, int [num_tokens] both; attention; whether kernels are launched early."""
+
+    positions: Tensor
+    slots: Tensor
+    attend: Attend
+    pdl: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,10 +6,9 @@ Knows the defects of an engine that has them (``defect``). Must not know how the
 from __future__ import annotations
 
 import asyncio
-import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,7 +20,14 @@ from minisgl_client.errors import MinisglError
 from minisgl_backend.check.asking import Extent
 from minisgl_backend.check.canary import PROMPTS
 from minisgl_backend.check.case import Case
-from minisgl_backend.check.defect import MARK, STEP_S, Defect, frail_repository, switched_on
+from minisgl_backend.check.defect import (
+    MARK,
+    STEP_S,
+    Defect,
+    frail_repository,
+    switched_on,
+    was_met,
+)
 from minisgl_backend.check.departures import departures
 from minisgl_backend.check.fault import Fault, Settings, Stage, stage
 from minisgl_backend.check.leavers import Leavers
@@ -40,6 +46,17 @@ _GREEDY: Final[dict[str, Any]] = {
     "ignore_eos": True,
     "temperature": 0.0,
 }
+_HISTORY: Final = (
+    {"role": "user", "content": "What is the opposite of hot?"},
+    {"role": "assistant", "content": "cold"},
+)
+_LONG: Final[dict[str, Any]] = {
+    "messages": [*_HISTORY * 8, {"role": "user", "content": "What is the capital of Italy?"}],
+    "max_tokens": _NUM_TOKENS,
+    "ignore_eos": True,
+    "temperature": 0.0,
+}
+"""Its prompt takes several chunks."""
 
 
 @contextmanager
@@ -100,18 +117,25 @@ def logits_are_nan(stage: Stage, case: Case) -> None:
     _one_is_poisoned(stage, case, Defect.NAN)
 
 
-def few_pages(stage: Stage, case: Case) -> None:
-    """Pages vanish between steps of prefill and decode: requests wait or return, and get on."""
-    expected = _alone(stage)
-    before = stage.own.stats().engine["scheduler"]["num_retractions"]
-    with switched_on(Defect.FEW_PAGES, stage.own.server):
-        texts = _ask(stage, case, [_long(stage.settings.rng) for _ in range(_NUM_STREAMS)])
-        short = _ask(stage, case, [_GREEDY] * _NUM_STREAMS)
-    case.expect(sum(texts.values()) == _NUM_STREAMS, f"{sum(texts.values())} long ones answered")
-    case.expect(short == Counter({expected: _NUM_STREAMS}), f"the answers became {short}")
-    retractions = stage.own.stats().engine["scheduler"]["num_retractions"] - before
-    case.what = f"{case.ended['answered']} of {case.count} answered, {retractions} retractions"
-    stage.expect_canary(case)
+def pages_vanish(defect: Defect) -> Callable[[Stage, Case], None]:
+    """Some steps of one phase find no pages: requests wait or return, with the same tokens."""
+
+    def provoke(stage: Stage, case: Case) -> None:
+        own = stage.own
+        with Client(own.grpc_address, retries=0) as client:
+            expected = client.generate(**_LONG).text
+        before = own.stats().engine["scheduler"]["num_retractions"]
+        # with salts of their own none finds the others' prompt in the cache
+        requests = [{**_LONG, "cache_salt": f"{number}"} for number in range(_NUM_STREAMS)]
+        with switched_on(defect, own.server):
+            texts = _ask(stage, case, requests)
+        case.expect(was_met(own.server), "there were pages all the time")
+        case.expect(texts == Counter({expected: _NUM_STREAMS}), f"the answers became {texts}")
+        retractions = own.stats().engine["scheduler"]["num_retractions"] - before
+        case.what = f"{case.ended['answered']} of {case.count} as alone, {retractions} retractions"
+        stage.expect_canary(case)
+
+    return provoke
 
 
 def eight_pages(stage: Stage, case: Case) -> None:
@@ -178,7 +202,14 @@ FAULTS: Final = (
     Fault("F8", "one forward pass raises", one_forward_raises),
     Fault("F9", "sampling for one request raises", sampling_raises),
     Fault("F10", "NaN in the logits of one request", logits_are_nan),
-    Fault("F12", "pages vanish between steps", few_pages),
+    *(
+        Fault("F12", defect.value, pages_vanish(defect))
+        for defect in (
+            Defect.NO_PAGES_TO_ADMIT,
+            Defect.NO_PAGES_BETWEEN_CHUNKS,
+            Defect.NO_PAGES_TO_DECODE,
+        )
+    ),
     Fault("F13", "clients leave in every phase", departures, has_figures=True),
     Fault("F27", f"pauses at eight points, {_NUM_ABORTS} clients leave", all_is_late),
     Fault("F8", "every forward pass raises", every_forward_raises),
@@ -207,12 +238,6 @@ def _alone(stage: Stage) -> str:
     """The greedy answer on an idle server."""
     with Client(stage.own.grpc_address, retries=0) as client:
         return client.generate(**_GREEDY).text
-
-
-def _long(rng: random.Random) -> dict[str, Any]:
-    """A request whose prompt takes several chunks."""
-    prompt = [rng.randrange(1000) for _ in range(300)]
-    return {"input_ids": prompt, "max_tokens": _NUM_TOKENS, "ignore_eos": True}
 
 
 def _ask(stage: Stage, case: Case, requests: Sequence[dict[str, Any]]) -> Counter[str]:

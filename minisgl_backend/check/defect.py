@@ -1,4 +1,4 @@
-"""Defects that can be switched on in an engine that was made for it (``frail``), by a file.
+"""Defects that can be switched on in an engine that was made for it (``frail_model``), by a file.
 
 Knows the file's place: the server's private directory. Must not import the engine.
 """
@@ -20,9 +20,11 @@ MARK: Final = 666_013
 STEP_S: Final = 0.02
 """What a step takes at least where steps are slow."""
 FILE: Final = "defect"
+MET: Final = "defect-met"
+"""A file that is there once a defect that need not show has come to bear."""
 
 _MODEL: Final = """\
-from minisgl_backend.check.frail import FrailModel
+from minisgl_backend.check.frail_model import FrailModel
 
 TritonPythonModel = FrailModel
 """
@@ -35,7 +37,10 @@ class Defect(Enum):
     EVERY_FORWARD = "every forward pass raises"
     SAMPLING = "sampling for a marked request raises"
     NAN = "the logits of a marked request are NaN"
-    FEW_PAGES = "each step finds another number of pages"
+    ONE_FORWARD_OF_RANK_1 = "the next forward pass of rank 1 raises"
+    NO_PAGES_TO_ADMIT = "pages vanish when a request waits for its prefill"
+    NO_PAGES_BETWEEN_CHUNKS = "pages vanish between the chunks of a prompt"
+    NO_PAGES_TO_DECODE = "pages vanish while requests decode"
     SLOW = "steps take their time"
     PAUSES = "pauses everywhere"
 
@@ -44,11 +49,17 @@ class Defect(Enum):
 def switched_on(defect: Defect, server: TritonServer) -> Iterator[None]:
     """The server's engine has the defect until the block ends, or the server does."""
     file = server.directory / FILE
+    (server.directory / MET).unlink(missing_ok=True)
     file.write_text(defect.value, encoding="utf-8")
     try:
         yield
     finally:
         file.unlink(missing_ok=True)
+
+
+def was_met(server: TritonServer) -> bool:
+    """Whether the last defect came to bear, of those that tell."""
+    return (server.directory / MET).exists()
 
 
 def frail_repository(folder: Path) -> Path:

@@ -1,48 +1,36 @@
 """The engine that breaks as a file tells it: the real one, with a few of its classes extended.
 
 Knows the classes that it extends. Must not know who asks, or what must come of a defect: that is
-for ``breaks``. Runs in the model's process; without a defect all is as ever.
+for ``breaks``. Runs in the processes of the engine's ranks; without a defect all is as ever.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from minisgl_backend import build
 from minisgl_backend.attention.base import HostArray
 from minisgl_backend.cache.kv import Lease, RadixCache
-from minisgl_backend.check.defect import FILE, MARK, STEP_S, Defect
-from minisgl_backend.config import EngineOptions
-from minisgl_backend.execution import executor
+from minisgl_backend.check.defect import FILE, MARK, MET, STEP_S, Defect
 from minisgl_backend.execution.batch import StepIndices
 from minisgl_backend.execution.executor import ModelExecutor, PendingStep
 from minisgl_backend.execution.sampler import Sample, Sampler
 from minisgl_backend.plan import Admission, SampledTokens, StepPlan
 from minisgl_backend.request import RequestId
-from minisgl_backend.runtime import engine
-from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.loop import Loop
 from minisgl_backend.scheduling.scheduler import Scheduler
-from minisgl_backend.scheduling.stats import SchedulerStats
-from minisgl_backend.tritonserver import llm_engine
-from minisgl_backend.tritonserver.dispatch import Dispatcher
-from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.setup import runtime_directory
-from minisgl_backend.tritonserver.stream import Stream
 
 _LONGEST_PAUSE_S: Final = 0.05
 _PAUSED: Final = 0.1
 """Share of the moments at which there is a pause."""
-_MOST_HIDDEN: Final = 40
-"""Pages; what is left must do for one request."""
+_HIDDEN: Final = 0.5
+"""Share of the steps of a phase in which there are no pages."""
 
 
 def _is_on(defect: Defect) -> bool:
@@ -53,7 +41,14 @@ def _is_on(defect: Defect) -> bool:
         return False
 
 
-def _pause() -> None:
+def mark_met() -> None:
+    """Say that a defect came to bear."""
+    directory = runtime_directory()
+    assert directory is not None
+    (directory / MET).touch()
+
+
+def pause() -> None:
     """At eight points between a request's arrival and its end."""
     if _is_on(Defect.PAUSES) and random.random() < _PAUSED:
         time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
@@ -74,7 +69,7 @@ class FrailCache(RadixCache):
         return max(0, super().num_evictable - hidden)
 
     def release(self, lease: Lease) -> None:
-        _pause()
+        pause()
         super().release(lease)
 
     def _make_room(self, num_pages: int) -> bool:
@@ -83,20 +78,35 @@ class FrailCache(RadixCache):
 
 
 class FrailScheduler(Scheduler):
-    """Finds another number of pages in each step, but always some; and takes its time."""
+    """Finds no pages in some of the steps of a phase; and takes its time."""
 
     def plan(self) -> StepPlan | None:
-        _pause()
-        self._hide(random.randint(0, _MOST_HIDDEN) if _is_on(Defect.FEW_PAGES) else 0)
-        return super().plan()
-
-    def stats(self) -> SchedulerStats:
+        pause()
+        if not (self._is_scarce() and random.random() < _HIDDEN):
+            return super().plan()
+        mark_met()
+        self._hide(self._cache.num_pages)
+        plan = super().plan()
         self._hide(0)
-        return super().stats()
+        # the loop takes it for a broken planner where nothing could go on
+        return super().plan() if plan is None else plan
 
     def abort(self, request_id: RequestId) -> bool:
-        _pause()
+        pause()
         return super().abort(request_id)
+
+    def renewed(self) -> Scheduler:
+        scheduler = super().renewed()
+        scheduler.__class__ = type(self)
+        return scheduler
+
+    def _is_scarce(self) -> bool:
+        """Whether the phase has come in which pages vanish; somebody holds a row by then."""
+        if not self._rows.num_used:
+            return False
+        if self._life.prefilling:
+            return _is_on(Defect.NO_PAGES_BETWEEN_CHUNKS)
+        return _is_on(Defect.NO_PAGES_TO_ADMIT if len(self._queue) else Defect.NO_PAGES_TO_DECODE)
 
     def _hide(self, num_pages: int) -> None:
         assert isinstance(self._cache, FrailCache)
@@ -132,19 +142,21 @@ class FrailPending(PendingStep):
     """Its copy back to the host takes its time."""
 
     def tokens(self) -> SampledTokens:
-        _pause()
+        pause()
         return super().tokens()
 
 
 class FrailExecutor(ModelExecutor):
     """Forward passes raise, or are slow."""
 
+    raises_once = Defect.ONE_FORWARD
+
     def launch(self, plan: StepPlan) -> PendingStep:
-        _pause()
+        pause()
         return FrailPending(self._device.submit(partial(self._run, plan)))
 
     def _forward(self, plan: StepPlan, indices: StepIndices) -> Tensor:
-        if _is_on(Defect.ONE_FORWARD):
+        if _is_on(self.raises_once):
             directory = runtime_directory()
             assert directory is not None
             (directory / FILE).unlink()
@@ -156,40 +168,15 @@ class FrailExecutor(ModelExecutor):
         return super()._forward(plan, indices)
 
 
+class FrailFollower(FrailExecutor):
+    """The same on another rank than 0."""
+
+    raises_once = Defect.ONE_FORWARD_OF_RANK_1
+
+
 class FrailLoop(Loop):
     """Looks late into its inbox."""
 
     def _drain_inbox(self, *, block: bool) -> bool:
-        _pause()
+        pause()
         return super()._drain_inbox(block=block)
-
-
-class FrailDispatcher(Dispatcher):
-    """Sends late."""
-
-    def _send(self, stream: Stream) -> None:
-        _pause()
-        super()._send(stream)
-
-
-class FrailModel(llm_engine.TritonPythonModel):
-    """The model `llm_engine` with all of these."""
-
-    @staticmethod
-    def make_engine(options: EngineOptions) -> Engine:
-        with (
-            mock.patch.multiple(
-                build, RadixCache=FrailCache, Scheduler=FrailScheduler, ModelExecutor=FrailExecutor
-            ),
-            mock.patch.object(executor, "Sampler", FrailSampler),
-            mock.patch.object(engine, "Loop", FrailLoop),
-        ):
-            return build.build_engine(options)
-
-    def initialize(self, args: Mapping[str, str]) -> None:
-        with mock.patch.object(llm_engine, "Dispatcher", FrailDispatcher):
-            super().initialize(args)
-
-    def _accept(self, request: Any, responder: Responder) -> None:
-        _pause()
-        super()._accept(request, responder)

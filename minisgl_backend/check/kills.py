@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from functools import partial
-from signal import SIGCONT, SIGKILL, SIGSTOP
+from signal import SIGCONT, SIGKILL, SIGSEGV, SIGSTOP
 from typing import Final
 
 from minisgl_client.client import Client
@@ -62,13 +62,15 @@ def paused(stage: Stage, case: Case) -> None:
     case.what = "the stream went on"
 
 
-def killed(model: str, *, num_streams: int = _NUM_STREAMS) -> Callable[[Stage, Case], None]:
-    """SIGKILL of a model's process, with so many streams open."""
+def killed(
+    model: str, *, number: int = SIGKILL, num_streams: int = _NUM_STREAMS
+) -> Callable[[Stage, Case], None]:
+    """A deadly signal for a model's process, with so many streams open."""
 
     def provoke(stage: Stage, case: Case) -> None:
         # callers of a tokenizer that has done its work need not notice
         must_fail = model == "llm_engine"
-        kill = partial(stage.own.send, model, SIGKILL)
+        kill = partial(stage.own.send, model, number)
         _dead(stage, case, kill, num_streams=num_streams, must_fail=must_fail)
 
     return provoke
@@ -106,6 +108,11 @@ IDLE_FAULTS: Final = (
     Fault("F1", "kill -9 of llm_engine while idle", killed("llm_engine", num_streams=0)),
     Fault("F1", "kill -9 of tokenizer while idle", killed("tokenizer", num_streams=0)),
     Fault("F1", "kill -9 of detokenizer while idle", killed("detokenizer", num_streams=0)),
+    Fault(
+        "F1",
+        "a segmentation fault of llm_engine while idle",
+        killed("llm_engine", number=SIGSEGV, num_streams=0),
+    ),
     Fault("F3", "the engine stops for good with 16 streams", hung, has_figures=True),
 )
 

@@ -1,7 +1,7 @@
 """Folders of a model in which something is wrong: the load fails with its cause, in one line.
 
-Knows the files of a checkpoint. The first is given to a whole server, which must never be ready;
-the others, since a start takes seconds, to the function that the server's engine loads with.
+Knows the files of a checkpoint. Each is given to the function that the engine's process loads with,
+and to `minisgl serve`, which must say no more, and end.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.fault import Fault, Settings
-from minisgl_backend.check.own_server import OPTIONS, started
+from minisgl_backend.check.served import served
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 
@@ -24,33 +25,35 @@ _WEIGHTS: Final = "model.safetensors"
 
 
 def broken_files(settings: Settings, case: Case) -> None:
-    """None may be loaded."""
-    for number, (name, (damage, cause)) in enumerate(DAMAGES.items()):
-        case.count += 1
-        with tempfile.TemporaryDirectory(prefix="minisgl-check-") as base:
-            folder = Path(base) / "model"
-            shutil.copytree(DEMO_MODEL, folder)
-            damage(folder)
-            error = _load_error(folder) if number else _start_error(folder, settings)
-        case.expect(error is not None, f"{name}: was loaded")
-        if error is not None:
+    """None may be loaded or served."""
+    for name, (damage, cause) in DAMAGES.items():
+        with damaged(damage) as folder:
+            errors = (load_error(folder), _serve_error(folder, settings))
+        for way, error in zip(("the engine", "minisgl serve"), errors, strict=True):
+            case.count += 1
+            if error is None:
+                case.expect(False, f"{name}: was loaded by {way}")
+                continue
             case.ended["refused"] += 1
-            case.expect(cause in error, f"{name}: the error does not say {cause!r}: {error[:300]}")
-            case.expect("Traceback" not in error, f"{name}: a traceback: {error[:300]}")
-            case.expect("\n" not in error.strip(), f"{name}: more than a line: {error[:300]}")
-    case.what = f"{case.ended['refused']} refused with their cause"
+            told = f"{name}: {way} says {error[:300]!r}"
+            case.expect(cause in error, f"{told} without {cause!r}")
+            case.expect("Traceback" not in error, told)
+            case.expect("\n" not in error.strip(), told)
+    case.what = f"{case.ended['refused']} of {case.count} refused"
 
 
-def _start_error(folder: Path, settings: Settings) -> str | None:
-    options = {**OPTIONS, "model": str(folder)}
-    try:
-        with started(options, tritonserver=settings.tritonserver):
-            return None
-    except ConfigError as error:
-        return str(error)
+@contextmanager
+def damaged(damage: Callable[[Path], None]) -> Iterator[Path]:
+    """A folder like the demo model's, with that damage."""
+    with tempfile.TemporaryDirectory(prefix="minisgl-check-") as base:
+        folder = Path(base) / "model"
+        shutil.copytree(DEMO_MODEL, folder)
+        damage(folder)
+        yield folder
 
 
-def _load_error(folder: Path) -> str | None:
+def load_error(folder: Path) -> str | None:
+    """What the engine's process says of a folder; None where it can be loaded."""
     from minisgl_backend.build import build_executor  # brings torch
 
     try:
@@ -58,6 +61,19 @@ def _load_error(folder: Path) -> str | None:
         return None
     except ConfigError as error:
         return str(error)
+
+
+def _serve_error(folder: Path, settings: Settings) -> str | None:
+    """What `minisgl serve` says at last; None where it serves."""
+    said = ""
+    with served("--model", str(folder), tritonserver=settings.tritonserver) as server:
+        while (line := server.lines.get(timeout=settings.patience_s)) is not None:
+            if line.startswith("Error: "):
+                said = ""
+            said += f"{line}\n"
+            if "/ready" in line:
+                return None
+    return said
 
 
 FAULTS: Final = (Fault("F26", "a model's files are broken", broken_files),)

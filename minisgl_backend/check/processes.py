@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
+
+_RANKS: Final = frozenset({b"minisgl_backend.cli.rank", b"minisgl_backend.check.frail_rank"})
 
 
 def runs(pid: int) -> bool:
@@ -27,7 +30,7 @@ def is_rank(pid: int) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"minisgl_backend.cli.rank" in words
+    return not _RANKS.isdisjoint(words)
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -12,21 +12,23 @@ from random import Random
 import pytest
 
 from minisgl_backend.check import breaks
-from minisgl_backend.check.callers import deadline_in_the_queue, one_id_twice
 from minisgl_backend.check.catalogue import SCENES
 from minisgl_backend.check.fault import Fault, Settings, Stage
+from minisgl_backend.check.model_files import DAMAGES, damaged, load_error
 
 pytestmark = pytest.mark.server
 
 QUICK = {
-    breaks.one_forward_raises,
-    breaks.sampling_raises,
-    breaks.logits_are_nan,
-    breaks.few_pages,
-    deadline_in_the_queue,
-    one_id_twice,
+    "one forward pass raises",
+    "sampling for one request raises",
+    "NaN in the logits of one request",
+    "pages vanish when a request waits for its prefill",
+    "pages vanish between the chunks of a prompt",
+    "pages vanish while requests decode",
+    "a deadline passes in the queue",
+    "one id twice, stops of unknown and ended ids",
 }
-FAULTS = [fault for scene in SCENES for fault in scene.faults if fault.provoke in QUICK]
+FAULTS = [fault for scene in SCENES for fault in scene.faults if fault.sentence in QUICK]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +37,24 @@ def frail() -> Iterator[Stage]:
         yield stage
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.number)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.sentence)
 def test_a_fault_is_survived(frail: Stage, fault: Fault[Stage]) -> None:
     case = fault.tried(frail)
     assert case.failures == []
     assert case.count > 0
+
+
+def test_each_quick_fault_is_in_the_catalogue() -> None:
+    assert {fault.sentence for fault in FAULTS} == QUICK
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_model_is_not_loaded(name: str) -> None:
+    damage, cause = DAMAGES[name]
+    with damaged(damage) as folder:
+        error = load_error(folder)
+    assert error is not None and cause in error
+    assert "\n" not in error
 
 
 @pytest.mark.parametrize("provoke", [breaks.sampling_raises, breaks.logits_are_nan])

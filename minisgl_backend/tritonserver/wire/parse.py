@@ -1,37 +1,28 @@
 """A request as Triton hands it over -> ``Generation`` or ``StopRequest``.
 
-Two steps: ``gather`` takes the values of the table's entries from tensors, request parameters and
-``sampling_parameters``, and refuses what is unknown, not offered or said twice differently;
-``build`` applies the rules that join values. ``record`` carries the gathered values between the
-models, so that both sides go through the same checks.
+``gather`` finds the values that it gives; the rules that join values, and the limits, are applied
+here, by ``build``. ``record`` carries the gathered values between the models, so that both sides go
+through the same checks.
 
 Raises nothing but ``InvalidRequest`` and ``Unsupported``, whatever comes in.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.config import Limits, did_you_mean
+from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from minisgl_backend.tritonserver.wire import values
-from minisgl_backend.tritonserver.wire.entries import Input
+from minisgl_backend.tritonserver.wire.gather import gather
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
-from minisgl_backend.tritonserver.wire.parameters import (
-    BY_NAME,
-    DEFAULTS,
-    NEUTRAL,
-    TRITON_NAMES,
-    TRITON_PREFIXES,
-)
+from minisgl_backend.tritonserver.wire.parameters import BY_NAME, DEFAULTS
 
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under it count as 0: dividing logits by them overflows, to the same effect."""
@@ -68,103 +59,6 @@ def parse_token_generation(
         if BY_NAME[name].text_only and value != DEFAULTS[name]:
             raise Unsupported(f"{name} needs the text models; send it to an ensemble")
     return build(found, timeout_us=timeout_us, limits=limits)
-
-
-def gather(
-    inputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any], limits: Limits
-) -> dict[str, Any]:
-    """The values that the request gives, by the names of the table's entries."""
-    found = _Found()
-    for name, array in inputs.items():
-        if name == "input_ids":
-            found.put(name, BY_NAME[name], values.token_ids(name, array))
-        elif entry := _known(name, array):
-            found.put(name, entry, values.from_tensor(name, entry, array))
-    for name, value in parameters.items():
-        if name in TRITON_NAMES or name.startswith(TRITON_PREFIXES):
-            continue
-        name, value = _logprobs_flag(name, value)
-        if entry := _known(name, value):
-            found.put(name, entry, values.from_parameter(name, entry, value))
-    if text := found.by_key.pop("sampling_parameters", ""):
-        if len(text) > limits.prompt_bytes:
-            raise InvalidRequest(f"sampling_parameters must be at most {limits.prompt_bytes} bytes")
-        found.put_all(_sampling_parameters(text))
-    return found.by_key
-
-
-class _Found:
-    """Values by entry, and the names under which they were given."""
-
-    def __init__(self) -> None:
-        self.by_key: dict[str, Any] = {}
-        self._given: dict[str, str] = {}
-
-    def put(self, name: str, entry: Input, value: Any) -> None:
-        """Note a value; an earlier, different one of the same entry is an error."""
-        key = entry.name
-        if key in self._given and not _equal(self.by_key.get(key), value):
-            first = self._given[key]
-            also = f" (also as {first})" if first != name else ""
-            raise InvalidRequest(f"{name} is given twice{also}, with different values")
-        self.by_key[key] = value
-        self._given.setdefault(key, name)
-
-    def put_all(self, given: Mapping[str, Any]) -> None:
-        """Note the values of ``sampling_parameters``."""
-        for name, value in given.items():
-            name, value = _logprobs_flag(name, value)
-            if (entry := _known(name, value)) and value is not None:
-                if entry.prompt:
-                    raise InvalidRequest(f"{name} may not stand in sampling_parameters")
-                self.put(name, entry, values.from_json(name, entry, value))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return bool(np.array_equal(a, b))
-    return bool(a == b)
-
-
-def _sampling_parameters(text: str) -> dict[str, Any]:
-    given = values.parse_json("sampling_parameters", text)
-    if not isinstance(given, dict):
-        raise InvalidRequest(
-            f"sampling_parameters must be a JSON object, got {values.quoted(given)}"
-        )
-    return given
-
-
-def _logprobs_flag(name: str, value: Any) -> tuple[str, Any]:
-    """``logprobs`` as a flag (OpenAI's chat schema) asks for what ``return_logprobs`` does."""
-    if name == "logprobs" and (type(value) is bool or value in ("true", "false")):
-        return "return_logprobs", value
-    return name, value
-
-
-def _known(name: str, value: Any) -> Input | None:
-    """The entry of a name; None for one that is not offered but has its neutral value."""
-    if name in NEUTRAL:
-        given = value.reshape(-1).tolist() if isinstance(value, np.ndarray) else value
-        if isinstance(value, np.ndarray) and len(given) == 1:
-            given = given[0]
-        if given is not None and not any(_is_neutral(given, v) for v in NEUTRAL[name]):
-            raise Unsupported(f"{name} is not supported, got {values.quoted(given)}")
-        return None
-    entry = BY_NAME.get(name)
-    if entry is None:
-        hint = did_you_mean(name[:60], [*BY_NAME, *NEUTRAL])
-        raise InvalidRequest(f"unknown parameter {values.quoted(name)}{hint}")
-    return entry
-
-
-def _is_neutral(given: Any, neutral: Any) -> bool:
-    if isinstance(given, str) and not isinstance(neutral, str):
-        try:
-            given = json.loads(given.lower())
-        except (ValueError, RecursionError):
-            return False
-    return bool(given == neutral) and isinstance(given, bool) is isinstance(neutral, bool)
 
 
 def build(

@@ -23,7 +23,9 @@ _HARMLESS: Final = (
 )
 _OURS: Final = re.compile(r'^[IWE]\d{4} ([\d:]+)\.\d+ +\d+ \S*\.py:\d+\] "(.*)"$')
 _TRITON_INFO: Final = re.compile(r"^[IV]\d{4} [\d:.]+ +\d+ (?!\S*\.py:)")
-_LOAD_FAILURE: Final = re.compile(r"failed to load '(\w+)' version \d+: [\w ]+?: (?:TritonModelException: )?(.*)")
+_LOAD_FAILURE: Final = re.compile(
+    r"failed to load '(\w+)' version \d+: [\w ]+?: (?:TritonModelException: )?(.*)"
+)
 _PATIENCE_MS: Final = 1000
 _ERROR: Final = re.compile(r"^E\d{4} [\d:.]+ +\d+ \S+:\d+\] (.*)|^error: (.*)")
 

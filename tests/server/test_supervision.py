@@ -241,7 +241,7 @@ def test_a_pause_is_no_hang_and_a_hang_is_no_pause(world: Supervised) -> None:
         pid = world.kill("llm_engine", signal.SIGSTOP)
 
         def silence_s() -> float:
-            (process,) = [it for it in world.supervisor._seen if it.pid == pid]
+            (process,) = [it for it in world.supervisor._lookout.seen if it.pid == pid]
             return process.beat.silent_s(time.monotonic())
 
         wait_for(lambda: silence_s() > 3, "three silent seconds")

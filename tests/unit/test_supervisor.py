@@ -154,6 +154,11 @@ class World:
     def pids(self) -> dict[str, int]:
         return {it["model"]: it["pid"] for it in self.supervisor.stats()["models"]}
 
+    def newest(self, model: str) -> int:
+        """The id of the process that has a page now."""
+        (page,) = self.supervisor.server.directory.glob(f"heartbeat.*.{model}")
+        return int(page.name.split(".")[1])
+
     def pages(self) -> list[str]:
         """The models that have a page, in order."""
         paths = self.supervisor.server.directory.glob("heartbeat.*")
@@ -195,6 +200,37 @@ def test_models_that_died_idle_are_loaded_again(world: World) -> None:
     assert world.pages() == sorted(MODELS)
 
 
+@pytest.mark.parametrize("models", [("tokenizer", "detokenizer"), MODELS])
+def test_what_dies_together_is_one_recovery(world: World, models: tuple[str, ...]) -> None:
+    old = world.pids()
+    for model in models:
+        os.kill(old[model], signal.SIGKILL)
+    world.wait(lambda: not set(world.pids().values()) & {old[model] for model in models})
+    world.wait_ready(1)
+    new = world.pids()
+    assert {name for name in MODELS if new[name] != old[name]} == set(models)
+    assert len(world.servers) == 1
+    os.kill(new[models[0]], signal.SIGKILL)
+    world.wait_ready(2)
+
+
+def test_who_dies_during_a_recovery_is_part_of_it(world: World) -> None:
+    """But not who was loaded in it and dies again."""
+    supervisor, reload = world.supervisor, world.supervisor._reload
+    dying = iter(("detokenizer", "detokenizer"))
+
+    def reload_while_another_dies(model: str) -> None:
+        reload(model)
+        if victim := next(dying, None):
+            os.kill(world.newest(victim), signal.SIGKILL)
+
+    supervisor._reload = reload_while_another_dies  # type: ignore[method-assign]
+    os.kill(world.pids()["tokenizer"], signal.SIGKILL)
+    world.wait_ready(2)
+    assert len(world.servers) == 1
+    assert world.pages() == sorted(MODELS)
+
+
 def test_a_process_that_dies_with_requests_inside_costs_a_restart(tmp_path: Path) -> None:
     world = World(tmp_path, num_inside=3)
     old = world.pids()
@@ -228,10 +264,10 @@ def test_those_that_wait_are_weighed_against_those_that_are_served(tmp_path: Pat
     world = World(tmp_path, num_inside=FEW_WAIT + 5)
     server = world.supervisor.server
     (server.directory / "waiting.tokenizer").write_text(str(FEW_WAIT + 5))
-    assert world.supervisor._who_waits("tokenizer") is None
+    assert world.supervisor._who_waits(frozenset({"tokenizer"})) is None
     (server.directory / "waiting.tokenizer").write_text(str(FEW_WAIT + 6))
     assert (
-        world.supervisor._who_waits("tokenizer")
+        world.supervisor._who_waits(frozenset({"tokenizer"}))
         == "14 requests wait for the tokenizer that has gone"
     )
     world.close()
@@ -261,8 +297,8 @@ def test_a_process_that_is_broken_is_ended(world: World) -> None:
 def test_silence_beyond_a_pause_is_a_hang(
     world: World, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minisgl_backend.server.supervisor.HANG_AFTER_S", 2.5)
-    monkeypatch.setattr("minisgl_backend.server.supervisor.TRITON_HANG_AFTER_S", 2.5)
+    monkeypatch.setattr("minisgl_backend.server.faults.HANG_AFTER_S", 2.5)
+    monkeypatch.setattr("minisgl_backend.server.faults.TRITON_HANG_AFTER_S", 2.5)
     server = world.supervisor.server
     pid = server.pid if model == "tritonserver" else world.pids()[model]
     os.kill(pid, signal.SIGSTOP)

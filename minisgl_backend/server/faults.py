@@ -1,0 +1,120 @@
+"""What is wrong with a server: processes of it that died, hang or say that they are broken.
+
+Knows the pages of the models' processes, and asks tritonserver whether it is ready. Must not know
+what is done about a fault.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from minisgl_backend.heartbeat import State
+from minisgl_backend.server.model_processes import ModelProcess, ModelProcesses
+from minisgl_backend.server.process import TritonServer
+
+HANG_AFTER_S: Final = 7.0
+"""Silence that is no pause any more. Longer than any pause of a healthy process, by far: a loop is
+not silent while it waits for its device, and a page is touched four times a second."""
+TRITON_HANG_AFTER_S: Final = 20.0
+"""The same for tritonserver, which is asked over HTTP and may be late on an overloaded machine."""
+_ASK_EVERY_S: Final = 1.0
+"""How often tritonserver itself is asked whether it is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What went wrong; without ``processes`` it is tritonserver itself, or all of it."""
+
+    what: str
+    processes: tuple[ModelProcess, ...] = ()
+
+    @property
+    def models(self) -> frozenset[str]:
+        """The models whose processes are at fault."""
+        return frozenset(process.model for process in self.processes)
+
+
+class Lookout:
+    """Looks at one server, on one thread; what it saw last may be read by any."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self.processes = ModelProcesses(server.directory)
+        self.seen: tuple[ModelProcess, ...] = ()
+        self.missing: tuple[str, ...] = ()
+        """Why the server is not ready; nothing where it is."""
+        self.looked_s = time.monotonic()
+        self._server = server
+        self._asked_s = self._answered_s = float("-inf")
+        self._triton_is_ready = False
+
+    def serves(self) -> None:
+        """The server has just been seen to be ready."""
+        self.seen = tuple(self.processes.look())
+        self.missing = ()
+        self.looked_s = time.monotonic()
+        self._triton_is_ready = True
+        self.has_answered()
+
+    def has_answered(self) -> None:
+        """Tritonserver has just answered something."""
+        self._answered_s = time.monotonic()
+
+    def look(self) -> Fault | None:
+        """Note how the server is; what is wrong with it, if that needs mending."""
+        self.seen = tuple(self.processes.look())
+        self._ask_triton()
+        fault = self._find_fault()
+        serving = {process.model for process in self.seen if process.beat.state is State.SERVING}
+        missing = [f"{m}: not loaded" for m in sorted(self._server.model_names() - serving)]
+        if fault is not None:
+            missing.insert(0, fault.what)
+        elif not self._triton_is_ready and not missing:
+            missing.append("tritonserver says that it is not ready")
+        self.missing = tuple(missing)
+        self.looked_s = time.monotonic()
+        return fault
+
+    def num_inside_others(self, model: str) -> Iterator[int]:
+        """How many requests are inside each process of the other models, asked now."""
+        return (p.beat.num_inside for p in self.processes.look() if p.model != model)
+
+    def close(self) -> None:
+        """Let the server out of sight."""
+        self.processes.close()
+
+    def _ask_triton(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._asked_s >= _ASK_EVERY_S:
+            self._asked_s = now_s
+            answer = self._server.is_ready(timeout_s=_ASK_EVERY_S)
+            if answer is not None:  # silence is no answer on a busy machine, until it is a hang
+                self._triton_is_ready = answer
+                self.has_answered()
+
+    def _find_fault(self) -> Fault | None:
+        code = self._server.poll()
+        if code is not None:
+            return Fault(f"tritonserver ended with code {code}")
+        now_s = time.monotonic()
+        wrong = {process: _wrong_with(process, now_s) for process in self.seen}
+        found = {process: what for process, what in wrong.items() if what is not None}
+        if found:
+            return Fault("; ".join(found.values()), tuple(found))
+        if now_s - self._answered_s > TRITON_HANG_AFTER_S:
+            return Fault("tritonserver hangs: it does not answer over HTTP")
+        return None
+
+
+def _wrong_with(process: ModelProcess, now_s: float) -> str | None:
+    name = f"{process.model} (process {process.pid})"
+    silent_s = process.beat.silent_s(now_s)
+    if not process.is_alive:
+        return f"{name} ended unexpectedly"
+    if process.beat.state is State.BROKEN:
+        return f"{name} broke"
+    if silent_s > HANG_AFTER_S:
+        return f"{name} hangs: silent for {silent_s:.1f} s"
+    return None

@@ -1,0 +1,46 @@
+"""The counts of a server and of its models' processes, for operators and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from minisgl_backend.heartbeat import read_beat
+from minisgl_backend.server.model_processes import ModelProcess, counts_of, footprint
+from minisgl_backend.server.process import TritonServer
+
+
+def server_stats(server: TritonServer, processes: Iterable[ModelProcess]) -> dict[str, Any]:
+    """What the server holds, and what each process tells of itself, asked now."""
+    return {
+        "shared_memory_bytes": sum(map(_num_bytes, server.shared_memory_regions())),
+        "tritonserver": {"pid": server.pid, **footprint(server.pid)},
+        "models": [_process_stats(server.directory, process) for process in processes],
+    }
+
+
+def _process_stats(directory: Path, process: ModelProcess) -> dict[str, Any]:
+    beat = read_beat(process.page) or process.beat
+    counts: Mapping[str, Any]
+    try:
+        counts = counts_of(directory, process)
+    except (OSError, ValueError):
+        counts = {"error": "does not answer"}
+    return {
+        "model": process.model,
+        "pid": process.pid,
+        "age_s": process.age_s,
+        "num_inside": beat.num_inside,
+        "num_seen": beat.num_seen,
+        **footprint(process.pid),
+        **counts,
+    }
+
+
+def _num_bytes(region: Path) -> int:
+    """Of a file that may vanish at any time."""
+    try:
+        return region.stat().st_size
+    except FileNotFoundError:
+        return 0

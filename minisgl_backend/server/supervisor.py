@@ -4,12 +4,13 @@ Knows the server, what may be at fault (``faults``), and Triton's habits. Must n
 
 Models' processes that died or hang are ended for good, and their models loaded again, while the
 others serve on. But requests that were inside such a process are lost to Triton 24.10: it neither
-ends them nor could be told to, so their callers would wait for ever. Where there were any, and where
-tritonserver itself is at fault, all of it is ended and started again on the same ports: callers see
-their connections break at once. (The detokenizer has no request inside: the engine ends the streams
-of one that has gone.) So it is where more requests wait in tritonserver for a model that died than
-are served beside them: Triton 24.10 ends those with an error, but one a second, also when the model
-is back. And after ``MAX_RELOADS``, of each of which under load tritonserver keeps some threads.
+ends them nor could be told to, so their callers would wait for ever. Where there were any, and
+where tritonserver itself is at fault, all of it is ended and started again on the same ports:
+callers see their connections break at once. (The detokenizer has no request inside: the engine ends
+the streams of one that has gone.) So it is where more requests wait in tritonserver for a model
+that died than are served beside them: Triton 24.10 ends those with an error, but one a second, also
+when the model is back. And after ``MAX_RELOADS``, of each of which under load tritonserver keeps
+some threads.
 
 What goes wrong together is one recovery. One that fails is a fault like any other. Each one waits
 twice as long as the last; after ``MAX_RECOVERIES`` in ``WINDOW_S`` the server stays down, and says
@@ -202,7 +203,7 @@ class Supervisor:
         return frozenset()
 
     def _mend(self, reloads: frozenset[str], stopping: threading.Event) -> Fault | None:
-        """Load these models again, or with none start all again; what is wrong then, if anything."""
+        """Load these models again, or without any start all again; what is wrong then."""
         try:
             for model in sorted(reloads):
                 self._reload(model)

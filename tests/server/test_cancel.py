@@ -21,11 +21,14 @@ from minisgl_backend.server.process import TritonServer
 from tests.server.client import Call, Metrics, Refused, generate, open_stream, wait_for
 from tests.server.conftest import PACED_STEP_S
 
-STOPS_WITHIN_S = 2.0
-"""Far less than the 40 s of a whole answer; how long it takes is for `minisgl bench cancel`."""
+STOPS_WITHIN_S = 10.0
+"""Far less than the 40 s of a whole answer, and enough for a machine that is busy.
+
+How long it takes is for `minisgl bench cancel`.
+"""
 LONG: dict[str, Any] = {"max_tokens": 2000, "stream": True}
 SHORT_PROMPT = list(range(1, 9))
-LONG_PROMPT = [1 + number % 500 for number in range(4000)]  # 250 steps of prefill
+LONG_PROMPT = [1 + number % 500 for number in range(6000)]  # 375 steps of prefill
 
 _CHILD = """
 import json, sys, time
@@ -222,7 +225,7 @@ def test_stop_request_for_nobody(paced_server: TritonServer) -> None:
 def test_deadline_in_the_queue_and_after(paced_server: TritonServer) -> None:
     """A deadline ends a request with what it has, or with an error where it has nothing."""
     values: dict[str, Any] = {"input_ids": SHORT_PROMPT, "max_tokens": 2000}
-    output = generate(paced_server, timeout_ms=300, return_finish_reason=True, **values)
+    output = generate(paced_server, timeout_ms=1500, return_finish_reason=True, **values)
     assert output["finish_reason"] == "timeout"
     assert output["text_output"]
     with pytest.raises(Refused, match="UNAVAILABLE: the deadline passed after"):

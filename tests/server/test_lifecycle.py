@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ from tests.server.client import Call, Metrics, Refused, generate, post, wait_for
 from tests.server.conftest import paced_repository, running
 
 ENDLESS: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 4000, "stream": True}
-SHORT: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 40, "stream": True}
+SHORT: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 20, "stream": True}
 MODELS = ("minisgl", "minisgl_batched", "llm_engine")
 
 
-BRIEF = {"drain_timeout_s": "1"}
+BRIEF = {"drain_timeout_s": "2"}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A paced engine that gives open requests a second when it has to end."""
+    """A paced engine that gives open requests two seconds when it has to end."""
     with running(paced_repository(tmp_path_factory.mktemp("paced")), options=BRIEF) as server:
         yield server
 
@@ -55,26 +56,26 @@ class InFlight:
 
     def __init__(self, server: TritonServer) -> None:
         self._pool = ThreadPoolExecutor(16)
+        self._calls = ExitStack()
         self._endless = [self._start(server, model, ENDLESS) for model in MODELS]
         self._short = [self._start(server, model, SHORT) for model in MODELS]
 
     def _start(
         self, server: TritonServer, model: str, values: dict[str, Any]
-    ) -> tuple[Call, Future[list[dict[str, Any]]]]:
-        call = Call(server, model, **values)
+    ) -> Future[list[dict[str, Any]]]:
+        call = self._calls.enter_context(Call(server, model, **values))
         assert call.next() is not None
-        return call, self._pool.submit(call.all)
+        return self._pool.submit(call.all)
 
     def check_short_finish_and_endless_fail(self, message: str) -> None:
         """Every request has ended, those with time left by themselves."""
-        for call, future in self._short:
-            assert future.result(timeout=60)
-            call.cancel()
-        for call, future in self._endless:
+        for short in self._short:
+            assert short.result(timeout=60)
+        for endless in self._endless:
             with pytest.raises(Refused, match=message):
-                future.result(timeout=60)
-            call.cancel()
+                endless.result(timeout=60)
         self._pool.shutdown()
+        self._calls.close()
 
 
 def test_unload_and_load_again(server: TritonServer) -> None:

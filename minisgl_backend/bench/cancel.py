@@ -159,7 +159,7 @@ class Bench:
     @contextmanager
     def rows_taken(self, num_rows: int) -> Iterator[None]:
         """So many requests decode for as long as the block lasts."""
-        mark = len(self._journal)
+        mark = len(self._journal.read())
         others = [self._ask("grpc-cancel", num_prompt_tokens=1) for _ in range(num_rows)]
         for other in others:
             other.next()
@@ -171,7 +171,7 @@ class Bench:
 
     def leave_once(self, way: str, phase: str) -> Ending:
         """One client comes, is in that phase, and goes."""
-        mark = len(self._journal)
+        mark = len(self._journal.read())
         steps = _PREFILL_STEPS if phase == "prefill" else 1
         client = self._ask(way, num_prompt_tokens=steps * _PREFILL_TOKENS)
         added = self._expect(_is("added"), "a request", since=mark)
@@ -182,7 +182,7 @@ class Bench:
             for _ in range(1 if phase == "first-token" else _LATER):
                 client.next()
         time.sleep(self._moments.uniform(0, _LEAVES_WITHIN_S))
-        left = len(self._journal)
+        left = len(self._journal.read())
         left_s = time.monotonic()
         client.leave()
         aborted = self._journal.find(_is("aborted", victim), since=left, timeout_s=self._patience_s)
@@ -193,8 +193,7 @@ class Bench:
         if aborted is None:
             self._stop(self._num_clients)
             self._expect(_is("aborted", victim), "its end when it was stopped", since=left)
-        len(self._journal)
-        sampled = [entry for entry in self._journal.entries[left:] if entry.what == "sampled"]
+        sampled = [entry for entry in self._journal.read()[left:] if entry.what == "sampled"]
         return Ending(
             ended_s=aborted.time_s - left_s if aborted is not None else None,
             returned_s=back.time_s - left_s if back is not None else None,

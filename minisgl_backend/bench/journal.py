@@ -86,13 +86,15 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         path.touch()
-        self.entries: list[Entry] = []
+        self._entries: list[Entry] = []
         self._file = path.open(encoding="utf-8")
         self._part = ""
 
-    def __len__(self) -> int:
-        self._read()
-        return len(self.entries)
+    def read(self) -> list[Entry]:
+        """All entries so far."""
+        *lines, self._part = (self._part + self._file.read()).split("\n")
+        self._entries.extend(Entry(**json.loads(line)) for line in lines)
+        return self._entries
 
     def find(
         self, condition: Callable[[Entry], bool], *, since: int, timeout_s: float
@@ -101,11 +103,11 @@ class Journal:
         deadline = time.monotonic() + timeout_s
         while True:
             is_late = time.monotonic() > deadline
-            self._read()
-            for entry in self.entries[since:]:
+            entries = self.read()
+            for entry in entries[since:]:
                 if condition(entry):
                     return entry
-            since = max(since, len(self.entries))
+            since = max(since, len(entries))
             if is_late:
                 return None
             time.sleep(_POLL_S)
@@ -113,7 +115,3 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _read(self) -> None:
-        *lines, self._part = (self._part + self._file.read()).split("\n")
-        self.entries.extend(Entry(**json.loads(line)) for line in lines)

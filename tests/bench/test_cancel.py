@@ -41,11 +41,11 @@ def test_a_journal_is_read_while_it_is_written(tmp_path: Path) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(line[:20])
         file.flush()
-        assert len(journal) == 0
+        assert len(journal.read()) == 0
         file.write(line[20:] + "\n")
         file.flush()
-        assert len(journal) == 1
-    assert journal.entries == [entry]
+        assert len(journal.read()) == 1
+    assert journal.read() == [entry]
     assert journal.find(lambda entry: entry.what == "added", since=0, timeout_s=0) == entry
     assert journal.find(lambda entry: entry.what == "added", since=1, timeout_s=0) is None
     journal.close()
@@ -87,15 +87,15 @@ def test_a_paced_engine_keeps_a_journal(tmp_path: Path) -> None:
         assert ended[second].wait(30)
     finally:
         engine.close(drain_s=0)
-    len(journal)
-    of_first = [entry.what for entry in journal.entries if entry.request_ids == [first]]
+    len(journal.read())
+    of_first = [entry.what for entry in journal.read() if entry.request_ids == [first]]
     assert of_first == ["added", "admitted", "sampled", "sampled", "sampled"]
-    aborted = [entry.request_ids for entry in journal.entries if entry.what == "aborted"]
+    aborted = [entry.request_ids for entry in journal.read() if entry.what == "aborted"]
     assert aborted == [[second]]
-    admitted = next(entry for entry in journal.entries if entry.what == "admitted")
+    admitted = next(entry for entry in journal.read() if entry.what == "admitted")
     assert (admitted.num_running, admitted.num_used_pages) == (1, 2)
-    assert (journal.entries[-1].num_running, journal.entries[-1].num_used_pages) == (0, 0)
-    times = [entry.time_s for entry in journal.entries]
+    assert (journal.read()[-1].num_running, journal.read()[-1].num_used_pages) == (0, 0)
+    times = [entry.time_s for entry in journal.read()]
     assert times == sorted(times)
     journal.close()
 

@@ -36,7 +36,8 @@ class Gate:
     """Wraps the application.
 
     A route finds the caller in ``scope["state"]["caller"]``, beside it ``deadline_s``, when by
-    ``time.monotonic`` the request must have ended; and leaves the request's id there.
+    ``time.monotonic`` the request must have ended; and leaves the request's id there, which the
+    answer's headers tell.
     """
 
     def __init__(
@@ -59,6 +60,9 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if request_id := scope.get("state", {}).get("request_id"):
+                    header = (b"x-request-id", request_id.encode())
+                    message = {**message, "headers": [*message["headers"], header]}
             await send(message)
 
         started_s = time.perf_counter()

@@ -24,17 +24,7 @@ from starlette.responses import Response
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.admission import Admission
-from minisgl_gateway.answers import (
-    DONE,
-    ChatWriter,
-    CompletionWriter,
-    Counts,
-    Heading,
-    Writer,
-    chat_answer,
-    completion_answer,
-    usage_event,
-)
+from minisgl_gateway.answers import Counts, Heading, chat_answer, completion_answer
 from minisgl_gateway.body import parse
 from minisgl_gateway.conversion import (
     Generation,
@@ -45,6 +35,7 @@ from minisgl_gateway.conversion import (
     reads_tool_calls,
 )
 from minisgl_gateway.errors import ApiError, api_error, busy
+from minisgl_gateway.events import DONE, ChatWriter, CompletionWriter, Writer, usage_event
 from minisgl_gateway.gate import GONE
 from minisgl_gateway.keys import Caller
 from minisgl_gateway.options import GatewayOptions
@@ -204,8 +195,7 @@ class Service:
         counts = Counts()
         for index, result in enumerate(results):
             counts.add(result, prompt=index % request.n == 0)
-        answer = body(results, counts).model_dump_json()
-        return Response(answer, media_type="application/json", headers={"X-Request-Id": heading.id})
+        return Response(body(results, counts).model_dump_json(), media_type="application/json")
 
     async def _results(self, heading: Heading, generations: Sequence[Generation]) -> list[Result]:
         """The results of all generations; the first error ends them all."""

@@ -107,6 +107,7 @@ def test_the_field_at_fault_is_named(
     answer = gateway.post(path, body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+    assert "cmpl-" in answer.headers["X-Request-Id"]
 
 
 @pytest.mark.parametrize("model", ["other", "", "../x", "llm_engine", "x" * 2**19, "minisgl\n"])

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from minisgl_client.answer import Delta, TokenLogprob, TokenLogprobs
-from minisgl_gateway.answers import ChatWriter, CompletionWriter, Counts, Heading, usage_event
+from minisgl_gateway.answers import Counts, Heading
 from minisgl_gateway.errors import ApiError
+from minisgl_gateway.events import ChatWriter, CompletionWriter, usage_event
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 

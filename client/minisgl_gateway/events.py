@@ -1,0 +1,147 @@
+"""Deltas of the engine -> the events of a stream as OpenAI's clients read them.
+
+``ChatWriter`` and ``CompletionWriter`` are on the path of every chunk: what repeats is made once
+for a stream, and only the new text is encoded. JSON is ASCII there, so that no client takes a
+character such as U+2028 for the end of a line.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, Protocol
+
+from minisgl_client.answer import Delta
+
+from minisgl_gateway.answers import Counts, Heading, called, chat_finish, finish
+from minisgl_gateway.logprobs import chat_logprobs, completion_logprobs
+from minisgl_gateway.tool_calls import CLOSING, ToolCallReader
+
+DONE: Final = b"data: [DONE]\n\n"
+_json: Final = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class Writer(Protocol):
+    """Writes one choice of a stream."""
+
+    def push(self, delta: Delta) -> bytes:
+        """The events of a delta, which may be none; raises ``ApiError``."""
+        ...
+
+
+class ChatWriter:
+    """One choice of a chat. ``num_logprobs`` is None where they were not asked for."""
+
+    def __init__(
+        self,
+        heading: Heading,
+        index: int,
+        *,
+        num_logprobs: int | None = None,
+        tool_calls: bool = False,
+        usage: bool = False,
+    ) -> None:
+        start = _start(heading, "chat.completion.chunk")
+        self._head = f'{start},"choices":[{{"index":{index},"delta":'
+        self._end = _end(usage)
+        self._num_logprobs = num_logprobs
+        self._reader = ToolCallReader() if tool_calls else None
+        self._opened = False
+
+    def push(self, delta: Delta) -> bytes:
+        """The events of a delta."""
+        events = []
+        if not self._opened:
+            self._opened = True
+            events.append(self._event('{"role":"assistant","content":""}'))
+        logprobs = "null"
+        if self._num_logprobs is not None and delta.logprobs:
+            logprobs = _json(chat_logprobs(delta.logprobs, self._num_logprobs).model_dump())
+        for change in self._changes(delta) or (['{"content":""}'] if logprobs != "null" else []):
+            events.append(self._event(change, logprobs))
+            logprobs = "null"
+        if delta.finish_reason is not None:
+            calls = self._reader.num_calls if self._reader else 0
+            reason = chat_finish(delta.finish_reason, calls)
+            events.append(self._event("{}", finish_reason=f'"{reason}"'))
+        return "".join(events).encode()
+
+    def _changes(self, delta: Delta) -> list[str]:
+        """The delta objects of OpenAI's chunks, as JSON."""
+        if self._reader is None:
+            return [f'{{"content":{_json(delta.text)}}}'] if delta.text else []
+        before = self._reader.num_calls
+        pieces = self._reader.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += self._reader.finish(closed=delta.stop_reason == CLOSING)
+        changes = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                changes.append(f'{{"content":{_json(piece)}}}')
+            else:
+                call = {"index": before, **called(piece).model_dump()}
+                changes.append(f'{{"tool_calls":[{_json(call)}]}}')
+                before += 1
+        return changes
+
+    def _event(self, change: str, logprobs: str = "null", finish_reason: str = "null") -> str:
+        return (
+            f'{self._head}{change},"logprobs":{logprobs},"finish_reason":{finish_reason}{self._end}'
+        )
+
+
+class CompletionWriter:
+    """One choice of a completion; ``echo`` stands before its text."""
+
+    def __init__(
+        self,
+        heading: Heading,
+        index: int,
+        *,
+        num_logprobs: int | None = None,
+        echo: str = "",
+        usage: bool = False,
+    ) -> None:
+        self._head = f'{_start(heading, "text_completion")},"choices":[{{"index":{index},"text":'
+        self._end = _end(usage)
+        self._num_logprobs = num_logprobs
+        self._echo = echo
+        self._offset = 0
+
+    def push(self, delta: Delta) -> bytes:
+        """The event of a delta."""
+        text = self._echo + delta.text
+        self._echo = ""
+        logprobs = finish_reason = "null"
+        if self._num_logprobs is not None and delta.logprobs:
+            told = completion_logprobs(delta.logprobs, self._num_logprobs, self._offset)
+            self._offset += sum(map(len, told.tokens))
+            logprobs = _json(told.model_dump())
+        if delta.finish_reason is not None:
+            finish_reason = f'"{finish(delta.finish_reason)}"'
+        elif not text and logprobs == "null":
+            return b""
+        return (
+            f'{self._head}{_json(text)},"logprobs":{logprobs},"finish_reason":{finish_reason}'
+            f"{self._end}"
+        ).encode()
+
+
+def usage_event(heading: Heading, kind: str, counts: Counts) -> bytes:
+    """The chunk that ``include_usage`` asks for."""
+    usage = counts.usage.model_dump_json()
+    return f'{_start(heading, kind)},"choices":[],"usage":{usage}}}\n\n'.encode()
+
+
+def _start(heading: Heading, kind: str) -> str:
+    fields: dict[str, Any] = {
+        "id": heading.id,
+        "object": kind,
+        "created": heading.created,
+        "model": heading.model,
+    }
+    return "data: " + _json(fields)[:-1]
+
+
+def _end(usage: bool) -> str:
+    """After a choice; with ``include_usage`` all chunks but the last say that they have none."""
+    return '}],"usage":null}\n\n' if usage else "}]}\n\n"

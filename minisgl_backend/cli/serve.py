@@ -153,7 +153,7 @@ def options_as_text(options: EngineOptions) -> dict[str, str]:
 
 
 def _stop_on_signals(supervisors: Sequence[Supervisor], console: Console) -> threading.Event:
-    """Take SIGINT and SIGTERM: the first lets requests drain, a second one does not wait.
+    """Take SIGINT, SIGTERM and SIGHUP: the first lets requests drain, a second one does not wait.
 
     The supervisor comes later: a start, too, may be stopped without leaving anything behind.
     """
@@ -169,6 +169,8 @@ def _stop_on_signals(supervisors: Sequence[Supervisor], console: Console) -> thr
 
     signal.signal(signal.SIGINT, forward)
     signal.signal(signal.SIGTERM, forward)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, forward)
     return stopping
 
 

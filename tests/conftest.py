@@ -5,6 +5,7 @@ Triton's module for Python models exists inside its stub only; tests get a stric
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from tests.fakes import pb_utils
 from tests.server.conftest import paced_repository, running
 
 sys.modules["triton_python_backend_utils"] = pb_utils
+# models this small are computed fastest by one thread, whatever else the machine does
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a shell starts what runs in its background with Ctrl-C ignored, and so would be what tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

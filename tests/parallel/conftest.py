@@ -1,22 +1,12 @@
-"""Checkpoints to split, and one computing thread a rank."""
+"""Checkpoints to split."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.conformance.checkpoints import write_checkpoint
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_computing_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -276,6 +276,25 @@ def test_a_direct_caller_who_gives_up(model: Model) -> None:
     assert model._engine.stats().num_cancelled == 1
 
 
+def test_streams_that_cannot_be_asked_hold_up_no_other(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_cancelled() -> bool:
+        raise RuntimeError("no room in shared memory")
+
+    *asked, other = (request(acknowledged=False, max_tokens=5000) for _ in range(10))
+    with monkeypatch.context() as patch:
+        for one in asked:
+            patch.setattr(one.sender, "is_cancelled", is_cancelled)
+        model.execute([*asked, other])
+        other.sender.cancelled = True
+        _, final = other.sender.sent.get(timeout=PATIENCE_S)
+        assert final
+    for one in asked:
+        one.sender.cancelled = True
+    wait_idle(model)
+
+
 @pytest.mark.parametrize("acknowledged", [True, False])
 def test_stop_request(model: Model, acknowledged: bool) -> None:
     asked = request(request_id="job", acknowledged=acknowledged, max_tokens=5000)

@@ -12,6 +12,8 @@ import json
 from dataclasses import dataclass
 from typing import Final
 
+from minisgl_client import strict_json
+
 OPENING: Final = "<tool_call>"
 CLOSING: Final = "</tool_call>"
 
@@ -81,13 +83,16 @@ class ToolCallReader:
 
 
 def _parse(body: str) -> CalledTool | None:
+    """The call that a body is, if what it says can be sent on as JSON."""
     try:
-        call = json.loads(body)
+        call = strict_json.loads(body)
+        if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):
+            return None
+        name = call.get("name")
+        if not isinstance(name, str) or not name:
+            return None
+        arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False, allow_nan=False)
+        (name + arguments).encode()  # a lone surrogate can hide in an escape
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return None
-    return CalledTool(call["name"], json.dumps(arguments, ensure_ascii=False))
+    return CalledTool(name, arguments)

@@ -50,7 +50,21 @@ def test_texts_and_calls_in_order(text: str, parts: list[str | CalledTool]) -> N
 
 @pytest.mark.parametrize(
     "body",
-    ["", "weather", "[]", '{"arguments": {}}', '{"name": 1}', '{"name": "f", "arguments": "x"}'],
+    [
+        "",
+        "weather",
+        "[]",
+        '{"arguments": {}}',
+        '{"name": 1}',
+        '{"name": ""}',
+        '{"name": "f", "arguments": "x"}',
+        '{"name": "f", "name": "g"}',
+        '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": 1e999}}',
+        '{"name": "f", "arguments": {"x": "\\ud83d"}}',
+        '{"name": "\\ud83d"}',
+        '{"name": "f", "arguments": ' + '{"x": ' * 10_000 + "1" + "}" * 10_001,
+    ],
 )
 def test_what_is_no_call_stays_text(body: str) -> None:
     text = f"So: {OPENING}{body}{CLOSING} or not"

@@ -51,17 +51,14 @@ class Dispatcher:
         engine: Aborter,
         *,
         grace_s: float,
-        num_senders: int | None = None,
-        max_chunks: int | None = None,
-        directory: Path | None = None,
-        on_chunk: Callable[[int], None] = lambda num_tokens: None,
+        directory: Path | None,
+        on_chunk: Callable[[int], None],
     ) -> None:
-        """``max_chunks`` are on their way to the detokenizer at once (see ``Outbox``): by default
-        one for each two cores, and at least 6, which keeps a small machine busy. ``num_senders``
-        is one for each two cores too, from 2 to 4: more of them hinder each other.
-
-        ``on_chunk`` is told of each response's number of tokens.
+        """A chunk may stay unacknowledged for ``grace_s`` while later ones are. The channel's socket
+        goes into ``directory``. ``on_chunk`` is told of each response's number of tokens.
         """
+        # one for each two cores: at least 6 chunks on their way keep a small machine busy, and more
+        # than 4 senders hinder each other
         half = (os.cpu_count() or 1) // 2
         self._engine = engine
         self._grace_s = grace_s
@@ -71,7 +68,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
         self._newest_acknowledged_s = float("-inf")
-        self._outbox: Outbox[Stream] = Outbox(max_chunks or max(6, half))
+        self._outbox: Outbox[Stream] = Outbox(max(6, half))
         self._stopping = threading.Event()
         self.channel = EngineChannel(
             directory=directory,
@@ -80,7 +77,7 @@ class Dispatcher:
         )
         self._threads = [
             threading.Thread(target=self._send_all, name=f"sender {number}", daemon=True)
-            for number in range(num_senders or min(4, max(2, half)))
+            for number in range(min(4, max(2, half)))
         ]
         self._threads.append(threading.Thread(target=self._run_clock, name="clock", daemon=True))
         for thread in self._threads:

@@ -43,11 +43,6 @@ class Responder:
         self._sender: Any = request.get_response_sender()
         self.label: str = request.request_id()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the final flag has not been sent."""
-        return self._sender is not None
-
     def send(self, response: Any, *, final: bool = False) -> bool:
         """Send a response, the last one where ``final``; False where the last one was sent."""
         with self._lock:

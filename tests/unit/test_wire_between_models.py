@@ -106,6 +106,8 @@ def test_a_stop_request_has_a_record_too() -> None:
         "{}",
         '{"v": 2, "arrival": 5, "given": {}}',
         '{"v": 1, "arrival": 5.5, "given": {}}',
+        '{"v": 1, "arrival": -5, "given": {}}',
+        '{"v": 1, "arrival": 9223372036854775808, "given": {}}',
         '{"v": 1, "arrival": 5, "given": []}',
         '{"v": 1, "arrival": 5, "given": {}, "prompt": 5}',
         '{"v": 1, "arrival": 5, "given": {"temperature": NaN}}',

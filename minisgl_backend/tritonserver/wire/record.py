@@ -73,6 +73,7 @@ def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Record | St
     if (
         not isinstance(given, dict)
         or type(arrival) is not int
+        or not 0 <= arrival < 2**63
         or not isinstance(prompt_text, str | None)
     ):
         raise InvalidRequest("request must hold arrival, given and, if any, prompt")

@@ -54,8 +54,8 @@ class Dispatcher:
         directory: Path | None,
         on_chunk: Callable[[int], None],
     ) -> None:
-        """A chunk may stay unacknowledged for ``grace_s`` while later ones are. The channel's socket
-        goes into ``directory``. ``on_chunk`` is told of each response's number of tokens.
+        """A chunk may stay unacknowledged for ``grace_s`` while later ones are. The channel's
+        socket goes into ``directory``; ``on_chunk`` is told of each response's number of tokens.
         """
         # one for each two cores: at least 6 chunks on their way keep a small machine busy, and more
         # than 4 senders hinder each other

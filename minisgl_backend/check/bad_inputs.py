@@ -65,6 +65,11 @@ def _prompts() -> Iterator[Bad]:
     yield Bad("prompt null", {"text_input": None}, Expected.TRITON)
     yield Bad("prompt a number", {"text_input": 7}, Expected.TRITON)
     yield Bad("prompt a list", {"text_input": ["a", "b"]}, Expected.TRITON)
+    yield Bad("prompt of texts and numbers", {"text_input": ["a", 1]}, Expected.TRITON)
+    yield Bad("prompt of half a surrogate", {"text_input": "\ud800"}, Expected.TRITON)
+    yield Bad("100,000 prompts", {"text_input": ["a"] * 10**5}, Expected.TRITON)
+    marks = "a" + "\u0301" * 10_000
+    yield Bad("prompt of 10,000 combining marks", {"text_input": marks}, Expected.SURVIVED)
     yield Bad("prompt of a million letters", {"text_input": "a" * 10**6})
     yield Bad("prompt of 26,000 dots", {"text_input": "." * 26_000}, Expected.SURVIVED)
     yield Bad("prompt of 200,000 spaces", {"text_input": " " * 200_000}, Expected.SURVIVED)
@@ -96,6 +101,7 @@ def _messages() -> Iterator[Bad]:
         "one without a role": [{"content": "x"}],
         "an unknown role": [{"role": "king", "content": "x"}],
         "no content": [{"role": "user"}],
+        "content null": [{"role": "user", "content": None}],
         "content a number": [{"role": "user", "content": 7}],
         "content an object": [{"role": "user", "content": {"a": 1}}],
         "a file as an image": [_image("file:///etc/passwd")],
@@ -159,10 +165,20 @@ def _numbers(vocab_size: int) -> Iterator[Bad]:
             yield Bad(f"{name} {other!r}", {**_TEXT, name: other}, Expected.TRITON)
     # what a tensor cannot carry, JSON in a string can
     texts = {
-        "temperature": ("NaN", "1e999", '"hot"', "true", "[]"),
-        "max_tokens": ("1.5", "true", '"sixteen"', str(INT32), str(2**63), "1e308", "9" * 5000),
+        "temperature": ("NaN", "1e999", "1e308", '"hot"', "true", "[]"),
+        "max_tokens": (
+            "1.5",
+            "NaN",
+            "true",
+            '"sixteen"',
+            str(INT32),
+            str(2**63),
+            "1e308",
+            "9" * 5000,
+        ),
         "top_k": ("1.5", str(INT32)),
         "top_p": ('"nan"', "{}"),
+        "repetition_penalty": ("1e308", "-Infinity"),
         "seed": ("-1", str(UINT64), '"x"', "1.5"),
         "priority_level": (str(2**70),),
         "tempreature": ("1",),
@@ -199,6 +215,8 @@ def _lists(vocab_size: int) -> Iterator[Bad]:
         "a key beyond the vocabulary": json.dumps({str(vocab_size): 1}),
         "NaN": '{"1": NaN}',
         "1e999": '{"1": 1e999}',
+        "1e308": '{"1": 1e308}',
+        "a key twice": '{"1": 1, "1": 2}',
         "a text as its value": '{"1": "x"}',
         "300,000 entries": json.dumps({str(i): 1 for i in range(300_000)}),
     }
@@ -253,7 +271,7 @@ def _odd() -> Iterator[Bad]:
         "seed": (0, UINT64 - 1),
         "cache_salt": ("", "s" * 64),
         "stop": ([""], ["\u0301"]),
-        "top_k": (-1,),
+        "top_k": (-1, 0),
         "priority_level": (-INT32, INT32 - 1),
     }
     for name, some in values.items():

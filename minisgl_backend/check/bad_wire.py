@@ -17,6 +17,24 @@ from minisgl_backend.check.calls import GENERATE, grpc_message
 
 _GOOD: Final = {"text_input": "Hello", "max_tokens": 2}
 _GOOD_BODY: Final = json.dumps(_GOOD).encode()
+_JSON: Final = {"Content-Type": "application/json"}
+_TEXT_TENSOR: Final = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["Hello"]}
+_NUMBER_TENSOR: Final = {"name": "max_tokens", "shape": [1], "datatype": "INT32", "data": [2]}
+_TENSORS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "no values": {"data": []},
+    "two values for one": {"data": [2, 3]},
+    "a value in three lists": {"data": [[[2]]], "shape": [1, 1, 1]},
+    "a text for a number": {"data": ["2"]},
+    "2^63": {"data": [2**63]},
+    "a dimension of -1": {"shape": [-1]},
+    "a dimension of 2^62": {"shape": [2**62]},
+    "a dimension of 2^64": {"shape": [2**64]},
+    "dimensions of 2^66": {"shape": [2**33, 2**33]},
+    "a negative size in bytes": {"parameters": {"binary_data_size": -4}},
+    "2^62 bytes": {"parameters": {"binary_data_size": 2**62}},
+    "shared memory": {"parameters": {"shared_memory_region": "x", "shared_memory_byte_size": 4}},
+}
+"""In JSON, as Triton's own clients send them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +68,25 @@ def bodies() -> Iterator[Body]:
     for name, label in (("of a megabyte", "x" * 2**20), ("of two lines", "a\n\x1b[31m../b")):
         body = json.dumps({**_GOOD, "id": label}).encode()
         yield Body(f"a request id {name}", body, expected=Expected.ANSWER)
+    yield largest()
     infer = "/v2/models/minisgl/infer"
+    for name, change in _TENSORS.items():
+        body = json.dumps({"inputs": [_TEXT_TENSOR, {**_NUMBER_TENSOR, **change}]}).encode()
+        yield Body(f"a tensor of {name}", body, path=infer)
     long = {"Inference-Header-Content-Length": "99999999999"}
     yield Body("a JSON part longer than the body", _GOOD_BODY, path=infer, headers=long)
-    for model in ("unknown", "..%2f..%2fx", "%00", "x" * 200, "minisgl%3Bls"):
+    for model in ("unknown", "", "..%2f..%2fx", "%00", "x" * 200, "minisgl%3Bls"):
         yield Body(f"the model {model[:16]}", _GOOD_BODY, path=f"/v2/models/{model}/generate")
     for version in ("7", "-1", "x"):
         path = f"/v2/models/minisgl/versions/{version}/generate"
         yield Body(f"the version {version}", _GOOD_BODY, path=path)
     for path in _OPERATORS:
         yield Body(f"an operator's {path}", b"{}", path=path)
+
+
+def largest() -> Body:
+    """The request for which Triton needs the most room."""
+    return Body("65 MB", b'{"text_input": "' + b"a" * 65_000_000 + b'"}', headers=_JSON)
 
 
 BODIES: Final[Mapping[str, bytes]] = {
@@ -104,12 +131,30 @@ def messages() -> Iterator[tuple[str, bytes]]:
     yield "a message without tensors", _named("minisgl")
     yield "an unknown model", _named("unknown")
     yield "a model outside", _named("../x")
+    yield "a model's name of 300 letters", _named("x" * 300)
+    for version in ("7", "-1", "x"):
+        yield f"the version {version}", _named("minisgl", version)
 
 
-def _named(model: str) -> bytes:
+def odd_messages() -> Iterator[tuple[str, bytes]]:
+    """Messages of gRPC that are odd but right: ids are the callers' own, Triton's timeout is not
+    signed."""
+    labels = {"of a megabyte": "x" * 2**20, "of two lines": "a\n\x1b[31m../b", "a zero": "\0"}
+    for name, label in labels.items():
+        message = grpc_message(_GOOD, request_id=label)
+        assert message is not None
+        yield f"a request id {name}", message.SerializeToString()
+    message = grpc_message(_GOOD)
+    assert message is not None
+    message.parameters["timeout"].int64_param = -1
+    yield "a negative timeout", message.SerializeToString()
+
+
+def _named(model: str, version: str = "") -> bytes:
     from tritonclient.grpc import service_pb2
 
-    data: bytes = service_pb2.ModelInferRequest(model_name=model).SerializeToString()
+    message = service_pb2.ModelInferRequest(model_name=model, model_version=version)
+    data: bytes = message.SerializeToString()
     return data
 
 
@@ -152,6 +197,13 @@ def _without_contents(message: Any) -> None:
     del message.raw_input_contents[:]
 
 
+def _parameter(name: str, value: int) -> Change:
+    def change(message: Any) -> None:
+        message.parameters[name].int64_param = value
+
+    return change
+
+
 _ONE: Final = struct.pack("<i", 1)
 _CHANGES: Final[Mapping[str, Change]] = {
     "an unknown tensor": _add("nonsense", "INT32", [1], _ONE),
@@ -173,5 +225,7 @@ _CHANGES: Final[Mapping[str, Change]] = {
     "two strings for one": _content(0, (struct.pack("<I", 1) + b"x") * 2),
     "a string that is no UTF-8": _content(0, struct.pack("<I", 2) + b"\xff\xfe"),
     "no contents": _without_contents,
+    "a parameter of Triton's": _parameter("triton_nonsense", 1),
+    "a parameter between the models": _parameter("_request", 1),
     "a region of shared memory": _shared_memory,
 }

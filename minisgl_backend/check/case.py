@@ -99,13 +99,15 @@ class Cases:
                 shown.add(figure=name, value=value)
             shown.emit()
         for case in cases:
+            if case.result == "skipped":
+                click.echo(f"skipped {case.name}: {case.what}")
             for failure in case.failures[:_MOST_SHOWN]:
                 click.echo(f"FAIL {case.name}: {failure}")
             if len(case.failures) > _MOST_SHOWN:
                 click.echo(f"FAIL {case.name}: and {len(case.failures) - _MOST_SHOWN} more")
         if json_path is not None:
             content = {
-                "info": dict(info),
+                "info": table.info,
                 "cases": [
                     {
                         "case": case.name,
@@ -119,5 +121,6 @@ class Cases:
                     for case in cases
                 ],
                 "figures": figures,
+                "skipped": [case.name for case in cases if case.result == "skipped"],
             }
             json_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

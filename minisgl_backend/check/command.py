@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -81,6 +82,8 @@ def check(
     click.echo(f"seed {seed}")
     report = Cases()
     info = {"seed": str(seed), "extent": extent if hours is None else f"{hours:g} hours"}
+    if commit := _commit():
+        info["commit"] = commit
     try:
         with ExitStack() as stack:
             if url and http_url and health_url:
@@ -110,6 +113,16 @@ def check(
     report.emit(info, json_path)
     if report.has_failed:
         raise click.exceptions.Exit(1)
+
+
+def _commit() -> str | None:
+    """What is checked out where this module is; None where that is no repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 def _print_catalogue() -> None:

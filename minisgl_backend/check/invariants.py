@@ -9,19 +9,24 @@ memory than at the start.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Final
 
+from minisgl_backend.check.own_server import OwnServer
 from minisgl_backend.check.target import Stats, Target, wait_until
 
 SETTLES_WITHIN_S: Final = 20.0
 """How long a server may take to be idle; it is over in a moment, but machines are busy."""
-_SPARE: Final = {"tritonserver": {"num_threads": 64, "num_descriptors": 64}}
-"""What tritonserver's own libraries keep for the next connections."""
-_MODEL_SPARE: Final = {"num_threads": 4, "num_descriptors": 4}
+SPARE: Final = max(16, 2 * (os.cpu_count() or 1))
+"""Threads and descriptors of tritonserver's: gRPC has a pool of two threads for a core, and keeps
+connections for a while."""
+_MODEL_SPARE: Final = 4
 """What Python's and torch's libraries start when they are first used."""
-_SPARE_SHARED_MEMORY: Final = 64 * 2**20
+_KEPT_OF_THE_DEAD: Final = {"num_threads": 35, "num_descriptors": 1}
+"""24.10 keeps the instance of a model that was killed under load, as long as it lives."""
+_SPARE_SHARED_MEMORY: Final = 16 * 2**20
 """24.10 enlarges a model's region when much passes at a time, and never shrinks it."""
 _QUIET_S: Final = 0.3
 
@@ -36,6 +41,7 @@ class Invariants:
         stats = target.stats()
         self._processes = dict(stats.processes)
         self._shared_memory_bytes = int(stats.told["shared_memory_bytes"])
+        self._num_regions = _num_regions(target)
 
     def violations(self) -> list[str]:
         """What is not as it was, when the server had time to settle."""
@@ -52,9 +58,14 @@ class Invariants:
 
     def renew(self) -> None:
         """After a fault: processes that are new have their start now."""
+        server = dict(self._processes["tritonserver"])
         for name, process in self._target.stats().processes.items():
             if process["pid"] != self._processes.get(name, {}).get("pid"):
                 self._processes[name] = process
+                for kind, count in _KEPT_OF_THE_DEAD.items():
+                    server[kind] += count
+        if self._processes["tritonserver"]["pid"] == server["pid"]:
+            self._processes["tritonserver"] = server
 
     def _differences(self, stats: Stats) -> list[str]:
         found = busy(stats)
@@ -63,13 +74,17 @@ class Invariants:
             if now.get("pid") != before["pid"]:
                 found.append(f"{name} is another process than at the start")
                 continue
-            for kind, spare in _SPARE.get(name, _MODEL_SPARE).items():
+            spare = SPARE if name == "tritonserver" else _MODEL_SPARE
+            for kind in _KEPT_OF_THE_DEAD:
                 grown = now.get(kind, 0) - before.get(kind, 0)
                 if grown > spare:
                     found.append(f"{name} has {grown} more {kind[4:]} than at the start")
         grown = stats.told["shared_memory_bytes"] - self._shared_memory_bytes
         if grown > _SPARE_SHARED_MEMORY:
             found.append(f"{grown:,} bytes more of shared memory than at the start")
+        regions = _num_regions(self._target)
+        if regions != self._num_regions:
+            found.append(f"{regions} regions of shared memory instead of {self._num_regions}")
         return found
 
 
@@ -96,6 +111,11 @@ def busy(stats: Stats) -> list[str]:
     if scheduler["evictable_pages"] != cached:
         found.append(f"{cached - scheduler['evictable_pages']} cached pages are still held")
     return found
+
+
+def _num_regions(target: Target) -> int:
+    """Files of shared memory; 0 of a server that others run, since it tells their size only."""
+    return len(target.server.shared_memory_regions()) if isinstance(target, OwnServer) else 0
 
 
 def _num_tokens(stats: Stats) -> int:

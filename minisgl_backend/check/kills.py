@@ -128,14 +128,14 @@ def _dead(
 ) -> None:
     own, patience_s = stage.own, stage.settings.patience_s
     case.count = max(1, num_streams)
-    before = own.server
+    before, num_seen = own.server, _num_seen(stage)
     with (
         Client(own.grpc_address, retries=0) as client,
         ThreadPoolExecutor(max(1, num_streams)) as pool,
     ):
         endings = [pool.submit(_ending, client) for _ in range(num_streams)]
-        open_now = wait_until(lambda: _num_open(stage) == num_streams, _STARTED_S)
-        case.expect(open_now, "the streams did not begin")
+        begun = wait_until(lambda: _num_seen(stage) >= num_seen + num_streams, _STARTED_S)
+        case.expect(begun, "the streams did not begin")
         killed_s = time.perf_counter()
         pid = kill()
         noticed = wait_until(lambda: not own.is_ready(), patience_s)
@@ -148,10 +148,11 @@ def _dead(
         case.expect(not hanging, f"{len(hanging)} callers wait for ever")
         if hanging:
             client.close()  # else this would wait for them
-    errors = [code for code, _ in (one.result() for one in done) if code]
-    ended_s = max((at_s for _, at_s in (one.result() for one in done)), default=killed_s) - killed_s
+    results = [one.result() for one in done]
+    errors = [code for code, _ in results if code]
+    ended_s = max((at_s for _, at_s in results), default=killed_s) - killed_s
     if must_fail:
-        num_whole = len(done) - len(errors)
+        num_whole = sum(not code and at_s > killed_s for code, at_s in results)
         case.expect(num_whole == 0, f"{num_whole} streams ended as if all was well")
     case.ended.update(failed=len(errors), answered=len(done) - len(errors))
     serves = wait_until(stage.serves, patience_s)
@@ -180,8 +181,8 @@ def _dead(
         case.expect(late <= RECOVERED_WITHIN_S, f"ready again after {recovered_s:.1f} s")
 
 
-def _num_open(stage: Stage) -> int:
-    return int(stage.own.stats().engine.get("num_open", -1))
+def _num_seen(stage: Stage) -> int:
+    return int(stage.own.stats().engine.get("num_seen", -1))
 
 
 def _ending(client: Client) -> tuple[str, float]:

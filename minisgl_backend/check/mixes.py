@@ -82,7 +82,6 @@ class Mixes(Asker):
         retractions = self._target.stats().engine["scheduler"]["num_retractions"] - before
         longest_s = max(one.e2e_ms for one in outcomes) / 1e3
         case.what = f"{retractions} retractions, longest request {longest_s:.1f} s"
-        case.figures = {"retractions": retractions}
         return case
 
     def poisoned(self, capacity: float) -> Case:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from minisgl_backend.check.bad_inputs import Expected, catalogue
-from minisgl_backend.check.bad_wire import bodies, messages
+from minisgl_backend.check.bad_wire import bodies, largest, messages, odd_messages
 from minisgl_backend.check.calls import Ending, GrpcCaller, HttpCaller, grpc_message, json_of
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.gateway import gateway_of
@@ -57,6 +57,12 @@ def _faults_of_text(error: str) -> list[str]:
     return found
 
 
+def send_largest(target: Target) -> None:
+    """Once, so that Triton has the room for it; it never gives that back."""
+    body = largest()
+    HttpCaller(target.http_url).send(body.content, headers=body.headers)
+
+
 def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
     """Everything that is wrong or odd, each over HTTP and where it can be over gRPC.
 
@@ -89,6 +95,9 @@ def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
         for name, data in messages():
             ending = grpc.send(data)
             over_grpc.add(name, ending, faults_of(ending, Expected.TRITON))
+        for name, data in odd_messages():
+            ending = grpc.send(data)
+            over_grpc.add(name, ending, faults_of(ending, Expected.ANSWER))
     finally:
         grpc.close()
     return [over_http.case(), over_grpc.case()]

@@ -27,7 +27,7 @@ from minisgl_backend.check.leavers import Leavers
 from minisgl_backend.check.mixes import Mixes
 from minisgl_backend.check.own_server import OwnServer
 from minisgl_backend.check.rates import Rates
-from minisgl_backend.check.refusals import bad_gateway_inputs, bad_inputs
+from minisgl_backend.check.refusals import bad_gateway_inputs, bad_inputs, send_largest
 from minisgl_backend.check.target import Target
 from minisgl_backend.errors import MiniSGLError
 
@@ -60,9 +60,10 @@ def run_cases(
             return
         leavers = Leavers(target, extent, rng)
         rates, mixes = Rates(target, extent, rng), Mixes(target, extent, rng)
+        send_largest(target)
         rates.steady()  # libraries start their threads when they are first used
         invariants = Invariants(target)
-        footprints = records.Footprints()
+        footprints = records.Footprints(target)
         loads: dict[str, Job] = {
             "bad inputs": lambda: bad_inputs(target, is_timed=extent.is_timed),
             "endings": lambda: [endings(target)],

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from unittest import mock
+from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from minisgl_client.client import Client
@@ -67,6 +68,7 @@ def sound(own: OwnServer) -> Invariants:
 
 @pytest.mark.usefixtures("few_inputs")
 def test_nothing_is_found_without_a_defect(own: OwnServer, canary: Canary) -> None:
+    refusals.send_largest(own)
     invariants = sound(own)
     with canary.watching():
         cases = [*refusals.bad_inputs(own, is_timed=False), endings(own)]
@@ -115,13 +117,17 @@ def test_descriptors_that_leak(own: OwnServer) -> None:
     assert any("descriptors" in one for one in invariants.violations())
 
 
-def test_shared_memory_that_stays(own: OwnServer) -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "violation"),
+    [(2**27, "bytes more of shared memory"), (1, "4 regions of shared memory instead of 3")],
+)
+def test_shared_memory_that_stays(own: OwnServer, num_bytes: int, violation: str) -> None:
     invariants = sound(own)
     region = Path("/dev/shm", f"{own.server.shared_memory_prefix}left")
     with region.open("wb") as file:
-        file.truncate(2**27)
+        file.truncate(num_bytes)
     try:
-        assert any("shared memory" in one for one in invariants.violations())
+        assert any(violation in one for one in invariants.violations())
     finally:
         region.unlink()
 
@@ -179,21 +185,21 @@ def test_pages_that_do_not_come_back(own: OwnServer, promise: str, violation: st
 )
 def test_what_grows_in_a_long_run(kind: str, grown: int, failure: str) -> None:
     """A soak of twelve readings, of which the last is too large."""
-    process = {"resident_bytes": 1_000_000_000, "num_threads": 10, "num_descriptors": 10}
-    scheduler = {"free_pages": 60, "cached_pages": 4}
-    footprints = Footprints()
+    sound = {"resident_bytes": 1_000_000_000, "num_threads": 10, "num_descriptors": 10}
+    counts = ("free_pages", "cached_pages", "num_running", "num_retractions")
+    engine = {"model": "llm_engine", "scheduler": dict.fromkeys(counts, 0)}
 
-    def read(process: dict[str, int]) -> None:
-        engine = {"model": "llm_engine", "scheduler": scheduler}
+    def saying(process: dict[str, int]) -> Any:
         told = {"tritonserver": process, "models": [engine], "shared_memory_bytes": 0}
-        target = mock.create_autospec(Target, instance=True)
+        target = create_autospec(Target, instance=True)
         target.stats.return_value = Stats(told)
-        footprints.read(target)
+        return target
 
-    for _ in range(12):
-        read(process)
+    footprints = Footprints(saying(sound))
+    for _ in range(11):
+        footprints.read(saying(sound))
     assert footprints.case(is_judged=True).failures == []
-    read({**process, kind: process[kind] + grown})
+    footprints.read(saying({**sound, kind: sound[kind] + grown}))
     assert footprints.case(is_judged=True).failures == [failure]
 
 

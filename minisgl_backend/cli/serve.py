@@ -21,6 +21,7 @@ from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.precheck import check_options, check_tokenizer, checked_spec, device_type
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
+from minisgl_backend.server.launch import raise_descriptor_limit
 from minisgl_backend.server.log import Console, ConsoleHandler
 from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import TritonServer
@@ -85,6 +86,7 @@ def serve(
     with refusing():
         installation = find_installation(tritonserver)
         options = checked(options)
+        raise_descriptor_limit()
 
     def start(server_options: ServerOptions) -> TritonServer:
         return TritonServer(

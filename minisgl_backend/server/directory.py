@@ -15,16 +15,28 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from minisgl_backend.errors import ConfigError
+
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "minisgl-"
 _LOCK: Final = "owner"
 _LONGEST_BASE: Final = 40
 """Sockets live in the directory, and a socket's path must be short."""
+_LEAST_SHARED_BYTES: Final = 8 * 2**20
+"""Each of three processes begins with 1 MiB, and takes more as requests come."""
 
 
 def make_directory(shared_memory_prefix: str) -> tuple[Path, int]:
-    """A fresh directory of mode 0700, and the descriptor that holds its lock."""
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_base()))
+    """A fresh directory of mode 0700, and the descriptor that holds its lock.
+
+    Raises ``ConfigError`` where there is no place for it, or none for shared memory.
+    """
+    _check_shared_memory()
+    base = _base()
+    try:
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    except OSError as error:
+        raise ConfigError(f"{base} takes no files of the server's: {error.strerror}") from None
     lock = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.write(lock, shared_memory_prefix.encode())
@@ -57,6 +69,24 @@ def sweep() -> list[Path]:
     return swept
 
 
+def _check_shared_memory() -> None:
+    try:
+        place = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        raise ConfigError(f"{SHARED_MEMORY} cannot be used: {error.strerror}") from None
+    if place.f_flag & os.ST_RDONLY or not os.access(SHARED_MEMORY, os.W_OK):
+        raise ConfigError(f"{SHARED_MEMORY} cannot be written, and Triton needs shared memory")
+    free = place.f_bavail * place.f_frsize
+    if free < _LEAST_SHARED_BYTES:
+        raise ConfigError(
+            f"{SHARED_MEMORY} has {free:,} bytes left, and the server's processes need "
+            f"{_LEAST_SHARED_BYTES:,} at least (in Docker: --shm-size)"
+        )
+
+
 def _base() -> Path:
-    base = tempfile.gettempdir()
+    try:
+        base = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise ConfigError(f"the server has no place for its files: {error.strerror}") from None
     return Path(base if len(base) < _LONGEST_BASE else "/tmp")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.options import ServerOptions, command_line
 
@@ -20,6 +22,10 @@ RUNTIME_DIRECTORY_VARIABLE: Final = "MINISGL_RUNTIME_DIR"
 """Tells the models where their sockets and signs belong."""
 HTTP_URL_VARIABLE: Final = "MINISGL_HTTP_URL"
 """Tells the models where their own server listens."""
+
+_MOST_DESCRIPTORS: Final = 65536
+_LEAST_DESCRIPTORS: Final = 256
+"""A start takes some 80, and each connection one."""
 
 _NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
 _PR_SET_PDEATHSIG: Final = 1
@@ -71,6 +77,22 @@ def launch(
         preexec_fn=_end_with_parent(),
         pass_fds=(lock,),
     )
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and its children have as many descriptors as the operator's limits allow.
+
+    Raises ``ConfigError`` where those are too few for a server.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if most < _LEAST_DESCRIPTORS:
+        raise ConfigError(
+            f"a server needs {_LEAST_DESCRIPTORS} descriptors at least, and may have {most} "
+            "(ulimit -n)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _end_with_parent() -> Callable[[], None]:

@@ -70,40 +70,44 @@ class TritonServer:
         *,
         on_log: Callable[[str], None] | None = None,
     ) -> None:
-        with contextlib.ExitStack() as held:
-            self.options = with_ports(options, held)
-            self._held_ports = held.pop_all()
         self.shared_memory_prefix = f"minisgl-{os.getpid()}-{secrets.token_hex(4)}-"
-        for left in sweep():
-            logger.info("removed %s, left by a server that was killed", left)
-        self.directory, self._lock = make_directory(self.shared_memory_prefix)
         self.admin_key = secrets.token_urlsafe(24)
         self.log: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
         self._on_log = on_log
         self._was_ready = False
         self._stopped_with: int | None = None
+        with contextlib.ExitStack() as undo:
+            self._held_ports = undo.enter_context(contextlib.ExitStack())
+            self.options = with_ports(options, self._held_ports)
+            for left in sweep():
+                logger.info("removed %s, left by a server that was killed", left)
+            self.directory, self._lock = make_directory(self.shared_memory_prefix)
+            undo.callback(os.close, self._lock)
+            undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            self._process = self._launch(installation, repository, engine_options)
+            undo.pop_all()
+        self._log_thread = threading.Thread(
+            target=self._read_log, args=(self._process.stdout,), name="server log", daemon=True
+        )
+        self._log_thread.start()
+
+    def _launch(
+        self, installation: Installation, repository: Path, engine_options: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
         try:
-            repository_copy = self.directory / "model_repository"
-            copy_repository(repository, repository_copy, engine_options)
-            self._process = launch(
+            copy_repository(repository, self.repository, engine_options)
+            return launch(
                 installation,
                 self.options,
                 directory=self.directory,
-                repository=repository_copy,
+                repository=self.repository,
                 shared_memory_prefix=self.shared_memory_prefix,
                 admin_key=self.admin_key,
                 url=self.url(),
                 lock=self._lock,
             )
-        except BaseException:
-            self._held_ports.close()
-            shutil.rmtree(self.directory, ignore_errors=True)
-            os.close(self._lock)
-            raise
-        self._log_thread = threading.Thread(
-            target=self._read_log, args=(self._process.stdout,), name="server log", daemon=True
-        )
-        self._log_thread.start()
+        except OSError as error:  # a full disk, or a program that is none
+            raise ConfigError(f"tritonserver cannot be started: {error}") from None
 
     @property
     def pid(self) -> int:

@@ -35,12 +35,18 @@ def copy_repository(source: Path, target: Path, options: Mapping[str, str]) -> N
 
 
 def with_parameters(config: str, values: Mapping[str, str]) -> str:
-    """The text of a config.pbtxt with the ``parameters`` in ``values`` set."""
+    """The text of a config.pbtxt with the ``parameters`` in ``values`` set.
+
+    Raises ``ConfigError`` for a value that is no UTF-8, as a path may be.
+    """
     # gRPC and protobuf take half a second to import, which other commands should not pay
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 
     message = text_format.Parse(config, model_config_pb2.ModelConfig())
     for name, value in values.items():
-        message.parameters[name].string_value = value
+        try:
+            message.parameters[name].string_value = value
+        except UnicodeEncodeError:
+            raise ConfigError(f"option {name} must be UTF-8, got {value!r}") from None
     return str(text_format.MessageToString(message))

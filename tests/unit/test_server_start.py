@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -201,6 +202,56 @@ def test_a_port_that_is_taken() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--grpc-port {port} on 127.0.0.1 cannot be used"):
             start(Installation(Path("/bin/true")), ServerOptions(http_port=0, grpc_port=port))
+
+
+def test_a_program_that_is_none(folder: Path) -> None:
+    binary = folder / "tritonserver"
+    binary.write_text("no program")
+    binary.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"tritonserver cannot be started: .*Exec format error"):
+        start(Installation(binary))
+
+
+def test_an_option_that_is_no_text() -> None:
+    name = os.fsdecode(b"/models/\xff")
+    with pytest.raises(ConfigError, match=r"option model must be UTF-8, got '/models/\\udcff'"):
+        TritonServer(
+            Installation(Path("/bin/true")), shipped_repository(), {"model": name}, OPTIONS
+        )
+
+
+def test_no_place_for_the_servers_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with pytest.raises(ConfigError, match="/proc takes no files of the server's: "):
+        start(Installation(Path("/bin/true")))
+
+
+def test_shared_memory_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr("minisgl_backend.server.directory.SHARED_MEMORY", folder / "none")
+    with pytest.raises(ConfigError, match="none cannot be used: No such file"):
+        start(Installation(Path("/bin/true")))
+    monkeypatch.setattr("minisgl_backend.server.directory.SHARED_MEMORY", Path("/proc"))
+    with pytest.raises(ConfigError, match=r"/proc (cannot be written|has 0 bytes left), and "):
+        start(Installation(Path("/bin/true")))
+
+
+def test_descriptors() -> None:
+    """In a process of its own, since a limit that was lowered stays low."""
+    program = """
+import resource, sys
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.server.launch import raise_descriptor_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 400))
+raise_descriptor_limit()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (400, 400)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+try:
+    raise_descriptor_limit()
+except ConfigError as error:
+    sys.exit(str(error) != "a server needs 256 descriptors at least, and may have 100 (ulimit -n)")
+sys.exit(3)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_port_is_given_twice() -> None:

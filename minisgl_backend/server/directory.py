@@ -22,6 +22,8 @@ _PREFIX: Final = "minisgl-"
 _LOCK: Final = "owner"
 _LONGEST_BASE: Final = 40
 """Sockets live in the directory, and a socket's path must be short."""
+_LEAST_BYTES: Final = 2**20
+"""Some 100 KiB are written at the start, and as much while it serves."""
 _LEAST_SHARED_BYTES: Final = 8 * 2**20
 """Each of three processes begins with 1 MiB, and takes more as requests come."""
 
@@ -31,8 +33,9 @@ def make_directory(shared_memory_prefix: str) -> tuple[Path, int]:
 
     Raises ``ConfigError`` where there is no place for it, or none for shared memory.
     """
-    _check_shared_memory()
     base = _base()
+    _check_room(base, _LEAST_BYTES)
+    _check_room(SHARED_MEMORY, _LEAST_SHARED_BYTES, " at least (in Docker: --shm-size)")
     try:
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     except OSError as error:
@@ -69,19 +72,16 @@ def sweep() -> list[Path]:
     return swept
 
 
-def _check_shared_memory() -> None:
+def _check_room(place: Path, least: int, advice: str = "") -> None:
     try:
-        place = os.statvfs(SHARED_MEMORY)
+        facts = os.statvfs(place)
     except OSError as error:
-        raise ConfigError(f"{SHARED_MEMORY} cannot be used: {error.strerror}") from None
-    if place.f_flag & os.ST_RDONLY or not os.access(SHARED_MEMORY, os.W_OK):
-        raise ConfigError(f"{SHARED_MEMORY} cannot be written, and Triton needs shared memory")
-    free = place.f_bavail * place.f_frsize
-    if free < _LEAST_SHARED_BYTES:
-        raise ConfigError(
-            f"{SHARED_MEMORY} has {free:,} bytes left, and the server's processes need "
-            f"{_LEAST_SHARED_BYTES:,} at least (in Docker: --shm-size)"
-        )
+        raise ConfigError(f"{place} cannot be used: {error.strerror}") from None
+    if facts.f_flag & os.ST_RDONLY or not os.access(place, os.W_OK):
+        raise ConfigError(f"{place} cannot be written, and the server needs files there")
+    free = facts.f_bavail * facts.f_frsize
+    if free < least:
+        raise ConfigError(f"{place} has {free:,} bytes left, a server needs {least:,}{advice}")
 
 
 def _base() -> Path:

@@ -84,11 +84,11 @@ def test_serve_answers_and_stops(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_sigterm_ends_it(folder: Path) -> None:
-    """Before it is ready as well as after."""
+def test_signals_end_it(folder: Path) -> None:
+    """The end of its terminal too; before it is ready as well as after."""
     with serve(*PORTS, folder=folder) as process:
         lines_until(process, "ready after")
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGHUP)
         assert process.wait(timeout=60) == 0
     assert not list(folder.iterdir())
     with serve(*PORTS, "--log-verbose", "1", folder=folder) as process:

@@ -222,7 +222,14 @@ def test_an_option_that_is_no_text() -> None:
 
 def test_no_place_for_the_servers_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
-    with pytest.raises(ConfigError, match="/proc takes no files of the server's: "):
+    monkeypatch.setattr("minisgl_backend.server.directory._LEAST_BYTES", 0)
+    with pytest.raises(
+        ConfigError, match=r"/proc (takes no files of|cannot be written, and) the s"
+    ):
+        start(Installation(Path("/bin/true")))
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setattr("minisgl_backend.server.directory._LEAST_BYTES", 2**62)
+    with pytest.raises(ConfigError, match=r"/tmp has [0-9,]+ bytes left, a server needs 4,611,"):
         start(Installation(Path("/bin/true")))
 
 
@@ -231,7 +238,9 @@ def test_shared_memory_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, fold
     with pytest.raises(ConfigError, match="none cannot be used: No such file"):
         start(Installation(Path("/bin/true")))
     monkeypatch.setattr("minisgl_backend.server.directory.SHARED_MEMORY", Path("/proc"))
-    with pytest.raises(ConfigError, match=r"/proc (cannot be written|has 0 bytes left), and "):
+    with pytest.raises(
+        ConfigError, match=r"/proc (cannot be written, and|has 0 bytes left, a server)"
+    ):
         start(Installation(Path("/bin/true")))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -154,6 +155,8 @@ def _plain_types() -> Mapping[str, type]:
 
 
 _TYPES: Final = _plain_types()
+_GROUPED: Final = re.compile(r"-?[0-9]{1,3}(,[0-9]{3})+")
+"""A number whose thousands are set apart, as in 4,000,000; other commas are mistakes."""
 _WORDS: Final = MappingProxyType(
     {"true": True, "1": True, "yes": True, "on": True}
     | {"false": False, "0": False, "no": False, "off": False}
@@ -163,13 +166,13 @@ _WORDS: Final = MappingProxyType(
 def _parse(name: str, value: Any) -> Any:
     kind = _TYPES[name]
     if isinstance(value, str):
-        if value == "auto" and name != "load_format":
+        if value == "auto":
             return next(f.default for f in fields(EngineOptions) if f.name == name)
         if kind is bool and value.lower() in _WORDS:
             return _WORDS[value.lower()]
         if kind in (int, float):
             try:
-                return kind(value.replace("_", "").replace(",", ""))
+                return kind(value.replace(",", "") if _GROUPED.fullmatch(value) else value)
             except ValueError:
                 pass
         if kind is str:

@@ -378,9 +378,11 @@ def test_deadlines_and_keys_from_the_environment(talker: TritonServer, tmp_path:
 
 
 def test_an_engine_that_is_away(tmp_path: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
+    with ExitStack() as stack:
+        unused = stack.enter_context(socket.socket())
+        unused.bind(("127.0.0.1", 0))  # nobody listens there
         triton = f"127.0.0.1:{unused.getsockname()[1]}"
-    with gateway_of(triton, tmp_path / "log") as gateway:
+        gateway = stack.enter_context(gateway_of(triton, tmp_path / "log"))
         assert gateway.get("/health").status_code == 503
         for stream in (False, True):
             answer = gateway.post("/v1/completions", {**LONG, "stream": stream})

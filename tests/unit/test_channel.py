@@ -32,6 +32,8 @@ from minisgl_backend.tritonserver.packets import (
 )
 from minisgl_backend.tritonserver.reactor import Peer, Reactor
 
+PATIENCE_S = 30.0
+
 U64 = st.integers(0, 2**64 - 1)
 ACKS = st.builds(Ack, U64, st.integers(0, 2**32 - 1), st.sampled_from(Verdict))
 
@@ -163,10 +165,10 @@ def test_a_peer_that_goes_while_a_write_to_it_waits_harms_no_other() -> None:
             reactor.register(peer)
         reactor.wake()
         theirs.close()
-        assert reactor.heard.get(timeout=30) is slow
+        assert reactor.heard.get(timeout=PATIENCE_S) is slow
         reactor.flush(slow)
         their_other.send(b"still there?")
-        assert reactor.heard.get(timeout=30) == b"still there?"
+        assert reactor.heard.get(timeout=PATIENCE_S) == b"still there?"
         reactor.stop()
 
 
@@ -211,9 +213,9 @@ def detokenizer() -> Iterator[Detokenizer]:
 def test_acks_and_forgets_arrive(engine: Engine, detokenizer: Detokenizer) -> None:
     ack = Ack(5, 2, Verdict.STOP)
     assert detokenizer.acknowledge(engine, ack)
-    assert engine.heard.get(timeout=10) == ack
+    assert engine.heard.get(timeout=PATIENCE_S) == ack
     engine.channel.forget(5)
-    assert detokenizer.heard.get(timeout=10) == 5
+    assert detokenizer.heard.get(timeout=PATIENCE_S) == 5
 
 
 def test_two_engines_and_two_detokenizers_need_no_configuration() -> None:
@@ -223,7 +225,7 @@ def test_two_engines_and_two_detokenizers_need_no_configuration() -> None:
         for engine in engines:
             assert detokenizer.acknowledge(engine, Ack(number, 0, Verdict.CONTINUE))
     for engine in engines:
-        keys = {engine.heard.get(timeout=10).key for _ in detokenizers}
+        keys = {engine.heard.get(timeout=PATIENCE_S).key for _ in detokenizers}
         assert keys == {0, 1}
         engine.channel.close()
     for detokenizer in detokenizers:
@@ -251,10 +253,10 @@ def test_closing_removes_the_directory_and_tells_the_detokenizer(
 ) -> None:
     other = Engine()
     assert detokenizer.acknowledge(other, Ack(0, 0, Verdict.CONTINUE))
-    assert other.heard.get(timeout=10).key == 0
+    assert other.heard.get(timeout=PATIENCE_S).key == 0
     other.channel.close()
     assert not Path(other.channel.path).parent.exists()
-    assert detokenizer.heard.get(timeout=10) == ("gone", other.channel.path)
+    assert detokenizer.heard.get(timeout=PATIENCE_S) == ("gone", other.channel.path)
     assert not detokenizer.acknowledge(other, Ack(0, 1, Verdict.CONTINUE))
     assert detokenizer.acknowledge(engine, Ack(0, 0, Verdict.CONTINUE))
 
@@ -262,9 +264,9 @@ def test_closing_removes_the_directory_and_tells_the_detokenizer(
 def test_the_engine_hears_of_a_detokenizer_that_goes(engine: Engine) -> None:
     detokenizer = Detokenizer()
     assert detokenizer.acknowledge(engine, Ack(0, 0, Verdict.CONTINUE))
-    assert engine.heard.get(timeout=10).key == 0
+    assert engine.heard.get(timeout=PATIENCE_S).key == 0
     detokenizer.channel.close()
-    assert engine.heard.get(timeout=10) == "gone"
+    assert engine.heard.get(timeout=PATIENCE_S) == "gone"
     engine.channel.forget(0)  # to nobody
 
 
@@ -273,8 +275,8 @@ def test_garbage_is_ignored(engine: Engine, caplog: pytest.LogCaptureFixture) ->
         sock.connect(engine.channel.path)
         sock.send(b"garbage")
         sock.send(encode_acks([Ack(2, 2, Verdict.STOP)]))
-        assert engine.heard.get(timeout=10) == Ack(2, 2, Verdict.STOP)
-    assert engine.heard.get(timeout=10) == "gone"
+        assert engine.heard.get(timeout=PATIENCE_S) == Ack(2, 2, Verdict.STOP)
+    assert engine.heard.get(timeout=PATIENCE_S) == "gone"
     assert "could not handle a packet" in caplog.text
 
 

@@ -57,14 +57,14 @@ def test_cancelled_is_not_asked_while_something_is_sent(monkeypatch: pytest.Monk
 
     def slow(*args: Any, **kwargs: Any) -> None:
         entered.set()
-        assert leave.wait(10)
+        assert leave.wait(30)
         send(*args, **kwargs)
 
     monkeypatch.setattr(request.sender, "send", slow)
     request.sender.cancelled = True
     sender = threading.Thread(target=responder.finish)
     sender.start()
-    assert entered.wait(10)
+    assert entered.wait(30)
     assert not responder.is_cancelled()
     leave.set()
     sender.join()

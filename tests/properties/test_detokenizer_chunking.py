@@ -15,6 +15,7 @@ from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.fakes import vocabularies
+from tests.properties.corpus import kept
 
 
 def demo() -> Tokenizer:
@@ -45,15 +46,19 @@ def loaded(kind: str) -> tuple[Tokenizer, Vocabulary]:
     return tokenizer, Vocabulary.of(tokenizer)
 
 
-def chunks_of(data: st.DataObject, ids: list[int]) -> list[list[int]]:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
-    return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+NUMBERS = st.lists(st.integers(0, 10_000), max_size=24)
+"""Token ids, once the vocabulary is known."""
+CUTS = st.lists(st.integers(0, 24), max_size=6)
 
 
-def draw_ids(data: st.DataObject, vocabulary: Vocabulary) -> list[int]:
-    # Two more than there are: a model's last rows often have no token.
-    ids: list[int] = data.draw(st.lists(st.integers(0, len(vocabulary) + 1), max_size=24))
-    return ids
+def ids_of(numbers: list[int], vocabulary: Vocabulary) -> list[int]:
+    # two more than there are: a model's last rows often have no token
+    return [number % (len(vocabulary) + 2) for number in numbers]
+
+
+def chunks_of(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    places = sorted(min(cut, len(ids)) for cut in cuts)
+    return [ids[a:b] for a, b in zip([0, *places], [*places, len(ids)], strict=True)]
 
 
 def in_chunks(stream: TextStream, chunks: list[list[int]]) -> tuple[str, int, str | None]:
@@ -69,39 +74,62 @@ def in_chunks(stream: TextStream, chunks: list[list[int]]) -> tuple[str, int, st
 
 
 @pytest.mark.parametrize("kind", EXACT)
-@given(data=st.data())
-def test_chunks_add_up_to_what_the_library_decodes(kind: str, data: st.DataObject) -> None:
+@kept("numbers", "cuts")
+@given(numbers=NUMBERS, cuts=CUTS)
+def test_chunks_add_up_to_what_the_library_decodes(
+    kind: str, numbers: list[int], cuts: list[int]
+) -> None:
     tokenizer, vocabulary = loaded(kind)
-    ids = draw_ids(data, vocabulary)
-    text, count, _ = in_chunks(TextStream(vocabulary), chunks_of(data, ids))
+    ids = ids_of(numbers, vocabulary)
+    text, count, _ = in_chunks(TextStream(vocabulary), chunks_of(ids, cuts))
     assert text == tokenizer.decode(ids, skip_special_tokens=True)
     assert count == len(ids)
 
 
-@given(data=st.data())
-def test_byte_fallback_equals_the_library_wherever_bytes_are_utf8(data: st.DataObject) -> None:
+@kept("parts", "cuts")
+@given(parts=st.lists(st.integers(0, 10_000) | st.text(max_size=3), max_size=12), cuts=CUTS)
+def test_byte_fallback_equals_the_library_wherever_bytes_are_utf8(
+    parts: list[int | str], cuts: list[int]
+) -> None:
+    """Parts are words, by number, and characters, in bytes: id n below 256 is byte n."""
     tokenizer, vocabulary = loaded("sentence_piece")
-    words = st.integers(256, len(vocabulary) + 1).map(lambda token_id: [token_id])
-    characters = st.text(max_size=3).map(lambda text: list(text.encode()))  # id n is byte n
-    parts = data.draw(st.lists(st.one_of(words, characters), max_size=12))
-    ids = [token_id for part in parts for token_id in part]
-    text, _, _ = in_chunks(TextStream(vocabulary), chunks_of(data, ids))
+    ids: list[int] = []
+    for part in parts:
+        words = len(vocabulary) + 2 - 256
+        ids += part.encode() if isinstance(part, str) else [256 + part % words]
+    text, _, _ = in_chunks(TextStream(vocabulary), chunks_of(ids, cuts))
     assert text == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@given(data=st.data())
-def test_chunking_changes_nothing(kind: str, data: st.DataObject) -> None:
+@kept("numbers", "cuts", "stops", "min_tokens", "silent", "continues")
+@given(
+    numbers=NUMBERS,
+    cuts=CUTS,
+    stops=STOPS,
+    min_tokens=st.integers(0, 8),
+    silent=st.lists(st.integers(0, 10_000), max_size=2),
+    continues=st.booleans(),
+)
+def test_chunking_changes_nothing(
+    kind: str,
+    numbers: list[int],
+    cuts: list[int],
+    stops: list[str],
+    min_tokens: int,
+    silent: list[int],
+    continues: bool,
+) -> None:
     _, vocabulary = loaded(kind)
-    ids = draw_ids(data, vocabulary)
+    ids = ids_of(numbers, vocabulary)
     options: dict[str, Any] = {
-        "stop_strings": data.draw(STOPS),
-        "min_tokens": data.draw(st.integers(0, 8)),
-        "silent_ids": data.draw(st.lists(st.integers(0, len(vocabulary)), max_size=2)),
-        "continues": data.draw(st.booleans()),
+        "stop_strings": stops,
+        "min_tokens": min_tokens,
+        "silent_ids": ids_of(silent, vocabulary),
+        "continues": continues,
     }
     whole = in_chunks(TextStream(vocabulary, **options), [ids])
-    assert in_chunks(TextStream(vocabulary, **options), chunks_of(data, ids)) == whole
+    assert in_chunks(TextStream(vocabulary, **options), chunks_of(ids, cuts)) == whole
     assert in_chunks(TextStream(vocabulary, **options), [[i] for i in ids] + [[]]) == whole
 
 
@@ -124,20 +152,21 @@ def expected_match(
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@given(data=st.data())
-def test_stop_strings_match_as_by_brute_force(kind: str, data: st.DataObject) -> None:
+@kept("numbers", "cuts", "stops", "min_tokens")
+@given(numbers=NUMBERS, cuts=CUTS, stops=STOPS, min_tokens=st.integers(0, 8))
+def test_stop_strings_match_as_by_brute_force(
+    kind: str, numbers: list[int], cuts: list[int], stops: list[str], min_tokens: int
+) -> None:
     _, vocabulary = loaded(kind)
-    ids = draw_ids(data, vocabulary) or [0]
-    stops, min_tokens = data.draw(STOPS), data.draw(st.integers(0, 8))
+    ids = ids_of(numbers, vocabulary) or [0]
     stream = TextStream(vocabulary, stop_strings=stops, min_tokens=min_tokens)
-    found = in_chunks(stream, chunks_of(data, ids))
+    found = in_chunks(stream, chunks_of(ids, cuts))
     assert found == expected_match(vocabulary, ids, stops, min_tokens)
 
 
-@given(st.text(max_size=40), STOPS, st.data())
-def test_no_more_is_held_back_than_may_begin_a_match(
-    text: str, stops: list[str], data: st.DataObject
-) -> None:
+@kept("text", "stops")
+@given(text=st.text(max_size=40), stops=STOPS)
+def test_no_more_is_held_back_than_may_begin_a_match(text: str, stops: list[str]) -> None:
     _, vocabulary = loaded("byte_level")
     ids = [vocabulary.pieces.index(bytes([byte])) for byte in text.encode()]
     stream = TextStream(vocabulary, stop_strings=stops)

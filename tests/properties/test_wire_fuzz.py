@@ -24,6 +24,7 @@ from minisgl_backend.tritonserver.wire.parse import parse_generation, parse_toke
 from minisgl_backend.tritonserver.wire.record import Record, decode_record, encode_record
 from minisgl_backend.tritonserver.wire.stream import AnswerStream
 from tests.fakes.vocabularies import byte_level
+from tests.properties.corpus import kept
 
 LIMITS = Limits(prompt_bytes=2000)
 NAMES = st.one_of(st.sampled_from([*BY_NAME, *NEUTRAL]), st.text(max_size=12))
@@ -70,6 +71,7 @@ def check_sentence(error: RequestError) -> None:
     str(error).encode()
 
 
+@kept("inputs", "parameters", "prompt")
 @given(
     st.dictionaries(NAMES, ARRAYS, max_size=4),
     st.dictionaries(NAMES, SCALARS, max_size=4),
@@ -86,6 +88,7 @@ def test_requests(inputs: dict[str, Any], parameters: dict[str, Any], prompt: bo
             check_record(request)
 
 
+@kept("parameters")
 @given(st.dictionaries(NAMES, JSON, max_size=5))
 def test_sampling_parameters(parameters: dict[str, Any]) -> None:
     text = np.array([json.dumps(parameters).encode()], dtype=np.object_)
@@ -110,6 +113,7 @@ def check_record(request: Any) -> None:
         assert record == request
 
 
+@kept("text")
 @given(st.one_of(JSON.map(json.dumps), st.text(max_size=20)))
 def test_records(text: str) -> None:
     try:
@@ -139,6 +143,7 @@ CHUNK_KEYS = st.sampled_from(list("rsiodclfet"))
 ALL_WANTED = Wanted(**{spec.name: True for spec in fields(Wanted)})
 
 
+@kept("text")
 @given(
     (CHUNKS | st.dictionaries(CHUNK_KEYS, JSON)).map(json.dumps) | st.text(max_size=20),
 )
@@ -166,6 +171,7 @@ MESSAGES = st.recursive(
 
 
 @pytest.mark.parametrize("encoder", [ENCODER, DEMO], ids=["any value", "demo model"])
+@kept("messages", "tools")
 @given(
     st.lists(st.dictionaries(MESSAGE_KEYS, MESSAGES, max_size=4), max_size=3) | MESSAGES,
     st.none() | MESSAGES,

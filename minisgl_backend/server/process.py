@@ -18,8 +18,6 @@ import signal
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,15 +25,14 @@ from typing import IO, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.heartbeat import pages
-from minisgl_backend.loopback import open_local
+from minisgl_backend.server import asking
 from minisgl_backend.server.directory import make_directory, regions, sweep
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.launch import launch
 from minisgl_backend.server.log import failure_in_log
-from minisgl_backend.server.options import ADMIN_KEY_HEADER, ServerOptions, with_ports
+from minisgl_backend.server.options import ServerOptions, with_ports
 from minisgl_backend.server.progress import STUCK_AFTER_S, Progress
 from minisgl_backend.server.repository import copy_repository
-from minisgl_backend.server.waiting import num_waiting
 
 logger = logging.getLogger(__name__)
 
@@ -171,13 +168,7 @@ class TritonServer:
 
     def is_ready(self, *, timeout_s: float) -> bool | None:
         """What Triton says of itself; None where it says nothing in time."""
-        try:
-            with open_local(self.url("/v2/health/ready"), timeout_s=timeout_s) as response:
-                return bool(response.status == 200)
-        except urllib.error.HTTPError:
-            return False
-        except OSError:  # refused, reset or timed out
-            return None
+        return asking.is_ready(self.url(), timeout_s=timeout_s)
 
     def reload(self, model: str, *, timeout_s: float) -> None:
         """Load a model again, and with it the ensembles that it is part of.
@@ -186,23 +177,12 @@ class TritonServer:
         """
         for source in self.repository.glob(f"{model}/*/model.py"):
             source.touch()  # Triton does nothing for a model whose files are as they were
-        request = urllib.request.Request(
-            self.url(f"/v2/repository/models/{model}/load"),
-            data=b"{}",
-            headers={ADMIN_KEY_HEADER: self.admin_key},
-        )
-        try:
-            with open_local(request, timeout_s=timeout_s):
-                pass
-        except urllib.error.HTTPError as error:
-            raise ConfigError(f"{model}: {error.read().decode(errors='replace')}") from None
-        except OSError as error:
-            raise ConfigError(f"{model}: Triton did not load it: {error}") from None
+        asking.load_model(self.url(), model, admin_key=self.admin_key, timeout_s=timeout_s)
         self._protect_shared_memory()
 
     def num_waiting(self, model: str) -> int:
         """The requests that wait inside tritonserver for a model, as far as it tells."""
-        return num_waiting(self.url("/metrics", port=self.metrics_port), model)
+        return asking.num_waiting(self.url("/metrics", port=self.metrics_port), model)
 
     def failure(self) -> str:
         """Why the server did not start, from its log."""

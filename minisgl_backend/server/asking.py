@@ -1,0 +1,60 @@
+"""What tritonserver is asked over HTTP: whether it is ready, how many wait, to load a model again.
+
+Knows Triton's routes and metrics. Must not know processes.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.error
+import urllib.request
+from typing import Final
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.loopback import open_local
+from minisgl_backend.server.options import ADMIN_KEY_HEADER
+
+_METRICS_S: Final = 2.0
+
+
+def is_ready(server_url: str, *, timeout_s: float) -> bool | None:
+    """What Triton says of itself; None where it says nothing in time."""
+    try:
+        with open_local(f"{server_url}/v2/health/ready", timeout_s=timeout_s) as response:
+            return bool(response.status == 200)
+    except urllib.error.HTTPError:
+        return False
+    except OSError:  # refused, reset or timed out
+        return None
+
+
+def load_model(server_url: str, model: str, *, admin_key: str, timeout_s: float) -> None:
+    """Load a model, and with it the ensembles that it is part of; ``ConfigError`` if that fails."""
+    request = urllib.request.Request(
+        f"{server_url}/v2/repository/models/{model}/load",
+        data=b"{}",
+        headers={ADMIN_KEY_HEADER: admin_key},
+    )
+    try:
+        with open_local(request, timeout_s=timeout_s):
+            pass
+    except urllib.error.HTTPError as error:
+        raise ConfigError(f"{model}: {error.read().decode(errors='replace')}") from None
+    except OSError as error:
+        raise ConfigError(f"{model}: Triton did not load it: {error}") from None
+
+
+def num_waiting(metrics_url: str, model: str) -> int:
+    """The requests in a model's queues inside tritonserver; 0 where nobody tells.
+
+    What Triton has handed to a model's process, or not taken yet, is not among them.
+    """
+    try:
+        with open_local(metrics_url, timeout_s=_METRICS_S) as response:
+            text = response.read().decode()
+    except OSError:
+        return 0
+    pattern = (
+        rf'^nv_inference_pending_request_count{{[^}}]*model="{re.escape(model)}"[^}}]*}} (\d+)'
+    )
+    return sum(map(int, re.findall(pattern, text, re.MULTILINE)))

@@ -154,7 +154,7 @@ def _lead(facts: Resolved) -> tuple[EngineInfo, Executor]:
     def join() -> Group:
         group = _connect(facts, store)
         groups.append(group)
-        followers.on_lost = lambda failure: group.leave()  # or this rank might wait for ever
+        followers.on_lost(lambda failure: group.leave())  # or this rank might wait for ever
         return group
 
     try:

@@ -54,10 +54,8 @@ class Followers:
         self.peers: list[Peer] = []
         self.failure: EngineFailure | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.on_lost: Callable[[EngineFailure], None] = lambda failure: None
-        """Called once, on another thread, when a follower has ended or hangs."""
-        self.complaint: Callable[[], str | None] = lambda: None
-        """Asked twice a second, on that thread: why one is of no use any more."""
+        self._report_loss: Callable[[EngineFailure], None] = lambda failure: None
+        self._complaint: Callable[[], str | None] = lambda: None
         self._lock = threading.Lock()
         self._is_closed = False
         self._wake, self._waker = os.pipe()
@@ -77,6 +75,21 @@ class Followers:
     def pids(self) -> list[int]:
         """The process ids of ranks 1, 2, ..."""
         return [process.pid for process in self._processes]
+
+    def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
+        """Call ``report``, and nobody named before, when a follower has ended or hangs.
+
+        Once, on another thread; at once where one already is lost.
+        """
+        with self._lock:
+            self._report_loss = report
+            failure = self.failure
+        if failure is not None:
+            report(failure)
+
+    def ask_twice_a_second(self, complaint: Callable[[], str | None]) -> None:
+        """Lose the followers, on another thread, when ``complaint`` says why they are of no use."""
+        self._complaint = complaint
 
     def meet(self) -> None:
         """Return when every follower has come to its own ``meet``, and let them go on.
@@ -106,12 +119,12 @@ class Followers:
             is_first = self.failure is None
             if self.failure is None:
                 self.failure = EngineFailure(cause)
-            failure = self.failure
+            failure, report_loss = self.failure, self._report_loss
         if is_first:
             logger.error("the engine is down: %s", cause)
             for process in self._processes:
                 process.kill()
-            self.on_lost(failure)
+            report_loss(failure)
         return failure
 
     def close(self, *, patience_s: float = _END_S) -> None:
@@ -179,7 +192,7 @@ class Followers:
                 for descriptor in found:
                     poll.unregister(descriptor)
                     self.lose(f"rank {ranks[descriptor]} ended")
-                complaint = self.complaint()
+                complaint = self._complaint()
                 if complaint is not None:
                     self.lose(complaint)
         finally:

@@ -39,14 +39,17 @@ _QUIET_SHARE: Final = 0.25
 """The part of the timeout after which idle followers are asked; the rest is theirs to answer."""
 
 
-class Executor(Protocol):
+class RankExecutor(Protocol):
     """What runs a rank's part of each step; after one that broke it runs none until ``renew``."""
 
-    def launch(self, plan: StepPlan) -> Pending: ...
+    def launch(self, plan: StepPlan) -> Pending:
+        """Enqueue the rank's part of a step."""
 
-    def renew(self) -> None: ...
+    def renew(self) -> None:
+        """Run steps again."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait for the steps in the queue, and free what the device holds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +69,7 @@ class LeadingExecutor:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: RankExecutor,
         group: Group,
         followers: Followers,
         *,
@@ -89,8 +92,8 @@ class LeadingExecutor:
         self._asked_s: float | None = None
         self._on_lost: Callable[[EngineFailure], None] = lambda failure: None
         self._is_closed = False
-        followers.on_lost = self._lost
-        followers.complaint = self._complaint
+        followers.on_lost(self._lost)
+        followers.ask_twice_a_second(self._complaint)
 
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
         """Call ``report`` when a follower is lost, on another thread; at once if it already is."""
@@ -208,7 +211,7 @@ class LeadingExecutor:
 class Follower:
     """A rank other than 0: runs the plans that it gets."""
 
-    def __init__(self, executor: Executor):
+    def __init__(self, executor: RankExecutor):
         self._executor = executor
         self._running: Pending | None = None
         self._num_done = 0

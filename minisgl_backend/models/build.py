@@ -50,7 +50,9 @@ def build_model(
         def is_ignored(name: str) -> bool:
             return is_kv_scale(name) or (spec.tie_embeddings and name == "lm_head.weight")
 
-        load_weights(collect_slots(model), folder, is_ignored=is_ignored)
+        load_weights(
+            collect_slots(model), folder, is_ignored=is_ignored, shows_progress=group.rank == 0
+        )
     else:
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     model.set_positions(max_sequence_length or spec.context, device)

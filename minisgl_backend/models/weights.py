@@ -29,19 +29,24 @@ logger = logging.getLogger(__name__)
 
 
 def load_weights(
-    slots: Mapping[str, Slot], folder: Path, *, is_ignored: Callable[[str], bool]
+    slots: Mapping[str, Slot],
+    folder: Path,
+    *,
+    is_ignored: Callable[[str], bool],
+    shows_progress: bool = True,
 ) -> None:
     """Fill every slot from the checkpoint in ``folder``, converting to the slots' dtype.
 
     ``is_ignored`` tells by their names the tensors that the checkpoint may hold without a use for
-    them here; buffers of rotary frequencies are such, too. Raises ``ConfigError`` for missing,
+    them here; buffers of rotary frequencies are such, too. Of several ranks one should show the
+    progress. Raises ``ConfigError`` for missing,
     left-over or misshapen tensors and for files that cannot be read.
     """
     started = monotonic()
     files = tensor_files(folder)
     _check_names(slots, {name for held in files.values() for name in held}, is_ignored)
     wanted = {path: [name for name in held if name in slots] for path, held in files.items()}
-    with _progress(len(slots)) as advance:
+    with _progress(len(slots), draws=shows_progress and sys.stderr.isatty()) as advance:
         for path, held in wanted.items():
             for name in _read_file(slots, path, held):
                 logger.debug("loaded %s", name)
@@ -115,9 +120,9 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def _progress(num_tensors: int) -> Iterator[Any]:
-    """A callable to be called once a tensor, drawn as a bar where stderr is a terminal."""
-    if not sys.stderr.isatty():
+def _progress(num_tensors: int, *, draws: bool) -> Iterator[Any]:
+    """A callable to be called once a tensor, drawn as a bar on stderr or not."""
+    if not draws:
         logger.info("loading %d tensors", num_tensors)
         yield lambda: None
         return

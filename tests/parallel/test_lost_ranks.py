@@ -227,7 +227,7 @@ def test_one_rank_that_cannot_start_ends_all_and_its_cause_is_kept() -> None:
     """
     followers = follower_of(script, size=3)
     lost = threading.Event()
-    followers.on_lost = lambda failure: lost.set()
+    followers.on_lost(lambda failure: lost.set())
     try:
         assert lost.wait(60)
         assert followers.report() == "rank 2: the shard has a hole"

@@ -225,6 +225,8 @@ def test_progress_is_a_bar_on_a_terminal_and_a_log_line_elsewhere(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     _build(folder)
     assert "loading weights" in capsys.readouterr().err
+    _build(folder, group=_Rank(1))  # rank 0 draws one for all
+    assert capsys.readouterr().err == ""
 
 
 class _Rank(OneRank):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from minisgl_backend.errors import MiniSGLError
+from minisgl_backend.errors import EngineFailure, MiniSGLError
 from minisgl_backend.request import FinishReason, Request, RequestId, Sink
 
 
@@ -37,7 +37,7 @@ class Stop:
 class Fail:
     """The executor is lost: raise ``error`` in the loop, which ends it."""
 
-    error: MiniSGLError
+    error: EngineFailure
 
 
 Message: TypeAlias = Add | Abort | Stop | Fail

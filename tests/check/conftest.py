@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.check import bad_inputs, refusals
+from minisgl_backend.check import bad_inputs, bad_wire, refusals
 from minisgl_backend.check.bad_inputs import Bad
 from minisgl_backend.check.own_server import OwnServer, started
 from minisgl_backend.server.repository import shipped_repository
@@ -18,12 +18,14 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def few_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the catalogue of values what is said of one parameter; `test_short` tries them all."""
+    """Of the catalogues what is said of one parameter; `test_short` tries them all."""
 
     def catalogue(**facts: int) -> list[Bad]:
         return [bad for bad in bad_inputs.catalogue(**facts) if "temperature" in bad.name]
 
+    few = [body for body in bad_wire.bodies() if body.name in ("NaN", "no JSON")]
     monkeypatch.setattr(refusals, "catalogue", catalogue)
+    monkeypatch.setattr(refusals, "bodies", lambda: few)
 
 
 @pytest.fixture(scope="session")

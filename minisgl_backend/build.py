@@ -110,24 +110,7 @@ def build_rank(facts: Resolved, join: Callable[[], Group], meet: Callable[[], No
     )
     executor, attention = _executor(facts, model, storage)
     meet()
-    options, spec = facts.options, facts.spec
-    info = EngineInfo(
-        model=options.model,
-        architecture=spec.architecture,
-        device=str(facts.device.torch_device),
-        dtype=str(facts.dtype).removeprefix("torch."),
-        attention_backend=attention,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=tuple(sorted(spec.eos_token_ids)),
-        max_sequence_length=facts.context,
-        page_size=facts.page_size,
-        num_pages=storage.num_pages,
-        max_running_requests=options.max_running_requests,
-        max_queued_requests=options.max_queued_requests,
-        max_queued_tokens=options.max_queued_tokens,
-        max_queue_time_s=options.max_queue_time_s,
-    )
-    return Rank(info, executor, group)
+    return Rank(_info(facts, attention, storage.num_pages), executor, group)
 
 
 def build_follower(options: EngineOptions, place: Place, meet: Callable[[], None]) -> Rank:
@@ -198,6 +181,26 @@ def build_scheduler(options: EngineOptions, info: EngineInfo) -> Scheduler:
         policy=options.schedule_policy,
     )
     return Scheduler(cache, config)
+
+
+def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
+    options, spec = facts.options, facts.spec
+    return EngineInfo(
+        model=options.model,
+        architecture=spec.architecture,
+        device=str(facts.device.torch_device),
+        dtype=str(facts.dtype).removeprefix("torch."),
+        attention_backend=attention,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=tuple(sorted(spec.eos_token_ids)),
+        max_sequence_length=facts.context,
+        page_size=facts.page_size,
+        num_pages=num_pages,
+        max_running_requests=options.max_running_requests,
+        max_queued_requests=options.max_queued_requests,
+        max_queued_tokens=options.max_queued_tokens,
+        max_queue_time_s=options.max_queue_time_s,
+    )
 
 
 def _executor(

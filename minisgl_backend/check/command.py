@@ -33,6 +33,8 @@ from minisgl_backend.errors import ConfigError
 SHORT: Final = Extent(load_s=3.0, num_cut=30, num_churned=40)
 FIGURES: Final = Extent(load_s=15.0, num_cut=1000, num_churned=300, is_timed=True, is_long=True)
 FULL: Final = Extent(load_s=40.0, num_cut=1000, num_churned=1000, is_long=True)
+SOAK: Final = Extent(load_s=10.0, num_cut=200, num_churned=200, is_long=True)
+"""A round of it: so short that there are many, in an order of their own each."""
 _NUM_RESTARTS: Final = 10
 """With a whole check of a server of our own."""
 
@@ -47,7 +49,7 @@ _NUM_RESTARTS: Final = 10
     "--figures", "extent", flag_value="figures", help="6 minutes, and times are judged too"
 )
 @click.option("--full", "extent", flag_value="full", help="15 minutes, with all faults")
-@click.option("--hours", type=float, help="the load of --full again and again for so long")
+@click.option("--hours", type=float, help="all loads again and again for so long")
 @click.option(
     "--gateway", "with_gateway", is_flag=True, help="bad inputs through a gateway in --short, too"
 )
@@ -75,7 +77,8 @@ def check(
     seed = secrets.randbelow(2**31) if seed is None else seed
     rng = random.Random(seed)
     until_s = time.monotonic() + (hours or 0.0) * 3600
-    size = {"short": SHORT, "figures": FIGURES, "full": FULL}[extent if hours is None else "full"]
+    extents = {"short": SHORT, "figures": FIGURES, "full": FULL}
+    size = extents[extent] if hours is None else SOAK
     addresses = [one for one in (url, http_url, health_url) if one]
     if len(addresses) not in (0, 3):
         raise ConfigError("--url, --http-url and --health-url go together")
@@ -103,10 +106,10 @@ def check(
                 report.add(case)
         if isinstance(target, OwnServer) and size is not SHORT:
             settings = Settings(rng=rng, is_timed=size.is_timed, tritonserver=tritonserver)
-            for scene in SCENES if size is FULL else MEASURED:
+            for scene in MEASURED if size is FIGURES else SCENES:
                 for case in scene.cases(settings):
                     report.add(case)
-            if size is FULL:
+            if size is not FIGURES:
                 report.add(restarts(_NUM_RESTARTS, tritonserver=tritonserver))
     except KeyboardInterrupt:
         info["extent"] += ", interrupted"

@@ -151,6 +151,8 @@ def _dead(
     results = [one.result() for one in done]
     errors = [code for code, _ in results if code]
     ended_s = max((at_s for _, at_s in results), default=killed_s) - killed_s
+    num_hit = sum(at_s > killed_s for _, at_s in results)
+    case.expect(num_hit or not num_streams, "no stream was open any more")
     if must_fail:
         num_whole = sum(not code and at_s > killed_s for code, at_s in results)
         case.expect(num_whole == 0, f"{num_whole} streams ended as if all was well")

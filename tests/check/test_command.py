@@ -58,7 +58,7 @@ def test_a_failure_is_the_exit_code(own: OwnServer, monkeypatch: pytest.MonkeyPa
 def test_a_long_run_that_is_interrupted_reports_what_it_has(
     own: OwnServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "FULL", Extent(0.1, 3, 4))
+    monkeypatch.setattr(command, "SOAK", Extent(0.1, 3, 4))
     monkeypatch.setattr(run, "bad_inputs", lambda target, is_timed: [Case("bad inputs")])
     monkeypatch.setattr(run, "bad_gateway_inputs", lambda target, is_timed: [Case("gateway")])
     for owner, name in (

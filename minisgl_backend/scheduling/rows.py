@@ -45,6 +45,7 @@ class Rows:
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
         self.accepting = np.zeros(num_rows, dtype=np.bool_)
         self.retiring = np.zeros(num_rows, dtype=np.bool_)
+        self._num_stop_ids = np.zeros(num_rows, dtype=np.int32)
         self._stop_ids = np.full((num_rows, 1), _NO_STOP, dtype=np.int32)
         self._tail = np.zeros((num_rows, _TAIL), dtype=np.int32)
         self._tail_length = np.zeros(num_rows, dtype=np.int32)
@@ -81,6 +82,7 @@ class Rows:
             raise InvariantError(f"row {row} is given back with steps in flight")
         self.sequences[row] = None
         self.decoding[row] = self.accepting[row] = self.retiring[row] = False
+        self._set_stop_ids(row, ())
         self._tail_length[row] = 0
         self._parts[row] = []
         self._free.append(row)
@@ -173,10 +175,12 @@ class Rows:
             raise InvariantError("a row has computed <= planned <= capacity broken")
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        missing = len(stop_ids) - self._stop_ids.shape[1]
-        if missing > 0:
-            self._stop_ids = np.pad(
-                self._stop_ids, ((0, 0), (0, missing)), constant_values=_NO_STOP
-            )
+        """Keep the table as wide as the taken rows need: each step looks at all of it."""
+        self._num_stop_ids[row] = len(stop_ids)
+        width = max(1, int(self._num_stop_ids.max()))
+        if width != self._stop_ids.shape[1]:
+            before = self._stop_ids[:, :width]
+            self._stop_ids = np.full((len(before), width), _NO_STOP, dtype=np.int32)
+            self._stop_ids[:, : before.shape[1]] = before
         self._stop_ids[row] = _NO_STOP
         self._stop_ids[row, : len(stop_ids)] = stop_ids

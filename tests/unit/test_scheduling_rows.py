@@ -68,6 +68,18 @@ def test_stop_ids_leave_with_their_sequence() -> None:
     assert rows.ends(ints(row), ints(7))[0].tolist() == [True]
 
 
+def test_many_stop_ids_cost_only_while_their_sequence_is_there() -> None:
+    rows = Rows(2)
+    for number, stop_ids in enumerate([(5,), tuple(range(10, 50))]):
+        taken(rows, number, SamplingParams(max_tokens=99, stop_token_ids=stop_ids))
+        rows.plan_prefill(number, 1)
+    rows.landed(ints(0, 1), ints(1, 1))
+    assert rows._stop_ids.shape == (2, 40)
+    rows.give_back(1)
+    assert rows._stop_ids.shape == (2, 1)
+    assert rows.ends(ints(0), ints(5))[0].tolist() == [True]
+
+
 def test_a_row_decodes_until_its_last_token_is_planned() -> None:
     rows = Rows(1)
     sequence = taken(rows, 0, SamplingParams(max_tokens=3))

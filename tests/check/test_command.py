@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from minisgl_backend.check import command, run
 from minisgl_backend.check.asking import Extent
 from minisgl_backend.check.case import Case
+from minisgl_backend.check.catalogue import entries
 from minisgl_backend.check.leavers import Leavers
 from minisgl_backend.check.mixes import Mixes
 from minisgl_backend.check.own_server import OwnServer
@@ -96,6 +98,13 @@ def test_the_catalogue_has_every_fault() -> None:
     assert {line.split()[0] for line in lines} == numbers
     assert len({line.split(maxsplit=2)[2] for line in lines}) == len(lines)
     assert {line.split()[1] for line in lines} == {"short", "figures", "full"}
+
+
+def test_the_documentation_has_every_fault() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text("utf-8")
+    rows = re.findall(r"^\| (F\d+(?:, F\d+)*) \|.*\| (short|figures|full) \|", text, re.M)
+    documented = {(number, extent) for numbers, extent in rows for number in numbers.split(", ")}
+    assert documented == {(entry.number, entry.extent) for entry in entries()}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.server
 
 
 class Terminal:
-    """A chat in a terminal of 100 columns; ``say`` waits for the prompt first."""
+    """A chat in a terminal whose lines hold all figures; ``say`` waits for the prompt first."""
 
     def __init__(self, server: TritonServer, history: Path, *words: str) -> None:
         url = url_of(server, "grpc")
@@ -32,7 +32,7 @@ class Terminal:
             [*MINISGL[1:], "chat", "--url", url, "--history", str(history), *GREEDY, *words],
             encoding="utf-8",
             timeout=PATIENCE_S * 2,
-            dimensions=(40, 100),
+            dimensions=(40, 160),
             env={**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"},
         )
 

@@ -297,8 +297,8 @@ def test_a_process_that_is_broken_is_ended(world: World) -> None:
 def test_silence_beyond_a_pause_is_a_hang(
     world: World, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minisgl_backend.server.faults.HANG_AFTER_S", 2.5)
-    monkeypatch.setattr("minisgl_backend.server.faults.TRITON_HANG_AFTER_S", 2.5)
+    monkeypatch.setattr("minisgl_backend.server.faults.HANG_AFTER_S", 4.0)
+    monkeypatch.setattr("minisgl_backend.server.faults.TRITON_HANG_AFTER_S", 4.0)
     server = world.supervisor.server
     pid = server.pid if model == "tritonserver" else world.pids()[model]
     os.kill(pid, signal.SIGSTOP)
@@ -310,7 +310,7 @@ def test_silence_beyond_a_pause_is_a_hang(
 
 def test_a_start_that_hangs_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one, and the one of a recovery."""
-    monkeypatch.setattr("minisgl_backend.server.process.STUCK_AFTER_S", 2.0)
+    monkeypatch.setattr("minisgl_backend.server.process.STUCK_AFTER_S", 4.0)
     hangs = tmp_path / "hangs"
     hangs.touch()
     world = World(tmp_path, hangs=hangs, num_recoveries=1)

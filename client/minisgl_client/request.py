@@ -100,6 +100,8 @@ def _items(value: Any) -> Iterable[Any]:
 def _other(name: str, value: Any) -> bool | int | float | str:
     """A value that only the server knows, as a parameter of Triton can hold it."""
     check_text(f"the name {name!r}", name)
+    if "\x00" in name:  # where Triton, over HTTP, would end it
+        raise InvalidArgument(f"unknown parameter {short(name)}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise InvalidArgument(f"{name} must be an integer of 64 bits")
     if isinstance(value, float) and not math.isfinite(value):

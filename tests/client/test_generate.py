@@ -134,6 +134,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ('{"prompt": "x", "text_input": "y"}', {"error": "INVALID_ARG: text_input is no parameter"}),
     ('{"prompt": "x", "id": "\\ud83d"}', {"id": "\ud83d", "error": "INVALID_ARG: request_id must"}),
     ('{"prompt": "x", "\\ud83d": 1}', {"error": r"INVALID_ARG: the name '\ud83d' must be valid"}),
+    ('{"prompt": "x", "y\\u0000": 1}', {"error": r"INVALID_ARG: unknown parameter 'y\x00'"}),
     ('{"prompt": "x", "y": "\\ud83d"}', {"error": "INVALID_ARG: y must be valid UTF-8"}),
     ('{"prompt": "x", "y": 9223372036854775808}', {"error": "INVALID_ARG: y must be an integer"}),
     ("prose", {"error": "INVALID_ARG: the line is not JSON: "}),

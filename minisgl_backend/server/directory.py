@@ -89,4 +89,4 @@ def _base() -> Path:
         base = tempfile.gettempdir()
     except FileNotFoundError as error:
         raise ConfigError(f"the server has no place for its files: {error.strerror}") from None
-    return Path(base if len(base) < _LONGEST_BASE else "/tmp")
+    return Path(base if len(base) < _LONGEST_BASE and base.isascii() else "/tmp")

@@ -17,6 +17,7 @@ from typing import Final
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.options import ServerOptions, command_line
+from minisgl_backend.server.repository import keep_no_bytecode
 
 RUNTIME_DIRECTORY_VARIABLE: Final = "MINISGL_RUNTIME_DIR"
 """Tells the models where their sockets and signs belong."""
@@ -57,12 +58,11 @@ def launch(
         arguments.append("--allow-gpu-metrics=false")
     backends = installation.make_backend_directory(directory)
     if backends is not None:
+        keep_no_bytecode(backends / "python")
         arguments.append(f"--backend-directory={backends}")
     environment = installation.environment({**os.environ, **options.environment})
     environment[RUNTIME_DIRECTORY_VARIABLE] = str(directory)
     environment[HTTP_URL_VARIABLE] = url
-    # Python before 3.13 leaves half a file where a disk is full, and never starts from that again
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     return subprocess.Popen(
         [*arguments, *options.extra_arguments],
         env=environment,

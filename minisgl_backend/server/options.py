@@ -62,6 +62,14 @@ def with_ports(options: ServerOptions, held: contextlib.ExitStack) -> ServerOpti
         port = probe.getsockname()[1]
         if port in ports.values():
             raise ConfigError(f"{_option(name)} {port} is that of another endpoint, too")
+        # what is bound as above another server could bind, too, until one of them listens
+        claim = held.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            claim.bind(f"\0minisgl {options.host} {port}")
+        except OSError:
+            raise ConfigError(
+                f"{_option(name)} {port} on {options.host} is that of another server that starts"
+            ) from None
         ports[name] = port
     return replace(options, **ports)
 

@@ -32,7 +32,7 @@ from minisgl_backend.server.launch import launch
 from minisgl_backend.server.log import failure_in_log
 from minisgl_backend.server.options import ServerOptions, with_ports
 from minisgl_backend.server.progress import STUCK_AFTER_S, Progress
-from minisgl_backend.server.repository import copy_repository
+from minisgl_backend.server.repository import copy_repository, with_plain_folders
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ class TritonServer:
         self, installation: Installation, repository: Path, engine_options: Mapping[str, str]
     ) -> subprocess.Popen[str]:
         try:
-            copy_repository(repository, self.repository, engine_options)
+            options = with_plain_folders(engine_options, self.directory)
+            copy_repository(repository, self.repository, options)
             return launch(
                 installation,
                 self.options,

@@ -30,8 +30,34 @@ def shipped_repository() -> Path:
 def copy_repository(source: Path, target: Path, options: Mapping[str, str]) -> None:
     """Copy ``source`` to ``target`` (which must not exist) and write ``options`` into it."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    for model in target.glob("*/*/model.py"):
+        keep_no_bytecode(model.parent)
     config = target / OPTIONS_MODEL / "config.pbtxt"
     config.write_text(with_parameters(config.read_text("utf-8"), options), "utf-8")
+
+
+def with_plain_folders(options: Mapping[str, str], directory: Path) -> Mapping[str, str]:
+    """The options with links in ``directory`` for folders whose names are not ASCII.
+
+    The Python inside Triton's stub knows no other names, whatever the locale.
+    """
+    plain = dict(options)
+    for name in ("model", "tokenizer"):
+        folder = plain.get(name, "")
+        if not folder.isascii() and Path(folder).is_dir():
+            link = directory / name
+            link.symlink_to(folder)
+            plain[name] = str(link)
+    return plain
+
+
+def keep_no_bytecode(folder: Path) -> None:
+    """Have Python write no .pyc for the modules in ``folder``: a file is where their folder goes.
+
+    Before 3.13 it leaves half of one where a disk is full, and never starts from that again; and
+    the Python inside Triton's stub heeds no variable of the environment.
+    """
+    (folder / "__pycache__").touch()
 
 
 def with_parameters(config: str, values: Mapping[str, str]) -> str:

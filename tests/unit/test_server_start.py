@@ -14,6 +14,7 @@ import sysconfig
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,28 @@ def server(folder: Path) -> Iterator[TritonServer]:
     server.wait_ready(30)
     yield server
     server.stop()
+
+
+def test_a_folder_that_is_not_ascii(folder: Path) -> None:
+    model = folder / "mödel"
+    model.mkdir()
+    binary = fake_server(folder)
+    server = TritonServer(binary, shipped_repository(), {"model": str(model)}, OPTIONS)
+    assert (server.directory / "model").resolve() == model
+    config = (server.repository / "llm_engine" / "config.pbtxt").read_text()
+    assert f'"{server.directory / "model"}"' in config
+    server.kill()
+    assert model.is_dir()
+
+
+def test_models_leave_no_bytecode(server: TritonServer) -> None:
+    """Nor half of a file, of which no later start could be made."""
+    for name in server.model_names():
+        folder = server.repository / name / "1"
+        (folder / "model.py").write_text("")
+        subprocess.run([sys.executable, "-c", "import model"], cwd=folder, check=True)
+        assert {path.name for path in folder.iterdir()} == {"model.py", "__pycache__"}
+        assert (folder / "__pycache__").is_file()
 
 
 def test_what_the_server_is_told(server: TritonServer) -> None:
@@ -261,6 +284,16 @@ except ConfigError as error:
 sys.exit(3)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_port_of_a_server_that_starts(folder: Path) -> None:
+    """It listens to nothing yet; once it has been stopped the port is free."""
+    first = start(fake_server(folder, "signal.pause()"))
+    taken = replace(OPTIONS, http_port=first.http_port)
+    with pytest.raises(ConfigError, match=f"{first.http_port} .*is that of another server that st"):
+        start(Installation(Path("/bin/true")), taken)
+    first.kill()
+    start(Installation(Path("/bin/true")), taken).kill()
 
 
 def test_a_port_is_given_twice() -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -27,6 +29,8 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "FP32": (float, int),
     "BYTES": (str,),
 }
+_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_END_HEADERS: Final = 4
 PATIENCE_S: Final = 60.0
 """What takes longer hangs."""
 
@@ -124,6 +128,37 @@ class GrpcCaller:
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
+
+
+@contextmanager
+def half_a_message(grpc_address: str, num_bytes: int) -> Iterator[None]:
+    """A gRPC call says that it sends so many bytes, and sends one of them, until the block ends."""
+    host, port = grpc_address.rsplit(":", 1)
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": _STREAM_INFER,
+        ":authority": grpc_address,
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    # HPACK: a zero, and both words by their lengths, is a field that no table knows
+    words = (word.encode() for field in fields.items() for word in field)
+    lengths = [bytes([len(word)]) + word for word in words]
+    head = b"".join(b"\0" + name + value for name, value in zip(*[iter(lengths)] * 2, strict=True))
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+        connection.sendall(
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+            + _frame(_SETTINGS, 0, b"")
+            + _frame(_HEADERS, _END_HEADERS, head, stream=1)
+            + _frame(_DATA, 0, struct.pack(">BI", 0, num_bytes) + b"x", stream=1)
+        )
+        yield
+
+
+def _frame(kind: int, flags: int, payload: bytes, *, stream: int = 0) -> bytes:
+    """One of HTTP/2 (RFC 9113, section 4.1)."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
 def grpc_message(values: Mapping[str, Any], *, request_id: str = "") -> Any | None:

@@ -14,7 +14,14 @@ from typing import Final
 
 from minisgl_backend.check.bad_inputs import Expected, catalogue
 from minisgl_backend.check.bad_wire import bodies, largest, messages, odd_messages
-from minisgl_backend.check.calls import Ending, GrpcCaller, HttpCaller, grpc_message, json_of
+from minisgl_backend.check.calls import (
+    Ending,
+    GrpcCaller,
+    HttpCaller,
+    grpc_message,
+    half_a_message,
+    json_of,
+)
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.gateway import gateway_of
 from minisgl_backend.check.gateway_inputs import Asked, own_inputs, translated, without_a_key
@@ -25,6 +32,8 @@ _INSIDE: Final = re.compile(
 )
 """What the inside of a server looks like."""
 _MOST_CHARACTERS: Final = 400
+_CLAIMED: Final = 2**31 - 1
+"""Bytes, the most that Triton takes for one message."""
 _CODED: Final = re.compile(r"(?:in ensemble '\w+', )?([A-Z_]+): \S")
 PROMISED_S: Final = 1.0
 """A refusal comes within that time; so does the answer to what is odd but right."""
@@ -98,6 +107,13 @@ def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
         for name, data in odd_messages():
             ending = grpc.send(data)
             over_grpc.add(name, ending, faults_of(ending, Expected.ANSWER))
+        with half_a_message(target.grpc_address, _CLAIMED):
+            ending = grpc.send(data)
+            grown_mb = target.stats().resident_mb - stats.resident_mb
+        found = faults_of(ending, Expected.ANSWER)
+        if grown_mb > _CLAIMED / 2e6:
+            found.append(f"memory grew by {grown_mb:.0f} MB")
+        over_grpc.add("beside a message of 2 GB that never comes", ending, found)
     finally:
         grpc.close()
     return [over_http.case(), over_grpc.case()]

@@ -96,10 +96,12 @@ def test_an_output_that_takes_nothing(server: TritonServer, jsonl: bool) -> None
 
 
 @pytest.mark.parametrize("jsonl", [[], ["--jsonl"]])
-def test_an_output_that_is_closed(jsonl: list[str]) -> None:
-    command = ["sh", "-c", 'exec "$@" >&-', "sh", *MINISGL, "generate", *jsonl]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (1, b"Error: standard output is closed\n")
+@pytest.mark.parametrize(("redirection", "name"), [(">&-", "output"), ("<&-", "input")])
+def test_what_is_closed(jsonl: list[str], redirection: str, name: str) -> None:
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *MINISGL, "generate", *jsonl]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"Error: standard {name} is closed\n"
 
 
 def test_control_characters_stay_away_from_terminals(server: TritonServer) -> None:

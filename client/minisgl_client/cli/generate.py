@@ -116,7 +116,11 @@ def _text(file: Path | None) -> str:
 
 def _source(file: Path | None) -> Path | int:
     """What to open: standard input by its descriptor, where no file is given."""
-    return 0 if file is None or str(file) == "-" else file
+    if file is not None and str(file) != "-":
+        return file
+    if sys.stdin is None:
+        raise click.ClickException("standard input is closed")
+    return 0
 
 
 def _write(text: str) -> None:

@@ -42,6 +42,8 @@ def gather(
     for name, value in parameters.items():
         if name in TRITON_NAMES or name.startswith(TRITON_PREFIXES):
             continue
+        if name == "input_ids":
+            raise InvalidRequest("input_ids must be a tensor, not a request parameter")
         name, value = _logprobs_flag(name, value)
         if entry := _known(name, value):
             found.put(name, entry, values.from_parameter(name, entry, value))

@@ -42,11 +42,12 @@ def gather(
     for name, value in parameters.items():
         if name in TRITON_NAMES or name.startswith(TRITON_PREFIXES):
             continue
-        if name == "input_ids":
-            raise InvalidRequest("input_ids must be a tensor, not a request parameter")
         name, value = _logprobs_flag(name, value)
         if entry := _known(name, value):
-            found.put(name, entry, values.from_parameter(name, entry, value))
+            value = values.from_parameter(name, entry, value)
+            if name == "input_ids":
+                value = values.token_ids(name, np.array(value, dtype=np.int64))
+            found.put(name, entry, value)
     if text := found.by_key.pop("sampling_parameters", ""):
         if len(text) > limits.prompt_bytes:
             raise InvalidRequest(f"sampling_parameters must be at most {limits.prompt_bytes} bytes")

@@ -115,15 +115,19 @@ class Footprints:
         return ", ".join(f"{value:,.6g} {name}" for name, value in reading.items())
 
     def case(self, *, is_judged: bool) -> Case:
-        """How it went; judged is what grew after the first third, in which caches fill."""
+        """How it went; judged is what grew after the first third, in which caches fill.
+
+        The least of some readings is what is never given back: Triton holds tens of megabytes of a
+        large request for a while.
+        """
         first, last = self._readings[0], self._readings[-1]
         kept = self._readings[len(self._readings) // 3 :]
-        quarter = kept[: max(1, len(kept) // 4)]
+        num = max(1, len(kept) // 4)
 
         def grown(kind: str) -> tuple[float, float]:
             """Before, and how much more at the end."""
-            before = sum(reading[kind] for reading in quarter) / len(quarter)
-            return before, last[kind] - before
+            before, after = (min(it[kind] for it in some) for some in (kept[:num], kept[-num:]))
+            return before, after - before
 
         minutes = np.array([reading["minutes"] for reading in kept])
         mb = np.array([reading["MB"] for reading in kept])

@@ -20,6 +20,8 @@ from typing import Any, Final, get_type_hints
 
 from minisgl_backend.errors import ConfigError
 
+_WEEK_S: Final = 604_800
+_MOST_SEED: Final = 2**63 - 1
 DEMO_MODEL: Final = str(Path(__file__).parent / "demo_model")
 
 
@@ -84,17 +86,23 @@ class EngineOptions:
         None, "how ranks talk", choices=("nccl", "pynccl", "flashinfer", "gloo")
     )
     distributed_address: str | None = option(None, "rendezvous of the ranks, HOST:PORT")
-    distributed_timeout_s: float = option(60.0, "patience with a silent rank", minimum=1)
+    distributed_timeout_s: float = option(
+        60.0, "patience with a silent rank", minimum=1, maximum=_WEEK_S
+    )
     cancel_grace_ms: int = option(
         300, "how long a chunk may stay unacknowledged while later ones are", minimum=1
     )
     min_chunk_interval_ms: int = option(0, "at most one response each so many ms", minimum=0)
-    drain_timeout_s: float = option(30.0, "time for running requests at a stop", minimum=0)
+    drain_timeout_s: float = option(
+        30.0, "time for running requests at a stop", minimum=0, maximum=_WEEK_S
+    )
     num_tokenizers: int = option(2, "threads that tokenize", minimum=1, maximum=64)
     parse_special_tokens: bool = option(
         False, "where a request does not say so itself; true behind Triton's OpenAI frontend"
     )
-    seed: int | None = option(None, "of the seeds drawn for requests that bring none", minimum=0)
+    seed: int | None = option(
+        None, "of the seeds drawn for requests that bring none", minimum=0, maximum=_MOST_SEED
+    )
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -200,6 +208,10 @@ def _check_range(spec: Field[Any], value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"option {spec.name} must be finite, got {value}")
     if low is not None and value < low:
-        raise ConfigError(f"option {spec.name} must be at least {low:g}, got {value:g}")
+        raise ConfigError(f"option {spec.name} must be at least {_plain(low)}, got {_plain(value)}")
     if high is not None and value > high:
-        raise ConfigError(f"option {spec.name} must be at most {high:g}, got {value:g}")
+        raise ConfigError(f"option {spec.name} must be at most {_plain(high)}, got {_plain(value)}")
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"

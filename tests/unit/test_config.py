@@ -48,6 +48,12 @@ def test_values_are_read_by_the_type_of_their_option(name: str, value: Any, expe
         ("cache", "none", "option cache must be one of radix, naive, got 'none'"),
         ("num_pages", "0", "option num_pages must be at least 1, got 0"),
         ("memory_ratio", "1.5", "option memory_ratio must be at most 1, got 1.5"),
+        ("drain_timeout_s", "1e300", "option drain_timeout_s must be at most 604800, got 1e+300"),
+        (
+            "seed",
+            str(2**63),
+            "option seed must be at most 9223372036854775807, got 9223372036854775808",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(name: str, value: Any, message: str) -> None:

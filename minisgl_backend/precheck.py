@@ -28,8 +28,6 @@ CPU_PAGE_SIZE: Final = 16
 _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
     {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 )
-_TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""A tokenizer has one of these files at least."""
 
 
 def device_type(options: EngineOptions) -> str | None:
@@ -108,9 +106,9 @@ def context_of(options: EngineOptions, spec: ModelSpec) -> int:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise ``ConfigError`` where there is no tokenizer, or one whose files are no JSON."""
-    if not any((folder / name).exists() for name in _TOKENIZERS):
-        raise ConfigError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZERS)}")
+    """Raise ``ConfigError`` where there is no tokenizer.json, or one that is no JSON."""
+    if not (folder / "tokenizer.json").exists():
+        raise ConfigError(f"{folder} holds no tokenizer.json, and no other tokenizer is read")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name).exists():
             read_json(folder / name)

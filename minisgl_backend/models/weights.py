@@ -39,8 +39,8 @@ def load_weights(
 
     ``is_ignored`` tells by their names the tensors that the checkpoint may hold without a use for
     them here; buffers of rotary frequencies are such, too. Of several ranks one should show the
-    progress. Raises ``ConfigError`` for missing,
-    left-over or misshapen tensors and for files that cannot be read.
+    progress. Raises ``ConfigError`` for missing, left-over or misshapen tensors and for files that
+    cannot be read.
     """
     started = monotonic()
     files = tensor_files(folder)

@@ -141,6 +141,6 @@ def test_a_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
         check_tokenizer(folder)
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"holds no tokenizer: none of tokenizer\.json, "):
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
         check_tokenizer(folder)

@@ -11,6 +11,8 @@ CODE := minisgl_backend client docker tests tools model_repository
 
 FUZZ := $(addprefix tests/properties/test_,wire_fuzz.py gateway_fuzz.py detokenizer_chunking.py)
 MINUTES := 10
+# Each has servers of its own; ARGS='-n 0' runs the tests in one process, as a debugger needs it.
+WORKERS := 2
 
 .PHONY: help install serve test fuzz lint types format check nightly docs clean
 .DEFAULT_GOAL := help
@@ -47,7 +49,7 @@ serve: $(VENV)/.server  ## serve the demo model on 127.0.0.1:8000
 	@PATH="$(abspath $(BIN)):$$PATH" minisgl serve $(ARGS)
 
 test: $(VENV)/.dev  ## run all tests that need no GPU, those on a real tritonserver included
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 nightly: $(VENV)/.dev  ## the property tests with many more examples
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/properties $(ARGS)

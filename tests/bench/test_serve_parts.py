@@ -104,6 +104,14 @@ def test_a_wrong_line_of_prompts_is_named(tmp_path: Path, line: str, complaint: 
         calls_of_file(path, max_tokens=5)
 
 
+def test_no_more_requests_than_a_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "first"}\n{"prompt": "second"}')
+    with pytest.raises(ConfigError, match="has 2 requests, not 3"):
+        Workload(prompts=path, requests=3).loads()
+    assert [len(load.calls) for load in Workload(prompts=path, requests=1).loads()] == [1, 1, 1]
+
+
 # --- traces ------------------------------------------------------------------------------------
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from minisgl_backend.bench.serve.calls import Call, calls_of_file, random_calls
 from minisgl_backend.bench.serve.loads import Load, closed_loop, poisson, replay
 from minisgl_backend.bench.serve.trace import TraceEntry, calls_of_trace, read_trace
 from minisgl_backend.errors import ConfigError
+
+_Request = TypeVar("_Request", Call, TraceEntry)
 
 _NUM_RANDOM = 64
 _WARM_UP_VARIANT = 1_000_000
@@ -41,7 +44,7 @@ class Workload:
             raise ConfigError("--prompts and --trace exclude each other")
         entries: list[TraceEntry] = []
         if self.trace:
-            entries = read_trace(self.trace, block_size=self.block_size)[: self.requests]
+            entries = self._first_of(read_trace(self.trace, block_size=self.block_size), self.trace)
         concurrency, time_scale = self.concurrency, self.time_scale
         if not (concurrency or self.rate or time_scale):
             concurrency, time_scale = ((), (1.0,)) if self.trace else ((1, 4, 16), ())
@@ -78,7 +81,8 @@ class Workload:
                 variant=variant,
             )
         if self.prompts:
-            return calls_of_file(self.prompts, max_tokens=self.output_len)[: self.requests]
+            calls = calls_of_file(self.prompts, max_tokens=self.output_len)
+            return self._first_of(calls, self.prompts)
         return random_calls(
             self.requests or _NUM_RANDOM,
             input_length=self.input_len,
@@ -88,3 +92,9 @@ class Workload:
             seed=self.seed,
             variant=variant,
         )
+
+    def _first_of(self, requests: list[_Request], path: Path) -> list[_Request]:
+        """As many as are asked for, all of them by default."""
+        if self.requests is not None and self.requests > len(requests):
+            raise ConfigError(f"{path} has {len(requests)} requests, not {self.requests}")
+        return requests[: self.requests]

@@ -49,7 +49,7 @@ serve: $(VENV)/.server  ## serve the demo model on 127.0.0.1:8000
 	@PATH="$(abspath $(BIN)):$$PATH" minisgl serve $(ARGS)
 
 test: $(VENV)/.dev  ## run all tests that need no GPU, those on a real tritonserver included
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 nightly: $(VENV)/.dev  ## the property tests with many more examples
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/properties $(ARGS)

@@ -48,8 +48,8 @@ _UNLOAD_S: Final = 8.0
 _KEPT_LOG_LINES: Final = 2000
 
 
-class StuckStart(ConfigError):
-    """A start that hangs, for no reason that the operator could mend."""
+class BrokenStart(ConfigError):
+    """A start that hangs or crashes, for no reason that the operator could mend."""
 
 
 class TritonServer:
@@ -147,21 +147,22 @@ class TritonServer:
         """Return when every model is ready.
 
         Raises ``ConfigError`` with the cause where the server ends or does not come up in time,
-        ``StuckStart`` where its processes do nothing any more, ``InterruptedError`` once
-        ``give_up`` says so.
+        ``BrokenStart`` where a signal ended it or its processes do nothing any more,
+        ``InterruptedError`` once ``give_up`` says so.
         """
         deadline = time.monotonic() + timeout_s
         progress = Progress(self.pid)
         while not self.is_ready(timeout_s=5):
-            if self._process.poll() is not None:
-                self._log_thread.join(timeout=10)
-                raise ConfigError(self.failure())
             if give_up():
                 raise InterruptedError
+            code = self._process.poll()
+            if code is not None:
+                self._log_thread.join(timeout=10)
+                raise (BrokenStart if code < 0 else ConfigError)(self.failure())
             if time.monotonic() > deadline:
                 raise ConfigError(f"tritonserver was not ready after {timeout_s:g} s")
             if progress.stuck_s() > STUCK_AFTER_S:
-                raise StuckStart(self._stuck())
+                raise BrokenStart(self._stuck())
             time.sleep(0.05)
         self._was_ready = True
         self._held_ports.close()  # the server has them

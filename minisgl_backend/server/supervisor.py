@@ -32,7 +32,7 @@ from typing import Any, Final
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.server.faults import HANG_AFTER_S, Fault, Lookout
 from minisgl_backend.server.options import ServerOptions
-from minisgl_backend.server.process import RECOVERING_FILE, StuckStart, TritonServer
+from minisgl_backend.server.process import RECOVERING_FILE, BrokenStart, TritonServer
 from minisgl_backend.server.recoveries import MAX_RECOVERIES, WINDOW_S, Recoveries
 from minisgl_backend.server.stats import server_stats
 
@@ -101,7 +101,7 @@ class Supervisor:
             try:
                 self._wait_ready(stopping)
                 self._phase = Phase.SERVING
-            except StuckStart as error:
+            except BrokenStart as error:
                 self._recover(Fault(str(error)), stopping)
             if self._phase is Phase.SERVING:
                 on_ready(self.server)

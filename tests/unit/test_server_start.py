@@ -28,7 +28,7 @@ from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.log import Console, failure_in_log
 from minisgl_backend.server.options import ServerOptions, with_ports
-from minisgl_backend.server.process import StuckStart, TritonServer
+from minisgl_backend.server.process import BrokenStart, TritonServer
 from minisgl_backend.server.repository import shipped_repository, with_parameters
 
 FAKE = """\
@@ -150,11 +150,18 @@ def test_a_start_that_hangs_ends_with_an_error(
 ) -> None:
     monkeypatch.setattr("minisgl_backend.server.process.STUCK_AFTER_S", 1.0)
     server = start(fake_server(folder, "signal.pause()"))
-    with pytest.raises(StuckStart) as caught:
+    with pytest.raises(BrokenStart) as caught:
         server.wait_ready()
     assert str(caught.value).endswith("it waits for detokenizer, llm_engine, tokenizer")
     server.kill()
     assert not server.directory.exists()
+
+
+def test_a_start_that_crashes_is_not_the_operators_fault(folder: Path) -> None:
+    server = start(fake_server(folder, "os.kill(os.getpid(), signal.SIGABRT)"))
+    with pytest.raises(BrokenStart, match="ended with code -6"):
+        server.wait_ready(30)
+    server.kill()
 
 
 def test_a_proxy_in_the_environment_does_not_matter(

@@ -239,9 +239,14 @@ def _check_address(address: str, url: str, protocol: Protocol) -> None:
     try:
         parts = urlsplit(f"//{address}")
         _ = parts.port  # raises where it is none
+        (parts.hostname or "").encode("idna")
+    except UnicodeError:
+        raise InvalidArgument(
+            f"{url} is no address for {protocol}: no host has such a name"
+        ) from None
     except ValueError as error:
         raise InvalidArgument(f"{url} is no address for {protocol}: {error}") from None
-    if protocol == "grpc" and parts.netloc != address:
+    if protocol == "grpc" and (parts.netloc != address or parts.port is None):
         raise InvalidArgument(f"{url} is no address for {protocol}: it must be HOST:PORT")
 
 

@@ -96,6 +96,8 @@ def test_nobody_there(way: Way) -> None:
     url = "http://127.0.0.1:1" if way.protocol == "http" else "127.0.0.1:1"
     with pytest.raises(ConnectionFailed, match=r"[Cc]onnect"):
         way.generate(url, {"retries": 1}, prompt="x")
+    with pytest.raises(ConnectionFailed):  # a name without a host
+        way.generate(url.replace("127.0.0.1", "a b"), {"retries": 0}, prompt="x")
 
 
 @all_ways
@@ -160,7 +162,10 @@ def test_headers_that_are_told_by_name() -> None:
         ("localhost:99999", "localhost:99999 is no address for grpc: Port out of range"),
         ("http://localhost:99999", "is no address for http: Port out of range"),
         ("localhost:x", "localhost:x is no address for grpc: Port could not be cast"),
+        ("localhost", "localhost is no address for grpc: it must be HOST:PORT"),
         ("localhost:1/path", "localhost:1/path is no address for grpc: it must be HOST:PORT"),
+        ("http://a..b", "is no address for http: no host has such a name"),
+        (f"{64 * 'x'}:1", ":1 is no address for grpc: no host has such a name"),
         ("[::1:5", "is no address for grpc: Invalid IPv6"),
         ("\ud800:1", "url must be valid UTF-8"),
     ],
@@ -171,7 +176,9 @@ def test_addresses_that_nothing_could_have(url: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["[::1]:8001", "localhost", "http://[::1]:8000/behind/a/proxy"])
+@pytest.mark.parametrize(
+    "url", ["[::1]:8001", "http://localhost", "http://[::1]:8000/behind/a/proxy"]
+)
 def test_addresses_of_other_kinds(url: str) -> None:
     Client(url).close()
 

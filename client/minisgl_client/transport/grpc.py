@@ -41,7 +41,12 @@ _OPTIONS: Final = (
     ("grpc.enable_retries", 0),
 )
 _READY_S: Final = 5.0
-_NEVER_CONNECTED: Final = ("failed to connect", "DNS resolution failed", "connections to all")
+_NEVER_CONNECTED: Final = (
+    "failed to connect",
+    "DNS resolution failed",
+    "errors resolving",
+    "connections to all",
+)
 
 
 class GrpcTransport:

@@ -6,11 +6,14 @@ A proxy would not find the way back here, so a server behind one would never be 
 from __future__ import annotations
 
 import urllib.request
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 from typing import cast
 
 
 def open_local(request: str | urllib.request.Request, *, timeout_s: float) -> HTTPResponse:
-    """As ``urllib.request.urlopen``, and raises what that raises."""
+    """As ``urllib.request.urlopen``; whatever goes wrong is an ``OSError``."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    return cast(HTTPResponse, opener.open(request, timeout=timeout_s))
+    try:
+        return cast(HTTPResponse, opener.open(request, timeout=timeout_s))
+    except HTTPException as error:  # what answers does not speak HTTP, or died in the middle
+        raise OSError(f"no answer in HTTP: {error!r}") from None

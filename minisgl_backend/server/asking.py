@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Final
 
 from minisgl_backend.errors import ConfigError
@@ -52,7 +53,7 @@ def num_waiting(metrics_url: str, model: str) -> int:
     try:
         with open_local(metrics_url, timeout_s=_METRICS_S) as response:
             text = response.read().decode()
-    except OSError:
+    except (OSError, HTTPException):  # the latter where it died in the middle
         return 0
     pattern = (
         rf'^nv_inference_pending_request_count{{[^}}]*model="{re.escape(model)}"[^}}]*}} (\d+)'

@@ -10,10 +10,13 @@ are JSON; those of /live and /ready have the phase and the reasons.
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import ipaddress
 import json
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -22,8 +25,12 @@ from typing import Any
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.supervisor import Health
 
+logger = logging.getLogger(__name__)
+
 _IDLE_S = 5.0
 """A caller that says nothing for that long is sent away."""
+_MOST_CALLERS = 32
+"""Of more the one that came first is sent away: each takes a descriptor of the supervisor's."""
 
 
 class HealthServer:
@@ -59,6 +66,33 @@ class HealthServer:
 class _Server(http.server.ThreadingHTTPServer):
     health: Callable[[], Health]
     stats: Callable[[], Mapping[str, Any]]
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+        self._callers: dict[socket.socket, None] = {}  # in the order of their coming
+        self._lock = threading.Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a caller on a thread."""
+        with self._lock:
+            self._callers[request] = None
+            if len(self._callers) > _MOST_CALLERS:
+                first = next(iter(self._callers))
+                del self._callers[first]
+                with contextlib.suppress(OSError):  # it has gone
+                    first.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Be done with a caller."""
+        with self._lock:
+            self._callers.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller that left before its answer is nobody's fault; anything else is ours."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            logger.exception("no answer to a caller of the health port")
 
 
 class _Server6(_Server):

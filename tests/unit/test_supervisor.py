@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 
 from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.server import asking
+from minisgl_backend.server.health import _MOST_CALLERS as MOST
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.options import ServerOptions
@@ -402,6 +405,63 @@ def test_the_health_port() -> None:
     server.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.port), timeout=5)
+
+
+def test_callers_that_say_nothing_shut_out_nobody() -> None:
+    server = HealthServer("127.0.0.1", 0)
+    server.start(lambda: Health(live=True, ready=True, phase=Phase.SERVING), dict)
+    address = ("127.0.0.1", server.port)
+    silent = [socket.create_connection(address, timeout=PATIENCE_S) for _ in range(2 * MOST)]
+    assert get(server.port, "/ready")[0] == 200
+    for caller in silent[:MOST]:
+        assert caller.recv(1) == b""  # sent away
+    assert len(server._server._callers) <= MOST
+    for caller in silent:
+        caller.close()
+    server.close()
+
+
+def test_a_caller_that_leaves_is_no_word_in_the_log(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    has_left, tried = threading.Event(), threading.Event()
+
+    def stats() -> dict[str, str]:
+        if has_left.wait(PATIENCE_S) and not tried.is_set():
+            tried.set()
+            raise BrokenPipeError
+        raise KeyError("of our own")
+
+    server = HealthServer("127.0.0.1", 0)
+    server.start(lambda: Health(live=True, ready=True, phase=Phase.SERVING), stats)
+    with socket.create_connection(("127.0.0.1", server.port)) as caller:
+        caller.sendall(b"GET /stats HTTP/1.0\r\n\r\n")
+    has_left.set()
+    assert tried.wait(PATIENCE_S)
+    with pytest.raises(http.client.RemoteDisconnected):
+        get(server.port, "/stats")
+    server.close()
+    assert [it.message for it in caplog.records] == ["no answer to a caller of the health port"]
+    assert not capsys.readouterr().err
+
+
+def test_an_answer_of_tritonserver_that_breaks_off_tells_nothing() -> None:
+    answers = (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nnv_inf", b"\0\0no HTTP\r\n")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer() -> None:
+            for text in (*answers, answers[1]):
+                caller, _ = listener.accept()
+                with caller:
+                    caller.recv(4096)
+                    caller.sendall(text)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert [asking.num_waiting(url, "tokenizer") for _ in answers] == [0, 0]
+        assert asking.is_ready(url, timeout_s=PATIENCE_S) is None
+        thread.join()
 
 
 def test_a_health_port_that_is_taken() -> None:

@@ -100,7 +100,7 @@ class Supervisor:
         try:
             try:
                 self._wait_ready(stopping)
-                self._phase = Phase.SERVING
+                self._serves()
             except BrokenStart as error:
                 self._recover(Fault(str(error)), stopping)
             if self._phase is Phase.SERVING:
@@ -144,6 +144,10 @@ class Supervisor:
         self._load_s = time.monotonic() - started_s
         self._lookout.serves()
 
+    def _serves(self) -> None:
+        self._reasons = ()  # the lookout has them now
+        self._phase = Phase.SERVING
+
     def _watch(self, stopping: threading.Event) -> None:
         while not stopping.wait(_LOOK_EVERY_S):
             if self.server.poll() == 0:
@@ -177,7 +181,7 @@ class Supervisor:
             mended = mended | reloads if reloads else frozenset()
             fault = self._mend(reloads, stopping)
         logger.info("serving again after %.1f s", time.monotonic() - started_s)
-        self._phase = Phase.SERVING
+        self._serves()
 
     def _end(self, fault: Fault) -> frozenset[str]:
         """End what is at fault, so that its callers learn of it before any pause.

@@ -201,6 +201,8 @@ def test_models_that_died_idle_are_loaded_again(world: World) -> None:
         assert [name for name in MODELS if new[name] != old[name]] == [model]
     assert len(world.servers) == 1
     assert world.pages() == sorted(MODELS)
+    world.close()
+    assert world.supervisor.health().reasons == ()  # what has been mended is no reason
 
 
 @pytest.mark.parametrize("models", [("tokenizer", "detokenizer"), MODELS])

@@ -36,6 +36,14 @@ json_option = click.option(
 )
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of figures; what was measured has been printed, should that fail."""
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
+
+
 class Report:
     """Rows of figures under one title; ``compared`` holds those of another configuration."""
 
@@ -78,7 +86,7 @@ class Report:
     def write(self, json_path: Path | None) -> None:
         """Write the file, where one is asked for."""
         if json_path is not None:
-            json_path.write_text(json.dumps(self.content(), indent=2) + "\n", encoding="utf-8")
+            write_json(json_path, self.content())
 
     def content(self) -> dict[str, Any]:
         """What goes into the file."""

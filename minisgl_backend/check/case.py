@@ -5,7 +5,6 @@ Knows names and numbers only. A case without failures passed; one that was not r
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 import click
 
-from minisgl_backend.bench.report import Report
+from minisgl_backend.bench.report import Report, write_json
 
 _MOST_SHOWN: Final = 8
 """Failures of one case that are printed; the file has all."""
@@ -123,4 +122,4 @@ class Cases:
                 "figures": figures,
                 "skipped": [case.name for case in cases if case.result == "skipped"],
             }
-            json_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            write_json(json_path, content)

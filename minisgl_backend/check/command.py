@@ -14,6 +14,7 @@ import secrets
 import subprocess
 import time
 from contextlib import ExitStack
+from http.client import HTTPException
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,7 @@ import click
 
 from minisgl_backend.bench.report import json_option
 from minisgl_backend.check.asking import Extent
-from minisgl_backend.check.case import Cases
+from minisgl_backend.check.case import Case, Cases
 from minisgl_backend.check.catalogue import MEASURED, SCENES, entries
 from minisgl_backend.check.fault import Settings
 from minisgl_backend.check.own_server import OwnServer, started
@@ -49,7 +50,7 @@ _NUM_RESTARTS: Final = 10
     "--figures", "extent", flag_value="figures", help="6 minutes, and times are judged too"
 )
 @click.option("--full", "extent", flag_value="full", help="15 minutes, with all faults")
-@click.option("--hours", type=float, help="all loads again and again for so long")
+@click.option("--hours", type=click.FloatRange(0), help="all loads again and again for so long")
 @click.option(
     "--gateway", "with_gateway", is_flag=True, help="bad inputs through a gateway in --short, too"
 )
@@ -113,6 +114,11 @@ def check(
                 report.add(restarts(_NUM_RESTARTS, tritonserver=tritonserver))
     except KeyboardInterrupt:
         info["extent"] += ", interrupted"
+    except ConfigError:
+        raise
+    except Exception as error:  # a server that broke no longer says what it should
+        told = f"stumbled over {type(error).__name__}: {error}"
+        report.add(Case("the check itself", failures=[told]))
     report.emit(info, json_path)
     if report.has_failed:
         raise click.exceptions.Exit(1)
@@ -137,8 +143,9 @@ def _running(url: str, http_url: str, health_url: str) -> Target:
     """A server that others started; ``ConfigError`` where it is not ready."""
     target = Target(url.removeprefix("grpc://"), http_url.rstrip("/"), health_url.rstrip("/"))
     try:
-        if target.is_ready() and target.stats().engine:
+        if target.is_ready() and target.stats().num_positions:
             return target
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{health_url} does not answer as a health port does: {error}") from None
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{health_url} does not answer as a health port does: {told}") from None
     raise ConfigError(f"{health_url} says that the server is not ready")

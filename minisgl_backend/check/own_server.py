@@ -93,16 +93,18 @@ def started(
             supervisor.run(stopping)
         except MiniSGLError as error:
             errors.append(error)
-            made.put(None)
+        finally:
+            made.put(None)  # nobody takes it after a supervisor
 
     # the kernel ends a server with the thread that started it
     thread = threading.Thread(target=live, name="supervisor")
-    thread.start()
     health = HealthServer("127.0.0.1", 0)
-    supervisor = made.get()
+    supervisor: Supervisor | None = None
+    thread.start()
     try:
+        supervisor = made.get()
         if supervisor is None:
-            raise errors[0]
+            raise errors[0] if errors else EngineFailure("the server could not be started")
         health.start(supervisor.health, supervisor.stats)
         server = supervisor.server
         own = OwnServer(

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,9 +20,10 @@ from minisgl_backend.check.case import Case
 from minisgl_backend.check.catalogue import entries
 from minisgl_backend.check.leavers import Leavers
 from minisgl_backend.check.mixes import Mixes
-from minisgl_backend.check.own_server import OwnServer
+from minisgl_backend.check.own_server import OwnServer, started
 from minisgl_backend.check.rates import Rates
 from minisgl_backend.cli.main import main
+from minisgl_backend.server.supervisor import Supervisor
 
 pytestmark = pytest.mark.server
 
@@ -88,6 +94,64 @@ def test_a_long_run_that_is_interrupted_reports_what_it_has(
     assert "seed 3, extent 1 hours, interrupted" in result.output
     assert result.output.count("pass    memory:") == 1
     assert result.output.count("pass    canary:") == 1
+
+
+def test_a_server_that_breaks_meanwhile_is_told_with_the_rest(
+    own: OwnServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cases(*_: object, **__: object) -> Iterator[Case]:
+        yield Case("burst", 3)
+        raise KeyError("scheduler")
+
+    monkeypatch.setattr(command, "run_cases", cases)
+    full = "/dev/full"  # takes nothing
+    result = CliRunner().invoke(main, ["check", *addresses(own), "--json", full])
+    assert result.exit_code == 1
+    assert "pass    burst" in result.output
+    assert "FAIL the check itself: stumbled over KeyError: 'scheduler'" in result.output
+    assert "Error: /dev/full cannot be written: No space left on device" in result.output
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}",
+        b"\0\0\0 no HTTP\r\n",
+    ],
+)
+def test_a_health_port_that_is_something_else(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answers() -> None:
+            with suppress(OSError):
+                while True:
+                    caller, _ = listener.accept()
+                    with caller:
+                        caller.recv(4096)
+                        caller.sendall(answer)
+
+        thread = threading.Thread(target=answers)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        elsewhere = ["--url", "grpc://127.0.0.1:1", "--http-url", "http://127.0.0.1:1"]
+        result = CliRunner().invoke(main, ["check", *elsewhere, "--health-url", url])
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert result.exit_code == 1
+    assert f"Error: {url} does not answer as a health port does" in result.output
+
+
+def test_ctrl_c_before_the_server_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(queue.SimpleQueue[Supervisor | None]):
+        def get(self, *_: object) -> Supervisor | None:
+            raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(queue, "SimpleQueue", Interrupted)
+    with pytest.raises(KeyboardInterrupt), started():
+        pass
+    assert set(threading.enumerate()) <= before
 
 
 def test_the_catalogue_has_every_fault() -> None:

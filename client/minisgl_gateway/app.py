@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,7 +48,8 @@ def create_app(options: GatewayOptions) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
+        with suppress(asyncio.CancelledError):  # by a second Ctrl-C, which waits for nothing
+            yield
         await engine.aclose()
 
     app = FastAPI(

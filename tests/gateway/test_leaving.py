@@ -159,16 +159,23 @@ def test_a_gateway_that_is_killed(talker: TritonServer, engine: Engine, tmp_path
     engine.check_cancelled(2)
 
 
-def test_a_gateway_that_is_stopped(talker: TritonServer, engine: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked_twice", [False, True])
+def test_a_gateway_that_is_stopped(
+    talker: TritonServer, engine: Engine, tmp_path: Path, asked_twice: bool
+) -> None:
     """It waits for answers as long as it may, and then says why it does not go on."""
-    triton, patience = f"127.0.0.1:{talker.grpc_port}", ("--drain-timeout-s", "1")
-    with gateway_of(triton, tmp_path / "log", *patience) as gateway, ThreadPoolExecutor(1) as pool:
+    triton, log = f"127.0.0.1:{talker.grpc_port}", tmp_path / "log"
+    patience = ("--drain-timeout-s", "600" if asked_twice else "1")
+    with gateway_of(triton, log, *patience) as gateway, ThreadPoolExecutor(1) as pool:
         url = f"{gateway.url}/v1/chat/completions"
         whole = pool.submit(httpx.post, url, json=LONG, timeout=PATIENCE_S)
         with httpx.stream("POST", url, json={**LONG, "stream": True}) as answer:
             lines = some_of(answer)
             engine.wait_busy(2)
-            gateway.process.terminate()
+            gateway.process.send_signal(signal.SIGINT)
+            if asked_twice:
+                wait_for(lambda: "Shutting down" in log.read_text(), "the first to be heard")
+                gateway.process.send_signal(signal.SIGINT)
             *_, last = filter(None, lines)
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert whole.result().status_code == 503

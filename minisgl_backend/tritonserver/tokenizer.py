@@ -64,6 +64,7 @@ class _Job:
         "label",
         "parameters",
         "responder",
+        "sending",
         "stopped",
         "timeout_us",
     )
@@ -78,6 +79,8 @@ class _Job:
         self.label: str = request.request_id()
         self.responder = responder
         self.stopped = False
+        self.sending = threading.Lock()
+        """Held to send, and to set ``stopped``: what is sent after it follows what is stopped."""
 
 
 class TritonPythonModel:
@@ -158,9 +161,10 @@ class TritonPythonModel:
     def _run(self, job: _Job, size: int) -> None:
         try:
             outputs = self._tokenize(job)
-            if job.stopped:
-                raise Cancelled("a stop_request of the same id came in")
-            job.responder.send(make_response(outputs), final=True)
+            with job.sending:
+                if job.stopped:
+                    raise Cancelled("a stop_request of the same id came in")
+                job.responder.send(make_response(outputs), final=True)
         except Exception as error:
             self._refuse(job.responder, error)
         finally:
@@ -196,6 +200,7 @@ class TritonPythonModel:
 
     def _stop(self, stop: _Job) -> None:
         with self._lock:
-            for job in self._jobs:
-                if job is not stop and job.label == stop.label and job.label:
-                    job.stopped = True
+            same = [job for job in self._jobs if job is not stop and job.label == stop.label]
+        for job in same if stop.label else ():
+            with job.sending:
+                job.stopped = True

@@ -221,6 +221,29 @@ def test_the_pool_is_bounded_and_a_stop_request_ends_what_waits_in_it(
     outputs(answer_of(waiting[1]))
 
 
+def test_a_stop_request_follows_what_is_being_sent(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would reach the engine first, and stop nothing."""
+    request = pb_utils.InferenceRequest({"text_input": text("x")}, request_id="job")
+    stop = pb_utils.InferenceRequest({}, request_id="job", parameters={"stop_request": True})
+    stopping = threading.Thread(target=tokenizer.execute, args=([stop],))
+    send, order = request.sender.send, []
+
+    def slow(response: Any, flags: int) -> None:
+        stopping.start()
+        stopping.join(0.2)  # which is enough to get ahead
+        order.append(stop.sender.num_sent)
+        send(response, flags)
+
+    monkeypatch.setattr(request.sender, "send", slow)
+    tokenizer.execute([request])
+    outputs(answer_of(request))
+    outputs(answer_of(stop))
+    stopping.join(PATIENCE_S)
+    assert order == [0]
+
+
 # --- detokenizer -------------------------------------------------------------------------------
 
 

@@ -1,8 +1,9 @@
 """The private directory of a server, and what is left of servers that were killed.
 
-Each directory has a lock, which the server's processes hold together: the starter, tritonserver and
-its models. So a lock that is free means that none of them is left, whatever ended them, and the
-next start removes the directory, and the shared memory whose names the lock file tells.
+Each directory is locked by the server's processes together: the starter, tritonserver and its
+models. So one that is not locked has none of them left, whatever ended them, and the next start
+removes it, and the shared memory whose names a file in it tells. The lock is one of the directory
+itself: that is what systemd-tmpfiles heeds, which else removes files that are ten days old.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from minisgl_backend.errors import ConfigError
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "minisgl-"
-_LOCK: Final = "owner"
+_REGIONS: Final = "regions"
+"""The file that tells how the names of the shared memory begin."""
 _LONGEST_BASE: Final = 40
 """Sockets live in the directory, and a socket's path must be short."""
 _LEAST_BYTES: Final = 2**20
@@ -40,9 +42,9 @@ def make_directory(shared_memory_prefix: str) -> tuple[Path, int]:
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     except OSError as error:
         raise ConfigError(f"{base} takes no files of the server's: {error.strerror}") from None
-    lock = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    lock = os.open(directory, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    os.write(lock, shared_memory_prefix.encode())
+    (directory / _REGIONS).write_text(shared_memory_prefix, "utf-8")
     return directory, lock
 
 
@@ -56,12 +58,12 @@ def sweep() -> list[Path]:
     swept = []
     for directory in _base().glob(_PREFIX + "*"):
         with contextlib.suppress(OSError):  # another user's, no server's, in use, or gone by now
-            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_uid != os.getuid():
                     continue
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                prefix = os.read(lock, 256).decode()
+                prefix = (directory / _REGIONS).read_text("utf-8")
                 if prefix.startswith(_PREFIX):
                     for region in regions(prefix):
                         region.unlink(missing_ok=True)

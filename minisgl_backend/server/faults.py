@@ -47,6 +47,7 @@ class Lookout:
         """Why the server is not ready; nothing where it is."""
         self.looked_s = time.monotonic()
         self._server = server
+        self._models = server.model_names()
         self._asked_s = self._answered_s = float("-inf")
         self._triton_is_ready = False
 
@@ -68,7 +69,7 @@ class Lookout:
         self._ask_triton()
         fault = self._find_fault()
         serving = {process.model for process in self.seen if process.beat.state is State.SERVING}
-        missing = [f"{m}: not loaded" for m in sorted(self._server.model_names() - serving)]
+        missing = [f"{m}: not loaded" for m in sorted(self._models - serving)]
         if fault is not None:
             missing.insert(0, fault.what)
         elif not self._triton_is_ready and not missing:
@@ -98,6 +99,8 @@ class Lookout:
         code = self._server.poll()
         if code is not None:
             return Fault(f"tritonserver ended with code {code}")
+        if not self._server.repository.exists():
+            return Fault(f"somebody removed the server's files from {self._server.directory}")
         now_s = time.monotonic()
         wrong = {process: _wrong_with(process, now_s) for process in self.seen}
         found = {process: what for process, what in wrong.items() if what is not None}

@@ -268,7 +268,11 @@ class TritonServer:
         if not self._was_ready or self._process.poll() is not None:
             return False
         deadline = time.monotonic() + self.options.exit_timeout_s
-        (self.directory / DRAIN_FILE).touch()
+        try:
+            (self.directory / DRAIN_FILE).touch()
+        except OSError as error:  # a full disk, or somebody removed the directory
+            logger.warning("the engine cannot be asked to drain: %s", error)
+            return False
         while self._process.poll() is None and any(self.directory.glob(ENGINE_SIGNS)):
             if time.monotonic() > deadline:
                 logger.warning("the engine did not drain in time")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -131,6 +132,10 @@ def test_what_a_killed_server_left_goes_with_the_next_start(server: TritonServer
     region = Path("/dev/shm") / f"minisgl-test-{os.getpid()}-left"
     region.touch()
     assert killed not in sweep() and region.exists()
+    cleaner = os.open(killed, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):  # so systemd-tmpfiles leaves it alone
+        fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(cleaner)
     os.close(lock)
     other = Path(tempfile.mkdtemp(prefix="minisgl-"))
     assert killed in sweep()

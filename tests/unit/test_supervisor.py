@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -372,6 +373,15 @@ def test_a_server_that_somebody_else_stops_is_left_alone(world: World) -> None:
     world.supervisor.server.signal(signal.SIGTERM)
     world.join()
     assert "told to end by somebody else" in str(world.error)
+
+
+def test_files_that_somebody_removed_are_a_fault(world: World) -> None:
+    shutil.rmtree(world.supervisor.server.directory)
+    world.wait_ready(1)
+    assert len(world.servers) == 2
+    shutil.rmtree(world.supervisor.server.directory)
+    world.close()  # without a drain, and without an error
+    assert world.error is None
 
 
 def test_a_model_that_is_unloaded_is_missed_but_no_fault(world: World) -> None:

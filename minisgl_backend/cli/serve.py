@@ -177,13 +177,13 @@ def _stop_on_signals(supervisors: Sequence[Supervisor], console: Console) -> thr
 
 
 def _welcome(server: TritonServer, health_port: int, model: str, seconds: float) -> str:
-    host = server.options.host
+    address = server.options.address
     return f"""
 ready after {seconds:.1f} s, serving {model}
   HTTP     {server.url()}
-  gRPC     {host}:{server.grpc_port}
-  metrics  http://{host}:{server.metrics_port}/metrics
-  health   http://{host}:{health_port}/ready
+  gRPC     {address(server.grpc_port)}
+  metrics  http://{address(server.metrics_port)}/metrics
+  health   http://{address(health_port)}/ready
 
 Try it:
   curl -s {server.url("/v2/models/minisgl/generate")} -d '{{

@@ -6,6 +6,7 @@ Knows Triton's options, and which of its doors are for the operator alone. Must 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,6 @@ from minisgl_backend.errors import ConfigError
 ADMIN_KEY_HEADER: Final = "minisgl-admin-key"
 """The HTTP header that opens what is restricted; its value is random, and told to nobody."""
 
-_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _RESTRICTED: Final = "model-repository,shared-memory,trace,logging"
 """What could unload models, map memory or fill the disk: none of a client's business."""
 
@@ -37,7 +37,14 @@ class ServerOptions:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        return self.host in _LOOPBACK
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def address(self, port: int) -> str:
+        """HOST:PORT, as gRPC and URLs have it."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
 
 def with_ports(options: ServerOptions, held: contextlib.ExitStack) -> ServerOptions:
@@ -80,6 +87,8 @@ def _option(name: str) -> str:
 
 def command_line(options: ServerOptions, admin_key: str) -> list[str]:
     """tritonserver's arguments, those apart that name files."""
+    host = options.host
+    grpc_host, http_host = (f"[{host}]", f"ipv6:{host}") if ":" in host else (host, host)
     return [
         "--model-control-mode=explicit",
         "--load-model=*",
@@ -87,11 +96,11 @@ def command_line(options: ServerOptions, admin_key: str) -> list[str]:
         "--strict-readiness=true",
         "--exit-on-error=true",
         f"--exit-timeout-secs={options.exit_timeout_s}",
-        f"--http-address={options.host}",
+        f"--http-address={http_host}",
         f"--http-port={options.http_port}",
-        f"--grpc-address={options.host}",
+        f"--grpc-address={grpc_host}",
         f"--grpc-port={options.grpc_port}",
-        f"--metrics-address={options.host}",
+        f"--metrics-address={http_host}",
         f"--metrics-port={options.metrics_port}",
         f"--http-restricted-api={_RESTRICTED}:{ADMIN_KEY_HEADER}={admin_key}",
         f"--grpc-restricted-protocol={_RESTRICTED}:{ADMIN_KEY_HEADER}={admin_key}",

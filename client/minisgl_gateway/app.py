@@ -42,7 +42,7 @@ _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 
 def create_app(options: GatewayOptions) -> ASGIApp:
     """A gateway as an ASGI application; it connects to Triton when it is first asked."""
-    engine = AsyncClient(options.triton, model=options.model, retries=0)
+    engine = AsyncClient(options.triton, protocol="grpc", model=options.model, retries=0)
     telemetry = Telemetry()
     service = Service(options, engine, telemetry)
 

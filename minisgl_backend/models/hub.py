@@ -14,7 +14,7 @@ from minisgl_backend.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja")
 
 Download = Callable[[str, list[str]], str]
 """Fetches the files of a model id that match the patterns; returns their folder."""

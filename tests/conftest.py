@@ -19,7 +19,7 @@ from tests.server.conftest import paced_repository, running
 sys.modules["triton_python_backend_utils"] = pb_utils
 # models this small are computed fastest by one thread, whatever else the machine does
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# a shell starts what runs in its background with Ctrl-C ignored, nohup with the end of the terminal,
+# a shell starts what runs in its background with Ctrl-C ignored, nohup with a terminal's end,
 # and both would be passed on to what tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

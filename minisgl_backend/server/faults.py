@@ -20,6 +20,9 @@ HANG_AFTER_S: Final = 7.0
 not silent while it waits for its device, and a page is touched four times a second."""
 TRITON_HANG_AFTER_S: Final = 20.0
 """The same for tritonserver, which is asked over HTTP and may be late on an overloaded machine."""
+_PAUSED_S: Final = 3.0
+"""Time between two looks that means that this process was paused, as a whole machine may be: so
+were the others, and what they did not say in it tells nothing."""
 _ASK_EVERY_S: Final = 1.0
 """How often tritonserver itself is asked whether it is ready."""
 
@@ -48,7 +51,7 @@ class Lookout:
         self.looked_s = time.monotonic()
         self._server = server
         self._models = server.model_names()
-        self._asked_s = self._answered_s = float("-inf")
+        self._asked_s = self._answered_s = self._awake_since_s = float("-inf")
         self._triton_is_ready = False
 
     def serves(self) -> None:
@@ -65,6 +68,9 @@ class Lookout:
 
     def look(self) -> Fault | None:
         """Note how the server is; what is wrong with it, if that needs mending."""
+        now_s = time.monotonic()
+        if now_s - self.looked_s > _PAUSED_S:
+            self._awake_since_s = now_s
         self.seen = tuple(self.processes.look())
         self._ask_triton()
         fault = self._find_fault()
@@ -102,18 +108,19 @@ class Lookout:
         if not self._server.repository.exists():
             return Fault(f"somebody removed the server's files from {self._server.directory}")
         now_s = time.monotonic()
-        wrong = {process: _wrong_with(process, now_s) for process in self.seen}
+        awake_s = now_s - self._awake_since_s
+        wrong = {process: _wrong_with(process, now_s, awake_s) for process in self.seen}
         found = {process: what for process, what in wrong.items() if what is not None}
         if found:
             return Fault("; ".join(found.values()), tuple(found))
-        if now_s - self._answered_s > TRITON_HANG_AFTER_S:
+        if min(now_s - self._answered_s, awake_s) > TRITON_HANG_AFTER_S:
             return Fault("tritonserver hangs: it does not answer over HTTP")
         return None
 
 
-def _wrong_with(process: ModelProcess, now_s: float) -> str | None:
+def _wrong_with(process: ModelProcess, now_s: float, awake_s: float) -> str | None:
     name = f"{process.model} (process {process.pid})"
-    silent_s = process.beat.silent_s(now_s)
+    silent_s = min(process.beat.silent_s(now_s), awake_s)
     if not process.is_alive:
         return f"{name} ended unexpectedly"
     if process.beat.state is State.BROKEN:

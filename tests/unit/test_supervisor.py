@@ -15,12 +15,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.server import asking
+from minisgl_backend.heartbeat import Heartbeat
+from minisgl_backend.server import asking, faults
 from minisgl_backend.server.health import _MOST_CALLERS as MOST
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import Installation
@@ -312,6 +314,41 @@ def test_silence_beyond_a_pause_is_a_hang(
     world.wait_ready(1)
     assert not is_alive(pid)
     assert (world.supervisor.server is server) == (model != "tritonserver")
+
+
+class Healthy:
+    """What a lookout sees of a server that is well."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = self.repository = directory
+
+    def model_names(self) -> set[str]:
+        return {"tokenizer"}
+
+    def is_ready(self, *, timeout_s: float) -> bool:
+        return timeout_s > 0
+
+    def poll(self) -> None:
+        return None
+
+
+def test_a_pause_of_the_whole_machine_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Heartbeat(tmp_path, "tokenizer")  # of this process, and silent from now on
+    now_s = time.monotonic()
+    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: now_s))
+    lookout = faults.Lookout(cast(TritonServer, Healthy(tmp_path)))
+    lookout.serves()
+    now_s += 3600.0
+    assert lookout.look() is None
+    for _ in range(7):
+        now_s += 1.0
+        assert lookout.look() is None
+    now_s += 1.0
+    fault = lookout.look()
+    assert fault is not None and fault.what.endswith("hangs: silent for 8.0 s")
+    lookout.close()
 
 
 def test_a_start_that_hangs_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

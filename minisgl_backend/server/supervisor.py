@@ -256,4 +256,5 @@ class Supervisor:
         self._reasons = (reason,)
         self._phase = Phase.DOWN
         self.server.kill()
+        self._lookout.seen = ()  # their ids may be others' by now
         stopping.wait()

@@ -382,6 +382,7 @@ def test_it_gives_up_after_too_many_recoveries_and_says_so(world: World) -> None
     assert not health.live and not health.ready
     assert health.reasons[0].startswith(f"given up after {MAX_RECOVERIES} recoveries in 10 min")
     assert "the port is taken" in health.reasons[0]
+    world.wait(lambda: not world.pids())
     world.stopping.set()
     world.join()
     assert isinstance(world.error, EngineFailure)

@@ -154,6 +154,8 @@ def gateway(
         listener = listen(host, port)
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    except UnicodeError:  # of encoding a name that no host can have
+        raise click.ClickException(f"cannot listen on {host}:{port}: no such name") from None
     with listener:
         shown = f"[{host}]" if ":" in host else host
         click.echo(f"ready on http://{shown}:{listener.getsockname()[1]}")

@@ -9,6 +9,7 @@ Ctrl-C ends it with the report so far.
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 import subprocess
@@ -80,6 +81,8 @@ def check(
     until_s = time.monotonic() + (hours or 0.0) * 3600
     extents = {"short": SHORT, "figures": FIGURES, "full": FULL}
     size = extents[extent] if hours is None else SOAK
+    if hours is not None and not math.isfinite(hours):
+        raise ConfigError(f"--hours must be finite, got {hours}")
     addresses = [one for one in (url, http_url, health_url) if one]
     if len(addresses) not in (0, 3):
         raise ConfigError("--url, --http-url and --health-url go together")

@@ -98,9 +98,11 @@ class Footprints:
         self.read(target)
 
     def read(self, target: Target) -> str:
-        """One reading, in words."""
+        """One reading, in words; none while the engine is loaded again."""
         stats = target.stats()
-        scheduler = stats.engine["scheduler"]
+        scheduler = stats.engine.get("scheduler")
+        if scheduler is None:
+            return "the engine tells nothing"
         reading = {
             "minutes": (time.monotonic() - self._begin_s) / 60,
             "MB": stats.resident_mb,

@@ -96,6 +96,12 @@ def test_a_long_run_that_is_interrupted_reports_what_it_has(
     assert result.output.count("pass    canary:") == 1
 
 
+def test_no_run_is_endless() -> None:
+    result = CliRunner().invoke(main, ["check", "--hours", "nan"])
+    assert result.exit_code != 0
+    assert "--hours must be finite, got nan" in result.output
+
+
 def test_a_server_that_breaks_meanwhile_is_told_with_the_rest(
     own: OwnServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,3 +85,9 @@ def test_a_port_that_is_taken() -> None:
         result = CliRunner().invoke(gateway, ["--port", port])
     assert result.exit_code == 1
     assert "cannot listen" in result.output
+
+
+def test_a_host_that_can_have_no_address() -> None:
+    result = CliRunner().invoke(gateway, ["--host", "a..b", "--api-key", "k", "--port", "0"])
+    assert result.exit_code == 1
+    assert result.output == "Error: cannot listen on a..b:0: no such name\n"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import queue
 import re
-import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from minisgl_backend.check.own_server import OwnServer, started
 from minisgl_backend.check.rates import Rates
 from minisgl_backend.cli.main import main
 from minisgl_backend.server.supervisor import Supervisor
+from tests.fakes.answers import answering
 
 pytestmark = pytest.mark.server
 
@@ -127,23 +126,9 @@ def test_a_server_that_breaks_meanwhile_is_told_with_the_rest(
     ],
 )
 def test_a_health_port_that_is_something_else(answer: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answers() -> None:
-            with suppress(OSError):
-                while True:
-                    caller, _ = listener.accept()
-                    with caller:
-                        caller.recv(4096)
-                        caller.sendall(answer)
-
-        thread = threading.Thread(target=answers)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with answering(answer) as url:
         elsewhere = ["--url", "grpc://127.0.0.1:1", "--http-url", "http://127.0.0.1:1"]
         result = CliRunner().invoke(main, ["check", *elsewhere, "--health-url", url])
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
     assert result.exit_code == 1
     assert f"Error: {url} does not answer as a health port does" in result.output
 

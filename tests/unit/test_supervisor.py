@@ -36,6 +36,7 @@ from minisgl_backend.server.supervisor import (
     Phase,
     Supervisor,
 )
+from tests.fakes.answers import answering
 
 PATIENCE_S = 30.0
 MODELS = ("detokenizer", "llm_engine", "tokenizer")
@@ -497,21 +498,9 @@ def test_a_caller_that_leaves_is_no_word_in_the_log(
 
 def test_an_answer_of_tritonserver_that_breaks_off_tells_nothing() -> None:
     answers = (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nnv_inf", b"\0\0no HTTP\r\n")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-        def answer() -> None:
-            for text in (*answers, answers[1]):
-                caller, _ = listener.accept()
-                with caller:
-                    caller.recv(4096)
-                    caller.sendall(text)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
+    with answering(*answers) as url:
         assert [asking.num_waiting(url, "tokenizer") for _ in answers] == [0, 0]
         assert asking.is_ready(url, timeout_s=PATIENCE_S) is None
-        thread.join()
 
 
 def test_a_health_port_that_is_taken() -> None:

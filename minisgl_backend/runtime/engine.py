@@ -20,7 +20,15 @@ import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.heartbeat import State
-from minisgl_backend.request import FinishReason, Request, RequestId, SamplingParams, Sink
+from minisgl_backend.request import (
+    Failed,
+    Finished,
+    FinishReason,
+    Request,
+    RequestId,
+    SamplingParams,
+    Sink,
+)
 from minisgl_backend.runtime.inbox import Abort, Add, Fail, Stop
 from minisgl_backend.runtime.loop import Loop
 from minisgl_backend.runtime.ports import Executor, Scheduler
@@ -118,9 +126,15 @@ class Engine:
                 Add(dataclasses.replace(request, sampling=sampling), sink, time.monotonic())
             )
 
-    def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request; its sink gets ``Finished(reason)``. Idempotent; ignores unknown ids."""
-        self._loop.inbox.put(Abort(request_id, reason))
+    def abort(
+        self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
+    ) -> None:
+        """End a request; its sink gets ``Finished(why)``, or ``Failed(why)`` where it is an error.
+
+        Idempotent; ignores unknown ids.
+        """
+        event = Finished(why) if isinstance(why, FinishReason) else Failed(why)
+        self._loop.inbox.put(Abort(request_id, event))
 
     def fail(self, error: EngineFailure) -> None:
         """End at once: the executor is lost. Every open request gets an error. Any thread."""

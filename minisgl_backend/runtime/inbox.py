@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError
-from minisgl_backend.request import FinishReason, Request, RequestId, Sink
+from minisgl_backend.request import Failed, Finished, Request, RequestId, Sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request for ``reason``; ignored where it is not open any more."""
+    """End a request with ``event``; ignored where it is not open any more."""
 
     request_id: RequestId
-    reason: FinishReason
+    event: Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)

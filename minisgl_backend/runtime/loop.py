@@ -168,7 +168,7 @@ class Loop:
             raise message.error
         elif isinstance(message, Abort):
             if message.request_id in self._open:
-                self._abort(message.request_id, Finished(message.reason))
+                self._abort(message.request_id, message.event)
         else:
             self._add(message)
 

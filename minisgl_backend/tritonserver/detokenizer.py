@@ -111,7 +111,7 @@ class TritonPythonModel:
         try:
             verdict, response = self._answer(chunk, stream, responder)
         except Exception as error:
-            verdict, response = Verdict.STOP, error_response(error, request.request_id())
+            verdict, response = Verdict.FAILED, error_response(error, request.request_id())
             if stream is not None:
                 stream.over = verdict
         # before it is sent, since the engine can make the next chunk ready meanwhile; that one is
@@ -149,7 +149,7 @@ class TritonPythonModel:
         """What the engine and what the client gets to hear; None: nothing."""
         if stream is None:
             error = EngineFailure("the detokenizer was restarted and lost this request")
-            return Verdict.LOST, error_response(error, responder.label)
+            return Verdict.FAILED, error_response(error, responder.label)
         if stream.over is not None:
             return stream.over, None
         if self._is_cancelled(stream, responder):

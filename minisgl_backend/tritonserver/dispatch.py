@@ -39,7 +39,9 @@ _LINGER_S: Final = 10.0
 class Aborter(Protocol):
     """The part of the engine that is needed here."""
 
-    def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.CANCELLED) -> None:
+    def abort(
+        self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
+    ) -> None:
         """End a request; its terminal event follows through its sink."""
 
 
@@ -134,8 +136,9 @@ class Dispatcher:
                 self._send(stream)
             except Exception:
                 logger.exception("request %r: a response could not be sent", stream.label)
-                stream.mute(EngineFailure("a response could not be sent"))
-                self._engine.abort(stream.request_id)
+                error = EngineFailure("a response could not be sent")
+                stream.mute(error)
+                self._engine.abort(stream.request_id, error)
                 if stream.release(-1):
                     self._outbox.put(stream, urgent=True)
 
@@ -179,12 +182,13 @@ class Dispatcher:
             self._newest_acknowledged_s = sent_s
         if ready:
             self._outbox.put(stream, urgent=stream.is_urgent)
-        if ack.verdict is Verdict.CONTINUE:
-            return
-        if ack.verdict is Verdict.LOST:
-            logger.warning("request %r: the detokenizer lost its stream", stream.label)
-        stop = ack.verdict is Verdict.STOP
-        self._engine.abort(stream.request_id, FinishReason.STOP if stop else FinishReason.CANCELLED)
+        if ack.verdict is Verdict.STOP:
+            self._engine.abort(stream.request_id, FinishReason.STOP)
+        elif ack.verdict is Verdict.CANCELLED:
+            self._engine.abort(stream.request_id)
+        elif ack.verdict is Verdict.FAILED:
+            logger.warning("request %r: the detokenizer failed on it", stream.label)
+            self._engine.abort(stream.request_id, EngineFailure("the detokenizer failed"))
 
     def _settle(self, ack: Ack) -> None:
         lingering = self._lingering.get(ack.key)
@@ -204,9 +208,10 @@ class Dispatcher:
 
     def _give_up(self, stream: Stream, why: str) -> None:
         logger.warning("request %r: given up, %s", stream.label, why)
-        if stream.mute(EngineFailure(why)):
+        error = EngineFailure(why)
+        if stream.mute(error):
             self._outbox.put(stream, urgent=True)
-        self._engine.abort(stream.request_id)
+        self._engine.abort(stream.request_id, error)
 
     # --- the clock ---------------------------------------------------------------------------
 

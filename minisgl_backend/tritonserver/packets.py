@@ -24,11 +24,12 @@ class Verdict(IntEnum):
 
     CONTINUE = 0
     STOP = 1
-    """A stop string matched, or the detokenizer failed on the stream; the client has been told."""
+    """A stop string matched; the client has been told."""
     CANCELLED = 2
     """The chunk's own request is cancelled, so nobody reads."""
-    LOST = 3
-    """The detokenizer does not know the stream (it was restarted); the client has been told."""
+    FAILED = 3
+    """The detokenizer failed on the stream, or does not know it as it was restarted; the client has
+    been told."""
 
 
 @dataclass(frozen=True, slots=True)

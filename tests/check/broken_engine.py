@@ -15,7 +15,7 @@ import numpy as np
 from minisgl_backend.bench import paced
 from minisgl_backend.cache.kv import Lease
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.errors import EngineFailure, InvalidRequest
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, FinishReason, RequestId
 from minisgl_backend.runtime.engine import Engine, EngineInfo
@@ -74,9 +74,11 @@ class BrokenEngine(Engine):
         executor.__class__ = BrokenExecutor
         super().__init__(info, scheduler, executor, overlap=overlap)
 
-    def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.CANCELLED) -> None:
+    def abort(
+        self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
+    ) -> None:
         if not is_broken("a cancel is ignored"):
-            super().abort(request_id, reason)
+            super().abort(request_id, why)
 
 
 class TritonPythonModel(llm_engine.TritonPythonModel):

@@ -174,9 +174,12 @@ def test_tokens_gather_until_the_last_chunk_is_acknowledged(model: Model) -> Non
     wait_idle(model)
 
 
-@pytest.mark.parametrize("verdict", [Verdict.STOP, Verdict.CANCELLED, Verdict.LOST])
+@pytest.mark.parametrize(
+    ("verdict", "counted"),
+    [(Verdict.STOP, (0, {})), (Verdict.CANCELLED, (1, {})), (Verdict.FAILED, (0, {"INTERNAL": 1}))],
+)
 def test_a_verdict_ends_the_request_with_the_final_flag_alone(
-    model: Model, verdict: Verdict
+    model: Model, verdict: Verdict, counted: tuple[int, dict[str, int]]
 ) -> None:
     asked = request(max_tokens=5000, stream=True)
     with Reader(asked) as reader:
@@ -187,8 +190,8 @@ def test_a_verdict_ends_the_request_with_the_final_flag_alone(
         assert reader.next() is None
         wait_idle(model)
         assert reader.forgotten.get(timeout=PATIENCE_S) == item[0].key
-    cancelled = model._engine.stats().num_cancelled
-    assert cancelled == (0 if verdict is Verdict.STOP else 1)
+    stats = model._engine.stats()
+    assert (stats.num_cancelled, stats.failed) == counted
 
 
 def test_probes_while_nothing_is_to_be_sent(model: Model) -> None:
@@ -224,6 +227,8 @@ def test_a_detokenizer_that_goes_ends_its_requests_with_an_error(model: Model) -
         message = error.message() if error else ""
     assert message == "INTERNAL: the detokenizer has gone"
     wait_idle(model)
+    stats = model._engine.stats()
+    assert (stats.num_cancelled, stats.failed) == (0, {"INTERNAL": 1})
 
 
 def test_a_missing_acknowledgement_while_others_come(model: Model) -> None:
@@ -240,7 +245,8 @@ def test_a_missing_acknowledgement_while_others_come(model: Model) -> None:
             last = item[0]
         reader.acknowledge(last, Verdict.CANCELLED)
     wait_idle(model)
-    assert model._engine.stats().num_cancelled == 2
+    stats = model._engine.stats()
+    assert (stats.num_cancelled, stats.failed) == (1, {"INTERNAL": 1})
 
 
 def test_a_direct_caller_gets_tokens(model: Model) -> None:

@@ -340,7 +340,7 @@ def test_a_cancelled_client(detokenizer: Detokenizer, engine: Engine) -> None:
 
 def test_a_stream_that_is_not_known(detokenizer: Detokenizer, engine: Engine) -> None:
     assert message_of(take(detokenizer, engine.request(4, [5]))).startswith("INTERNAL: ")
-    assert engine.ack() == Ack(1, 4, Verdict.LOST)
+    assert engine.ack() == Ack(1, 4, Verdict.FAILED)
 
 
 def test_an_error_of_the_engine(detokenizer: Detokenizer, engine: Engine) -> None:
@@ -360,7 +360,7 @@ def test_a_failure_on_one_stream_stays_with_it(
     monkeypatch.setattr(broken, "answers", None)
     told = message_of(take(detokenizer, engine.request(1, [5], key=1)))
     assert told.startswith("INTERNAL: internal error")
-    assert engine.ack() == Ack(1, 1, Verdict.STOP)
+    assert engine.ack() == Ack(1, 1, Verdict.FAILED)
     take(detokenizer, engine.request(1, [5], key=2))
     assert engine.ack() == Ack(2, 1, Verdict.CONTINUE)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ from minisgl_backend.server.model_processes import ModelProcess, counts_of, foot
 from minisgl_backend.server.process import TritonServer
 
 
-def server_stats(server: TritonServer, processes: Iterable[ModelProcess]) -> dict[str, Any]:
-    """What the server holds, and what each process tells of itself, asked now."""
+def server_stats(server: TritonServer, processes: Sequence[ModelProcess]) -> dict[str, Any]:
+    """What the server holds, and what each process tells of itself, all asked at once."""
+    with ThreadPoolExecutor(max(1, len(processes))) as threads:
+        models = list(threads.map(partial(_process_stats, server.directory), processes))
     return {
         "shared_memory_bytes": sum(map(_num_bytes, server.shared_memory_regions())),
         "tritonserver": {"pid": server.pid, **footprint(server.pid)},
-        "models": [_process_stats(server.directory, process) for process in processes],
+        "models": models,
     }
 
 

@@ -34,6 +34,8 @@ _TICK_S: Final = 0.025
 _SWEEP_EVERY_S: Final = 0.1
 _LINGER_S: Final = 10.0
 """How long a stream that ended early is remembered for acknowledgements still outstanding."""
+_CALM_S: Final = 1.0
+"""The clock's failures that follow each other faster are one, and one line in the log."""
 
 
 class Aborter(Protocol):
@@ -216,13 +218,17 @@ class Dispatcher:
     # --- the clock ---------------------------------------------------------------------------
 
     def _run_clock(self) -> None:
+        failed_s = float("-inf")
         while not self._stopping.wait(_TICK_S):
             now_s = time.monotonic()
             for stream in self._snapshot():
                 try:
                     self._look_after(stream, now_s)
                 except Exception:  # Triton may have no room for a question; others have theirs
-                    logger.exception("request %r: the clock stumbled on its stream", stream.label)
+                    if now_s - failed_s > _CALM_S:
+                        text = "request %r, and maybe others: its stream could not be looked after"
+                        logger.exception(text, stream.label)
+                    failed_s = now_s
             self._expire(now_s)
             self._outbox.expire(now_s)
 

@@ -283,7 +283,7 @@ def test_a_direct_caller_who_gives_up(model: Model) -> None:
 
 
 def test_streams_that_cannot_be_asked_hold_up_no_other(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def is_cancelled() -> bool:
         raise RuntimeError("no room in shared memory")
@@ -296,6 +296,8 @@ def test_streams_that_cannot_be_asked_hold_up_no_other(
         other.sender.cancelled = True
         _, final = other.sender.sent.get(timeout=PATIENCE_S)
         assert final
+    lines = [record for record in caplog.records if "looked after" in record.message]
+    assert 0 < len(lines) < len(asked)
     for one in asked:
         one.sender.cancelled = True
     wait_idle(model)

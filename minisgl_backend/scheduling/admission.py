@@ -1,102 +1,86 @@
-"""Who goes next: the order of the waiting sequences, and the pages to keep for the running ones.
+"""Admission control: whether the pool has room for the next waiting sequence.
 
-Order. A higher priority goes first, and within a level the older request. No level starves: one
-level is worth a head start of ``HEAD_START`` arrivals, so a request is overtaken by at most that
-many later ones per level above its own. With the policy ``lpm`` (longest prefix match first), the
-sequence with the most cached tokens among the first ``WINDOW`` of the head's level goes before the
-head, but past one and the same head only ``MAX_OVERTAKEN`` times.
+An admitted sequence gets pages for all its known tokens at once. Beyond these a reserve is kept
+free: ``reserve_tokens`` more tokens for each running sequence, or what is left of its output if
+that is less. To reserve all of max_tokens would leave most of the pool idle, since outputs are
+usually shorter; to reserve nothing would retract sequences soon after their admission.
 
-Nobody goes past a sequence because it is smaller: a large one at the head waits until it fits.
-
-Reserve. Admitting a sequence takes pages for its known tokens at once. Beyond that, pages are kept
-back for ``reserve_tokens`` more tokens of each running sequence (or what is left of its output, if
-less): keeping all of max_tokens would leave most of the pool idle, since outputs are usually
-shorter, and keeping nothing would retract sequences as soon as they are admitted.
+Must not know plans or the budget of a step.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from itertools import takewhile
+from collections.abc import Iterator
 
 import numpy as np
 
-from minisgl_backend.cache.kv import KVCache
+from minisgl_backend.cache.kv import Lease
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.request import Request
 from minisgl_backend.scheduling.capacity import num_pages_for
-from minisgl_backend.scheduling.rows import Rows
+from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.sequence import Precedence, Sequence
 
-HEAD_START = 1024
-WINDOW = 32
-MAX_OVERTAKEN = 64
 
+class AdmissionControl:
+    """Leases pages to waiting sequences, one after the other, for as long as they fit."""
 
-def precedence_of(request: Request, arrival: int) -> Precedence:
-    """Place of the ``arrival``-th request in the order of service."""
-    return (arrival - request.priority * HEAD_START, arrival)
+    def __init__(self, life: Lifecycle, reserve_tokens: int) -> None:
+        self._life = life
+        self._page_size = life.cache.page_size
+        self._reserve_tokens = reserve_tokens
+        self._blocked_cost = 0  # pages that the last sequence which did not fit would take ...
+        self._blocked_at = -1  # ... and what Lifecycle.changes was then
 
+    def admissible(self, before: Precedence | None) -> Iterator[tuple[Sequence, Lease]]:
+        """Waiting sequences that fit, each with pages for all its known tokens.
 
-def by_precedence(sequence: Sequence) -> Precedence:
-    """Key to sort sequences by."""
-    return sequence.precedence
+        Ends at the first that does not fit, or that comes after ``before`` in the order of service.
+        The caller starts each sequence before it asks for the next one.
+        """
+        reserved = self._reserved_pages()
+        while self._life.rows.num_free and not self._is_still_blocked(reserved):
+            sequence = self._life.queue.choose()
+            if sequence is None or (before is not None and sequence.precedence > before):
+                return
+            num_tokens = min(sequence.limit - 1, len(sequence.tokens) + self._reserve_tokens)
+            needed = num_pages_for(num_tokens, self._page_size)
+            lease = self._lease(sequence, needed, reserved)
+            if lease is None:
+                return
+            reserved += needed - len(lease.pages)
+            yield sequence, lease
 
+    def _reserved_pages(self) -> int:
+        """Pages to keep free for the running rows, beyond those that they hold."""
+        rows = self._life.rows
+        running = np.flatnonzero(rows.accepting & ~rows.retiring)
+        growth = np.minimum(rows.limit[running] - 1 - rows.capacity[running], self._reserve_tokens)
+        return int((-(-np.maximum(growth, 0) // self._page_size)).sum())
 
-class WaitingQueue:
-    """The waiting sequences, in order of precedence; ``policy`` is fcfs or lpm."""
+    def _is_still_blocked(self, reserved: int) -> bool:
+        """Whether the next sequence did not fit before, and nothing has changed since.
 
-    def __init__(self, cache: KVCache, policy: str) -> None:
-        self._cache = cache
-        self._longest_prefix_first = policy == "lpm"
-        self._sequences: list[Sequence] = []
+        It saves matching a waiting prompt against the cache in every step of the running ones.
+        """
+        room = self._life.num_available_pages - reserved
+        is_unchanged = self._blocked_at == self._life.changes
+        return is_unchanged and self._life.rows.num_used > 0 and room < self._blocked_cost
 
-    def __len__(self) -> int:
-        return len(self._sequences)
+    def _lease(self, sequence: Sequence, needed: int, reserved: int) -> Lease | None:
+        """Pages for the known tokens of a waiting sequence; None if that leaves too few.
 
-    def push(self, sequence: Sequence) -> None:
-        """Queue a sequence at its place."""
-        insort(self._sequences, sequence, key=by_precedence)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it stands."""
-        place = bisect_left(self._sequences, sequence.precedence, key=by_precedence)
-        if place == len(self._sequences) or self._sequences[place] is not sequence:
-            raise InvariantError(f"request {sequence.request.id} is not in the queue")
-        del self._sequences[place]
-
-    def choose(self) -> Sequence | None:
-        """Who goes next; it stays in the queue."""
-        if not self._sequences:
+        ``needed`` pages hold its known tokens and its own reserve, cached pages included. While no
+        row is in use, the whole pool may be taken, and nothing is reserved.
+        """
+        life = self._life
+        available = life.num_available_pages
+        lease = life.cache.acquire(sequence.tokens, sequence.request.cache_salt)
+        pinned = available - life.num_available_pages  # cached pages that could be evicted before
+        cost = pinned + needed - len(lease.pages)
+        if life.rows.num_used and cost > available - reserved:
+            life.cache.release(lease)
+            self._blocked_at, self._blocked_cost = life.changes, cost
             return None
-        head = self._sequences[0]
-        if not self._longest_prefix_first or head.overtaken >= MAX_OVERTAKEN:
-            return head
-        level = head.request.priority
-        window = takewhile(
-            lambda sequence: sequence.request.priority == level, self._sequences[:WINDOW]
-        )
-        return max(window, key=self._num_cached_tokens)  # the first of equals
-
-    def admit(self, sequence: Sequence) -> None:
-        """Take out the chosen one, and count that it went past the head."""
-        head = self._sequences[0]
-        if sequence is not head:
-            head.overtaken += 1
-        self.remove(sequence)
-
-    def _num_cached_tokens(self, sequence: Sequence) -> int:
-        return self._cache.match_length(sequence.tokens, sequence.request.cache_salt)
-
-
-def reserved_pages(rows: Rows, reserve_tokens: int, page_size: int) -> int:
-    """Pages to keep back for the running rows, beyond those that they hold."""
-    running = np.flatnonzero(rows.accepting & ~rows.retiring)
-    growth = np.minimum(rows.limit[running] - 1 - rows.capacity[running], reserve_tokens)
-    return int((-(-np.maximum(growth, 0) // page_size)).sum())
-
-
-def pages_to_admit(sequence: Sequence, reserve_tokens: int, page_size: int) -> int:
-    """Pages for a sequence's known tokens and its own reserve, cached ones included."""
-    num_tokens = min(sequence.limit - 1, len(sequence.tokens) + reserve_tokens)
-    return num_pages_for(num_tokens, page_size)
+        if not life.cache.grow(lease, len(sequence.tokens)):
+            raise InvariantError(f"request {sequence.request.id} does not fit: pages have leaked")
+        return lease

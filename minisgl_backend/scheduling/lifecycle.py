@@ -18,10 +18,10 @@ import numpy as np
 from minisgl_backend.cache.kv import KVCache, Lease
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId
-from minisgl_backend.scheduling.admission import WaitingQueue, by_precedence, precedence_of
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.rows import Rows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
+from minisgl_backend.scheduling.waiting import WaitingQueue, by_precedence, precedence_of
 
 
 class Lifecycle:

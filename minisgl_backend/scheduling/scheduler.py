@@ -47,12 +47,13 @@ from minisgl_backend.request import (
     RequestId,
     TokenLogprobs,
 )
-from minisgl_backend.scheduling.admission import by_precedence, pages_to_admit, reserved_pages
+from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.scheduling.capacity import check_fits
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence
 from minisgl_backend.scheduling.stats import SchedulerStats
+from minisgl_backend.scheduling.waiting import by_precedence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +83,9 @@ class Scheduler:
         self._life = Lifecycle(cache, config.max_running_requests, config.policy)
         self._rows = self._life.rows
         self._queue = self._life.queue
+        self._admission = AdmissionControl(self._life, config.reserve_tokens)
         self._next_step = 0
         self._next_commit = 0
-        self._blocked_pages = 0  # room that the chosen waiting sequence lacked ...
-        self._blocked_at = -1  # ... when Lifecycle.changes was this
         self._num_retractions = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
@@ -235,50 +235,14 @@ class Scheduler:
             self._life.planned(sequence)
 
     def _admit(self, draft: Draft, *, before: Precedence | None) -> None:
-        """Admit, and begin to prefill, waiting sequences: all, or those that come ``before``."""
-        if not (len(self._queue) and self._rows.num_free and draft.budget):
+        """Admit waiting sequences that fit, all or those ``before``, and begin to prefill them."""
+        if not (len(self._queue) and draft.budget):
             return
-        reserve, size = self._config.reserve_tokens, self._config.page_size
-        reserved = reserved_pages(self._rows, reserve, size)
-        while draft.budget and self._rows.num_free:
-            if self._is_blocked(reserved):
-                return
-            sequence = self._queue.choose()
-            if sequence is None or (before is not None and sequence.precedence > before):
-                return
-            needed = pages_to_admit(sequence, reserve, size)
-            lease = self._lease(sequence, needed, reserved)
-            if lease is None:
-                return
-            reserved += needed - len(lease.pages)
+        for sequence, lease in self._admission.admissible(before):
             self._start(sequence, lease, draft)
             self._plan_chunk(sequence, draft)
-
-    def _is_blocked(self, reserved: int) -> bool:
-        """Whether the next sequence lacked room before, and nothing has changed: look no further.
-
-        So a waiting prompt is not matched against the cache in each step of the running ones.
-        """
-        room = self._life.num_available_pages - reserved
-        unchanged = self._blocked_at == self._life.changes
-        return unchanged and self._rows.num_used > 0 and room < self._blocked_pages
-
-    def _lease(self, sequence: Sequence, needed: int, reserved: int) -> Lease | None:
-        """Pages for a waiting sequence's known tokens; None where that leaves too few.
-
-        Without any row in use the whole pool is there to be had, and nothing is reserved.
-        """
-        room = self._life.num_available_pages - reserved
-        lease = self._cache.acquire(sequence.tokens, sequence.request.cache_salt)
-        pinned = room + reserved - self._life.num_available_pages
-        missing = needed - len(lease.pages) + pinned
-        if self._rows.num_used and missing > room:
-            self._cache.release(lease)
-            self._blocked_at, self._blocked_pages = self._life.changes, missing
-            return None
-        if not self._cache.grow(lease, len(sequence.tokens)):
-            raise InvariantError(f"request {sequence.request.id} does not fit: pages have leaked")
-        return lease
+            if not draft.budget:
+                return
 
     def _start(self, sequence: Sequence, lease: Lease, draft: Draft) -> None:
         """Give a waiting sequence a row, and tell the executor of it."""

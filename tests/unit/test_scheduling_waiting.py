@@ -1,4 +1,4 @@
-"""Who goes next."""
+"""The order in which waiting sequences are served."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 from minisgl_backend.cache.kv import RadixCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId
-from minisgl_backend.scheduling.admission import (
+from minisgl_backend.scheduling.sequence import Sequence
+from minisgl_backend.scheduling.waiting import (
     HEAD_START,
     MAX_OVERTAKEN,
     WaitingQueue,
     precedence_of,
 )
-from minisgl_backend.scheduling.sequence import Sequence
 
 
 def ints(*values: int) -> IntArray:

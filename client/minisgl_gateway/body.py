@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from minisgl_gateway.errors import ApiError, invalid, unsupported
-from minisgl_gateway.schema import NOT_OFFERED, GenerationRequest
+from minisgl_gateway.schema import NOT_ENFORCED, NOT_OFFERED, GenerationRequest
 
 MAX_DEPTH: Final = 32
 _Request = TypeVar("_Request", bound=GenerationRequest)
@@ -102,6 +102,8 @@ def _explained(error: ValidationError) -> ApiError:
         return invalid(f"{place} must be one of {expected}, got {short(tag)}", place)
     nouns = dict.fromkeys(_TYPES[one["type"]] for one in complaints if one["type"] in _TYPES)
     got = f", got {short(first['input'])}"
+    if kind == NOT_ENFORCED:
+        return unsupported(f"{place} {first['msg']}{got}", place)
     if nouns:
         message = f"{place} must be {' or '.join(nouns)}{got}"
         return ApiError(400, message, code="invalid_type", param=place)

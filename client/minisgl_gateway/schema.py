@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 MAX_CHOICES: Final = 16
 """Generations of one request: ``n`` times the number of prompts."""
 MAX_LOGPROBS: Final = 20
+NOT_ENFORCED: Final = "not_enforced"
+"""The type of pydantic's error for what would need constrained decoding."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -155,6 +158,13 @@ class Function(_Strict):
     parameters: dict[str, Any] | None = None
     strict: Literal[False] | None = Field(None, description="schemas are not enforced")
 
+    @field_validator("strict", mode="before")
+    @classmethod
+    def _is_not_strict(cls, strict: Any) -> Any:
+        if strict is True:
+            raise _not_enforced("false")
+        return strict
+
 
 class Tool(_Strict):
     type: Literal["function"]
@@ -171,6 +181,19 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool = True
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _forces_no_call(cls, choice: Any) -> Any:
+        if choice == "required" or isinstance(choice, dict):
+            raise _not_enforced("'none' and 'auto'")
+        return choice
+
+
+def _not_enforced(offered: str) -> PydanticCustomError:
+    return PydanticCustomError(
+        NOT_ENFORCED, "cannot be enforced: only {offered} can be had", {"offered": offered}
+    )
 
 
 _BOTH: Final[dict[str, tuple[Any, ...]]] = {

@@ -228,11 +228,27 @@ def test_null_is_absent() -> None:
     assert "temperature" not in request.model_fields_set
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_call_that_must_be_made_is_not_offered(choice: Any) -> None:
+@pytest.mark.parametrize(
+    ("choice", "code"),
+    [
+        ("required", "unsupported_parameter"),
+        ({"type": "function", "function": {"name": "f"}}, "unsupported_parameter"),
+        ("sometimes", "invalid_value"),
+        (7, "invalid_value"),
+    ],
+)
+def test_a_call_that_must_be_made_is_not_offered(choice: Any, code: str) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     error = told(ChatCompletionRequest, tools=tools, tool_choice=choice)
-    assert error.param == "tool_choice"
+    assert (error.code, error.param) == (code, "tool_choice")
+    assert "'none'" in error.message and "'auto'" in error.message
+
+
+def test_a_schema_of_a_tool_is_not_enforced() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    error = told(ChatCompletionRequest, tools=tools)
+    assert (error.code, error.param) == ("unsupported_parameter", "tools[0].function.strict")
+    assert "only false can be had" in error.message
 
 
 def test_messages_of_the_official_client_are_taken_back() -> None:

@@ -1,10 +1,12 @@
-"""What the operator asked for (``EngineOptions``) and what one request may ask for (``Limits``).
+"""What the operator asks for (``EngineOptions``), and how much one request may bring (``Limits``).
 
 Knows names, types, defaults and ranges. Must not know devices, model files or Triton: what depends
-on those (the page count, the attention backend, ...) is resolved in ``build``.
+on those is decided later, the dtype and the page size in ``resolve``, the number of pages and the
+attention backend in ``build``.
 
-Options come as strings (config.pbtxt, the command line) or as values of their type. An unknown name
-is an error that names the nearest known one; an empty string or ``auto`` stands for the default.
+Options come as strings (from config.pbtxt or the command line) or as values of their type. An
+unknown name is an error that names the nearest known one. An empty string or ``auto`` stands for
+the default.
 """
 
 from __future__ import annotations
@@ -33,75 +35,108 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """A dataclass field with its description, its allowed words and its range."""
+    """A dataclass field with its description, its allowed values and its range."""
     meta = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
     return field(default=default, metadata=meta)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """All options of the engine; ``None`` stands for ``auto``."""
+    """All options of the engine. ``None`` stands for ``auto``: the engine decides."""
 
     model: str = option(DEMO_MODEL, "folder of a checkpoint, or its id on the hub")
-    model_source: str = option("hf", "where ids are looked up", choices=("hf", "modelscope"))
+    model_source: str = option(
+        "hf", "hub on which an id is looked up", choices=("hf", "modelscope")
+    )
     tokenizer: str | None = option(None, "folder or id of the tokenizer; auto: the model's")
     load_format: str = option(
-        "auto", "auto reads safetensors; dummy fills random weights", choices=("auto", "dummy")
+        "auto", "auto reads safetensors; dummy makes random weights", choices=("auto", "dummy")
     )
     dtype: str | None = option(
-        None, "of weights and activations", choices=("float32", "bfloat16", "float16", "float64")
+        None,
+        "type of weights and activations; auto: float32 on a CPU, 16 bits on a GPU",
+        choices=("float32", "bfloat16", "float16", "float64"),
     )
-    kv_cache_dtype: str | None = option(None, "of the KV cache", choices=("fp8_e4m3",))
-    device: str | None = option(None, "where the model runs", choices=("cpu", "cuda"))
-    page_size: int | None = option(None, "token positions a page", minimum=1, maximum=1024)
-    num_pages: int | None = option(None, "pages of KV; auto: from the free memory", minimum=1)
+    kv_cache_dtype: str | None = option(
+        None, "type of the KV cache; auto: that of the activations", choices=("fp8_e4m3",)
+    )
+    device: str | None = option(
+        None, "where the model runs; auto: on a GPU if there is one", choices=("cpu", "cuda")
+    )
+    page_size: int | None = option(None, "token positions per page of KV", minimum=1, maximum=1024)
+    num_pages: int | None = option(
+        None, "pages of KV; auto: as many as fit the free memory", minimum=1
+    )
     memory_ratio: float = option(
         0.9, "share of the free memory that KV pages may take", minimum=0.01, maximum=1.0
     )
-    max_running_requests: int = option(256, "requests in one step", minimum=1, maximum=4096)
-    max_queued_requests: int = option(1024, "requests that may wait", minimum=0)
-    max_queued_tokens: int = option(4_000_000, "prompt tokens that may wait", minimum=0)
+    max_running_requests: int = option(
+        256, "most requests that run at the same time", minimum=1, maximum=4096
+    )
+    max_queued_requests: int = option(1024, "most requests that wait", minimum=0)
+    max_queued_tokens: int = option(4_000_000, "most prompt tokens that wait", minimum=0)
     max_queue_time_s: float | None = option(
-        None, "time after which a request that still waits is refused; auto: none", minimum=0.001
+        None, "a request that waits for longer than this is refused; auto: no limit", minimum=0.001
     )
     max_sequence_length: int | None = option(
-        None, "prompt and output tokens of a request; auto: the model's context", minimum=2
+        None, "most tokens of a request, prompt and output; auto: the model's context", minimum=2
     )
-    max_prefill_tokens: int = option(8192, "prompt tokens computed in one step", minimum=1)
+    max_prefill_tokens: int = option(8192, "most prompt tokens computed in one step", minimum=1)
     schedule_policy: str = option(
-        "fcfs", "who goes first: the oldest, or the longest cached prefix", choices=("fcfs", "lpm")
+        "fcfs",
+        "which waiting request is next: the oldest, or that with the longest cached prefix",
+        choices=("fcfs", "lpm"),
     )
-    cache: str = option("radix", "whether prefixes are shared", choices=("radix", "naive"))
-    overlap: bool = option(True, "plan the next step while one runs")
+    cache: str = option(
+        "radix",
+        "radix shares the KV of common prefixes; naive does not",
+        choices=("radix", "naive"),
+    )
+    overlap: bool = option(True, "plan the next step while the current one runs")
     attention_backend: str | None = option(
-        None, "on a CPU sdpa; on a GPU cuda, triton, fa, fi, trtllm, sdpa, or prefill,decode"
+        None,
+        "on a CPU sdpa; on a GPU cuda, triton, fa, fi, trtllm or sdpa, or a pair PREFILL,DECODE",
     )
-    moe_backend: str | None = option(None, "how experts are computed", choices=("torch", "fused"))
+    moe_backend: str | None = option(
+        None, "how experts are computed; auto: fused on a GPU", choices=("torch", "fused")
+    )
     cuda_graph_max_batch_size: int | None = option(
         None, "largest batch that is captured; 0 turns CUDA graphs off", minimum=0, maximum=4096
     )
     cuda_graph_batch_sizes: str | None = option(None, "batch sizes to capture, as 1,2,4")
-    tensor_parallel_size: int = option(1, "GPUs (or CPU ranks) of one engine", minimum=1)
-    comm: str | None = option(
-        None, "how ranks talk", choices=("nccl", "pynccl", "flashinfer", "gloo")
+    tensor_parallel_size: int = option(
+        1, "ranks of the engine, each on a GPU of its own, or all on a CPU", minimum=1
     )
-    distributed_address: str | None = option(None, "rendezvous of the ranks, HOST:PORT")
+    comm: str | None = option(
+        None,
+        "library by which ranks communicate",
+        choices=("nccl", "pynccl", "flashinfer", "gloo"),
+    )
+    distributed_address: str | None = option(None, "where ranks meet at the start, HOST:PORT")
     distributed_timeout_s: float = option(
-        60.0, "patience with a silent rank", minimum=1, maximum=_WEEK_S
+        60.0, "a rank that is silent for longer than this is lost", minimum=1, maximum=_WEEK_S
     )
     cancel_grace_ms: int = option(
-        300, "how long a chunk may stay unacknowledged while later ones are", minimum=1
+        300,
+        "a request ends if a chunk of it stays unacknowledged for longer, and later chunks do not",
+        minimum=1,
     )
-    min_chunk_interval_ms: int = option(0, "at most one response each so many ms", minimum=0)
+    min_chunk_interval_ms: int = option(
+        0, "least time between two responses of a stream", minimum=0
+    )
     drain_timeout_s: float = option(
-        30.0, "time for running requests at a stop", minimum=0, maximum=_WEEK_S
+        30.0, "time that open requests have to finish at a stop", minimum=0, maximum=_WEEK_S
     )
     num_tokenizers: int = option(2, "threads that tokenize", minimum=1, maximum=64)
     parse_special_tokens: bool = option(
-        False, "where a request does not say so itself; true behind Triton's OpenAI frontend"
+        False,
+        "value for requests that do not give it; set it behind Triton's OpenAI frontend",
     )
     seed: int | None = option(
-        None, "of the seeds drawn for requests that bring none", minimum=0, maximum=_MOST_SEED
+        None,
+        "from it come the seeds of requests that bring none; auto: different at each start",
+        minimum=0,
+        maximum=_MOST_SEED,
     )
 
     def __post_init__(self) -> None:
@@ -110,24 +145,24 @@ class EngineOptions:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineOptions:
-        """Options from names and values (strings, or values of the option's type).
+        """Options from their names and values; a value is a string or of the option's type.
 
-        Raises ``ConfigError`` for an unknown name, a malformed value or one out of range.
+        Raises ``ConfigError`` for an unknown name, and for a value that is malformed or out of
+        range.
         """
         known = {spec.name: spec for spec in fields(cls)}
         parsed = {}
         for name, value in values.items():
             if name not in known:
                 raise ConfigError(f"unknown option {name!r}{did_you_mean(name, known)}")
-            if value is None or value == "":
-                continue
-            parsed[name] = _parse(name, value)
+            if value not in (None, "", "auto"):
+                parsed[name] = _parse(name, value)
         return cls(**parsed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The most that one request may ask for: one table, used by every way in."""
+    """How much one request may bring: one table, which every way in uses."""
 
     prompt_bytes: int = 8 * 2**20
     other_bytes: int = 4 * 2**20
@@ -143,7 +178,7 @@ class Limits:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the nearest of the ``known`` names, or nothing."""
+    """``; did you mean 'x'?`` with the nearest of the ``known`` names, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -165,7 +200,10 @@ def _plain_types() -> Mapping[str, type]:
 _TYPES: Final = _plain_types()
 _GROUPED: Final = re.compile(r"-?[0-9]{1,3}(,[0-9]{3})+")
 """A number whose thousands are set apart, as in 4,000,000; other commas are mistakes."""
-_WORDS: Final = MappingProxyType(
+_KIND_WORDS: Final = MappingProxyType(
+    {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+)
+_BOOL_WORDS: Final = MappingProxyType(
     {"true": True, "1": True, "yes": True, "on": True}
     | {"false": False, "0": False, "no": False, "off": False}
 )
@@ -174,10 +212,8 @@ _WORDS: Final = MappingProxyType(
 def _parse(name: str, value: Any) -> Any:
     kind = _TYPES[name]
     if isinstance(value, str):
-        if value == "auto":
-            return next(f.default for f in fields(EngineOptions) if f.name == name)
-        if kind is bool and value.lower() in _WORDS:
-            return _WORDS[value.lower()]
+        if kind is bool and value.lower() in _BOOL_WORDS:
+            return _BOOL_WORDS[value.lower()]
         if kind in (int, float):
             try:
                 return kind(value.replace(",", "") if _GROUPED.fullmatch(value) else value)
@@ -190,11 +226,6 @@ def _parse(name: str, value: Any) -> Any:
     elif type(value) is kind:
         return value
     raise ConfigError(f"option {name} must be {_KIND_WORDS[kind]}, got {value!r}")
-
-
-_KIND_WORDS: Final = MappingProxyType(
-    {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
-)
 
 
 def _check_range(spec: Field[Any], value: Any) -> None:

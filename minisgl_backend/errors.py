@@ -1,17 +1,18 @@
-"""Every error of the engine, sorted by who is to blame.
+"""Every error that the engine raises on purpose, sorted by who is to blame.
 
     MiniSGLError
-    + RequestError            the caller's request cannot be served
-    | x InvalidRequest        INVALID_ARG: it is wrong
-    | x Unsupported           UNSUPPORTED: it is right, but not offered
-    x Overloaded              UNAVAILABLE: right and offered, but not now
-    x Cancelled               CANCELLED: the caller gave it up
-    x EngineFailure           INTERNAL: our fault; the log has the story
-    x ConfigError             the operator's options or model files; the load fails
-    x InvariantError          our own bookkeeping is broken; never hidden, not even by ``python -O``
+    - RequestError         the caller: the request cannot be served
+      - InvalidRequest     INVALID_ARG: the request is wrong
+      - Unsupported        UNSUPPORTED: the request asks for something known that is not offered
+    - Overloaded           UNAVAILABLE: nothing is wrong, but the request cannot be served now
+    - Cancelled            CANCELLED: the caller gave the request up
+    - EngineFailure        INTERNAL: the engine failed; its log tells why
+    - ConfigError          the operator: an option or a model file is wrong, and the load fails
+    - InvariantError       the engine's own bookkeeping is broken
 
-The messages of the first five reach clients: one short sentence, without a traceback, a path or the
-name of a shared-memory region.
+The word in capitals is the ``code`` with which the message on the wire starts. Messages with such
+a code reach clients, so each is one short sentence, without a traceback, a path or the name of a
+shared-memory region. ``InvariantError`` is raised, not asserted: ``python -O`` must not hide it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import ClassVar
 
 
 class MiniSGLError(Exception):
-    """Base of all errors raised on purpose; ``code`` is the word that starts the wire message."""
+    """Base of all errors that the engine raises on purpose."""
 
     code: ClassVar[str] = "INTERNAL"
 
 
 class RequestError(MiniSGLError):
-    """The request itself is at fault; sending it again does not help."""
+    """The request itself is at fault, so sending it again does not help."""
 
     code = "INVALID_ARG"
 
@@ -42,13 +43,13 @@ class Unsupported(RequestError):
 
 
 class Overloaded(MiniSGLError):
-    """The queue is full, the server drains, or the engine is down; later may work."""
+    """The queue is full, the server is stopping, or the engine is down; a retry may succeed."""
 
     code = "UNAVAILABLE"
 
 
 class Cancelled(MiniSGLError):
-    """The caller cancelled; not logged as an error."""
+    """The caller cancelled the request, which is not logged as an error."""
 
     code = "CANCELLED"
 

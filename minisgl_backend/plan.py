@@ -1,15 +1,15 @@
 """The one value that crosses from the planner to the executor, and what comes back.
 
-A ``StepPlan`` says what one forward pass does: which rows come to life, which pages they are
-granted, which prompt tokens are prefilled and which rows decode. It is written by length alone: a
-plan never holds a sampled token, since with overlap the last ones are not known yet. The executor
-keeps the last sampled token of each row itself.
+A ``StepPlan`` says what one forward pass does: which requests take a row, which pages the rows are
+granted, which prompt tokens are prefilled, and which rows decode. A plan never holds a sampled
+token: with overlap it is made before the tokens of the running step are known. The executor itself
+keeps the last sampled token of each row.
 
-Must not know tensors, devices, caches or queues. It holds nothing but ints, so it is also what the
-other tensor-parallel ranks get (``execution.plan_words``).
+Must not know tensors, devices, caches or queues. A plan consists of plain numbers, so the other
+tensor-parallel ranks get the very same plan (``execution.plan_words``).
 
 Invariants: row and page numbers are those of the planner's tables; grants are written to the page
-table before anything else of the step runs; a row decodes or prefills in a step, never both.
+table before anything else of the step runs; in a step a row decodes or prefills, never both.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from minisgl_backend.request import (
 )
 
 NO_TOKEN = -1
-"""Stands for a token in ``SampledTokens`` where the logits of a row were not finite."""
+"""In ``SampledTokens`` it stands in for the token of a row whose logits were not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Admission:
-    """A request takes a row: all that the executor has to know of it, told once.
+    """A request takes a row: all that the executor has to know of the request, told once.
 
-    ``history`` holds the tokens known so far (prompt, then output where the request was retracted
-    and comes back), int32[num_tokens], when ``sampling`` has penalties; else it is empty.
-    ``num_prompt_tokens`` tells prompt from output: the output token at position p has index
-    p - num_prompt_tokens.
+    ``history``, int32[num_tokens], holds the tokens known so far if ``sampling`` has penalties, and
+    is empty if not. The known tokens are the prompt, followed by the output so far if the request
+    was retracted and comes back. ``num_prompt_tokens`` tells prompt from output: the token at
+    position p is the output token of index p - num_prompt_tokens.
     """
 
     request_id: RequestId
@@ -53,16 +53,18 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One forward pass. All arrays are int32; P prefill chunks, D decoding rows, G grants.
+    """One forward pass with P prefill chunks, D decoding rows and G grants. All arrays are int32.
 
+    ``released_rows``: rows that no request holds any more. Their state may be dropped, before the
+    admissions of this plan are applied.
     ``grant_rows``, ``grant_indices``, ``grant_pages`` [G]: page_table[row, index] = page.
-    ``prefill_rows``, ``prefill_starts``, ``prefill_lengths`` [P]: positions start .. start + length
-    of the row are computed, from ``prefill_tokens`` [sum of lengths], chunk after chunk.
-    ``prefill_samples`` [P], 0 or 1: the chunk is the prompt's last, so a token is sampled from it.
-    ``decode_rows``, ``decode_positions`` [D]: the row's last sampled token stands at that position,
-    is computed there, and the next one is sampled.
-    ``released_rows``: rows that no request holds any more (their state may be dropped before the
-    admissions of this plan are applied).
+    ``prefill_rows``, ``prefill_starts``, ``prefill_lengths`` [P]: the positions from start up to
+    start + length of the row are computed. ``prefill_tokens`` [sum of lengths] has their tokens,
+    chunk after chunk.
+    ``prefill_samples`` [P] is 1 if the chunk is the last of its prompt, so that a token is sampled
+    after it, and otherwise 0.
+    ``decode_rows``, ``decode_positions`` [D]: the last sampled token of the row stands at that
+    position; it is computed, and the next token is sampled.
     """
 
     step: int
@@ -81,13 +83,13 @@ class StepPlan:
 
     @property
     def sample_rows(self) -> IntArray:
-        """Rows that get a token from this step, in the order of ``SampledTokens``."""
+        """The rows that get a token from this step, in the order of ``SampledTokens``."""
         last_chunks = self.prefill_rows[self.prefill_samples != 0]
         return np.concatenate([last_chunks, self.decode_rows])
 
     @property
     def num_tokens(self) -> int:
-        """Token positions that this step computes."""
+        """How many token positions this step computes."""
         return len(self.prefill_tokens) + len(self.decode_rows)
 
 
@@ -95,7 +97,7 @@ class StepPlan:
 class SampledTokens:
     """What a step sampled: ``token_ids`` int32[num_samples], ordered as ``StepPlan.sample_rows``.
 
-    ``logprobs`` has an entry, by index in that order, for each row that asked for them.
+    ``logprobs`` is keyed by index in that order, and has an entry for each row that asked for it.
     """
 
     token_ids: IntArray
@@ -111,7 +113,7 @@ class Pending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request that a commit ended; ``reason`` is None where its logits were not finite."""
+    """A request that a commit ended; ``reason`` is None if its logits were not finite."""
 
     request_id: RequestId
     reason: FinishReason | None
@@ -122,8 +124,8 @@ class Completion:
 class StepResult:
     """What a commit made known: new tokens of live requests, and the requests that ended with it.
 
-    ``request_ids`` and ``token_ids`` run in parallel; ``logprobs`` is keyed by index in them.
-    Tokens of requests that were aborted meanwhile do not appear.
+    ``request_ids`` and ``token_ids``, int32[num_tokens], run in parallel; ``logprobs`` is keyed by
+    index in them. Tokens of requests that were aborted meanwhile do not appear.
     """
 
     request_ids: list[RequestId]

@@ -1,7 +1,7 @@
-"""What a request is, and what can happen to it: the vocabulary shared by every layer.
+"""What a request is and what can happen to it: the vocabulary that all layers share.
 
-Knows token ids and sampling parameters, all validated and normalized already. Must not know text,
-Triton, pages or tensors. Everything here is immutable once made.
+Knows token ids and sampling parameters, which have been validated and normalized before. Must not
+know text, Triton, pages or tensors. Everything here is immutable once it is made.
 
 A request's events arrive in this order: at most one ``Admitted``, any number of ``Generated``, then
 exactly one terminal event, ``Finished`` or ``Failed``.
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from minisgl_backend.errors import MiniSGLError
 
 RequestId = NewType("RequestId", int)
-"""The engine's own number of a request, never reused; the client's id is only a label."""
+"""The engine's own number for a request, never used again; the client's id is only a label."""
 
 TokenId: TypeAlias = int
 IntArray: TypeAlias = npt.NDArray[np.int32]
@@ -42,11 +42,11 @@ class FinishReason(str, Enum):
 class SamplingParams:
     """How the next token of a request is chosen, and when it is the last.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` keys the
-    random numbers together with the token's position, so that they do not depend on the batch.
-    ``stop_token_ids`` end the request (and cannot be sampled before ``min_tokens`` tokens).
-    ``num_logprobs`` is None for no logprobs, 0 for the chosen token's alone, else the number of
-    alternatives beside it.
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. The random
+    numbers depend on ``seed`` and on the token's position alone, not on the rest of the batch.
+    Each of the ``stop_token_ids`` ends the request; none of them can be sampled before there are
+    ``min_tokens`` tokens. ``num_logprobs`` is None for no logprobs, 0 for the chosen token's
+    alone, and otherwise the number of alternatives beside it.
     """
 
     max_tokens: int = 16
@@ -78,9 +78,10 @@ class SamplingParams:
 class Request:
     """One prompt to be continued.
 
-    ``prompt`` is int32[num_prompt_tokens], at least one token. A higher ``priority`` goes first.
-    ``deadline_s`` is a reading of ``time.monotonic`` after which the request ends; the planner does
-    not look at it. ``cache_salt`` keeps prefixes apart: only requests of equal salt share them.
+    ``prompt`` is int32[num_prompt_tokens] and has at least one token. A request of higher
+    ``priority`` is served first. ``deadline_s`` is the reading of ``time.monotonic`` at which the
+    request ends; the planner does not look at it. Only requests with the same ``cache_salt`` share
+    cached prefixes.
     """
 
     id: RequestId
@@ -93,10 +94,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one sampled token under the model's raw logits.
+    """The log-probability of one sampled token under the model's raw logits.
 
-    ``rank`` is 1 for the most likely token. ``alternatives`` holds (token id, logprob) pairs, most
-    likely first.
+    ``rank`` is 1 for the most likely token. ``alternatives`` holds pairs of token id and logprob,
+    the most likely first.
     """
 
     logprob: float
@@ -106,14 +107,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The request got its row; ``num_cached_tokens`` of its prompt were found in the cache."""
+    """The request has got a row; ``num_cached_tokens`` of its prompt were found in the cache."""
 
     num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One more token."""
+    """The request has got one more token."""
 
     token_id: TokenId
     logprobs: TokenLogprobs | None = None
@@ -121,7 +122,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request ended; ``stop_token_id`` is the one that ended it, where one did."""
+    """The request ended without an error; ``stop_token_id`` is set if such a token ended it."""
 
     reason: FinishReason
     stop_token_id: TokenId | None = None
@@ -136,4 +137,4 @@ class Failed:
 
 Event: TypeAlias = Admitted | Generated | Finished | Failed
 Sink: TypeAlias = Callable[[Event], None]
-"""Called on the engine's thread, so it must only enqueue."""
+"""Takes the events of one request. Called on the engine's thread, so it must only enqueue."""

@@ -3,6 +3,9 @@
 Knows types and OpenAI's own ranges; the engine checks the rest and says so in the same words to all
 its clients. ``NOT_OFFERED`` lists what callers may know from elsewhere but would not get here: it
 is refused by name, unless it has a value that changes nothing.
+
+Lists are read up to the first item that is wrong (``fail_fast``): a body of a megabyte can have
+hundreds of thousands, and a complaint about each would take seconds.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ NOT_ENFORCED: Final = "not_enforced"
 """The type of pydantic's error for what would need constrained decoding."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class _Strict(BaseModel):
@@ -46,14 +50,14 @@ class GenerationRequest(_Strict):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     logit_bias: dict[str, float] | None = Field(None, description="token id: -100 .. 100")
     top_k: int = Field(0, ge=-1, lt=2**31, description="0 or -1 is off")
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, lt=2**31)
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, fail_fast=True)
     cache_salt: str | None = Field(
         None,
         min_length=1,
@@ -73,12 +77,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]],
-            Field(min_length=1, max_length=MAX_CHOICES),
-        ]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     )
     echo: bool = Field(False, description="the prompt, where it is text, stands before the answer")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -91,7 +92,7 @@ class TextPart(_Strict):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 
 
 class FunctionCall(_Strict):
@@ -127,7 +128,7 @@ class AssistantMessage(_Strict):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, fail_fast=True)
     reasoning_content: str | None = None
     name: str | None = None
     refusal: None = None
@@ -174,11 +175,11 @@ class Tool(_Strict):
 class ChatCompletionRequest(GenerationRequest):
     """A chat to be continued by the assistant."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=1024)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool = True
 

@@ -14,6 +14,7 @@ from minisgl_gateway.schema import (
     CompletionRequest,
     GenerationRequest,
 )
+from pydantic import ValidationError
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -197,6 +198,25 @@ def test_no_complaint_is_without_words() -> None:
     for name, values in WRONG.items():
         for value in values:
             assert "must be valid" not in told(CompletionRequest, **{name: value}).message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{}] * 1000},
+        {"messages": [{"role": "user", "content": [{}] * 1000}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{}] * 1000}]},
+        {"messages": MESSAGES, "tools": [{}] * 100},
+        {"messages": MESSAGES, "stop_token_ids": ["x"] * 1000},
+        {"prompt": [1.5] * 1000},
+        {"prompt": [[1.5] * 1000]},
+    ],
+)
+def test_of_a_long_list_only_the_first_wrong_item_is_looked_at(fields: dict[str, Any]) -> None:
+    kind = CompletionRequest if "prompt" in fields else ChatCompletionRequest
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"model": "m", **fields})
+    assert caught.value.error_count() < 10
 
 
 @pytest.mark.parametrize("name", ["temprature", "max_token", "strem"])

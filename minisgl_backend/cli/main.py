@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Mapping
 from typing import Final
@@ -33,6 +34,16 @@ class LazyGroup(click.Group):
             return _unavailable(cmd_name, error)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that ``args`` begin with; for an unknown one the nearest is named."""
+        name = args[0]
+        near = difflib.get_close_matches(name, self._places, n=1)
+        if near and name not in self._places and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {name!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; what the operator can mend is one line, not a traceback.

@@ -78,6 +78,8 @@ def serve(
         log_verbose=log_verbose,
         exit_timeout_s=int(options.drain_timeout_s) + 10,
     )
+    if not host:
+        raise Refused("--host must not be empty; 0.0.0.0 stands for all addresses")
     if not (server_options.is_local or allow_remote):
         raise Refused(
             f"other machines can reach --host {host}, and Triton serves whoever asks: put a proxy"

@@ -46,6 +46,26 @@ def test_a_port_is_a_port(option: str) -> None:
     assert f"Invalid value for '{option}': 65536 is not in the range" in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["srve"], "'srve'. Did you mean 'serve'?"),
+        (["bench", "plannr"], "'plannr'. Did you mean 'planner'?"),
+        (["xyzzy"], "'xyzzy'."),
+    ],
+)
+def test_an_unknown_command_is_told_the_nearest(arguments: list[str], hint: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert result.output.endswith(f"No such command {hint}\n")
+
+
+def test_a_host_that_is_empty() -> None:
+    result = CliRunner().invoke(main, ["serve", "--host", "", "--allow-remote"])
+    assert result.exit_code == 2
+    assert result.output.startswith("Error: --host must not be empty")
+
+
 def test_every_command_is_there() -> None:
     result = CliRunner().invoke(main, ["--help"], terminal_width=200)
     assert result.exit_code == 0 and "(needs" not in result.output

@@ -1,4 +1,4 @@
-"""Whether a request can ever run: one pure check, for the planner and for whoever submits."""
+"""Whether a request can ever run: one check, made both at the engine's door and by the planner."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from minisgl_backend.errors import InvalidRequest
 
 
 def num_pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that hold ``num_tokens`` positions."""
+    """How many pages hold ``num_tokens`` positions."""
     return -(-num_tokens // page_size)
 
 
@@ -17,9 +17,9 @@ def check_fits(
     num_pages: int,
     page_size: int,
 ) -> None:
-    """Raise ``InvalidRequest`` where the request fits neither the context nor the empty pool.
+    """Raise ``InvalidRequest`` if the request exceeds the context, or the pool even when empty.
 
-    The last token that is sampled needs no position in the pool: nothing is computed from it.
+    The last sampled token needs no position in the pool, since nothing is computed from it.
     """
     if num_prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty")

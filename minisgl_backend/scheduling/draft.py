@@ -1,4 +1,4 @@
-"""A step plan while it is being made.
+"""A step plan while the scheduler makes it.
 
 Knows the fields of ``StepPlan``. Must not decide anything.
 """
@@ -12,7 +12,7 @@ from minisgl_backend.request import EMPTY, IntArray
 
 
 class Draft:
-    """Gathers grants, chunks and decodes; ``budget`` is how many prompt tokens may still come."""
+    """Gathers what a step does; ``budget`` is how many prompt tokens may still be added."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -25,34 +25,34 @@ class Draft:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing would be computed."""
+        """Whether the step would compute nothing."""
         return not self._chunks and not len(self.decode_rows)
 
     def admit(self, admission: Admission) -> None:
-        """A sequence takes its row."""
+        """Add a request that takes a row."""
         self._admissions.append(admission)
 
     def grant(self, rows: IntArray, indices: IntArray, pages: IntArray) -> None:
-        """page_table[rows[i], indices[i]] = pages[i]."""
+        """Add grants: page_table[rows[i], indices[i]] = pages[i]."""
         self._grants.append((rows, indices, pages))
 
     def grant_row(self, row: int, indices: range, pages: IntArray) -> None:
-        """page_table[row, indices[i]] = pages[i]."""
+        """Add grants to one row: page_table[row, indices[i]] = pages[i]."""
         self.grant(np.full(len(indices), row), np.arange(indices.start, indices.stop), pages)
 
     def prefill(self, row: int, start: int, tokens: IntArray, *, samples: bool) -> None:
-        """Compute ``tokens`` at the positions from ``start`` on."""
+        """Add a chunk: compute ``tokens`` at the positions from ``start`` on."""
         self._chunks.append((row, start, len(tokens), samples))
         self._tokens.append(tokens)
         self.budget -= len(tokens)
 
     def decode(self, rows: IntArray, positions: IntArray) -> None:
-        """One more token for each row; the arrays are kept, so the caller lets go of them."""
+        """Decode these rows. The arrays are kept, so the caller must not write to them again."""
         self.decode_rows = rows
         self.decode_positions = positions
 
     def freeze(self, step: int, released_rows: list[int]) -> StepPlan:
-        """The plan; shares no memory with anything that will change."""
+        """The finished plan, which shares no memory with anything that will change."""
         chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 4).T
         grant_rows, grant_indices, grant_pages = (
             (_join(column) for column in zip(*self._grants, strict=True))

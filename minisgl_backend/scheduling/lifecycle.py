@@ -1,12 +1,12 @@
-"""Moves sequences through their phases, together with all that they hold: place, row, lease.
+"""Moves sequences through their phases, with all that they hold: place in the queue, row, lease.
 
-Knows the queue, the rows and the cache, and keeps the three in step. Must not decide who is
-admitted, retracted or decoded: that is the scheduler's.
+Knows the queue, the rows and the cache, and keeps the three consistent. Must not decide which
+sequence is admitted, retracted or decoded: the scheduler does.
 
 Invariants, verified by ``check``:
-- A live sequence is in the queue or in a row, never both; a retiring one that does not return is in
-  a row and no longer live.
-- A row and its lease go back together, and only when no step in flight can write to them.
+- A live sequence is either in the queue or in a row, never both. A retiring sequence that does not
+  return to the queue is in a row, but no longer live.
+- A row and its lease are given back together, and only when no step in flight can write to them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from minisgl_backend.scheduling.waiting import WaitingQueue, by_precedence, prec
 class Lifecycle:
     """All sequences of the planner.
 
-    ``live`` are those that still owe their client something; ``prefilling`` those with tokens left
-    to plan, in order of precedence; ``released_rows`` the rows given back since the last plan.
-    ``changes`` counts what may let a sequence in that did not fit before: the queue, the tree, free
-    pages.
+    ``live`` holds the sequences that have not ended; ``prefilling`` those with known tokens left to
+    plan, in order of precedence; ``released_rows`` the rows given back since the last plan.
+    ``changes`` counts the events after which a waiting sequence that did not fit might fit: a
+    change of the queue, of the cached prefixes or of the free pages.
     """
 
     def __init__(self, cache: KVCache, num_rows: int, policy: str) -> None:
@@ -50,7 +50,7 @@ class Lifecycle:
         return self.cache.num_free + self.cache.num_evictable
 
     def enqueue(self, request: Request, generated: IntArray) -> None:
-        """A new request waits, or one that comes back with tokens."""
+        """Queue a new request, or one that comes back with the tokens ``generated`` so far."""
         if request.id in self.live:
             raise InvariantError(f"request {request.id} is live already")
         known = np.concatenate([request.prompt, generated]) if len(generated) else request.prompt
@@ -61,7 +61,7 @@ class Lifecycle:
         self.changes += 1
 
     def start(self, sequence: Sequence, lease: Lease) -> None:
-        """The chosen waiting sequence takes a row; ``lease`` has pages for all its known tokens."""
+        """Give the chosen waiting sequence a row; ``lease`` has pages for all its known tokens."""
         size = self.cache.page_size
         self.queue.admit(sequence)
         self.changes += 1
@@ -73,18 +73,18 @@ class Lifecycle:
         insort(self.prefilling, sequence, key=by_precedence)
 
     def planned(self, sequence: Sequence) -> None:
-        """All known tokens of the sequence are planned: it decodes from the next step on."""
+        """Note that all known tokens of the sequence are planned: from the next step it decodes."""
         self.prefilling.remove(sequence)
         sequence.enter(Phase.DECODING)
         self.rows.start_decoding(sequence.row)
 
     def retract(self, sequence: Sequence) -> None:
-        """Send a running sequence back to the queue, once nothing of it is in flight."""
+        """Send a running sequence back to the queue, once no step in flight contains it."""
         sequence.returns = True
         self._retire(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """The request is over; what it holds may have to wait for steps in flight."""
+        """End a request. What it holds is given back at once, or after the steps in flight."""
         del self.live[sequence.request.id]
         sequence.returns = False
         if sequence.phase is Phase.WAITING:
@@ -116,7 +116,7 @@ class Lifecycle:
             sequence.enter(Phase.DONE)
 
     def publish(self, sequence: Sequence, tokens: IntArray) -> None:
-        """Share the full pages of committed ``tokens``."""
+        """Make the full pages of ``tokens``, which are all committed, shareable."""
         lease = sequence.held()
         indices = self.cache.publish(lease, tokens)
         self.changes += 1
@@ -124,7 +124,7 @@ class Lifecycle:
             self._remaps.append((sequence, lease, indices))
 
     def grant_remaps(self, draft: Draft) -> None:
-        """Tell the executor of the pages that ``publish`` exchanged since the last plan."""
+        """Grant the pages that ``publish`` has put in place of others since the last plan."""
         for sequence, lease, indices in self._remaps:
             if not lease.released:
                 pages = lease.pages[indices.start : indices.stop]
@@ -132,12 +132,12 @@ class Lifecycle:
         self._remaps.clear()
 
     def rows_told(self) -> list[int]:
-        """The rows that, as far as the executor was told, are taken."""
+        """The rows that the executor believes to be taken: it learns of releases by plans."""
         held = [row for row, s in enumerate(self.rows.sequences) if s is not None]
         return sorted({*held, *self.released_rows})
 
     def check(self) -> None:
-        """Raise ``InvariantError`` where the books disagree; walks all of them."""
+        """Raise ``InvariantError`` if queue, rows and cache contradict each other. Slow."""
         self.cache.check()
         self.rows.check()
         held = [sequence for sequence in self.rows.sequences if sequence is not None]

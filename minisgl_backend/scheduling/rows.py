@@ -1,12 +1,14 @@
-"""The sequences that hold a row, as columns: one numpy array per number, indexed by row.
+"""The numbers of all sequences that hold a row, as columns: one numpy array each, indexed by row.
 
-This is what makes a steady decode step cheap: planning and committing 256 rows is a few array
-operations, without a line of Python per request.
+Columns make a steady decode step cheap: to plan and commit 256 rows takes a few array operations,
+and no line of Python runs per request.
 
 Must not know pages, phases or the order of service.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,22 +17,25 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 from minisgl_backend.scheduling.sequence import Sequence
 
-_NO_STOP = -2  # pads the stop ids; neither a token nor NO_TOKEN
-_TAIL = 128  # output tokens gathered per row before they move to a list
+_NO_STOP = -2  # pads the table of stop ids; it equals neither a token nor NO_TOKEN
+_TAIL = 128  # output tokens of a row that are gathered before they move to ``_parts``
 
-Mask = npt.NDArray[np.bool_]
+Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 class Rows:
     """Columns of the rows 0 .. num_rows - 1.
 
-    Positions of a sequence run from 0 over prompt and output. ``planned`` of them are computed once
-    all steps in flight are done, ``computed`` by the committed ones; ``capacity`` have a page. It
-    ends with ``limit`` tokens, and by a stop token from position ``stop_from`` on. ``in_flight``
-    counts the steps that were planned with the row and are not committed.
+    The positions of a sequence are counted from 0, over the prompt and then the output:
+    - ``computed``: the first so many positions are computed by committed steps;
+    - ``planned``: the first so many will be computed once all steps in flight are done;
+    - ``capacity``: the first so many have a page;
+    - ``limit``: with so many tokens the sequence ends;
+    - ``stop_from``: a stop token at this position or later ends the sequence.
 
-    ``decoding`` rows take part in the next decode; ``accepting`` ones take the tokens of commits;
-    ``retiring`` ones wait for their last step in flight.
+    ``in_flight`` counts the steps that were planned with the row and are not committed yet.
+    ``decoding`` rows take part in the next decode, ``accepting`` rows take the tokens of commits,
+    and ``retiring`` rows wait for their last step in flight.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -63,7 +68,7 @@ class Rows:
         return len(self.sequences) - len(self._free)
 
     def take(self, sequence: Sequence, num_cached_tokens: int, capacity: int) -> int:
-        """Give ``sequence`` a row, with its first tokens cached already; returns the row."""
+        """Give ``sequence`` a free row, and return it. Its first tokens are computed already."""
         request = sequence.request
         row = self._free.pop()
         self.sequences[row] = sequence
@@ -88,14 +93,14 @@ class Rows:
         self._free.append(row)
 
     def sequence(self, row: int) -> Sequence:
-        """Who holds the row; raises ``InvariantError`` where nobody does."""
+        """The sequence that holds the row. Raises ``InvariantError`` if there is none."""
         sequence = self.sequences[row]
         if sequence is None:
             raise InvariantError(f"row {row} has no sequence")
         return sequence
 
     def by_fate(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Sequences that hold a row, those that run and those that retire; each by row."""
+        """The running and the retiring sequences, both in the order of their rows."""
         held = [sequence for sequence in self.sequences if sequence is not None]
         running = [sequence for sequence in held if not self.retiring[sequence.row]]
         return running, [sequence for sequence in held if self.retiring[sequence.row]]
@@ -105,9 +110,10 @@ class Rows:
         return np.flatnonzero(self.decoding).astype(np.int32)
 
     def plan_decode(self, rows: IntArray) -> IntArray:
-        """Plan one more position for each of ``rows``; the positions, int32[num_rows].
+        """Plan one more position for each of ``rows``, and return the positions, int32[num_rows].
 
-        Computing position p samples token p + 1: the row has decoded enough once that is its last.
+        To compute position p is to sample the token at p + 1. If that is the last token that the
+        row may have, the row decodes no more.
         """
         positions = self.planned[rows]
         self.planned[rows] = positions + 1
@@ -121,11 +127,11 @@ class Rows:
         self.in_flight[row] += 1
 
     def start_decoding(self, row: int) -> None:
-        """All known tokens of the row are planned; decode the others, if it may have more."""
+        """Let the row decode from the next step on, unless the token sampled now is its last."""
         self.decoding[row] = self.planned[row] + 1 < self.limit[row]
 
     def landed(self, rows: IntArray, ends: IntArray) -> None:
-        """A step in flight is committed: the positions of ``rows`` up to ``ends`` are computed."""
+        """Note that a step is committed: the positions of ``rows`` up to ``ends`` are computed."""
         self.in_flight[rows] -= 1
         self.computed[rows] = ends
 
@@ -136,18 +142,21 @@ class Rows:
         self.accepting[row] = still_accepting
 
     def is_idle(self, rows: IntArray) -> Mask:
-        """Which of ``rows`` retire and have no step in flight any more; bool[num_rows]."""
+        """Which of ``rows`` retire and have no step in flight any more, bool[num_rows]."""
         return np.asarray(self.retiring[rows] & (self.in_flight[rows] == 0))
 
     def ends(self, rows: IntArray, token_ids: IntArray) -> tuple[Mask, Mask]:
-        """Whether the newest token of each row ends it: as a stop token, and by its length."""
+        """Which rows end with their newest token: by a stop token, and by their length.
+
+        ``token_ids`` is int32[num_rows]; both results are bool[num_rows].
+        """
         positions = self.computed[rows]
         is_stop_id = (self._stop_ids[rows] == token_ids[:, None]).any(axis=1)
         stopped = is_stop_id & (positions >= self.stop_from[rows])
         return stopped, positions + 1 >= self.limit[rows]
 
     def append(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Keep one more output token for each row."""
+        """Keep one more output token for each of ``rows``, which are all different."""
         lengths = self._tail_length[rows]
         self._tail[rows, lengths] = token_ids
         lengths += 1
@@ -157,11 +166,11 @@ class Rows:
             self._tail_length[row] = 0
 
     def output(self, row: int) -> IntArray:
-        """Tokens appended since the row was taken, int32[num_tokens]."""
+        """The tokens appended since the row was taken, int32[num_tokens]."""
         return np.concatenate([*self._parts[row], self._tail[row, : self._tail_length[row]]])
 
     def check(self) -> None:
-        """Raise ``InvariantError`` where the columns of a row contradict each other."""
+        """Raise ``InvariantError`` if the columns of a row contradict each other."""
         used = np.array([sequence is not None for sequence in self.sequences])
         if self.num_free != np.count_nonzero(~used) or used[self._free].any():
             raise InvariantError("not exactly the rows without a sequence are free")
@@ -175,7 +184,10 @@ class Rows:
             raise InvariantError("a row has computed <= planned <= capacity broken")
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        """Keep the table as wide as the taken rows need: each step looks at all of it."""
+        """Keep the stop ids of a row, in a table no wider than the taken rows need.
+
+        Each step compares its tokens with all columns of the table.
+        """
         self._num_stop_ids[row] = len(stop_ids)
         width = max(1, int(self._num_stop_ids.max()))
         if width != self._stop_ids.shape[1]:

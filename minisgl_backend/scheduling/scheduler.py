@@ -1,24 +1,26 @@
 """The planner: continuous batching with chunked prefill, shared prefixes and retraction.
 
-``plan`` works by length: it decides from counts alone, never from a sampled token, so it may run
-again while steps are in flight, to any depth. ``commit`` works by value, in the order of the plans.
-Whether a loop overlaps the two is the loop's affair; the tokens of a request are the same.
+``plan`` works by length: it decides from counts alone and never reads a sampled token. So it may
+run again, any number of times, while the steps planned before are still in flight. ``commit`` works
+by value, in the order of the plans. The loop decides whether to overlap the two; the tokens of a
+request are the same either way.
 
-A step decodes every row that can, then spends ``max_prefill_tokens`` on chunks of prompts, in
-order of precedence, admitting sequences as it goes: prefill never keeps decode waiting.
+A step first decodes every row that can decode. Then it spends ``max_prefill_tokens`` on chunks of
+prompts in the order of precedence, and admits sequences as it goes. So prefill never keeps decode
+waiting.
 
-When the pool is empty, the running sequences of the lowest precedence are retracted: their computed
-pages are published, they return to the queue at their old place and later prefill what the cache
-lost meanwhile. The first running sequence is never retracted, and fits the pool alone: so it always
-gets on.
+When the pool of pages is empty, the running sequences that are last in precedence are retracted:
+their computed pages are published, and they return to the queue at their old place. Later they
+prefill only what the cache has lost meanwhile. The first running sequence is never retracted, and
+it fits the pool alone, so it always makes progress.
 
 Must not know clocks, threads, devices or tensors, nor what a token means.
 
 Invariants:
-- Rows and pages go back only when no step in flight can write to them.
-- Live requests with nothing in flight imply that ``plan`` returns a step.
-- Plans run in the order in which they were made: a page freed here may be granted anew at once,
-  since the step that writes to it comes after all that read what it held.
+- Rows and pages are given back only when no step in flight can write to them.
+- While a request is live and no step is in flight, ``plan`` returns a step.
+- Steps run in the order in which they were planned. So a page freed here may be granted again at
+  once: the step that writes to it runs after all steps that read what it held.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ from minisgl_backend.scheduling.waiting import by_precedence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The planner's share of the options; ``policy`` is fcfs or lpm (see ``admission``)."""
+    """The planner's share of the options.
+
+    ``policy`` is fcfs or lpm (see ``waiting``); ``reserve_tokens`` is explained in ``admission``.
+    """
 
     max_running_requests: int = 256
     max_prefill_tokens: int = 8192
@@ -70,7 +75,7 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Decides what each step does; ``runtime.ports.Scheduler`` tells of the methods."""
+    """Decides what each step does. ``runtime.ports.Scheduler`` documents the methods in full."""
 
     def __init__(self, cache: KVCache, config: SchedulerConfig) -> None:
         if (cache.num_pages, cache.page_size) != (config.num_pages, config.page_size):
@@ -91,7 +96,7 @@ class Scheduler:
         self._prefix_hits = 0
 
     def add(self, request: Request, generated: IntArray = EMPTY) -> None:
-        """Queue a request; raises ``InvalidRequest`` where it could never fit."""
+        """Queue a request. Raises ``InvalidRequest`` if it could never fit."""
         check_fits(
             len(request.prompt),
             request.sampling.max_tokens,
@@ -102,7 +107,7 @@ class Scheduler:
         self._life.enqueue(request, generated)
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request without a result; False where it is not live."""
+        """End a request without a result; False if it is not live."""
         sequence = self._life.live.get(request_id)
         if sequence is None:
             return False
@@ -110,7 +115,7 @@ class Scheduler:
         return True
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None where nothing can run now."""
+        """The next step, or None if nothing can run now."""
         draft = Draft(self._config.max_prefill_tokens)
         under_pressure = self._plan_decodes(draft)
         self._plan_prefills(draft, admit=not under_pressure)
@@ -168,11 +173,11 @@ class Scheduler:
         return scheduler
 
     def check(self) -> None:
-        """Raise ``InvariantError`` where the books disagree; walks all of them."""
+        """Raise ``InvariantError`` if any part of the bookkeeping contradicts another. Slow."""
         self._life.check()
 
     def _plan_decodes(self, draft: Draft) -> bool:
-        """Decode each row that can; True where pages ran out."""
+        """Decode each row that can decode; True if there were not enough pages for all."""
         rows = self._rows
         ready = rows.ready_to_decode()
         if not len(ready):
@@ -187,7 +192,7 @@ class Scheduler:
         return under_pressure
 
     def _grow(self, short: IntArray, draft: Draft) -> bool:
-        """One more page for each of the rows, or False and none."""
+        """Grant one more page to each of the rows; False, and no page, if there are too few."""
         rows = self._rows
         pages = self._cache.grow_each([rows.sequence(row).held() for row in short.tolist()])
         if pages is None:
@@ -197,7 +202,11 @@ class Scheduler:
         return True
 
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
-        """Retract the last sequences until the first rows can grow; the others wait a step."""
+        """Retract sequences, the last in precedence first, until the others can grow.
+
+        Pages of sequences that retire come free only once their steps in flight are committed.
+        Until then, as many rows grow as there are pages, the first in precedence; the others wait.
+        """
         running, retiring = self._rows.by_fate()
         running.sort(key=by_precedence)
         needy = sorted((self._rows.sequence(row) for row in short.tolist()), key=by_precedence)
@@ -215,6 +224,7 @@ class Scheduler:
             raise InvariantError("the cache does not grant the pages that it counts as available")
 
     def _plan_prefills(self, draft: Draft, *, admit: bool) -> None:
+        """Prefill running and, with ``admit``, waiting sequences, all in order of precedence."""
         for sequence in list(self._life.prefilling):
             if admit:
                 self._admit(draft, before=sequence.precedence)
@@ -245,7 +255,7 @@ class Scheduler:
                 return
 
     def _start(self, sequence: Sequence, lease: Lease, draft: Draft) -> None:
-        """Give a waiting sequence a row, and tell the executor of it."""
+        """Give a waiting sequence a row, and tell the executor."""
         request = sequence.request
         num_cached_tokens = lease.num_shared * self._config.page_size
         self._life.start(sequence, lease)
@@ -265,7 +275,10 @@ class Scheduler:
         draft.grant_row(sequence.row, range(len(pages)), pages)
 
     def _take(self, sample_rows: IntArray, tokens: SampledTokens) -> StepResult:
-        """Hand the tokens to their sequences, and end those that are complete."""
+        """Give the sampled tokens to their sequences, and end the sequences that are complete.
+
+        A row that accepts no tokens any more belongs to a request that was aborted or has ended.
+        """
         rows, token_ids, logprobs = self._rows, tokens.token_ids, tokens.logprobs
         if len(token_ids) != len(sample_rows):
             raise InvariantError(f"{len(token_ids)} tokens for {len(sample_rows)} rows")

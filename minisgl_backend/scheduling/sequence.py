@@ -1,13 +1,14 @@
 """The life of one request inside the planner, as a table of phases.
 
     WAITING      in the queue; holds no row and no pages
-    PREFILLING   has a row and pages for all its known tokens; not all of them are planned yet
-    DECODING     all known tokens are planned; grows by one token a step
+    PREFILLING   has a row, and pages for all its known tokens; not all of these are planned yet
+    DECODING     all known tokens are planned; the sequence grows by one token a step
     RETIRING     nothing more is planned; waits until no step in flight can write to its pages
     DONE         holds nothing
 
-Knows the phases and which of them may follow each other. Must not know why they change: that is the
-scheduler's. Numbers that change with every step are columns of ``rows.Rows``, ``in_flight`` too.
+Knows the phases and which of them may follow each other. Must not know why a phase changes: the
+scheduler decides that. Numbers that change with every step, such as the count of steps in flight,
+are columns of ``rows.Rows``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request
 
 Precedence: TypeAlias = tuple[int, int]
-"""Place in the order of service, unique; the smallest goes first."""
+"""A place in the order of service. No two are equal, and the smallest is served first."""
 
 
 class Phase(Enum):
@@ -51,10 +52,11 @@ TRANSITIONS: Final[Mapping[Phase, frozenset[Phase]]] = MappingProxyType(
 class Sequence:
     """A request, and what the planner knows of it.
 
-    ``tokens`` int32[num_tokens] are those to prefill: the prompt, and the output so far where the
-    sequence was retracted and comes back. ``row`` and ``lease`` are set from PREFILLING to
-    RETIRING. ``returns`` says that RETIRING leads back to WAITING; ``failed``, that its KV cannot
-    be trusted.
+    ``tokens``, int32[num_tokens], are the known tokens, those to prefill: the prompt, and the
+    output so far if the sequence was retracted. ``row`` and ``lease`` are set from PREFILLING to
+    RETIRING. ``returns`` says that RETIRING leads back to WAITING, ``failed`` that the keys and
+    values cannot be trusted, so that they must not be published. ``overtaken`` counts the sequences
+    that passed this one at the head of the queue.
     """
 
     request: Request
@@ -69,11 +71,11 @@ class Sequence:
 
     @property
     def phase(self) -> Phase:
-        """Where it is in its life."""
+        """Where the sequence is in its life."""
         return self._phase
 
     def enter(self, phase: Phase) -> None:
-        """Go on to ``phase``; raises ``InvariantError`` where the table does not allow it."""
+        """Go on to ``phase``. Raises ``InvariantError`` if the table does not allow it."""
         if phase not in TRANSITIONS[self._phase]:
             raise InvariantError(
                 f"request {self.request.id} cannot go from {self._phase.name} to {phase.name}"
@@ -82,11 +84,11 @@ class Sequence:
 
     @property
     def limit(self) -> int:
-        """Tokens after which it ends, prompt included."""
+        """How many tokens, prompt included, the sequence has at most."""
         return len(self.request.prompt) + self.request.sampling.max_tokens
 
     def held(self) -> Lease:
-        """Its lease; raises ``InvariantError`` where it has none."""
+        """The lease of the sequence. Raises ``InvariantError`` if it has none."""
         if self.lease is None:
             raise InvariantError(f"request {self.request.id} holds no pages")
         return self.lease

@@ -1,4 +1,4 @@
-"""What the planner tells of itself."""
+"""What the planner reports about itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot of the planner. Pages: free + cached + leased == total; counters only grow."""
+    """A snapshot of the planner. The last three only grow, the others go up and down.
+
+    Leased pages are the rest: free + cached + leased == total. Evictable pages are cached ones that
+    no lease uses.
+    """
 
     num_waiting: int
     num_running: int
@@ -17,6 +21,6 @@ class SchedulerStats:
     evictable_pages: int
     num_retractions: int
     prefix_queries: int
-    """Tokens looked up in the prefix cache at admissions so far."""
+    """How many tokens were looked up in the prefix cache at admissions."""
     prefix_hits: int
-    """Of these, tokens that were found."""
+    """How many of these were found."""

@@ -1,13 +1,14 @@
 """Who holds which page: leases on the pages of the KV cache, with or without shared prefixes.
 
-Knows token ids and page ids. Must not know rows, requests or tensors: the executor keeps the KV
-itself, and a page of its own for padding that is not among these.
+Knows token ids and page ids. Must not know rows, requests or tensors: the executor keeps the keys
+and values themselves, and one more page for padding, which is not among the pages here.
 
 Invariants, all verified by ``check``:
-- Every page is free, or cached (in the tree), or leased (private to one lease); never two of these.
-- A lease writes to its private pages only; the cached ones it uses are pinned until it is released.
-- Pages become cached only by ``publish``, which is called once the step that wrote them is
-  committed.
+- Every page is free, cached (in the tree) or leased (private to one lease), and never two of these.
+- The cached pages that a lease uses are pinned until the lease is released.
+Rules for the caller, which nothing here can verify:
+- The positions of a lease's shared pages are never written again, only those of private pages.
+- ``publish`` is called only for tokens whose step is committed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from minisgl_backend.request import IntArray
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One sequence's claim on pages, in the order of its positions.
+    """One sequence's claim on pages, which are in the order of its positions.
 
-    The first ``num_shared`` pages are cached ones, pinned through ``node``; the others are its own.
+    The first ``num_shared`` pages are cached; ``node``, the last of them in the tree, keeps them
+    pinned. The other pages are private to the lease.
     """
 
     pages: array[int] = field(default_factory=lambda: array("i"))
@@ -40,62 +42,72 @@ class Lease:
 
     @property
     def num_private(self) -> int:
-        """Pages that become free with its release."""
+        """How many pages become free when the lease is released."""
         return len(self.pages) - self.num_shared
 
 
 class KVCache(Protocol):
-    """The planner's view of the pages; a released lease is an ``InvariantError`` everywhere."""
+    """The planner's view of the pages.
+
+    Every method that takes a lease raises ``InvariantError`` if the lease was released before.
+    """
 
     page_size: int
     num_pages: int
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """How many pages nobody holds."""
 
     @property
     def num_cached(self) -> int:
-        """Pages that hold a shareable prefix, pinned or not."""
+        """How many pages belong to a shareable prefix, pinned or not."""
 
     @property
     def num_evictable(self) -> int:
-        """Cached pages that no lease pins."""
+        """How many cached pages no lease pins."""
 
     def match_length(self, tokens: IntArray, salt: str = "") -> int:
-        """How many tokens ``acquire`` would find now; changes nothing."""
+        """How many tokens ``acquire`` would find cached now. Changes nothing."""
 
     def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
         """A lease on the longest cached prefix of ``tokens[:-1]``, in whole pages.
 
-        The last token is left out since at least one must be computed for its logits.
+        ``tokens`` is int32[num_tokens]. The last token is left out since at least one token must be
+        computed for its logits. Only prefixes published with the same ``salt`` are found.
         """
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
-        """Add pages until ``num_tokens`` positions fit; evicts. All, or nothing and False."""
+        """Add pages until ``num_tokens`` positions fit, evicting cached pages if need be.
+
+        False, and no page is added, if there are too few.
+        """
 
     def grow_each(self, leases: Sequence[Lease]) -> IntArray | None:
-        """Add one page to each lease; evicts. The pages, int32[num_leases], or nothing and None."""
+        """Add one page to each lease, evicting if need be, and return them, int32[num_leases].
+
+        None, and no page is added, if there are too few.
+        """
 
     def publish(self, lease: Lease, tokens: IntArray) -> range:
-        """Make the full pages of ``tokens``, the committed ones from position 0 on, shareable.
+        """Make the full pages of ``tokens`` shareable, all the committed tokens from position 0 on.
 
-        Where others hold the same prefix by now, the lease takes over their pages and its own are
-        freed; returns the indices of ``lease.pages`` that changed so.
+        Where the same prefix is cached by now in other pages, the lease takes these and its own are
+        freed. Returns the indices at which ``lease.pages`` changed in this way.
         """
 
     def release(self, lease: Lease) -> None:
-        """End the lease: its private pages become free, its shared ones may be evicted."""
+        """End the lease: its private pages become free, and its shared pages may be evicted."""
 
     def emptied(self) -> KVCache:
-        """A cache like this one, with all pages free."""
+        """A new cache of the same kind and size, with all pages free."""
 
     def check(self) -> None:
-        """Raise ``InvariantError`` unless free + cached + leased pages are all pages, disjoint."""
+        """Raise ``InvariantError`` unless each page is either free, cached or leased. Slow."""
 
 
 class NaiveCache:
-    """Every lease computes all its pages for itself; nothing is shared."""
+    """Shares nothing: every sequence computes all its tokens itself."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -179,7 +191,7 @@ class NaiveCache:
 
 
 class RadixCache(NaiveCache):
-    """Leases with a common prefix of tokens (and salt) share the pages of it."""
+    """Leases with the same salt and a common prefix of tokens share the pages of the prefix."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(num_pages, page_size)

@@ -1,10 +1,9 @@
 """The pool of free pages.
 
-Knows page ids 0 .. num_pages - 1 and which of them are free. Must not know what a page holds, or
-who holds it.
+Knows the page ids 0 .. num_pages - 1 and which of them are free. Must not know what a page holds,
+or who holds it.
 
-Invariant: a page is on the free stack exactly when its flag says so; freeing a free page is an
-error.
+Invariant: a page is on the stack of free pages if and only if its flag says that it is free.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from minisgl_backend.request import IntArray
 
 
 class PagePool:
-    """A stack of free page ids; pages come and go as int32 arrays."""
+    """A stack of free page ids. Pages are handed out and taken back as int32 arrays."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -25,7 +24,7 @@ class PagePool:
         self._is_free = np.ones(num_pages, dtype=np.bool_)
 
     def allocate(self, num_pages: int) -> IntArray:
-        """Take pages, int32[num_pages]; the caller has made sure that they are there."""
+        """Take pages, int32[num_pages]. Raises ``InvariantError`` if fewer are free."""
         if num_pages > self.num_free:
             raise InvariantError(f"{num_pages} pages wanted, {self.num_free} are free")
         rest = self.num_free - num_pages
@@ -35,7 +34,7 @@ class PagePool:
         return pages
 
     def free(self, pages: IntArray) -> None:
-        """Put ``pages`` back. Raises ``InvariantError`` where one of them is free already."""
+        """Put ``pages`` back. Raises ``InvariantError`` if one of them is free already."""
         if self._is_free[pages].any():
             raise InvariantError(f"pages {pages[self._is_free[pages]].tolist()} are freed twice")
         after = self.num_free + len(pages)
@@ -44,10 +43,10 @@ class PagePool:
         self.num_free = after
 
     def free_pages(self) -> IntArray:
-        """The free pages, int32[num_free], in no order."""
+        """The free pages, int32[num_free], in no particular order."""
         return self._stack[: self.num_free].copy()
 
     def check(self) -> None:
-        """Raise ``InvariantError`` unless the stack and the flags tell the same."""
+        """Raise ``InvariantError`` unless the stack and the flags agree."""
         if not np.array_equal(np.sort(self.free_pages()), np.flatnonzero(self._is_free)):
             raise InvariantError("the stack of free pages and their flags differ")

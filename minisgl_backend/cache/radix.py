@@ -1,16 +1,18 @@
 """A radix tree over pages: finds the longest cached prefix, and the pages to evict first.
 
-Each node but the root stands for a run of whole pages: the tokens they hold and their ids. A child
-is found by its first page of tokens, so siblings differ within their first page, and runs that part
-later share a node up to the page in which they part. Prefixes with different salts share nothing:
-the salt is part of the keys right below the root. (RadixAttention, Zheng et al., arXiv 2312.07104.)
+This is the prefix cache of RadixAttention (Zheng et al., arXiv 2312.07104), in whole pages. Each
+node except the root stands for a run of pages: their ids, and the tokens that they hold. A child is
+found by the tokens of its first page, so siblings differ within their first page. Two prefixes
+that differ later share the nodes up to the page in which they differ. Prefixes with different salts
+share nothing, since the salt is part of the keys right below the root.
 
 Must not know leases, free pages, or what a page holds beyond its tokens.
 
 Invariants:
-- A pin on a node pins its ancestors too, so below an unpinned node all is unpinned.
-- ``_recency`` holds exactly the unpinned nodes, least recently used first, and every node after all
-  its descendants. So its first node is always the least recently used leaf: eviction walks nothing.
+- Who pins a node pins its ancestors too, so all nodes below an unpinned node are unpinned.
+- ``_recency`` holds exactly the unpinned nodes, the least recently used first, and each node after
+  all its descendants. So its first node is always the least recently used leaf, and eviction never
+  searches the tree.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from minisgl_backend.request import EMPTY, IntArray
 
 
 class Node:
-    """A run of cached pages that follows those of its ancestors."""
+    """A run of cached pages, int32[num_pages], that follows the runs of its ancestors.
+
+    The parent has it among its children under ``key``; ``pins`` counts the leases that use it.
+    """
 
     __slots__ = ("children", "key", "pages", "parent", "pins", "tokens")
 
@@ -34,14 +39,14 @@ class Node:
     ) -> None:
         self.parent = parent
         self.key = key
-        self.tokens = tokens  # [len(pages) * page_size]
+        self.tokens = tokens  # [num_pages * page_size]
         self.pages = pages
         self.pins = pins
         self.children: dict[bytes, Node] = {}
 
 
 class RadixTree:
-    """Cached pages by the tokens that lead to them."""
+    """Cached pages, by the tokens from the start of a sequence up to them."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -51,20 +56,21 @@ class RadixTree:
         self._recency: OrderedDict[Node, None] = OrderedDict()
 
     def match_length(self, tokens: IntArray, salt: bytes) -> int:
-        """How many pages of ``tokens`` are cached; touches nothing."""
+        """How many pages of ``tokens`` are cached. Changes nothing, not even the recency."""
         return sum(num_pages for _, num_pages in self._path(self.root, tokens, salt))
 
     def match(self, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:
-        """Pin the longest cached prefix of ``tokens``; its last node, and its pages in order."""
+        """Pin the longest cached prefix of ``tokens``; return its last node and its pages."""
         return self._pin_path(self.root, tokens, salt)
 
     def insert(
         self, node: Node, tokens: IntArray, pages: IntArray, salt: bytes
     ) -> tuple[Node, IntArray]:
-        """Add ``pages``, which hold ``tokens``, below ``node``, and pin all of them.
+        """Add ``pages``, which hold ``tokens``, below ``node``, and pin them.
 
-        Where the tree knows a first part of ``tokens`` by other pages, those stay and are returned,
-        beside the last node: the caller has to use them in place of its own.
+        If the tree already holds a first part of ``tokens`` in other pages, it keeps those and pins
+        them instead. Returns the last node, and those other pages: the caller must use them in
+        place of its own.
         """
         last, known = self._pin_path(node, tokens, salt)
         if len(known) < len(pages):
@@ -77,7 +83,7 @@ class RadixTree:
         return last, known
 
     def unpin(self, node: Node) -> None:
-        """Take back a pin from ``node`` and its ancestors; they are the last to be evicted."""
+        """Take back a pin from ``node`` and its ancestors, which become the most recently used."""
         while node.parent is not None:
             if node.pins <= 0:
                 raise InvariantError("a cached prefix is unpinned twice")
@@ -88,7 +94,10 @@ class RadixTree:
             node = node.parent
 
     def evict(self, num_pages: int) -> IntArray:
-        """Drop pages from the ends of the least recently used leaves; int32[num_pages]."""
+        """Drop the least recently used pages, from the ends of leaves, and return them.
+
+        int32[num_pages]. Raises ``InvariantError`` if fewer can be evicted.
+        """
         if num_pages > self.num_evictable:
             raise InvariantError(f"{num_pages} pages wanted, {self.num_evictable} are evictable")
         evicted = []
@@ -111,7 +120,7 @@ class RadixTree:
         return np.concatenate([EMPTY, *evicted])
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the root, parents first."""
+        """All nodes except the root, parents before their children."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -119,7 +128,7 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def check(self) -> None:
-        """Raise ``InvariantError`` where a law of the tree is broken; walks all of it."""
+        """Raise ``InvariantError`` if an invariant of the tree is broken. Slow."""
         order = {node: place for place, node in enumerate(self._recency)}
         num_pages = num_evictable = 0
         for node in self.nodes():
@@ -148,7 +157,7 @@ class RadixTree:
         return salt + first_page if parent is self.root else first_page
 
     def _path(self, node: Node, tokens: IntArray, salt: bytes) -> Iterator[tuple[Node, int]]:
-        """The nodes below ``node`` along ``tokens``, and how many pages of each agree with them."""
+        """The nodes below ``node`` along ``tokens``, each with how many of its pages match them."""
         num_pages = len(tokens) // self.page_size
         done = 0
         while done < num_pages:
@@ -171,7 +180,10 @@ class RadixTree:
         return (first if differ[first] else num_tokens) // self.page_size
 
     def _pin_path(self, node: Node, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:
-        """Pin the nodes below ``node`` along ``tokens``, cutting the last where they part in it."""
+        """Pin the nodes below ``node`` along ``tokens``; return the last one and all their pages.
+
+        If only the first pages of the last node match, the node is split after them.
+        """
         pages = [EMPTY]
         for child, agreed in self._path(node, tokens, salt):
             node = child if agreed == len(child.pages) else self._split(child, agreed)
@@ -183,7 +195,7 @@ class RadixTree:
         return node, np.concatenate(pages)
 
     def _split(self, lower: Node, num_pages: int) -> Node:
-        """Cut the first pages off ``lower`` into a new parent; ``lower`` keeps its place."""
+        """Move the first pages of ``lower`` to a new node above it, which is returned."""
         parent = lower.parent
         assert parent is not None
         num_tokens = num_pages * self.page_size

@@ -18,7 +18,6 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, tensor_files
-from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.place import Place, check_comm
 
@@ -103,15 +102,6 @@ def context_of(options: EngineOptions, spec: ModelSpec) -> int:
     if wanted is not None and wanted > most:
         raise ConfigError(f"max_sequence_length {wanted} exceeds the model's context of {most}")
     return wanted or most
-
-
-def check_tokenizer(folder: Path) -> None:
-    """Raise ``ConfigError`` where there is no tokenizer.json, or one that is no JSON."""
-    if not (folder / "tokenizer.json").exists():
-        raise ConfigError(f"{folder} holds no tokenizer.json, and no other tokenizer is read")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (folder / name).exists():
-            read_json(folder / name)
 
 
 def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:

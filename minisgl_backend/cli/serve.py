@@ -18,7 +18,7 @@ from minisgl_backend.cli.options import Refused, engine_options, refusing
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.models.hub import resolve_model
-from minisgl_backend.precheck import check_options, check_tokenizer, checked_spec, device_type
+from minisgl_backend.precheck import check_options, checked_spec, device_type
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.launch import raise_descriptor_limit
@@ -27,6 +27,7 @@ from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.supervisor import Supervisor
+from minisgl_backend.text.tokenizer import check_tokenizer
 
 _QUESTION = "What is the capital of France?"
 _PORT = click.IntRange(0, 65535)

@@ -18,6 +18,7 @@ import numpy as np
 
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import ConfigError, InvalidRequest
+from minisgl_backend.models.config_json import read_json
 from minisgl_backend.request import IntArray, TokenId
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.length import LengthCheck
@@ -28,6 +29,19 @@ from minisgl_backend.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+def check_tokenizer(folder: str | Path) -> None:
+    """Raise ``ConfigError`` where there is no tokenizer.json, or one that is no JSON.
+
+    Quickly done, and so by whoever starts a server, too.
+    """
+    place = Path(folder)
+    if not (place / "tokenizer.json").is_file():
+        raise ConfigError(f"{folder} holds no tokenizer.json, and no other tokenizer is read")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (place / name).exists():
+            read_json(place / name)
 
 
 def load_vocabulary(folder: str | Path) -> Vocabulary:
@@ -162,8 +176,7 @@ def _load(folder: str | Path) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
-    if not (Path(folder) / "tokenizer.json").is_file():
-        raise ConfigError(f"the tokenizer of {folder} cannot be loaded: there is no tokenizer.json")
+    check_tokenizer(folder)
     try:
         return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:

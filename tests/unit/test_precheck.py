@@ -20,7 +20,6 @@ from minisgl_backend.precheck import (
     CPU_DTYPE,
     CPU_PAGE_SIZE,
     check_options,
-    check_tokenizer,
     checked_spec,
     device_type,
 )
@@ -134,13 +133,3 @@ def test_the_number_of_parameters_is_that_of_the_weights() -> None:
         if len(header.shape) == 2
     ]
     assert load_spec(Path(DEMO_MODEL)).num_parameters == sum(a * b for a, b in stored)
-
-
-def test_a_tokenizer(folder: Path) -> None:
-    check_tokenizer(folder)
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
-        check_tokenizer(folder)
-    (folder / "tokenizer.json").rename(folder / "vocab.json")
-    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
-        check_tokenizer(folder)

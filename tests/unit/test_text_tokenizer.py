@@ -268,10 +268,13 @@ def test_threads_share_an_encoder(demo: PromptEncoder) -> None:
 def test_a_folder_without_a_tokenizer_fails_the_load(tmp_path: Path) -> None:
     config = {"tokenizer_class": "ByT5Tokenizer"}  # which has no file
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"cannot be loaded: there is no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
         PromptEncoder.load(tmp_path)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
         load_vocabulary(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        PromptEncoder.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         PromptEncoder.load(tmp_path)

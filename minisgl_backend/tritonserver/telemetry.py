@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -45,6 +46,24 @@ class Engine(Protocol):
         """Observations since the last call."""
 
 
+@dataclass(slots=True)
+class _Told:
+    """A metric, and the value that Triton has of it."""
+
+    metric: Any
+    value: float = 0.0
+
+    def raise_to(self, value: float) -> None:
+        if value > self.value:
+            self.metric.increment(value - self.value)
+            self.value = value
+
+    def set(self, value: float) -> None:
+        if value != self.value:
+            self.metric.set(value)
+            self.value = value
+
+
 class Telemetry:
     """All metrics of one engine. ``report`` belongs to one thread, ``chunk_sent`` to any."""
 
@@ -56,7 +75,6 @@ class Telemetry:
             "engine": secrets.token_hex(4),
         }
         self._families: list[Any] = []
-        self._last: dict[int, float] = {}
         self._chunk_tokens = BucketCounts(_TOKEN_BUCKETS)
         self._batch_size = BucketCounts(_BATCH_BUCKETS)
         self._step_s = {
@@ -103,11 +121,11 @@ class Telemetry:
             ("minisgl:requests_cancelled_total", stats.num_cancelled),
             ("minisgl:requests_retracted_total", scheduler.num_retractions),
         ):
-            self._raise_to(self._counters[name], value)
+            self._counters[name].raise_to(value)
         for metrics, by_label in ((self._rejected, stats.rejected), (self._failed, stats.failed)):
             for label, value in by_label.items():
                 if label in metrics:
-                    self._raise_to(metrics[label], value)
+                    metrics[label].raise_to(value)
         waiting = max(scheduler.num_waiting, stats.num_open - scheduler.num_running)
         used = scheduler.total_pages - scheduler.free_pages - scheduler.evictable_pages
         levels: tuple[tuple[str, float], ...] = (
@@ -119,7 +137,7 @@ class Telemetry:
             ("max", scheduler.total_pages),
         )
         for name, level in levels:
-            self._set(self._gauges[name], level)
+            self._gauges[name].set(level)
         self._observe_samples()
         for counts, children in self._counted:
             for name, added in counts.take().items():
@@ -153,17 +171,6 @@ class Telemetry:
         for size in samples.batch_size:
             self._batch_size.observe(size)
 
-    def _raise_to(self, metric: Any, value: float) -> None:
-        added = value - self._last.get(id(metric), 0)
-        if added > 0:
-            metric.increment(added)
-            self._last[id(metric)] = value
-
-    def _set(self, metric: Any, value: float) -> None:
-        if self._last.get(id(metric)) != value:
-            metric.set(value)
-            self._last[id(metric)] = value
-
     # --- making metrics ----------------------------------------------------------------------
 
     def _family(self, name: str, description: str, kind: Any) -> Any:
@@ -171,7 +178,7 @@ class Telemetry:
         self._families.append(family)
         return family
 
-    def _make_counters(self) -> dict[str, Any]:
+    def _make_counters(self) -> dict[str, _Told]:
         descriptions = {
             "vllm:prompt_tokens_total": "Prompt tokens of admitted requests",
             "vllm:generation_tokens_total": "Tokens computed",
@@ -180,30 +187,31 @@ class Telemetry:
             "minisgl:requests_cancelled_total": "Requests given up by their clients",
             "minisgl:requests_retracted_total": "Requests set back for want of pages",
         }
+        counter = pb_utils.MetricFamily.COUNTER
         return {
-            name: self._family(name, text, pb_utils.MetricFamily.COUNTER).Metric(
-                labels=self._labels
-            )
+            name: _Told(self._family(name, text, counter).Metric(labels=self._labels))
             for name, text in descriptions.items()
         }
 
-    def _make_gauges(self) -> dict[str, Any]:
+    def _make_gauges(self) -> dict[str, _Told]:
         descriptions = {
             "vllm:num_requests_running": "Requests that hold a row",
             "vllm:num_requests_waiting": "Requests in the queue",
             "vllm:kv_cache_usage_perc": "Share of the pages that are neither free nor evictable",
         }
+        gauge = pb_utils.MetricFamily.GAUGE
         gauges = {
-            name: self._family(name, text, pb_utils.MetricFamily.GAUGE).Metric(labels=self._labels)
+            name: _Told(self._family(name, text, gauge).Metric(labels=self._labels))
             for name, text in descriptions.items()
         }
         blocks = self._family(
             "nv_trt_llm_kv_cache_block_metrics",
             "Pages of the KV cache, under the name that Triton's load reports look for",
-            pb_utils.MetricFamily.GAUGE,
+            gauge,
         )
         for kind in ("tokens_per", "used", "max"):
-            gauges[kind] = blocks.Metric(labels={**self._labels, "kv_cache_block_type": kind})
+            labels = {**self._labels, "kv_cache_block_type": kind}
+            gauges[kind] = _Told(blocks.Metric(labels=labels))
         return gauges
 
     def _make_histograms(self) -> dict[str, Any]:
@@ -223,9 +231,11 @@ class Telemetry:
 
     def _by_label(
         self, name: str, description: str, label: str, values: Sequence[str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, _Told]:
         family = self._family(name, description, pb_utils.MetricFamily.COUNTER)
-        return {value: family.Metric(labels={**self._labels, label: value}) for value in values}
+        return {
+            value: _Told(family.Metric(labels={**self._labels, label: value})) for value in values
+        }
 
     def _bucket_families(self, name: str) -> dict[str, Any]:
         return {

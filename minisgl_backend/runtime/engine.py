@@ -1,10 +1,10 @@
-"""The engine as adapters see it: submit, abort, look, close, from any thread.
+"""The engine as adapters see it: submit, abort, stats, health and close, from any thread.
 
 Knows the limits at the door (context, vocabulary, queue) and the thread that runs the loop. Must
 not know Triton or text.
 
-A request that cannot be served is refused at once by an exception of ``submit``; one that was
-accepted gets exactly one terminal event through its sink.
+A request that cannot be served is refused at once: ``submit`` raises. A request that is accepted
+gets exactly one terminal event through its sink.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
+from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded
 from minisgl_backend.heartbeat import State
 from minisgl_backend.request import (
     Failed,
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What is fixed once the model is loaded."""
+    """What is fixed once the model is loaded. Lengths and sizes are in tokens."""
 
     model: str
     architecture: str
@@ -60,7 +60,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How the engine is; ``tick_age_s`` is the age of the loop's last sign of life."""
+    """The state of the engine, and for how long its loop has given no sign of life."""
 
     state: State
     tick_age_s: float
@@ -72,7 +72,7 @@ class Health:
 
 
 class Engine:
-    """Runs the loop on a thread of its own and guards its door."""
+    """Runs the loop on a thread of its own, and decides at the door which requests enter it."""
 
     def __init__(
         self, info: EngineInfo, scheduler: Scheduler, executor: Executor, *, overlap: bool
@@ -101,16 +101,13 @@ class Engine:
         return RequestId(next(self._ids))
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Accept a request; ``sink`` gets its events on the engine's thread.
+        """Accept a request; ``sink`` gets its events, on the engine's thread.
 
-        Raises ``InvalidRequest`` where it can never be served, ``Unsupported`` where it needs what
-        is not offered, ``Overloaded`` where the queue is full or the engine is not serving.
+        Raises ``InvalidRequest`` if the request can never be served, and ``Overloaded`` if the
+        queue is full or the engine is not serving.
         """
         try:
             self._check(request)
-        except Unsupported:
-            self._recorder.request_rejected("unsupported")
-            raise
         except InvalidRequest:
             self._recorder.request_rejected("invalid")
             raise
@@ -121,7 +118,7 @@ class Engine:
             self._num_open += 1
             self._num_waiting_tokens += num_tokens
             sampling = self._with_eos(request.sampling)
-            # inside the lock, so that no request enters the inbox behind the last look at it
+            # inside the lock: the loop's end takes it, too, and then empties the inbox
             self._loop.inbox.put(
                 Add(dataclasses.replace(request, sampling=sampling), sink, time.monotonic())
             )
@@ -129,15 +126,15 @@ class Engine:
     def abort(
         self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
     ) -> None:
-        """End a request; its sink gets ``Finished(why)``, or ``Failed(why)`` where it is an error.
+        """End a request: its sink gets ``Finished(why)``, or ``Failed(why)`` if it is an error.
 
-        Idempotent; ignores unknown ids.
+        Ids of requests that are not open are ignored.
         """
         event = Finished(why) if isinstance(why, FinishReason) else Failed(why)
         self._loop.inbox.put(Abort(request_id, event))
 
     def fail(self, error: EngineFailure) -> None:
-        """End at once: the executor is lost. Every open request gets an error. Any thread."""
+        """End the engine because its executor is lost. Every open request fails with ``error``."""
         self._loop.inbox.put(Fail(error))
 
     def stats(self) -> EngineStats:
@@ -145,19 +142,17 @@ class Engine:
         return self._recorder.snapshot(self._loop.scheduler_stats, self._num_open)
 
     def take_samples(self) -> Samples:
-        """Observations for histograms since the last call."""
+        """The observations for histograms since the last call."""
         return self._recorder.take_samples()
 
     def health(self) -> Health:
-        """Whether the engine serves, in constant time and without touching the loop."""
+        """Whether the engine serves, in constant time and without waiting for the loop."""
         pulse = self._loop.pulse
-        calm = pulse.idle or pulse.forward_since_s is not None
-        age_s = 0.0 if calm else max(0.0, time.monotonic() - pulse.tick_s)
-        state = self._state
-        return Health(state, age_s)
+        age_s = 0.0 if pulse.is_waiting else max(0.0, time.monotonic() - pulse.tick_s)
+        return Health(self._state, age_s)
 
     def is_queue_full(self) -> bool:
-        """A hint for whoever could refuse a request before doing work for it."""
+        """Whether ``submit`` would refuse a request now: a hint to refuse it before other work."""
         info = self.info
         return (
             self._num_open >= info.max_running_requests + info.max_queued_requests
@@ -165,9 +160,10 @@ class Engine:
         )
 
     def close(self, *, drain_s: float) -> None:
-        """Refuse new requests, give the open ones ``drain_s`` to end, fail the rest, free all.
+        """Stop the engine: refuse new requests, and give the open ones ``drain_s`` to finish.
 
-        Idempotent. Every open request has had its terminal event when this returns.
+        Requests that are still open then fail. When this returns, every request has had its
+        terminal event, and the device holds nothing any more. Idempotent.
         """
         with self._changed:
             if self._state is State.SERVING:

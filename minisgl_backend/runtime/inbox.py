@@ -1,4 +1,4 @@
-"""What other threads may tell the engine's loop."""
+"""The messages by which other threads tell the engine's loop what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minisgl_backend.request import Failed, Finished, Request, RequestId, Sink
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A request that was accepted at the door."""
+    """Serve a request, which was accepted at the door at ``arrived_s``."""
 
     request: Request
     sink: Sink
@@ -20,7 +20,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request with ``event``; ignored where it is not open any more."""
+    """End a request with ``event``; ignored if the request is not open any more."""
 
     request_id: RequestId
     event: Finished | Failed
@@ -28,14 +28,14 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the loop; requests still open fail with ``error``."""
+    """End the loop; requests that are still open fail with ``error``."""
 
     error: MiniSGLError
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The executor is lost: raise ``error`` in the loop, which ends it."""
+    """End the loop by raising ``error`` in it: the executor is lost."""
 
     error: EngineFailure
 

@@ -1,20 +1,20 @@
-"""The engine's only thread of work: drain the inbox, plan, launch, commit, deliver.
+"""The loop of the engine's only working thread: drain the inbox, plan, launch, commit, deliver.
 
-Knows the order in which planner and executor take turns, and which requests are open. Must not know
-how either does its work, nor who submits.
+Knows in which order planner and executor take turns, and which requests are open. Must not know how
+either does its work, nor who submits requests.
 
-With overlap the next step is planned and launched before the tokens of the running one are read,
-so that the device never waits for Python; without it each step is committed before the next is
+With overlap, the next step is planned and launched before the tokens of the running step are read,
+so that the device never waits for Python. Without it, each step is committed before the next one is
 planned.
 
-A step that breaks must not cost more than the request that breaks it. So after an exception the
-planner starts anew, and the open requests come back with the tokens that they have, one at a time
-(``returning``); the one with which a step breaks again fails alone. The executor needs no word of
-it, since it learns all about a row when a request takes it. ``EngineFailure`` from it says that it
-is lost, and ends the loop, as do breaks that are no request's fault.
+When a step breaks, only the request at fault may fail. So after an exception the loop takes a fresh
+planner, and lets the open requests come back one at a time, with the tokens that they have
+(``returning``). A request with which a step breaks again fails alone. The executor need not be
+told, since it learns all about a row when a request takes it. But if the executor raises
+``EngineFailure``, it is lost, and the loop ends; so it does when steps break whatever is in them.
 
 Invariants: every request taken from the inbox gets exactly one terminal event. Sinks are called on
-this thread alone. Where an exception ends the loop, every open request has got its error before.
+this thread only. If an exception ends the loop, every open request has failed before it is raised.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A launched step."""
+    """A launched step that is not committed yet."""
 
     plan: StepPlan
     pending: Pending
@@ -52,19 +52,18 @@ class _Flight:
 
 @dataclass(slots=True)
 class Pulse:
-    """Shows from outside whether the loop is alive.
+    """Shows other threads whether the loop is alive.
 
-    ``forward_since_s`` is set while the loop is in the device's hands: a long forward is no hang,
-    nor is a launch that has to compile kernels first.
+    ``tick_s`` is the time of its last sign of life. While ``is_waiting``, for a message or for the
+    device, the loop may be silent: a long step is no hang, nor is a launch that compiles kernels.
     """
 
     tick_s: float = field(default_factory=time.monotonic)
-    idle: bool = True
-    forward_since_s: float | None = None
+    is_waiting: bool = True
 
 
 class Loop:
-    """Runs planner and executor over the messages of an inbox until it is told to stop."""
+    """Runs planner and executor for the requests of an inbox, until it is told to stop."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Loop:
         on_ended: Callable[[Request, bool], None],
         max_queue_time_s: float | None = None,
     ) -> None:
-        """``on_ended`` is told of each ended request whether it had been admitted."""
+        """``on_ended`` gets each request that has ended, and whether it had been admitted."""
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.pulse = Pulse()
         self.scheduler_stats = scheduler.stats()
@@ -96,7 +95,7 @@ class Loop:
         self._returning = Returning()
 
     def run(self) -> None:
-        """Serve until a ``Stop`` message, then fail what is open. Raises what broke the loop."""
+        """Serve until a ``Stop`` message, then fail open requests. Raises what broke the loop."""
         error: MiniSGLError = EngineFailure("the engine stopped after an internal error")
         try:
             while self._stop is None:
@@ -112,13 +111,13 @@ class Loop:
             self._open.fail_all(error)
 
     def close(self) -> None:
-        """Let the executor go, with all that it holds on the device; nothing may run after."""
+        """Close the executor and free all that it holds on the device. Comes after ``run``."""
         self._executor.close()
         self._flights.clear()
         del self._executor
 
     def refuse_rest(self, error: MiniSGLError) -> None:
-        """Fail the requests that reached the inbox after the loop had ended."""
+        """Fail the requests that came into the inbox after the loop had ended."""
         while True:
             try:
                 message = self.inbox.get_nowait()
@@ -148,9 +147,9 @@ class Loop:
     # --- inbox -------------------------------------------------------------------------------
 
     def _drain_inbox(self, *, block: bool) -> bool:
-        """Take all messages, waiting for the first where ``block``; False where it is over."""
+        """Take all messages; with ``block``, wait for the first. False if one of them is a stop."""
         self.pulse.tick_s = time.monotonic()
-        self.pulse.idle = block
+        self.pulse.is_waiting = block
         try:
             while self._stop is None:
                 self._take(self.inbox.get(block=block))
@@ -158,7 +157,7 @@ class Loop:
         except queue.Empty:
             pass
         self.pulse.tick_s = time.monotonic()
-        self.pulse.idle = False
+        self.pulse.is_waiting = False
         return self._stop is None
 
     def _take(self, message: Message) -> None:
@@ -229,18 +228,18 @@ class Loop:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        self.pulse.forward_since_s = time.monotonic()
+        self.pulse.is_waiting = True
         try:
             yield
         finally:
             self.pulse.tick_s = time.monotonic()
-            self.pulse.forward_since_s = None
+            self.pulse.is_waiting = False
 
     # --- after a step that broke -------------------------------------------------------------
 
     def _start_anew(self) -> None:
-        """Begin with a fresh planner; raises ``EngineFailure`` where that has not helped before."""
-        while self._flights:  # what they write must not meet what comes next
+        """Take a fresh planner. Raises ``EngineFailure`` if that has not helped several times."""
+        while self._flights:  # the fresh planner grants the pages that these steps still write to
             with suppress(Exception), self._on_device():
                 self._flights[0].pending.tokens()
             self._flights.popleft()
@@ -251,7 +250,7 @@ class Loop:
         self._returning.come_back(self._open.ids())
 
     def _take_back(self) -> None:
-        """Let the next request come back, once the last one that did has got a token."""
+        """Let the next request come back, once the one before it has got a token."""
         while not self._returning.is_over:
             request_id = self._returning.next(self._open.num_tokens())
             if request_id is None:

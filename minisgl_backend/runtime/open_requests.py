@@ -1,9 +1,9 @@
-"""The requests between their acceptance and their last event, and what their sinks are told.
+"""The requests between their acceptance and their terminal event, and what their sinks are told.
 
-Knows sinks, the clock and the counters. Must not know planner or executor. Belongs to the loop's
-thread, on which all sinks are called.
+Knows sinks, the clock and the counters. Must not know planner or executor. It is used by the loop's
+thread only, so all sinks are called on that thread.
 
-Invariant: every request that was added gets exactly one terminal event, from ``end``.
+Invariant: every request that is added gets exactly one terminal event, by ``end``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that is not over, and its tokens. Times are of ``time.monotonic``."""
+    """A request that has not ended, and its output so far. Times are of ``time.monotonic``."""
 
     request: Request
     sink: Sink
@@ -58,7 +58,7 @@ class OpenRequests:
         on_ended: Callable[[Request, bool], None],
         max_queue_time_s: float | None,
     ) -> None:
-        """``on_ended`` is told of each ended request whether it had been admitted."""
+        """``on_ended`` gets each request that has ended, and whether it had been admitted."""
         self._recorder = recorder
         self._on_admitted = on_admitted
         self._on_ended = on_ended
@@ -72,21 +72,21 @@ class OpenRequests:
         return self._open[request_id]
 
     def ids(self) -> list[RequestId]:
-        """Of all that are open."""
+        """The ids of all open requests."""
         return list(self._open)
 
     def num_tokens(self) -> dict[RequestId, int]:
-        """How many tokens each has got."""
+        """How many tokens each request has got."""
         return {request_id: len(entry.tokens) for request_id, entry in self._open.items()}
 
     def add(self, message: Add) -> None:
-        """A request was accepted."""
+        """Take up a request that was accepted."""
         request = message.request
         self._open[request.id] = OpenRequest(request, message.sink, message.arrived_s)
         self._timeouts.add(request, message.arrived_s)
 
     def admit(self, request_id: RequestId, num_cached_tokens: int) -> None:
-        """A request got its row; one that was retracted and gets it again is told nothing."""
+        """Tell a request that it has got a row; when it gets one again, it is told nothing."""
         entry = self._open[request_id]
         if not entry.admitted:
             entry.admitted = True
@@ -96,7 +96,7 @@ class OpenRequests:
             self._deliver(entry.sink, Admitted(num_cached_tokens))
 
     def deliver(self, result: StepResult, now_s: float) -> None:
-        """Hand over the tokens of a step."""
+        """Deliver the tokens of a step."""
         logprobs = result.logprobs
         for index, (request_id, token_id) in enumerate(
             zip(result.request_ids, result.token_ids.tolist(), strict=True)
@@ -112,7 +112,7 @@ class OpenRequests:
             )
 
     def out_of_time(self, now_s: float) -> Iterator[tuple[RequestId, Event]]:
-        """Those whose time is over, each with the event with which it must end now."""
+        """The requests whose time is over, each with the event by which it must end now."""
         for request_id in self._timeouts.overdue(now_s):
             entry = self._open[request_id]
             if entry.tokens:
@@ -126,7 +126,7 @@ class OpenRequests:
             yield request_id, Failed(Overloaded(text))
 
     def end(self, request_id: RequestId, event: Event) -> None:
-        """Deliver the last event."""
+        """End a request: count it, and deliver ``event``, which is terminal."""
         entry = self._open.pop(request_id)
         self._timeouts.ended(request_id)
         if isinstance(event, Failed):
@@ -150,7 +150,7 @@ class OpenRequests:
         self._on_ended(entry.request, entry.admitted)
 
     def fail_all(self, error: MiniSGLError) -> None:
-        """End whatever is open."""
+        """Fail all open requests."""
         for request_id in list(self._open):
             self.end(request_id, Failed(error))
 

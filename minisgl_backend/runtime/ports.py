@@ -1,6 +1,6 @@
-"""What the loop needs from the two halves it joins: a planner and an executor.
+"""What the loop needs from the two parts that it joins, a planner and an executor.
 
-Knows only the vocabulary of ``request`` and ``plan``; implementations are chosen in ``build``.
+Knows only the vocabulary of ``request`` and ``plan``; ``build`` chooses the implementations.
 """
 
 from __future__ import annotations
@@ -16,35 +16,39 @@ class Scheduler(Protocol):
     """Decides what each step does. Pure: no clock, thread, tensor or environment."""
 
     def add(self, request: Request, generated: IntArray = EMPTY) -> None:
-        """Queue a request that has the tokens ``generated`` already, int32[num_tokens].
+        """Queue a request. ``generated``, int32[num_tokens], is its output from before, if any.
 
-        Raises ``InvalidRequest`` where it could never fit the context or the pool of pages.
+        Raises ``InvalidRequest`` if the request could never fit the context or the pool of pages.
         """
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request without a result; False where it is not (or no longer) live. Idempotent."""
+        """End a request without a result; False if it is not live, or no longer. Idempotent."""
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None where nothing can run; may be called before the last commit."""
+        """The next step, or None if nothing can run. May be called before the last commit."""
 
     def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
-        """Take the tokens of the oldest plan that is not committed yet."""
+        """Take the tokens of ``plan``, which is the oldest one that is not committed yet."""
 
     def has_work(self) -> bool:
-        """Whether a request is live: then, with no plan in flight, plan() is not None."""
+        """Whether a request is live. If so, and no plan is in flight, plan() is not None."""
 
     def stats(self) -> SchedulerStats:
-        """Counts, in constant time."""
+        """Counts at this moment, in constant time."""
 
     def renewed(self) -> Scheduler:
-        """A planner like this one with nothing in it, for when this one's books are in doubt."""
+        """An empty planner like this one, to replace it when its bookkeeping is in doubt."""
 
 
 class Executor(Protocol):
-    """Runs plans on a device, in the order in which they are launched."""
+    """Runs plans on a device, in the order in which they are launched.
+
+    ``launch``, and ``tokens`` of what it returns, raise ``EngineFailure`` if the executor is lost:
+    then no further step can run.
+    """
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Enqueue the step; must not wait for the device."""
+        """Enqueue the step, without waiting for the device."""
 
     def close(self) -> None:
         """Free what the device holds."""

@@ -1,7 +1,7 @@
-"""Who may run again after a step that broke: one request at a time, until it has got a token.
+"""Which request may run again after a step that broke: one at a time, until it has got a token.
 
-So the request with which a step breaks again is the one at fault. Pure: knows request ids and how
-many tokens each has got; must not know planner or executor.
+So if a step breaks again, the request that came back last is the one at fault. Pure: knows request
+ids and how many tokens each request has got. Must not know planner or executor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_BARREN: Final = 3
 
 
 class Returning:
-    """The requests that are still to come back, and the one that came last: the suspect."""
+    """The requests that are still to come back, and the one that came back last: the suspect."""
 
     def __init__(self) -> None:
         self._waiting: deque[RequestId] = deque()
@@ -27,19 +27,19 @@ class Returning:
 
     @property
     def is_over(self) -> bool:
-        """Whether requests may run as they come."""
+        """Whether new requests may run at once, since no request is still to come back."""
         return not self._waiting and self._suspect is None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether requests are to come back."""
+        """Whether there are requests still to come back."""
         return bool(self._waiting)
 
     def begin(self) -> RequestId | None:
-        """A step broke: the request at fault, where that is known.
+        """Note that a step broke, and return the request at fault if it is known.
 
-        Raises ``EngineFailure`` after ``MAX_BARREN`` breaks between which no request got a token:
-        then it is no request's fault.
+        Raises ``EngineFailure`` at the break number ``MAX_BARREN`` in a row between which no
+        request has got a token: such breaks are no request's fault.
         """
         self._num_barren += 1
         if self._num_barren >= MAX_BARREN:
@@ -48,15 +48,18 @@ class Returning:
         return culprit
 
     def come_back(self, request_ids: Iterable[RequestId]) -> None:
-        """These are to come back, in this order, and no others."""
+        """Let these requests come back in this order, and no others."""
         self._waiting = deque(request_ids)
 
     def append(self, request_id: RequestId) -> None:
-        """A new request waits behind those that come back."""
+        """Let a new request wait behind those that are to come back."""
         self._waiting.append(request_id)
 
     def next(self, num_tokens: Mapping[RequestId, int]) -> RequestId | None:
-        """Who comes back now, if anybody; ``num_tokens`` are those of the open requests."""
+        """The request that comes back now, if any.
+
+        ``num_tokens`` says how many tokens each open request has got.
+        """
         if self._suspect is not None:
             if num_tokens.get(self._suspect) == self._num_tokens:
                 return None

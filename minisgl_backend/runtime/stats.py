@@ -1,6 +1,6 @@
-"""What the engine tells of itself: counts that only grow, a snapshot, and samples for histograms.
+"""What the engine reports about itself: counts that only grow, and samples for histograms.
 
-Knows numbers only. Written by the engine's threads, read by whoever reports (metrics, operators).
+Knows numbers only. The engine's threads write them; metrics and health reports read them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ MAX_SAMPLES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot. Gauges are in ``scheduler``; every other number only grows."""
+    """A snapshot. ``num_open`` and ``scheduler`` have the gauges; all other numbers only grow."""
 
     scheduler: SchedulerStats
     num_open: int
-    """Requests accepted and not ended."""
+    """Requests that are accepted and have not ended."""
     num_prompt_tokens: int
     num_generated_tokens: int
-    """Every token computed, also those of requests that were cancelled."""
+    """All sampled tokens, including those of requests that were cancelled."""
     num_cancelled: int
     rejected: Mapping[str, int]
-    """Requests refused, by reason: invalid, unsupported, queue_full, draining, down."""
+    """Requests refused at the door, by reason: invalid, queue_full, draining or down."""
     failed: Mapping[str, int]
     """Accepted requests that ended with an error, by its code."""
     num_steps: int
@@ -40,7 +40,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class Samples:
-    """Observations since the last reading, oldest first; times in seconds."""
+    """Observations since the last reading, the oldest first; times are in seconds."""
 
     time_to_first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     time_per_output_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
@@ -65,33 +65,33 @@ class Recorder:
         self._num_steps = 0
 
     def request_rejected(self, reason: str) -> None:
-        """A request was refused at the door."""
+        """Count a request that was refused at the door."""
         with self._lock:
             self._rejected[reason] += 1
 
     def request_failed(self, code: str) -> None:
-        """An accepted request ended with an error."""
+        """Count an accepted request that ended with an error."""
         with self._lock:
             self._failed[code] += 1
 
     def request_cancelled(self) -> None:
-        """An accepted request was given up by its caller."""
+        """Count an accepted request that its caller gave up."""
         with self._lock:
             self._num_cancelled += 1
 
     def request_admitted(self, num_prompt_tokens: int) -> None:
-        """A request got its row for the first time."""
+        """Count a request that has got a row for the first time."""
         with self._lock:
             self._num_prompt_tokens += num_prompt_tokens
             self._samples.prompt_tokens.append(num_prompt_tokens)
 
     def request_started(self, time_to_first_token_s: float) -> None:
-        """The first token of a request is known."""
+        """Count a request whose first token is known."""
         with self._lock:
             self._samples.time_to_first_token_s.append(time_to_first_token_s)
 
     def request_finished(self, *, num_tokens: int, e2e_s: float, decode_s: float) -> None:
-        """A request ended with an answer; ``decode_s`` runs from the first token to the last."""
+        """Count a request that ended with an answer; ``decode_s`` is from first to last token."""
         with self._lock:
             samples = self._samples
             samples.generation_tokens.append(num_tokens)
@@ -102,7 +102,7 @@ class Recorder:
     def step_committed(
         self, kind: StepKind, *, batch_size: int, num_tokens: int, duration_s: float
     ) -> None:
-        """A step of ``batch_size`` rows sampled ``num_tokens`` tokens."""
+        """Count a step of ``batch_size`` rows that sampled ``num_tokens`` tokens."""
         with self._lock:
             self._num_steps += 1
             self._num_generated_tokens += num_tokens

@@ -1,7 +1,7 @@
-"""Which requests have run out of time: by their own deadline, or by the limit on waiting.
+"""Which requests have run out of time, by their own deadline or by the limit on waiting.
 
-Pure: times are arguments, readings of one clock in seconds. What is kept grows with the requests
-that are open, not with those that have ended.
+Pure: times are arguments, readings of one clock in seconds. Memory grows with the number of open
+requests, not with the number of those that have ended.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Final
 from minisgl_backend.request import Request, RequestId
 
 _SPARE: Final = 64
-"""Entries of ended requests that are not worth a sweep."""
+"""So many entries of ended requests may stay in the heap before they are swept out."""
 
 
 class Timeouts:
-    """The open requests, by when their time is over."""
+    """The open requests, by the time at which each must end."""
 
     def __init__(self, max_queue_time_s: float | None) -> None:
         self.max_queue_time_s = max_queue_time_s
         self._deadlines: dict[RequestId, float] = {}
         self._heap: list[tuple[float, RequestId]] = []
-        """All of ``_deadlines``, and entries of requests that have ended."""
+        """All of ``_deadlines``, and some entries of requests that have ended."""
         self._waiting: dict[RequestId, float] = {}
-        """When each came that has not begun, the oldest first."""
+        """When each request arrived that has not begun, the oldest first."""
 
     def add(self, request: Request, arrived_s: float) -> None:
-        """A request came in, after all that were added before."""
+        """Take up a request, which arrived after all that were added before."""
         if request.deadline_s is not None:
             self._deadlines[request.id] = request.deadline_s
             heapq.heappush(self._heap, (request.deadline_s, request.id))
@@ -36,11 +36,11 @@ class Timeouts:
             self._waiting[request.id] = arrived_s
 
     def begun(self, request_id: RequestId) -> None:
-        """The request waits no more."""
+        """Note that the request has got a row: it waits no longer."""
         self._waiting.pop(request_id, None)
 
     def ended(self, request_id: RequestId) -> None:
-        """The request is over, and its times with it."""
+        """Forget a request that has ended."""
         self._waiting.pop(request_id, None)
         self._deadlines.pop(request_id, None)
         if len(self._heap) > 2 * len(self._deadlines) + _SPARE:
@@ -48,14 +48,14 @@ class Timeouts:
             heapq.heapify(self._heap)
 
     def overdue(self, now_s: float) -> Iterator[RequestId]:
-        """Those whose deadline has passed, each once."""
+        """The requests whose deadline has passed, each once."""
         while self._heap and self._heap[0][0] <= now_s:
             _, request_id = heapq.heappop(self._heap)
             if self._deadlines.pop(request_id, None) is not None:
                 yield request_id
 
     def stale(self, now_s: float) -> Iterator[RequestId]:
-        """Those that have waited for too long, each once."""
+        """The requests that have waited for too long, each once."""
         if self.max_queue_time_s is None:
             return
         while self._waiting:

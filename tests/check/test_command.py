@@ -156,7 +156,7 @@ def test_the_catalogue_has_every_fault() -> None:
 
 
 def test_the_documentation_has_every_fault() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text("utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "checking.md").read_text("utf-8")
     rows = re.findall(r"^\| (F\d+(?:, F\d+)*) \|.*\| (short|figures|full) \|", text, re.M)
     documented = {(number, extent) for numbers, extent in rows for number in numbers.split(", ")}
     assert documented == {(entry.number, entry.extent) for entry in entries()}

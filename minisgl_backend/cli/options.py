@@ -44,6 +44,9 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_options(*args: Any, **kwargs: Any) -> Any:
         given = {name: kwargs.pop(name) for name in names}
         chosen = {name: value for name, value in given.items() if value is not None}
+        for name in chosen:
+            if not chosen[name]:  # as of a shell's variable that is not set
+                raise Refused(f"--{name.replace('_', '-')} must not be empty")
         with refusing():
             options = EngineOptions.from_mapping(chosen)
         return command(options, *args, **kwargs)

@@ -23,7 +23,7 @@ from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.launch import raise_descriptor_limit
 from minisgl_backend.server.log import Console, ConsoleHandler
-from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.options import ServerOptions, numeric
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.supervisor import Supervisor
@@ -50,7 +50,13 @@ _PORT = click.IntRange(0, 65535)
     help="let --host be an address that other machines can reach: Triton asks nobody for a key",
 )
 @click.option("--tritonserver", metavar="PATH", help="another tritonserver than the wheel's")
-@click.option("--log-verbose", default=0, show_default=True, help="Triton's own log level")
+@click.option(
+    "--log-verbose",
+    default=0,
+    type=click.IntRange(0, 9),
+    show_default=True,
+    help="Triton's own log level",
+)
 def serve(
     options: EngineOptions,
     host: str,
@@ -71,16 +77,18 @@ def serve(
         handlers=[ConsoleHandler(console)],
     )
     logging.getLogger("minisgl_backend").setLevel(logging.INFO)
+    if not host:
+        raise Refused("--host must not be empty; 0.0.0.0 stands for all addresses")
+    with refusing():
+        address = numeric(host)
     server_options = ServerOptions(
-        host=host,
+        host=address,
         http_port=http_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,
         log_verbose=log_verbose,
         exit_timeout_s=int(options.drain_timeout_s) + 10,
     )
-    if not host:
-        raise Refused("--host must not be empty; 0.0.0.0 stands for all addresses")
     if not (server_options.is_local or allow_remote):
         raise Refused(
             f"other machines can reach --host {host}, and Triton serves whoever asks: put a proxy"
@@ -106,7 +114,7 @@ def serve(
             click.echo(_welcome(server, health.port, Path(options.model).name, seconds))
 
     with refusing():
-        health = HealthServer(host, health_port)
+        health = HealthServer(address, health_port)
     try:
         supervisors: list[Supervisor] = []
         stopping = _stop_on_signals(supervisors, console)

@@ -23,7 +23,7 @@ _RESTRICTED: Final = "model-repository,shared-memory,trace,logging"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """A port of 0 stands for a free one."""
+    """``host`` is a numeric address; a port of 0 stands for a free one."""
 
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -37,14 +37,24 @@ class ServerOptions:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return ipaddress.ip_address(self.host).is_loopback
 
     def address(self, port: int) -> str:
         """HOST:PORT, as gRPC and URLs have it."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+
+def numeric(host: str) -> str:
+    """The address that a host's name stands for, since tritonserver takes no names.
+
+    Raises ``ConfigError`` where nobody knows the name.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # the latter where no host can have such a name
+        raise ConfigError(f"--host {host} is neither an address nor the name of one") from None
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(found[0][4][0])
 
 
 def with_ports(options: ServerOptions, held: contextlib.ExitStack) -> ServerOptions:

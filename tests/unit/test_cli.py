@@ -60,10 +60,11 @@ def test_an_unknown_command_is_told_the_nearest(arguments: list[str], hint: str)
     assert result.output.endswith(f"No such command {hint}\n")
 
 
-def test_a_host_that_is_empty() -> None:
-    result = CliRunner().invoke(main, ["serve", "--host", "", "--allow-remote"])
+@pytest.mark.parametrize("option", ["--host", "--model", "--max-queued-requests"])
+def test_a_value_that_is_empty(option: str) -> None:
+    result = CliRunner().invoke(main, ["serve", option, "", "--allow-remote"])
     assert result.exit_code == 2
-    assert result.output.startswith("Error: --host must not be empty")
+    assert result.output.startswith(f"Error: {option} must not be empty")
 
 
 def test_every_command_is_there() -> None:

@@ -28,7 +28,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.log import Console, failure_in_log
-from minisgl_backend.server.options import ServerOptions, command_line, with_ports
+from minisgl_backend.server.options import ServerOptions, command_line, numeric, with_ports
 from minisgl_backend.server.process import BrokenStart, TritonServer
 from minisgl_backend.server.repository import shipped_repository, with_parameters
 
@@ -122,13 +122,23 @@ def test_addresses_of_ipv6_are_told_as_each_of_its_ports_takes_them() -> None:
     assert "--grpc-address=[::1]" in arguments
     assert {"--http-address=ipv6:::1", "--metrics-address=ipv6:::1"} <= set(arguments)
     assert options.address(8001) == "[::1]:8001"
-    assert ServerOptions(host="localhost").address(8001) == "localhost:8001"
+    assert ServerOptions(host="127.0.0.1").address(8001) == "127.0.0.1:8001"
 
 
 def test_who_can_reach_a_host() -> None:
-    assert all(ServerOptions(host=host).is_local for host in ("::1", "127.0.0.2", "localhost"))
-    others = ("0.0.0.0", "::", "", "10.0.0.1", "example.org")
-    assert not any(ServerOptions(host=host).is_local for host in others)
+    assert all(ServerOptions(host=host).is_local for host in ("::1", "127.0.0.2"))
+    assert not any(ServerOptions(host=host).is_local for host in ("0.0.0.0", "::", "10.0.0.1"))
+
+
+def test_tritonserver_gets_addresses_in_place_of_names() -> None:
+    assert [numeric(host) for host in ("localhost", "0.0.0.0", "::1")] == [
+        "127.0.0.1",
+        "0.0.0.0",
+        "::1",
+    ]
+    for host in ("[::1]", "x y", "a" * 70):
+        with pytest.raises(ConfigError, match="is neither an address nor the name of one"):
+            numeric(host)
 
 
 def test_its_files_are_private_and_go_with_it(server: TritonServer) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 from unittest import mock
 
-from minisgl_backend import build
+from minisgl_backend import build, build_rank
 from minisgl_backend.check.frail import (
     FrailCache,
     FrailExecutor,
@@ -50,9 +50,9 @@ class FrailModel(llm_engine.TritonPythonModel):
                 build,
                 RadixCache=FrailCache,
                 Scheduler=FrailScheduler,
-                ModelExecutor=FrailExecutor,
                 _FOLLOWER_COMMAND=_FOLLOWER_COMMAND,
             ),
+            mock.patch.object(build_rank, "ModelExecutor", FrailExecutor),
             mock.patch.object(executor, "Sampler", FrailSampler),
             mock.patch.object(engine, "Loop", FrailLoop),
         ):

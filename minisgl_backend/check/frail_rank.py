@@ -7,12 +7,12 @@ import os
 import sys
 from unittest import mock
 
-from minisgl_backend import build
+from minisgl_backend import build_rank
 from minisgl_backend.check.frail import FrailFollower
 from minisgl_backend.cli import rank
 
 if __name__ == "__main__":
-    with mock.patch.object(build, "ModelExecutor", FrailFollower):
+    with mock.patch.object(build_rank, "ModelExecutor", FrailFollower):
         code = rank.main(sys.argv[1:])
     logging.shutdown()
     os._exit(code)  # as ``cli.rank`` ends

@@ -1,0 +1,191 @@
+"""One rank's part of an engine: its part of the model, its pages and its executor.
+
+Names the concrete classes of the executor's side, as ``build`` does for the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_backend.attention.base import KVScale
+from minisgl_backend.attention.choose import choose_attention
+from minisgl_backend.attention.paged import AttentionSetting
+from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.cuda_executor import CudaExecutor
+from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.graphs import batch_sizes
+from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.kv_scales import read_kv_scales
+from minisgl_backend.parallel.group import Group, least_free_memory
+from minisgl_backend.resolve import Resolved
+from minisgl_backend.runtime.engine import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+_LARGE_MEMORY = 80 * 2**30
+"""Bytes. On GPUs with more, decode steps of up to 256 rows are captured, on others up to 160."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rank:
+    """One rank's part of an engine."""
+
+    info: EngineInfo
+    executor: ModelExecutor | CudaExecutor
+    group: Group
+
+
+def build_rank(facts: Resolved, join: Callable[[], Group], meet: Callable[[], None]) -> Rank:
+    """Build one rank's part: every rank of an engine calls this, at the same time.
+
+    ``join`` returns the group of all ranks. ``meet`` returns when every rank has called it, and
+    raises if one of them has failed. So no rank waits in a collective for a rank that has not
+    started, or that is still loading.
+    """
+    meet()
+    group = join()
+    model = build_model(
+        facts.spec,
+        facts.folder,
+        dtype=facts.dtype,
+        device=facts.device.torch_device,
+        group=group,
+        load_format=facts.options.load_format,
+        max_sequence_length=facts.context,
+        seed=facts.options.seed or 0,
+    )
+    meet()
+    storage = KVStorage(
+        facts.shape,
+        num_pages=_num_pages(facts, group),
+        page_size=facts.page_size,
+        dtype=facts.kv_dtype,
+        device=facts.device.torch_device,
+        scales=_kv_scales(facts),
+    )
+    executor, attention = _executor(facts, model, storage)
+    meet()
+    return Rank(_info(facts, attention, storage.num_pages), executor, group)
+
+
+def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
+    options, spec = facts.options, facts.spec
+    return EngineInfo(
+        model=options.model,
+        architecture=spec.architecture,
+        device=str(facts.device.torch_device),
+        dtype=str(facts.dtype).removeprefix("torch."),
+        attention_backend=attention,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=tuple(sorted(spec.eos_token_ids)),
+        max_sequence_length=facts.context,
+        page_size=facts.page_size,
+        num_pages=num_pages,
+        max_running_requests=options.max_running_requests,
+        max_queued_requests=options.max_queued_requests,
+        max_queued_tokens=options.max_queued_tokens,
+        max_queue_time_s=options.max_queue_time_s,
+    )
+
+
+def _executor(
+    facts: Resolved, model: Decoder, storage: KVStorage
+) -> tuple[ModelExecutor | CudaExecutor, str]:
+    """The executor of the device, and the name of its attention backend."""
+    if isinstance(facts.device, CudaDevice):
+        return _cuda_executor(facts, facts.device, model, storage)
+    executor = ModelExecutor(
+        model,
+        storage=storage,
+        backend=SdpaAttention(
+            facts.shape,
+            page_size=facts.page_size,
+            dtype=facts.dtype,
+            device=facts.device.torch_device,
+        ),
+        device=facts.device,
+        max_rows=facts.options.max_running_requests,
+        max_sequence_length=facts.context,
+    )
+    return executor, "sdpa"
+
+
+def _cuda_executor(
+    facts: Resolved, device: CudaDevice, model: Decoder, storage: KVStorage
+) -> tuple[CudaExecutor, str]:
+    options = facts.options
+    most = options.cuda_graph_max_batch_size
+    if most is None:
+        most = 256 if device.total_memory > _LARGE_MEMORY else 160
+    most = min(most, options.max_running_requests)
+    attention = choose_attention(
+        options.attention_backend,
+        AttentionSetting(
+            shape=facts.shape,
+            page_size=facts.page_size,
+            max_sequence_length=facts.context,
+            dtype=facts.dtype,
+            kv_dtype=facts.kv_dtype,
+            max_batch_size=options.max_running_requests,
+            max_captured_batch_size=most,
+            device=device.torch_device,
+        ),
+    )
+    if not attention.can_capture:
+        if options.cuda_graph_max_batch_size or options.cuda_graph_batch_sizes:
+            raise ConfigError(
+                f"attention_backend {attention.name} cannot be captured in CUDA graphs: leave out "
+                "cuda_graph_max_batch_size and cuda_graph_batch_sizes, or take another backend"
+            )
+        logger.warning("attention_backend %s runs without CUDA graphs", attention.name)
+        most = 0
+    executor = CudaExecutor(
+        model,
+        storage=storage,
+        attention=attention,
+        device=device,
+        max_rows=options.max_running_requests,
+        max_sequence_length=facts.context,
+        max_prefill_tokens=options.max_prefill_tokens,
+        graph_sizes=batch_sizes(most, options.cuda_graph_batch_sizes),
+        fused_experts=options.moe_backend != "torch",
+    )
+    return executor, attention.name
+
+
+def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:
+    """The scales that the checkpoint has for float8 pages; None if pages hold another type."""
+    if facts.kv_dtype != torch.float8_e4m3fn or facts.options.load_format == "dummy":
+        return None
+    return read_kv_scales(facts.folder, facts.spec.num_layers)
+
+
+def _num_pages(facts: Resolved, group: Group) -> int:
+    """How many pages each rank gets: as many as the rank with the least free memory can hold.
+
+    It is a collective: all ranks call it.
+    """
+    device, options = facts.device, facts.options
+    free_bytes, cap_bytes = least_free_memory(group, device.free_memory()), device.kv_bytes_cap
+    if cap_bytes is not None:  # a CPU's memory, which the ranks of a host share
+        free_bytes //= facts.place.local_size
+        cap_bytes //= facts.place.local_size
+    if options.num_pages is not None:
+        return options.num_pages
+    return choose_num_pages(
+        page_bytes=bytes_per_page(facts.shape, facts.page_size, facts.kv_dtype),
+        page_size=facts.page_size,
+        free_bytes=free_bytes,
+        memory_ratio=options.memory_ratio,
+        cap_bytes=cap_bytes,
+        max_rows=options.max_running_requests,
+        max_sequence_length=facts.context,
+    )

@@ -1,8 +1,8 @@
-"""What can be refused before anything is started: options, a model's files, memory that is missing.
+"""What can be refused before anything starts: options, a model's files, too little memory.
 
-Knows options, the files of a checkpoint and the size of this machine; needs no torch, so that a
-command can say in a moment what the engine would find out after half a minute. The engine checks
-the same (``resolve``), and beyond it what only the device can tell.
+Knows options, the files of a checkpoint and the size of this machine. Needs no torch, so a command
+can say at once what the engine would find out only after half a minute. The engine makes the same
+checks (``resolve``), and then those for which it needs the device.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from minisgl_backend.parallel.place import Place, check_comm
 
 CPU_DTYPE: Final = "float32"
 CPU_PAGE_SIZE: Final = 16
-"""What ``CpuDevice`` takes where nobody says."""
+"""These two are the defaults of ``CpuDevice``, which cannot be imported without torch."""
 _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
     {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 )
 
 
 def device_type(options: EngineOptions) -> str | None:
-    """``cpu`` or ``cuda``; None where only torch can tell which of them it will be.
+    """``cpu`` or ``cuda``, or None if only torch can tell which of them it will be.
 
-    Raises ``ConfigError`` where a GPU is asked for, and there is not even a driver.
+    Raises ``ConfigError`` if a GPU is asked for and this machine has no driver for one.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -45,7 +45,7 @@ def device_type(options: EngineOptions) -> str | None:
 
 
 def check_options(options: EngineOptions, device: str | None) -> None:
-    """Raise ``ConfigError`` where options contradict each other or do not work on the device."""
+    """Raise ``ConfigError`` if options contradict each other or do not work on the device."""
     Place.first(options.tensor_parallel_size, options.distributed_address)
     if options.tensor_parallel_size == 1:
         for name in ("comm", "distributed_address"):
@@ -56,7 +56,7 @@ def check_options(options: EngineOptions, device: str | None) -> None:
     if device == "cuda":
         refused = {
             "dtype": options.dtype == "float64",
-            # experts one by one wait for the device, which a graph cannot hold
+            # computing experts one by one waits for the device, which cannot be captured
             "moe_backend": options.moe_backend == "torch"
             and options.cuda_graph_max_batch_size != 0,
         }
@@ -81,10 +81,10 @@ def check_options(options: EngineOptions, device: str | None) -> None:
 
 
 def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> ModelSpec:
-    """The model in ``folder``, where its files and this machine allow to load it.
+    """The model in ``folder``, if its files and this machine allow loading it.
 
-    Raises ``ConfigError`` where config.json makes no sense or is not of these weights, where ranks
-    cannot share the heads, and where a CPU's memory could not hold what is asked for.
+    Raises ``ConfigError`` if config.json is invalid or does not describe the weights, if the heads
+    cannot be split over the ranks, and if a CPU's memory cannot hold what is asked for.
     """
     spec = load_spec(folder)
     spec.attention_shape(options.tensor_parallel_size)
@@ -97,7 +97,7 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
 
 
 def context_of(options: EngineOptions, spec: ModelSpec) -> int:
-    """Tokens that a request may have in all; ``ConfigError`` for more than the model knows."""
+    """The most tokens of a request. Raises ``ConfigError`` if that exceeds the model's context."""
     wanted, most = options.max_sequence_length, spec.context
     if wanted is not None and wanted > most:
         raise ConfigError(f"max_sequence_length {wanted} exceeds the model's context of {most}")
@@ -105,7 +105,10 @@ def context_of(options: EngineOptions, spec: ModelSpec) -> int:
 
 
 def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
-    """On a CPU all ranks share one memory; its size is what is compared, not what is free now."""
+    """Raise ``ConfigError`` if weights, pages and tables exceed the memory of the machine.
+
+    It is compared with all memory, not with what is free now. On a CPU all ranks share it.
+    """
     context, num_ranks = context_of(options, spec), options.tensor_parallel_size
     item_bytes = _ITEM_BYTES[options.dtype or CPU_DTYPE]
     page_size, num_pages = options.page_size or CPU_PAGE_SIZE, options.num_pages or 1

@@ -1,7 +1,7 @@
-"""From options to facts: what an operator's choices come to with this model, on this machine.
+"""From options to facts: what the operator's choices amount to for this model on this machine.
 
-Nothing is loaded and no process is started here, so that what is wrong is refused at once: every
-option that the device or the model does not allow is a ``ConfigError`` that names it.
+Nothing is loaded and no process is started here, so what is wrong is refused at once: an option
+that the device or the model does not allow raises a ``ConfigError`` that names the option.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from minisgl_backend.precheck import check_options, checked_spec, context_of
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Resolved:
-    """The facts of one rank: ``shape`` has its heads, ``context`` is the most tokens a request."""
+    """The facts of one rank.
+
+    ``shape`` counts the heads of this rank. ``context`` is the most tokens that a request may have.
+    """
 
     options: EngineOptions
     place: Place
@@ -43,7 +46,10 @@ class Resolved:
 
 
 def resolve(options: EngineOptions, place: Place) -> Resolved:
-    """The facts of the rank at ``place``; a model's files are fetched where they are not there."""
+    """The facts of the rank at ``place``. Fetches the model's files if they are not there yet.
+
+    Raises ``ConfigError``.
+    """
     device = _device(options, place)
     check_options(options, device.torch_device.type)
     comm = choose_comm(options.comm, device.torch_device, place.size)
@@ -66,12 +72,12 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
 
 
 def resolve_checkpoint(options: EngineOptions) -> Path:
-    """The model's folder, fetched from its hub where it is an id."""
+    """The model's folder. If the option is an id, the folder is fetched from the hub."""
     return resolve_model(options.model, options.model_source)
 
 
 def _device(options: EngineOptions, place: Place) -> CpuDevice | CudaDevice:
-    """The device asked for; by default a GPU where there is one and Triton for its kernels."""
+    """The device asked for. By default a GPU, if there is one and Triton to compile kernels."""
     can_cuda = torch.cuda.is_available() and has_triton()
     if options.device == "cuda" and not can_cuda:
         missing = "Triton (pip install triton)" if torch.cuda.is_available() else "an NVIDIA GPU"
@@ -87,7 +93,7 @@ def _device(options: EngineOptions, place: Place) -> CpuDevice | CudaDevice:
 
 
 def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dtype:
-    """Of weights and activations: that asked for, the device's own, or the checkpoint's.
+    """The type of weights and activations: the option's, else the device's, else the checkpoint's.
 
     On a GPU a checkpoint of more than 16 bits is computed in bfloat16 unless asked otherwise.
     """

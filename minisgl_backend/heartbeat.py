@@ -1,9 +1,9 @@
-"""A page of memory in which a model's process shows that it lives; it outlives the process.
+"""The heartbeat file, by which a model's process shows that it lives; it outlives the process.
 
-Knows one small file, written through a memory map and read as a file. Must not know who looks, nor
-what is concluded: a page tells when it was last touched, how old the last sign of the work loop
-was then, and how many requests were inside the process: after a kill, as many as Triton would wait
-for in vain.
+Knows one small file per process, which is written through a memory map and read as a file. It tells
+when it was written last, how old the last sign of life of the process's work loop was then, and how
+many requests were inside the process. If the process is killed, that is the number of requests for
+which Triton would wait in vain. Must not know who reads it, nor what is concluded from it.
 
 Times are of ``time.monotonic``, which all processes of a machine share.
 """
@@ -26,7 +26,7 @@ _PREFIX: Final = "heartbeat"
 
 
 class State(IntEnum):
-    """What a process says of itself."""
+    """What a process says about itself."""
 
     SERVING = 0
     ENDING = 1
@@ -35,9 +35,11 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a page says; ``tick_age_s`` is of the moment ``beat_s``.
+    """What a heartbeat file says.
 
-    ``num_inside`` requests have come in and not had their final flag, of ``num_seen`` in all.
+    It was written at ``beat_s``; the last sign of life of the work loop was ``tick_age_s`` old
+    then. ``num_seen`` requests have come in, and ``num_inside`` of them have not had their final
+    flag yet.
     """
 
     pid: int
@@ -49,23 +51,22 @@ class Beat:
     tick_age_s: float
 
     def silent_s(self, now_s: float) -> float:
-        """For how long nothing has been heard of the process, or of the loop in it."""
+        """For how long the process, or the work loop in it, has given no sign of life."""
         return max(self.tick_age_s, now_s - self.beat_s)
 
 
 class Heartbeat:
-    """The process's side. ``entered`` and ``left`` belong to any thread, ``beat`` to one."""
+    """Writes the file of this process. Any thread may call ``entered`` and ``left``."""
 
     def __init__(self, directory: Path, model: str) -> None:
-        self.path = page_path(directory, model, os.getpid())
+        self.path = heartbeat_path(directory, model, os.getpid())
         draft = self.path.with_name(f".{self.path.name}")
         draft.write_bytes(bytes(_LAYOUT.size))
         with draft.open("r+b") as file:
-            self._page = mmap.mmap(file.fileno(), _LAYOUT.size)
-        # casts write a number in one go, so that a reader never sees half of one
-        self._view = memoryview(self._page)
-        self._ints = self._view.cast("q")
-        self._floats = self._view.cast("d")
+            memory = memoryview(mmap.mmap(file.fileno(), _LAYOUT.size))
+        # each of these writes a number as a whole, so that a reader never sees half of one
+        self._ints = memory.cast("q")
+        self._floats = memory.cast("d")
         self._lock = threading.Lock()
         self._ints[_PID] = os.getpid()
         self._floats[_STARTED_S] = time.monotonic()
@@ -73,45 +74,45 @@ class Heartbeat:
         draft.rename(self.path)
 
     def beat(self, *, tick_age_s: float = 0.0, state: State = State.SERVING) -> None:
-        """The process lives; the work loop's last sign is that old."""
+        """Write that the process lives, and how old the work loop's last sign of life is."""
         self._ints[_STATE] = state
         self._floats[_TICK_AGE_S] = tick_age_s
         self._floats[_BEAT_S] = time.monotonic()
 
     def entered(self) -> None:
-        """A request came in."""
+        """Count a request that came in."""
         with self._lock:
             self._ints[_NUM_INSIDE] += 1
             self._ints[_NUM_SEEN] += 1
 
     def left(self) -> None:
-        """A request got its final flag."""
+        """Count a request that has had its final flag."""
         with self._lock:
             self._ints[_NUM_INSIDE] -= 1
 
     def close(self) -> None:
-        """The process ends in good order: its page goes. Late ``left`` still work."""
+        """Remove the file: the process ends in good order. Late calls of ``left`` still work."""
         self.path.unlink(missing_ok=True)
 
 
-def page_path(directory: Path, model: str, pid: int) -> Path:
-    """Where the process ``pid`` of a model has its page."""
+def heartbeat_path(directory: Path, model: str, pid: int) -> Path:
+    """The heartbeat file of the process ``pid`` of a model."""
     return directory / f"{_PREFIX}.{pid}.{model}"
 
 
 def socket_path(directory: Path, model: str, pid: int) -> Path:
-    """Where the process ``pid`` of a model tells its counts."""
+    """The socket at which the process ``pid`` of a model tells its counts."""
     return directory / f"stats.{pid}.{model}"
 
 
-def pages(directory: Path) -> list[tuple[str, Path]]:
-    """The pages in a directory, each with its model's name, in the order of their paths."""
+def heartbeat_files(directory: Path) -> list[tuple[str, Path]]:
+    """The heartbeat files in a directory, each with its model's name, in the order of paths."""
     found = sorted(directory.glob(f"{_PREFIX}.*.*"))
     return [(path.name.split(".", 2)[2], path) for path in found]
 
 
 def read_beat(path: Path) -> Beat | None:
-    """What a page says; None where it has gone."""
+    """What a heartbeat file says; None if it is gone."""
     try:
         values = _LAYOUT.unpack(path.read_bytes())
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """What is wrong with a server: processes of it that died, hang or say that they are broken.
 
-Knows the pages of the models' processes, and asks tritonserver whether it is ready. Must not know
-what is done about a fault.
+Knows the heartbeats of the models' processes, and asks tritonserver whether it is ready. Must not
+know what is done about a fault.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minisgl_backend.server.process import TritonServer
 
 HANG_AFTER_S: Final = 7.0
 """Silence that is no pause any more. Longer than any pause of a healthy process, by far: a loop is
-not silent while it waits for its device, and a page is touched four times a second."""
+not silent while it waits for its device, and a heartbeat is written four times a second."""
 TRITON_HANG_AFTER_S: Final = 20.0
 """The same for tritonserver, which is asked over HTTP and may be late on an overloaded machine."""
 _PAUSED_S: Final = 3.0

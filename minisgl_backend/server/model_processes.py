@@ -1,10 +1,10 @@
 """The processes of a server's models, as their heartbeats and the kernel show them.
 
-Knows the pages in the server's runtime directory, process ids and /proc. Must not know what is done
-about a process that died or hangs.
+Knows the heartbeat files in the server's runtime directory, process ids and /proc. Must not know
+what is done about a process that died or hangs.
 
-A process that ends in good order takes its page with it; so one that has gone while its page is
-there was killed, or crashed.
+A process that ends in good order removes its heartbeat file. So a process that is gone while its
+file is there was killed, or crashed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from minisgl_backend.heartbeat import Beat, pages, read_beat, socket_path
+from minisgl_backend.heartbeat import Beat, heartbeat_files, read_beat, socket_path
 
 _END_S: Final = 10.0
 _ANSWER_S: Final = 2.0
@@ -31,9 +31,9 @@ _SHARED_MEMORY: Final = "/dev/shm/"
 
 @dataclass(frozen=True, slots=True)
 class ModelProcess:
-    """A process of a model, alive or not, and the last that its page said."""
+    """A process of a model, alive or not, and what its heartbeat file said last."""
 
-    page: Path
+    heartbeat: Path
     model: str
     beat: Beat
     is_alive: bool
@@ -50,19 +50,19 @@ class ModelProcess:
 
 
 class ModelProcesses:
-    """All processes that have a page in ``directory``. Belongs to one thread."""
+    """All processes that have a heartbeat file in ``directory``. Belongs to one thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._descriptors: dict[Path, int] = {}
-        """By page: what names the process for certain, also when its id is given to another."""
+        """By heartbeat file: a descriptor of the process, valid even if its id is used again."""
         self._regions: dict[Path, set[Path]] = {}
-        """By page: the files of the process's shared memory."""
+        """By heartbeat file: the files of the process's shared memory."""
 
     def look(self) -> list[ModelProcess]:
         """The processes at this moment."""
         found = []
-        here = pages(self._directory)
+        here = heartbeat_files(self._directory)
         for path in self._descriptors.keys() - {path for _, path in here}:
             os.close(self._descriptors.pop(path))
             self._regions.pop(path, None)
@@ -77,19 +77,19 @@ class ModelProcesses:
 
         The beat is read when nothing can change it any more.
         """
-        descriptor = self._descriptors.get(process.page)
+        descriptor = self._descriptors.get(process.heartbeat)
         if descriptor is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             select.select([descriptor], [], [], _END_S)
-        beat = read_beat(process.page) or process.beat
+        beat = read_beat(process.heartbeat) or process.beat
         # all that a model's process puts there bears its id
         for path in self._directory.glob(f"*[.-]{process.pid}[.-]*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-        for region in self._regions.get(process.page, ()):
+        for region in self._regions.get(process.heartbeat, ()):
             # Triton lets go of a process only when the last request that it had is over
             region.unlink(missing_ok=True)
         return beat

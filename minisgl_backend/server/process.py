@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.heartbeat import pages
+from minisgl_backend.heartbeat import heartbeat_files
 from minisgl_backend.server import asking
 from minisgl_backend.server.directory import make_directory, regions, sweep
 from minisgl_backend.server.installation import Installation
@@ -194,7 +194,7 @@ class TritonServer:
         )
 
     def _stuck(self) -> str:
-        missing = self.model_names() - {model for model, _ in pages(self.directory)}
+        missing = self.model_names() - {model for model, _ in heartbeat_files(self.directory)}
         waits_for = ", ".join(sorted(missing)) or "none of its models"
         return (
             f"tritonserver hangs in its start: for {STUCK_AFTER_S:g} s none of its processes did "

@@ -25,7 +25,7 @@ def server_stats(server: TritonServer, processes: Sequence[ModelProcess]) -> dic
 
 
 def _process_stats(directory: Path, process: ModelProcess) -> dict[str, Any]:
-    beat = read_beat(process.page) or process.beat
+    beat = read_beat(process.heartbeat) or process.beat
     counts: Mapping[str, Any]
     try:
         counts = counts_of(directory, process)

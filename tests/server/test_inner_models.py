@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from minisgl_backend.heartbeat import pages, read_beat
+from minisgl_backend.heartbeat import heartbeat_files, read_beat
 from minisgl_backend.server.process import TritonServer
 from tests.server.client import Call, Refused, text_of, wait_for
 
@@ -63,12 +63,14 @@ def others(server: TritonServer) -> Iterator[None]:
             return text_of(one.all())
 
     expected = whole(True)
-    processes = [(model, read_beat(path)) for model, path in pages(server.directory)]
+    processes = [(model, read_beat(path)) for model, path in heartbeat_files(server.directory)]
     with ThreadPoolExecutor(8) as pool:
         running: list[Future[str]] = [pool.submit(whole, n % 2 == 0) for n in range(16)]
         yield
         assert [one.result() for one in running] == [expected] * 16
-    for (model, path), (known, beat) in zip(pages(server.directory), processes, strict=True):
+    for (model, path), (known, beat) in zip(
+        heartbeat_files(server.directory), processes, strict=True
+    ):
         now = read_beat(path)
         assert beat is not None and now is not None
         assert (model, now.pid) == (known, beat.pid)
@@ -131,4 +133,7 @@ def test_arbitrary_bytes_are_answered(server: TritonServer) -> None:
                     assert any(c in message for c in ("INVALID_ARG", "UNSUPPORTED", "INTERNAL"))
                     assert not any(word in message for word in ("Traceback", "/", ".py", "shm"))
     assert num_refused > 60
-    wait_for(lambda: all(read_beat(path) for _, path in pages(server.directory)), "all processes")
+    wait_for(
+        lambda: all(read_beat(path) for _, path in heartbeat_files(server.directory)),
+        "all processes",
+    )

@@ -1,4 +1,4 @@
-"""The supervisor's decisions, over a fake tritonserver whose models' processes have real pages."""
+"""The supervisor's decisions, over a fake tritonserver whose processes have real heartbeats."""
 
 from __future__ import annotations
 
@@ -162,12 +162,12 @@ class World:
         return {it["model"]: it["pid"] for it in self.supervisor.stats()["models"]}
 
     def newest(self, model: str) -> int:
-        """The id of the process that has a page now."""
-        (page,) = self.supervisor.server.directory.glob(f"heartbeat.*.{model}")
-        return int(page.name.split(".")[1])
+        """The id of the process that has a heartbeat file now."""
+        (file,) = self.supervisor.server.directory.glob(f"heartbeat.*.{model}")
+        return int(file.name.split(".")[1])
 
-    def pages(self) -> list[str]:
-        """The models that have a page, in order."""
+    def serving_models(self) -> list[str]:
+        """The models that have a heartbeat file, in order."""
         paths = self.supervisor.server.directory.glob("heartbeat.*")
         return sorted(path.name.split(".")[2] for path in paths)
 
@@ -204,7 +204,7 @@ def test_models_that_died_idle_are_loaded_again(world: World) -> None:
         new = world.pids()
         assert [name for name in MODELS if new[name] != old[name]] == [model]
     assert len(world.servers) == 1
-    assert world.pages() == sorted(MODELS)
+    assert world.serving_models() == sorted(MODELS)
     world.close()
     assert world.supervisor.health().reasons == ()  # what has been mended is no reason
 
@@ -237,7 +237,7 @@ def test_who_dies_during_a_recovery_is_part_of_it(world: World) -> None:
     os.kill(world.pids()["tokenizer"], signal.SIGKILL)
     world.wait_ready(2)
     assert len(world.servers) == 1
-    assert world.pages() == sorted(MODELS)
+    assert world.serving_models() == sorted(MODELS)
 
 
 def test_a_process_that_dies_with_requests_inside_costs_a_restart(tmp_path: Path) -> None:
@@ -424,8 +424,8 @@ def test_files_that_somebody_removed_are_a_fault(world: World) -> None:
 
 
 def test_a_model_that_is_unloaded_is_missed_but_no_fault(world: World) -> None:
-    (page,) = world.supervisor.server.directory.glob("heartbeat.*.tokenizer")
-    page.unlink()
+    (file,) = world.supervisor.server.directory.glob("heartbeat.*.tokenizer")
+    file.unlink()
     world.wait(lambda: world.supervisor.health().reasons == ("tokenizer: not loaded",))
     assert world.supervisor.health().live
     assert world.supervisor.stats()["num_recoveries"] == 0

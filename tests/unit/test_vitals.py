@@ -1,4 +1,4 @@
-"""A model's signs of life: its page, and the counts that it tells."""
+"""A model's signs of life: its heartbeat, and the counts that it tells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.heartbeat import Beat, State, page_path, pages, read_beat, socket_path
+from minisgl_backend.heartbeat import (
+    Beat,
+    State,
+    heartbeat_files,
+    heartbeat_path,
+    read_beat,
+    socket_path,
+)
 from minisgl_backend.tritonserver.vitals import Condition, Vitals
 
 PATIENCE_S = 20.0
@@ -49,7 +56,7 @@ def vitals(tmp_path: Path, model: Model) -> Iterator[Vitals]:
 
 
 def beat(directory: Path) -> Beat:
-    found = read_beat(page_path(directory, "a.model", os.getpid()))
+    found = read_beat(heartbeat_path(directory, "a.model", os.getpid()))
     assert found is not None
     return found
 
@@ -69,12 +76,14 @@ def ask(directory: Path) -> bytes:
 
 
 @pytest.mark.usefixtures("vitals")
-def test_the_page_tells_how_the_process_is(tmp_path: Path, model: Model) -> None:
+def test_the_heartbeat_tells_how_the_process_is(tmp_path: Path, model: Model) -> None:
     before_s = time.monotonic()
     first = beat(tmp_path)
     assert (first.pid, first.state, first.num_inside) == (os.getpid(), State.SERVING, 0)
     assert first.started_s <= first.beat_s
-    assert pages(tmp_path) == [("a.model", page_path(tmp_path, "a.model", os.getpid()))]
+    assert heartbeat_files(tmp_path) == [
+        ("a.model", heartbeat_path(tmp_path, "a.model", os.getpid()))
+    ]
     model.now = Condition(12.5, State.BROKEN)
     wait_for_beat(tmp_path, tick_age_s=12.5, state=State.BROKEN)
     assert beat(tmp_path).beat_s >= before_s
@@ -92,9 +101,9 @@ def test_requests_inside_are_counted_at_once(vitals: Vitals, tmp_path: Path) -> 
 
 
 def test_silence_grows_with_time() -> None:
-    page = Beat(1, State.SERVING, 0, 0, started_s=0.0, beat_s=100.0, tick_age_s=0.5)
-    assert page.silent_s(100.2) == 0.5
-    assert page.silent_s(109.0) == 9.0
+    beat = Beat(1, State.SERVING, 0, 0, started_s=0.0, beat_s=100.0, tick_age_s=0.5)
+    assert beat.silent_s(100.2) == 0.5
+    assert beat.silent_s(109.0) == 9.0
 
 
 @pytest.mark.usefixtures("vitals")
@@ -125,5 +134,5 @@ def test_without_a_directory_nobody_looks(model: Model) -> None:
     vitals.close()
 
 
-def test_a_page_that_went(tmp_path: Path) -> None:
-    assert read_beat(page_path(tmp_path, "x", 1)) is None
+def test_a_heartbeat_file_that_is_gone(tmp_path: Path) -> None:
+    assert read_beat(heartbeat_path(tmp_path, "x", 1)) is None

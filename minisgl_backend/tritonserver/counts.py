@@ -1,18 +1,26 @@
-"""Counting in this process what Triton is told in bulk: histograms' buckets, and refusals."""
+"""Counting in this process what Triton is told in bulk: histograms' buckets, and refusals.
+
+To tell it may fail, where Triton has no room for the message; what was not told is told next time.
+"""
 
 from __future__ import annotations
 
 import bisect
+import itertools
+import logging
 import secrets
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Unsupported
+
+logger = logging.getLogger(__name__)
 
 REJECTED: Final = "minisgl:requests_rejected_total"
 _REASONS: Final[Mapping[type[MiniSGLError], str]] = {
@@ -20,6 +28,26 @@ _REASONS: Final[Mapping[type[MiniSGLError], str]] = {
     InvalidRequest: "invalid",
     Overloaded: "queue_full",
 }
+
+
+@dataclass(slots=True)
+class Told:
+    """A metric, and the value that Triton has of it."""
+
+    metric: Any
+    value: float = 0.0
+
+    def raise_to(self, value: float) -> None:
+        """Tell the value of a counter."""
+        if value > self.value:
+            self.metric.increment(value - self.value)
+            self.value = value
+
+    def set(self, value: float) -> None:
+        """Tell the value of a gauge."""
+        if value != self.value:
+            self.metric.set(value)
+            self.value = value
 
 
 class Rejections:
@@ -33,7 +61,7 @@ class Rejections:
         )
         labels = {"model": Path(model).name, "version": version, "engine": secrets.token_hex(4)}
         self._metrics = {
-            reason: self._family.Metric(labels={**labels, "reason": reason})
+            reason: Told(self._family.Metric(labels={**labels, "reason": reason}))
             for reason in _REASONS.values()
         }
         self._lock = threading.Lock()
@@ -57,15 +85,17 @@ class Rejections:
         self._metrics.clear()
 
     def _run(self) -> None:
-        while not self._closing.wait(self._every_s):
-            self._report()
-        self._report()
-
-    def _report(self) -> None:
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-        for reason, count in counts.items():
-            self._metrics[reason].increment(count)
+        fails = is_last = False
+        while not is_last:
+            is_last = self._closing.wait(self._every_s)
+            try:
+                for reason, metric in self._metrics.items():
+                    metric.raise_to(self._counts[reason])
+                fails = False
+            except Exception:
+                if not fails:
+                    logger.exception("the refusals cannot be told")
+                fails = True
 
 
 class BucketCounts:
@@ -83,14 +113,10 @@ class BucketCounts:
             self._counts[bisect.bisect_left(self._buckets, value)] += 1
             self._sum += value
 
-    def take(self) -> dict[str, float]:
-        """What was added since the last call: by the ``le`` of a bucket, and as sum and count."""
+    def totals(self) -> dict[str, float]:
+        """Of all values so far: how many by the ``le`` of each bucket, their sum and count."""
         with self._lock:
-            counts, self._counts = self._counts, [0] * len(self._counts)
-            total, self._sum = self._sum, 0.0
-        added: dict[str, float] = {}
-        running = 0
-        for bound, count in zip((*self._buckets, float("inf")), counts, strict=True):
-            running += count
-            added["+Inf" if bound == float("inf") else f"{bound:g}"] = running
-        return added | {"sum": total, "count": running}
+            running, total = list(itertools.accumulate(self._counts)), self._sum
+        bounds = (*(f"{bucket:g}" for bucket in self._buckets), "+Inf")
+        by_bound = dict(zip(bounds, running, strict=True))
+        return {**by_bound, "sum": total, "count": running[-1]}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -23,7 +22,7 @@ import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.runtime.stats import EngineStats, Samples
-from minisgl_backend.tritonserver.counts import REJECTED, BucketCounts
+from minisgl_backend.tritonserver.counts import REJECTED, BucketCounts, Told
 
 _LATENCY_BUCKETS: Final = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
@@ -44,24 +43,6 @@ class Engine(Protocol):
 
     def take_samples(self) -> Samples:
         """Observations since the last call."""
-
-
-@dataclass(slots=True)
-class _Told:
-    """A metric, and the value that Triton has of it."""
-
-    metric: Any
-    value: float = 0.0
-
-    def raise_to(self, value: float) -> None:
-        if value > self.value:
-            self.metric.increment(value - self.value)
-            self.value = value
-
-    def set(self, value: float) -> None:
-        if value != self.value:
-            self.metric.set(value)
-            self.value = value
 
 
 class Telemetry:
@@ -140,9 +121,8 @@ class Telemetry:
             self._gauges[name].set(level)
         self._observe_samples()
         for counts, children in self._counted:
-            for name, added in counts.take().items():
-                if added:
-                    children[name].increment(added)
+            for name, total in counts.totals().items():
+                children[name].raise_to(total)
 
     def close(self) -> None:
         """Drop all metrics, and then their families, as Triton demands."""
@@ -178,7 +158,7 @@ class Telemetry:
         self._families.append(family)
         return family
 
-    def _make_counters(self) -> dict[str, _Told]:
+    def _make_counters(self) -> dict[str, Told]:
         descriptions = {
             "vllm:prompt_tokens_total": "Prompt tokens of admitted requests",
             "vllm:generation_tokens_total": "Tokens computed",
@@ -189,11 +169,11 @@ class Telemetry:
         }
         counter = pb_utils.MetricFamily.COUNTER
         return {
-            name: _Told(self._family(name, text, counter).Metric(labels=self._labels))
+            name: Told(self._family(name, text, counter).Metric(labels=self._labels))
             for name, text in descriptions.items()
         }
 
-    def _make_gauges(self) -> dict[str, _Told]:
+    def _make_gauges(self) -> dict[str, Told]:
         descriptions = {
             "vllm:num_requests_running": "Requests that hold a row",
             "vllm:num_requests_waiting": "Requests in the queue",
@@ -201,7 +181,7 @@ class Telemetry:
         }
         gauge = pb_utils.MetricFamily.GAUGE
         gauges = {
-            name: _Told(self._family(name, text, gauge).Metric(labels=self._labels))
+            name: Told(self._family(name, text, gauge).Metric(labels=self._labels))
             for name, text in descriptions.items()
         }
         blocks = self._family(
@@ -211,7 +191,7 @@ class Telemetry:
         )
         for kind in ("tokens_per", "used", "max"):
             labels = {**self._labels, "kv_cache_block_type": kind}
-            gauges[kind] = _Told(blocks.Metric(labels=labels))
+            gauges[kind] = Told(blocks.Metric(labels=labels))
         return gauges
 
     def _make_histograms(self) -> dict[str, Any]:
@@ -231,10 +211,10 @@ class Telemetry:
 
     def _by_label(
         self, name: str, description: str, label: str, values: Sequence[str]
-    ) -> dict[str, _Told]:
+    ) -> dict[str, Told]:
         family = self._family(name, description, pb_utils.MetricFamily.COUNTER)
         return {
-            value: _Told(family.Metric(labels={**self._labels, label: value})) for value in values
+            value: Told(family.Metric(labels={**self._labels, label: value})) for value in values
         }
 
     def _bucket_families(self, name: str) -> dict[str, Any]:
@@ -247,12 +227,14 @@ class Telemetry:
 
     def _bucket_children(
         self, families: Mapping[str, Any], buckets: Sequence[float], labels: Mapping[str, str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, Told]:
         own = {**self._labels, **labels}
-        children = {suffix: families[suffix].Metric(labels=own) for suffix in ("sum", "count")}
+        children = {
+            suffix: Told(families[suffix].Metric(labels=own)) for suffix in ("sum", "count")
+        }
         for bound in (*(f"{bucket:g}" for bucket in buckets), "+Inf"):
-            children[bound] = families["bucket"].Metric(labels={**own, "le": bound})
+            children[bound] = Told(families["bucket"].Metric(labels={**own, "le": bound}))
         return children
 
-    def _bucket_metrics(self, name: str, buckets: Sequence[float]) -> dict[str, Any]:
+    def _bucket_metrics(self, name: str, buckets: Sequence[float]) -> dict[str, Told]:
         return self._bucket_children(self._bucket_families(name), buckets, {})

@@ -81,14 +81,18 @@ class Watch:
             self._draining.join()
 
     def _run(self) -> None:
+        fails = False
         while not self._closing.wait(_EVERY_S):
             try:  # in this order, so that the end is noticed though reports fail
                 if self._draining is None and self._is_ending():
                     self._draining = threading.Thread(target=self._drain, name="drain")
                     self._draining.start()
                 self._report()
+                fails = False
             except Exception:
-                logger.exception("the engine could not report")
+                if not fails:
+                    logger.exception("the engine cannot report")
+                fails = True
 
     def _is_ending(self) -> bool:
         if self._sign.asks_to_drain():

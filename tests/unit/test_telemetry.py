@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -146,8 +147,26 @@ def test_refusals_of_the_tokenizer() -> None:
         rejections.count(error)
     told = {reason: metric for reason, metric in rejections._metrics.items()}
     rejections.close()
-    counts = {reason: metric.current for reason, metric in told.items()}
+    counts = {reason: metric.metric.current for reason, metric in told.items()}
     assert counts == {"invalid": 2, "unsupported": 1, "queue_full": 0}
+
+
+def test_what_could_not_be_told_is_told_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def increment(_: Metric, value: float) -> None:
+        raise RuntimeError("no room in shared memory")
+
+    rejections = Rejections(model="/models/demo", version="1", every_s=0.001)
+    told = rejections._metrics["invalid"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Metric, "increment", increment)
+        rejections.count(InvalidRequest("a"))
+        limit = time.monotonic() + 20
+        while "cannot be told" not in caplog.text:
+            assert time.monotonic() < limit
+    rejections.close()
+    assert told.metric.current == 1
 
 
 BUCKETS = (1.0, 2.0, 5.0)
@@ -158,9 +177,8 @@ def test_bucket_counts_are_cumulative(values: list[float]) -> None:
     counts = BucketCounts(BUCKETS)
     for value in values:
         counts.observe(value)
-    taken = counts.take()
+    totals = counts.totals()
     for bound in BUCKETS:
-        assert taken[f"{bound:g}"] == sum(value <= bound for value in values)
-    assert taken["+Inf"] == taken["count"] == len(values)
-    assert taken["sum"] == pytest.approx(sum(values))
-    assert not any(counts.take().values())
+        assert totals[f"{bound:g}"] == sum(value <= bound for value in values)
+    assert totals["+Inf"] == totals["count"] == len(values)
+    assert totals["sum"] == pytest.approx(sum(values))

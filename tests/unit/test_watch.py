@@ -88,7 +88,9 @@ def test_a_server_with_too_many_connections_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "though reports fail"])
-def test_a_model_that_was_ready_and_is_not_any_more_drains(server: Server, fails: bool) -> None:
+def test_a_model_that_was_ready_and_is_not_any_more_drains(
+    server: Server, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
     drained, reported = threading.Event(), threading.Semaphore(0)
 
     def report() -> None:
@@ -110,3 +112,4 @@ def test_a_model_that_was_ready_and_is_not_any_more_drains(server: Server, fails
         assert drained.wait(PATIENCE_S)
     finally:
         watch.close()
+    assert caplog.text.count("cannot report") == fails

@@ -334,6 +334,14 @@ def test_tritons_own_parameters_pass() -> None:
     parse({"priority": 3, "timeout": 5, "sequence_id": 1, "triton_grpc_error": True, "id": "x"})
 
 
+def test_the_timeout_of_generate_is_a_deadline() -> None:
+    assert parse({"timeout": 5_000_000}).timeout_ms == 5000
+    assert parse({"timeout": 5_000_000, "timeout_ms": 7}).timeout_ms == 7
+    assert parse({"timeout": 0}).timeout_ms is None
+    assert refusal({"timeout": "soon"}) == "INVALID_ARG: timeout must be an integer, got 'soon'"
+    assert refusal({"timeout": -1}) == "INVALID_ARG: timeout must be >= 0, got -1"
+
+
 @pytest.mark.parametrize("temperature", [-0.0, 1e-320, "-0", 1e-6])
 def test_greedy(temperature: Any) -> None:
     assert str(parse({"temperature": temperature}).sampling.temperature) == "0.0"

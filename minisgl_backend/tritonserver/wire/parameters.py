@@ -111,7 +111,11 @@ INPUTS: Final[tuple[Input, ...]] = (
     _flag("return_logprobs", "logprobs of the chosen tokens alone", synonyms=("return_log_probs",)),
     Input(name="logit_bias", kind=Kind.BIASES, meaning="JSON {token id: bias}", default=()),
     _integer("priority_level", "higher first", default=0),
-    _integer("timeout_ms", "deadline for the whole request", minimum=1),
+    _integer(
+        "timeout_ms",
+        "deadline for the whole request; Triton's own parameter timeout, in µs, is one too",
+        minimum=1,
+    ),
     _text(
         "cache_salt",
         "prefix reuse only among requests with the same salt: at most 64 of A-Z, a-z, 0-9, _ and -",
@@ -251,7 +255,7 @@ TRITON_NAMES: Final = frozenset(
     {"id", "priority", "timeout", "headers", "binary_data_output", "binary_data_size"}
 )
 TRITON_PREFIXES: Final = ("sequence_", "triton_")
-"""Request parameters of Triton itself, which pass unread."""
+"""Request parameters of Triton itself, which pass here; ``parse`` reads ``timeout``."""
 
 
 def input_tensors(*, text: bool) -> tuple[Tensor, ...]:

@@ -20,6 +20,7 @@ from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from minisgl_backend.tritonserver.wire import values
+from minisgl_backend.tritonserver.wire.entries import Input, Kind
 from minisgl_backend.tritonserver.wire.gather import gather
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
 from minisgl_backend.tritonserver.wire.parameters import BY_NAME, DEFAULTS
@@ -28,6 +29,9 @@ GREEDY_BELOW: Final = 1e-5
 """Temperatures under it count as 0: dividing logits by them overflows, to the same effect."""
 
 _PROMPTS: Final = ("text_input", "messages", "input_ids")
+_TIMEOUT: Final = Input(
+    name="timeout", kind=Kind.INTEGER, meaning="microseconds", minimum=0, maximum=2**63 - 1
+)
 _SALT: Final = re.compile(r"[A-Za-z0-9_-]*")
 
 
@@ -43,7 +47,8 @@ def parse_generation(
     ``inputs`` are the tensors by name, strings as objects; ``parameters`` the request parameters.
     ``timeout_us`` is Triton's own request timeout, 0 for none.
     """
-    return build(gather(inputs, parameters, limits), timeout_us=timeout_us, limits=limits)
+    found = gather(inputs, parameters, limits)
+    return build(found, timeout_us=_timeout_us(parameters, timeout_us), limits=limits)
 
 
 def parse_token_generation(
@@ -58,7 +63,7 @@ def parse_token_generation(
     for name, value in found.items():
         if BY_NAME[name].text_only and value != DEFAULTS[name]:
             raise Unsupported(f"{name} needs the text models; send it to an ensemble")
-    return build(found, timeout_us=timeout_us, limits=limits)
+    return build(found, timeout_us=_timeout_us(parameters, timeout_us), limits=limits)
 
 
 def build(
@@ -102,6 +107,15 @@ def build(
         min_chunk_interval_ms=given["min_chunk_interval_ms"],
         wanted=wanted,
     )
+
+
+def _timeout_us(parameters: Mapping[str, Any], timeout_us: int) -> int:
+    """Triton's request timeout; Triton itself leaves that of /generate among the parameters."""
+    given = parameters.get(_TIMEOUT.name)
+    if timeout_us or given is None:
+        return timeout_us
+    read_us: int = values.from_parameter(_TIMEOUT.name, _TIMEOUT, given)
+    return read_us
 
 
 def _earliest(timeout_ms: int | None, timeout_us: int) -> int | None:

@@ -105,7 +105,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a probe or an operator."""
-        if self.path == "/stats" and ipaddress.ip_address(self.client_address[0]).is_loopback:
+        caller = self.client_address[0].removeprefix("::ffff:")  # IPv4, on a socket of IPv6
+        if self.path == "/stats" and ipaddress.ip_address(caller).is_loopback:
             self._answer(HTTPStatus.OK, self.server.stats())
         elif self.path in ("/live", "/ready"):
             health = self.server.health()

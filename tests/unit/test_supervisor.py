@@ -442,9 +442,15 @@ def get(port: int, path: str) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-def test_the_health_port() -> None:
+NO_IPV6 = not Path("/proc/net/if_inet6").exists()
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", pytest.param("::", marks=pytest.mark.skipif(NO_IPV6, reason="no IPv6"))]
+)
+def test_the_health_port(host: str) -> None:
     health = Health(live=True, ready=False, phase=Phase.STARTING, reasons=("loading",))
-    server = HealthServer("127.0.0.1", 0)
+    server = HealthServer(host, 0)
     server.start(lambda: health, lambda: {"models": []})
     body = {"live": True, "ready": False, "phase": "starting", "reasons": ["loading"]}
     assert get(server.port, "/live") == (200, body)

@@ -30,13 +30,10 @@ class AnswerStream:
         "_untold",
         "done",
         "start",
-        "stopped",
     )
 
     def __init__(self, vocabulary: Vocabulary, start: StreamStart) -> None:
         self.start = start
-        self.stopped = False
-        """Whether a stop string ended it, which the engine does not know yet."""
         self.done = False
         """Whether its last answer was made; later chunks are not for the client."""
         self._text = TextStream(
@@ -64,7 +61,7 @@ class AnswerStream:
             self._times = chunk.times
         text = self._read(chunk)
         if self._text.stop is not None:
-            self.stopped = self.done = True
+            self.done = True
             return self._answer(text, FinishReason.STOP, self._text.stop)
         if finish is not None:
             self.done = True

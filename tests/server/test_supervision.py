@@ -206,6 +206,7 @@ def test_a_detokenizer_dies_with_its_streams(world: Supervised) -> None:
         through = [Call(server, **ENDLESS) for _ in range(4)]
         for call in through:
             assert call.next()
+        before = world.stats("llm_engine")
         world.kill("detokenizer")
         for call in through:
             ending(call)
@@ -216,7 +217,10 @@ def test_a_detokenizer_dies_with_its_streams(world: Supervised) -> None:
         if world.server is server:  # it dies where the process is killed in a lock of Triton's
             assert direct.next()
             wait_for(lambda: world.stats("llm_engine")["num_open"] == 1, "one request")
-            assert world.stats("llm_engine")["scheduler"]["num_running"] == 1
+            after = world.stats("llm_engine")
+            assert after["scheduler"]["num_running"] == 1
+            assert after["failed"]["INTERNAL"] == before["failed"].get("INTERNAL", 0) + 4
+            assert after["num_cancelled"] == before["num_cancelled"]
 
 
 def test_a_tokenizer_dies_with_requests_inside(world: Supervised) -> None:

@@ -1,1 +1,1 @@
-"""Plans become tensors, tensors become tokens."""
+"""From plans to tensors, and from tensors to tokens."""

@@ -1,7 +1,7 @@
 """A plan as the index tensors of one forward pass.
 
-All arithmetic on rows, positions and pages happens here, on the host, over whole arrays: a decode
-step costs the same few numpy calls whatever its size. Must not know models or sampling.
+All arithmetic on rows, positions and pages happens here, on the host and over whole arrays: a
+decode step takes the same few numpy calls whatever its size. Must not know models or sampling.
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ from minisgl_backend.plan import StepPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepIndices:
-    """Where everything of a step is, int64 on the host.
+    """Where everything of a step is, as int64 arrays on the host.
 
-    ``positions``, ``slots`` [num_tokens]; ``fresh_pages``: pages whose first position is written in
-    this step. ``samples`` [num_samples]: the flat index of the token whose logits are sampled;
-    ``sample_rows`` its row, ``sample_positions`` the position that the new token will have.
+    A run is what a step computes of one row: a chunk of its prompt, or one decoded token. All
+    tokens of the step form one flat batch, run after run, the chunks first.
+
+    [num_runs]: ``rows``; ``starts``, the first position of each run; ``lengths``; ``offsets``, the
+    flat index of its first token.
+    [num_tokens]: ``positions``; ``slots``, where in the pages the token's key and value go.
+    [num_samples]: ``samples``, the flat indices of the tokens whose logits are sampled, with their
+    ``sample_rows``; ``sample_positions``, the positions that the new tokens will have.
+    ``fresh_pages``: the pages whose first position is written in this step.
     """
 
     rows: HostArray
@@ -37,6 +43,7 @@ class StepIndices:
 
     @classmethod
     def of(cls, plan: StepPlan, page_table: PageTable) -> StepIndices:
+        """Those of ``plan``, whose grants are written to ``page_table`` already."""
         num_chunks, num_decodes = len(plan.prefill_rows), len(plan.decode_rows)
         rows = np.concatenate([plan.prefill_rows, plan.decode_rows]).astype(np.int64)
         starts = np.concatenate([plan.prefill_starts, plan.decode_positions]).astype(np.int64)
@@ -65,7 +72,7 @@ class StepIndices:
         )
 
     def batch(self, page_table: PageTable, device: Device) -> Batch:
-        """What attention needs of it."""
+        """What attention needs to know."""
         return Batch(
             positions=device.upload(self.positions),
             slots=device.upload(self.slots),
@@ -77,7 +84,11 @@ class StepIndices:
 
 
 class PageTable:
-    """The executor's copy of the planner's table: page_table[row, index] = page, int64."""
+    """The executor's page table, which follows the grants of plans.
+
+    ``pages`` is int64[max_rows, max_pages]: pages[row, index] has the positions of the row from
+    index * page_size on.
+    """
 
     def __init__(self, *, max_rows: int, max_sequence_length: int, page_size: int, dummy_page: int):
         self.page_size = page_size
@@ -91,13 +102,19 @@ class PageTable:
             self.pages[plan.grant_rows, plan.grant_indices] = plan.grant_pages
 
     def locate(self, rows: HostArray, positions: HostArray) -> tuple[HostArray, HostArray]:
-        """The slot of each (row, position), and the pages among them that begin with one."""
+        """The slots of (row, position) pairs, and the pages whose first position is among them.
+
+        A slot is page * page_size + offset. ``rows``, ``positions`` and slots: int64[num_tokens].
+        """
         indices, within = np.divmod(positions, self.page_size)
         pages = self.pages[rows, indices]
         return pages * self.page_size + within, pages[within == 0]
 
     def rows(self, rows: HostArray, ends: HostArray) -> HostArray:
-        """int64[len(rows), max_pages]: the pages up to each end, then the dummy page."""
+        """The pages of ``rows`` up to the positions ``ends``, then the dummy page.
+
+        int64[num_rows, most pages of any of them].
+        """
         counts = -(-ends // self.page_size)
         most = int(counts.max())
         behind = np.arange(most) >= counts[:, None]

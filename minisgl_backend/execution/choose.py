@@ -1,7 +1,7 @@
-"""Choosing one token a row from logits, greedily or at random.
+"""Choosing one token per row from logits, greedily or at random.
 
-Pure functions of tensors, over whole batches. A row's result depends on that row alone. Random
-choice is by inverse cumulative distribution: one uniform number a row (``uniform``) decides.
+Pure functions of tensors, over whole batches. The result of a row depends on that row alone. Random
+choice inverts the cumulative distribution: one uniform number per row (``uniform``) decides.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ _BLOCK: Final = 1024
 def greedy(logits: Tensor) -> Tensor:
     """The most likely token of each row, [num_rows, vocab_size] -> int64[num_rows].
 
-    The least id among equals.
+    Of equally likely tokens it is the one with the least id.
     """
     num_rows, vocab_size = logits.shape
     if vocab_size <= 2 * _BLOCK or logits.device.type != "cpu":
         return logits.argmax(dim=-1)
-    # On a CPU amax is vectorized and argmax is not: find the block by the one, the place in it by
-    # the other.
+    # On a CPU amax is vectorized and argmax is not: amax finds the block, argmax the place in it.
     num_blocks = vocab_size // _BLOCK
     blocks = logits[:, : num_blocks * _BLOCK].reshape(num_rows, num_blocks, _BLOCK)
     best_block = blocks.amax(dim=-1).argmax(dim=-1)
@@ -39,7 +38,10 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def at_random(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
-    """A token of each row by softmax(logits / temperature); others [num_rows, 1]."""
+    """A token of each row, int64[num_rows], drawn from softmax(logits / temperature).
+
+    ``logits`` is [num_rows, vocab_size]; ``temperature`` and ``uniform`` are [num_rows, 1].
+    """
     return _draw(_weights(logits, temperature), uniform)
 
 
@@ -52,12 +54,12 @@ def at_random_filtered(
     top_p: Tensor,
     min_p: Tensor,
 ) -> Tensor:
-    """As ``at_random``, among the tokens that pass top_k, then top_p, then min_p; all [num_rows,
-    1].
+    """As ``at_random``, among the tokens that pass top_k, then top_p, then min_p.
 
-    top_k 0 is off. top_p keeps the least set of the most likely tokens that reaches the
-    probability, after top_k (nucleus sampling, arXiv 1904.09751); min_p drops those less likely
-    than that share of the most likely one (arXiv 2407.01082). The most likely token always passes.
+    Each of the three is [num_rows, 1]. ``top_k`` keeps the k most likely tokens; 0 keeps all.
+    ``top_p`` keeps the smallest set of most likely tokens whose probability, among those that
+    passed ``top_k``, reaches p (nucleus sampling, arXiv 1904.09751). ``min_p`` drops tokens less
+    likely than p times the most likely one (arXiv 2407.01082). The most likely token always passes.
     """
     vocab_size = logits.shape[1]
     weights = _weights(logits, temperature)  # the most likely token weighs 1
@@ -65,8 +67,8 @@ def at_random_filtered(
     total = weights.sum(dim=-1, keepdim=True)
     count = int(torch.where(top_k > 0, top_k, _FIRST_CANDIDATES).max())
     while True:
-        # Sorting a whole vocabulary is dear, and nearly all of the weight is in a few tokens: take
-        # as many candidates as the filters turn out to need.
+        # Sorting a whole vocabulary is expensive, and a few tokens have nearly all of the weight:
+        # take more candidates only if the filters turn out to need them.
         count = min(count, vocab_size)
         candidates, ids = weights.topk(count, dim=-1)  # [num_rows, count], descending
         rank = torch.arange(count, device=logits.device)
@@ -75,7 +77,7 @@ def at_random_filtered(
         before = passed.cumsum(dim=-1) - passed
         kept = (before < top_p * total) & (passed >= min_p)
         kept[:, 0] = True
-        # Kept candidates are a prefix: where the last one is dropped, so are all behind it.
+        # Kept candidates are a prefix: if the last one is dropped, so are all tokens after it.
         complete = torch.where(top_k > 0, limit <= count, ~kept[:, -1:])
         if count == vocab_size or bool(complete.all()):
             break
@@ -89,9 +91,10 @@ def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The index at which the cumulative weight exceeds ``uniform`` of the total, int64[num_rows].
+    """The first index at which the cumulative weight exceeds ``uniform`` times the total weight.
 
-    Its weight is never 0: ``right`` steps over those. The clamp matters to rows of NaN only.
+    int64[num_rows]. The index never has weight 0, since ``right`` steps over such indices. The
+    clamp matters only to rows that hold NaN.
     """
     cumulative = weights.cumsum(dim=-1)
     threshold = uniform * cumulative[:, -1:]

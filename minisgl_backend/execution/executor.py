@@ -1,9 +1,9 @@
 """Runs plans: the ``Executor`` that turns each ``StepPlan`` into one forward pass and its samples.
 
-Holds what outlives a step, all of it indexed by row or page: the page table, keys and values, each
-row's last sampled token, sampling parameters. Everything after ``launch`` happens on the device's
-queue, in order, so a plan may be launched while the one before it still runs. Must not know queues,
-caches or why rows and pages are granted.
+Holds what outlives a step, all of it indexed by row or page: the page table, keys and values, the
+last sampled token of each row, and sampling parameters. After ``launch`` everything happens on the
+device's queue, in order, so a plan may be launched while the step before it still runs. Must not
+know waiting requests, the cache, or why rows and pages are granted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from minisgl_backend.request import RequestId
 logger = logging.getLogger(__name__)
 
 _NOT_SAMPLED: Final = -2
-"""What rank 0 tells the others in place of tokens."""
+"""What rank 0 tells the other ranks in place of tokens if it cannot sample."""
 
 
 class ModelExecutor:
@@ -65,32 +65,36 @@ class ModelExecutor:
         )
         self._last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device.torch_device)
         self._request_ids: dict[int, RequestId] = {}
-        self._stands_still = False
+        self._is_broken = False
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Queue the step; what it raises is raised by ``tokens`` of the result."""
-        return PendingStep(self._device.submit(partial(self._run_in_step, plan)))
+        """Queue the step. If it raises, ``tokens`` of the result raises the same."""
+        return PendingStep(self._device.submit(partial(self._run_unless_broken, plan)))
 
     def renew(self) -> None:
-        """Run steps again after one that broke, which several ranks may do together only."""
-        self._stands_still = False
+        """Run steps again after one that broke. All ranks must do this together."""
+        self._is_broken = False
 
     def close(self) -> None:
         """Wait for the steps in the queue and end it. Idempotent."""
         self._device.close()
 
-    def _run_in_step(self, plan: StepPlan) -> _HostSample:
-        """Run a step, but none after one that broke: other ranks may still be in the middle of it,
-        and would take sums of this one for sums of theirs."""
-        if self._stands_still:
+    def _run_unless_broken(self, plan: StepPlan) -> _HostSample:
+        """Run a step, but with several ranks none after a step that broke.
+
+        Other ranks may still be in the middle of the broken step: they would mix their sums of it
+        with this rank's sums of the next step.
+        """
+        if self._is_broken:
             raise InvariantError("a step before this one broke")
         try:
             return self._run(plan)
         except Exception:
-            self._stands_still = self._model.group.size > 1
+            self._is_broken = self._model.group.size > 1
             raise
 
     def _run(self, plan: StepPlan) -> _HostSample:
+        """Apply the plan to the rows, then compute and sample."""
         for row in plan.released_rows.tolist():
             self._sampler.release(row)
             self._request_ids.pop(row, None)
@@ -117,7 +121,7 @@ class ModelExecutor:
         )
 
     def _sample(self, logits: Tensor, indices: StepIndices) -> Sample:
-        """Rank 0's choice, on every rank; where it cannot choose, all break together."""
+        """The tokens that rank 0 samples, on every rank. If rank 0 fails, every rank raises."""
         group = self._model.group
         tokens = torch.full((len(logits),), _NOT_SAMPLED, device=logits.device)
         if group.rank > 0:
@@ -133,7 +137,7 @@ class ModelExecutor:
         return sample
 
     def _forward(self, plan: StepPlan, indices: StepIndices) -> Tensor:
-        """[num_tokens, hidden_size] of all tokens of the step."""
+        """The hidden states of all tokens of the step, [num_tokens, hidden_size]."""
         if len(indices.fresh_pages):
             self._storage.clear(self._device.upload(indices.fresh_pages))
         batch = indices.batch(self._page_table, self._device)
@@ -153,7 +157,10 @@ class ModelExecutor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _HostSample:
-    """What was sampled, on the host; ``request_ids`` are those of the samples, for the log."""
+    """What was sampled, on the host. ``tokens`` is int64[num_samples].
+
+    ``request_ids`` are the requests of the samples, which the log names.
+    """
 
     tokens: Tensor
     logprobs: RawLogprobs | None

@@ -1,6 +1,7 @@
-"""The tokens of an eager step on a GPU, as host arrays: chunk after chunk, then decoding rows.
+"""The tokens of a step on a GPU that is not captured, as host arrays.
 
-Unlike ``batch.StepIndices`` it knows no pages: their table is on the GPU.
+The tokens are those of one chunk after the other, then one of each decoding row. Unlike
+``batch.StepIndices``, this knows no pages, since the page table is on the GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from minisgl_backend.request import IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBatch:
-    """What each token, chunk and sample of a step is.
+    """Where each token, chunk and sample of a step is.
 
-    ``rows``, ``positions`` int64[num_tokens]. ``chunk_rows``, ``chunk_ends`` int32[num_chunks];
-    ``chunk_offsets`` int32[num_chunks + 1], the last one being the number of tokens in chunks.
-    int64[num_samples]: ``samples`` index the tokens whose logits are sampled, ``sample_rows`` are
-    their rows, ``sample_positions`` those that the new tokens will have.
+    int64[num_tokens]: ``rows``, ``positions``.
+    int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one.
+    int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then
+    the number of tokens in chunks.
+    int64[num_samples]: ``samples``, the flat indices of the tokens whose logits are sampled, with
+    their ``sample_rows``; ``sample_positions``, the positions that the new tokens will have.
     """
 
     rows: HostArray
@@ -57,5 +60,5 @@ class FlatBatch:
 
     @property
     def num_chunked(self) -> int:
-        """Tokens in chunks."""
+        """How many tokens belong to chunks."""
         return int(self.chunk_offsets[-1])

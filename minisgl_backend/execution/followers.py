@@ -1,11 +1,11 @@
-"""Ranks 1 .. size - 1 of a host as processes, and what they and rank 0 say to each other at first.
+"""The processes of ranks 1 .. size - 1 on this host, and how they start together with rank 0.
 
-Rank 0 tells each follower its options. Then all meet a few times, so that no rank waits in a
-collective for one that is not there yet; after that the socket carries plans (``plan_channel``).
-Knows processes and sockets; must not know models or what the options mean.
+Rank 0 sends each follower its options. Then all ranks meet a few times, so that no rank waits in a
+collective for another that is not there yet. After that the same sockets carry plans
+(``plan_channel``). Knows processes and sockets. Must not know models, or what the options mean.
 
-Followers never outlive the process of rank 0, however it ends. None is replaced: once one is lost,
-all are ended, and ``on_lost`` is told.
+Invariants: followers never outlive the process of rank 0, however it ends. A lost follower is not
+replaced: all others are ended, and the function given to ``on_lost`` is called.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ logger = logging.getLogger(__name__)
 _HERE: Final = b"here"
 _GO: Final = b"go"
 _START_S: Final = 1800.0
-"""Patience with a rank that loads its part of the model."""
+"""How long rank 0 waits for a rank that loads its part of the model."""
 _END_S: Final = 10.0
-"""Time for followers to end by themselves at a stop."""
+"""How long followers have to end by themselves at a stop."""
 _MOST_BYTES: Final = 2**16
 _LOOK_EVERY_S: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class Followers:
-    """Ranks 1 .. size - 1 as processes of this host: started, met, watched and ended."""
+    """Starts the processes of ranks 1 .. size - 1 on this host, meets, watches and ends them."""
 
     def __init__(self, place: Place, command: Sequence[str], greeting: bytes):
-        """``command`` is called for each with the numbers of two descriptors and of this process.
+        """Start each follower by ``command``, and send it ``greeting``.
 
-        ``greeting`` is the first thing a follower is told.
+        The command gets three more arguments: the descriptors of its socket and of the memory for
+        plans, and the id of this process.
         """
         self.slots = Slots.create()
         self.peers: list[Peer] = []
@@ -60,7 +61,7 @@ class Followers:
         self._is_closed = False
         self._wake, self._waker = os.pipe()
         started: Future[None] = Future()
-        # Linux ends a child with the thread that started it, so that thread lives as long.
+        # Linux ends such a child with the thread that started it: the thread must live as long
         self._thread = threading.Thread(
             target=self._keep, args=(place, command, greeting, started), name="ranks", daemon=True
         )
@@ -77,9 +78,9 @@ class Followers:
         return [process.pid for process in self._processes]
 
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
-        """Call ``report``, and nobody named before, when a follower has ended or hangs.
+        """Call ``report`` once, on another thread, when a follower has ended or hangs.
 
-        Once, on another thread; at once where one already is lost.
+        It replaces what was given before. If a follower is lost already, it is called at once.
         """
         with self._lock:
             self._report_loss = report
@@ -88,13 +89,14 @@ class Followers:
             report(failure)
 
     def ask_twice_a_second(self, complaint: Callable[[], str | None]) -> None:
-        """Lose the followers, on another thread, when ``complaint`` says why they are of no use."""
+        """Call ``complaint`` on another thread; once it returns a cause, ``lose`` them all."""
         self._complaint = complaint
 
     def meet(self) -> None:
-        """Return when every follower has come to its own ``meet``, and let them go on.
+        """Wait until every follower has called its own ``meet``, and let all of them go on.
 
-        Raises ``ConfigError`` with the cause where one cannot, ``EngineFailure`` where it is gone.
+        Raises ``ConfigError``, with the cause, if a follower has failed, and ``EngineFailure`` if
+        it is gone.
         """
         for peer in self.peers:
             message = peer.receive()
@@ -104,7 +106,7 @@ class Followers:
             peer.send(_GO)
 
     def report(self) -> str | None:
-        """What a follower has said of why it cannot start."""
+        """Why a follower cannot start, if one has said so."""
         for peer in self.peers:
             peer.socket.setblocking(False)
             with contextlib.suppress(EngineFailure, BlockingIOError):
@@ -114,7 +116,7 @@ class Followers:
         return None
 
     def lose(self, cause: str) -> EngineFailure:
-        """End all followers, since one is of no use any more; what the first cause was."""
+        """End all followers because of ``cause``; the failure, which keeps the first cause."""
         with self._lock:
             is_first = self.failure is None
             if self.failure is None:
@@ -128,7 +130,10 @@ class Followers:
         return failure
 
     def close(self, *, patience_s: float = _END_S) -> None:
-        """End the processes: by themselves in that time, or at once. Idempotent."""
+        """Let the processes end by themselves, and kill those that have not after ``patience_s``.
+
+        Idempotent.
+        """
         with self._lock:
             if self.failure is None:
                 self.failure = EngineFailure("the ranks have been ended")
@@ -179,7 +184,7 @@ class Followers:
         ours.send(greeting)
 
     def _watch(self) -> None:
-        """Look after the processes until ``close``."""
+        """Watch the processes until ``close`` is called."""
         ranks = {os.pidfd_open(pid): rank for rank, pid in enumerate(self.pids, start=1)}
         poll = select.poll()
         for descriptor in (self._wake, *ranks):
@@ -201,20 +206,20 @@ class Followers:
 
 
 def _import_path() -> dict[str, str]:
-    """A child with these variables imports what this process imports, in whatever folder it is."""
+    """Variables with which a child imports the same modules as this process, in any folder."""
     folders = map(os.path.abspath, sys.path)
     return {"PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}
 
 
 class Leader:
-    """Rank 0 as a follower sees it."""
+    """Rank 0, as seen by a follower."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
         self.greeting = connection.recv(_MOST_BYTES)
 
     def meet(self) -> None:
-        """Tell rank 0 that this rank has come so far, and wait for it."""
+        """Tell rank 0 that this rank has come here, and wait until all ranks have."""
         self.connection.send(_HERE)
         if self.connection.recv(len(_GO)) != _GO:
             raise EngineFailure("rank 0 is gone")
@@ -226,7 +231,7 @@ class Leader:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process with its ``parent``, even while it is stopped."""
+    """Have the kernel kill this process when its ``parent`` ends, even while it is stopped."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens under the model's raw logits.
 
-Raw: before temperature, penalties and filters, so they tell what the model thought, whatever was
-asked of the sampler.
+Raw means before temperature, penalties and filters: they tell what the model predicted, however
+the request is sampled.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from minisgl_backend.request import IntArray, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawLogprobs:
-    """For the n samples that asked, at ``samples`` with ``counts`` alternatives each, on the host.
+    """Log-probabilities of the n samples whose requests ask for them.
 
-    ``chosen`` [n], ``ranks`` int64[n]; ``alternatives`` and ``alternative_ids`` [n, most], most
-    likely first.
+    On the host, int64[n]: ``samples``, their indices among all samples of the step; ``counts``, how
+    many alternatives each asks for. On the device: ``chosen`` [n]; ``ranks`` int64[n], 1 for the
+    most likely token; ``alternatives`` and ``alternative_ids`` [n, most], the most likely first,
+    where most is the largest of the counts.
     """
 
     samples: HostArray
@@ -34,7 +36,10 @@ class RawLogprobs:
 
     @classmethod
     def of(cls, logits: Tensor, tokens: Tensor, num_logprobs: HostArray) -> RawLogprobs | None:
-        """From [num_samples, vocab_size] logits; ``num_logprobs`` [num_samples] is -1 for none."""
+        """From [num_samples, vocab_size] logits and int64[num_samples] tokens.
+
+        ``num_logprobs`` [num_samples] is -1 for a sample that asks for none. None if all do.
+        """
         samples = np.flatnonzero(num_logprobs >= 0)
         if len(samples) == 0:
             return None
@@ -48,7 +53,7 @@ class RawLogprobs:
         return cls(samples, counts, chosen.squeeze(1), ranks, alternatives, ids)
 
     def download(self, device: Device) -> RawLogprobs:
-        """The same with its tensors on the host."""
+        """The same, with all tensors on the host."""
         return RawLogprobs(
             self.samples,
             self.counts,
@@ -59,7 +64,10 @@ class RawLogprobs:
         )
 
     def by_sample(self, token_ids: IntArray) -> dict[int, TokenLogprobs]:
-        """By index of the sample; those without a token are left out. Needs tensors on the host."""
+        """The log-probabilities by index of the sample, without those that have no valid token.
+
+        All tensors must be on the host.
+        """
         found = {}
         rows = zip(
             self.samples.tolist(),

@@ -1,7 +1,7 @@
 """How often each token has occurred in the rows whose sampling depends on it.
 
-Only rows with penalties have a line here, since a line is as long as the vocabulary; lines are
-reused, and their number doubles when they run out. Must not know pages or plans.
+Only rows with penalties have a line here, since a line is as long as the vocabulary. Lines are used
+again, and their number doubles when none is free. Must not know pages or plans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minisgl_backend.request import IntArray
 
 
 class TokenCounts:
-    """Per line: how often a token was put out, int32, and whether the prompt held it, bool."""
+    """For each line and token: how often the output has it, and whether the prompt has it."""
 
     def __init__(self, vocab_size: int, device: torch.device):
         self._outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
@@ -23,7 +23,10 @@ class TokenCounts:
         self._free: list[int] = []
 
     def open(self, row: int, history: IntArray, num_prompt_tokens: int) -> None:
-        """Give the row a line that has seen ``history``, its prompt and then its output so far."""
+        """Give the row a line, and count ``history`` in it: the prompt, then the output so far.
+
+        ``history`` is int32[num_tokens].
+        """
         self.close(row)
         if not self._free:
             self._grow()
@@ -35,13 +38,13 @@ class TokenCounts:
         self._in_prompt[line, tokens[:num_prompt_tokens]] = True
 
     def close(self, row: int) -> None:
-        """Free the row's line, if it has one."""
+        """Free the line of the row, if it has one."""
         line = self._line_of_row.pop(row, None)
         if line is not None:
             self._free.append(line)
 
     def record(self, rows: HostArray, tokens: Tensor) -> None:
-        """Count int64[len(rows)] sampled tokens; negative ones stand for none."""
+        """Count the sampled tokens of rows, int64[num_rows]; negative ids are not counted."""
         lines = self._lines(rows)
         valid = (tokens >= 0).to(torch.int32)
         self._outputs.index_put_((lines, tokens.clamp_min(0)), valid, accumulate=True)
@@ -55,11 +58,11 @@ class TokenCounts:
         presence: Tensor,
         frequency: Tensor,
     ) -> Tensor:
-        """[len(rows), vocab_size] logits after the three penalties, each [len(rows), 1].
+        """The logits of rows, [num_rows, vocab_size], after three penalties, [num_rows, 1] each.
 
         Repetition (CTRL, arXiv 1909.05858) divides positive and multiplies negative logits of
-        tokens in prompt or output; presence is subtracted once, frequency once an occurrence, for
-        tokens in the output.
+        tokens that occur in prompt or output. For tokens that occur in the output, presence is
+        subtracted once, and frequency once for each occurrence.
         """
         lines = self._lines(rows)
         outputs = self._outputs[lines].to(logits.dtype)

@@ -1,14 +1,15 @@
-"""How a plan travels from rank 0 to the other ranks of its host: once a step, in a few dozen µs.
+"""How a plan gets from rank 0 to the other ranks of its host: once a step, in a few dozen µs.
 
-The plan's words are written once, into a ring of slots in shared memory; each rank then gets a
-short message that says where, on a socket of its own, and answers when it has copied them out. So
-a rank that waits sleeps in the kernel, the end of either process is seen by the other as the end
-of the stream, and a slot is used again only when every rank is done with it.
+Rank 0 writes the plan's words once, into a ring of slots in shared memory. Then it sends each rank
+a short message that says where they are, on a socket per rank. A rank answers when it has copied
+the words. So a waiting rank sleeps in the kernel, each side sees the end of the other's process as
+the end of the stream, and a slot is written again only when every rank is done with it.
 
-A plan without words is a question: a rank answers it with the number of steps that it has run.
+A message about zero words is a question: the rank answers with the number of steps that it has run.
 
-The memory has no name in any folder and is inherited with the socket, so nobody else can reach it
-and nothing is left behind. Before the plans, the same socket carries the start (``ranks``).
+The memory has no name in any folder and is inherited together with the socket. So no other process
+can reach it, and nothing is left behind. Before the first plan, the same socket carries the
+messages of the start (``followers``).
 
 Nothing else in the engine assumes that the ranks share a host.
 """
@@ -31,7 +32,7 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import IntArray
 
 _NUM_SLOTS: Final = 4
-"""One more than the steps that an overlapping loop has under way, and one to spare."""
+"""An overlapping loop has two steps in flight; two more slots are to spare."""
 _SLOT_WORDS: Final = 2**16
 _WORD_BYTES: Final = 4
 _WHERE: Final = struct.Struct("<QQQ")  # words of a slot, slot, words of the plan
@@ -40,7 +41,7 @@ _DONE: Final = struct.Struct("<Q")  # steps
 
 
 class Slots:
-    """The shared memory: ``_NUM_SLOTS`` slots of equally many words."""
+    """The shared memory: ``_NUM_SLOTS`` slots of ``slot_words`` words each."""
 
     def __init__(self, descriptor: int, slot_words: int):
         self.descriptor = descriptor
@@ -55,27 +56,30 @@ class Slots:
         return cls(descriptor, _SLOT_WORDS)
 
     def grown(self, num_words: int) -> Slots:
-        """The same memory with room for so many words a slot; nobody may be using the old slots."""
+        """The same memory, with room for ``num_words`` in each slot. All old slots must be free."""
         slot_words = 2 ** (num_words - 1).bit_length()
         os.ftruncate(self.descriptor, _NUM_SLOTS * slot_words * _WORD_BYTES)
         return Slots(self.descriptor, slot_words)
 
     def close(self) -> None:
-        """Give the memory up; it lasts as long as a process maps it."""
+        """Give the memory up. It stays until the last process that has it mapped ends."""
         os.close(self.descriptor)
 
     def write(self, slot: int, words: IntArray) -> None:
         self._words[slot, : len(words)] = words
 
     def read(self, slot: int, num_words: int) -> IntArray:
-        """A copy of what was written."""
+        """A copy of the first ``num_words`` words of a slot."""
         return self._words[slot, :num_words].copy()
 
 
 @dataclass(slots=True)
 class Peer:
-    """Another rank, as rank 0 sees it: its socket, how many plans it has not taken yet and how many
-    questions it has not answered, and how many steps it had run when it last did."""
+    """Another rank, as seen by rank 0.
+
+    ``num_untaken`` plans are sent that it has not copied, and ``num_unanswered`` questions that it
+    has not answered. ``num_done`` is its last answer: how many steps it had run.
+    """
 
     rank: int
     socket: socket.socket
@@ -84,7 +88,10 @@ class Peer:
     num_done: int = 0
 
     def receive(self) -> bytes:
-        """The rank's next message; ``EngineFailure`` where it is gone or silent for too long."""
+        """The rank's next message. Raises ``EngineFailure`` if it is gone or silent for too long.
+
+        If the socket does not block and there is no message, it raises ``BlockingIOError``.
+        """
         try:
             message = self.socket.recv(2**16)
         except BlockingIOError:
@@ -99,13 +106,13 @@ class Peer:
 
     @property
     def has_spoken(self) -> bool:
-        """Whether a message is there, or the end of them."""
+        """Whether ``receive`` would return or raise at once."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def listen(self) -> None:
-        """Take in the rank's next message about plans; waits for it."""
+        """Wait for the rank's next message about plans, and count it."""
         message = self.receive()
         if message == _TAKEN:
             self.num_untaken -= 1
@@ -114,6 +121,7 @@ class Peer:
             self.num_unanswered -= 1
 
     def send(self, message: bytes) -> None:
+        """Send a message. Raises ``EngineFailure`` if the rank is gone or does not receive."""
         try:
             self.socket.send(message)
         except TimeoutError:
@@ -126,7 +134,7 @@ class PlanSender:
     """Rank 0's end."""
 
     def __init__(self, peers: Sequence[Peer], slots: Slots, *, timeout_s: float):
-        """``timeout_s`` is the patience with a rank that does not take its plans."""
+        """A rank that takes no plan for ``timeout_s`` is lost."""
         for peer in peers:
             peer.socket.settimeout(timeout_s)
         self._peers = list(peers)
@@ -134,9 +142,10 @@ class PlanSender:
         self._count = 0
 
     def send(self, words: IntArray) -> None:
-        """Give an encoded plan to all ranks. Raises ``EngineFailure`` where one is lost.
+        """Send an encoded plan, int32[num_words], to all ranks.
 
-        Waits only for a rank that is ``_NUM_SLOTS`` plans behind.
+        Waits only for ranks that are ``_NUM_SLOTS`` plans behind. Raises ``EngineFailure`` if a
+        rank is lost.
         """
         if len(words) > self._slots.slot_words:
             self.wait_taken()
@@ -151,7 +160,7 @@ class PlanSender:
             peer.num_untaken += 1
 
     def wait_taken(self) -> None:
-        """Return when every rank has taken all plans."""
+        """Wait until every rank has taken all plans."""
         self._wait_until_at_most(0)
 
     def ask(self) -> None:
@@ -161,14 +170,14 @@ class PlanSender:
             peer.num_unanswered += 1
 
     def have_answered(self) -> bool:
-        """Whether all have; does not wait. Raises ``EngineFailure`` where one is lost."""
+        """Whether every rank has answered. Does not wait. ``EngineFailure`` if a rank is lost."""
         for peer in self._peers:
             while peer.num_unanswered and peer.has_spoken:
                 peer.listen()
         return not any(peer.num_unanswered for peer in self._peers)
 
     def wait_answers(self) -> list[int]:
-        """The steps that each rank had run when it was last asked."""
+        """Wait for the answers: how many steps each rank had run when it was asked."""
         for peer in self._peers:
             while peer.num_unanswered:
                 peer.listen()
@@ -188,9 +197,9 @@ class PlanReceiver:
         self._slots = Slots(descriptor, _SLOT_WORDS)
 
     def __iter__(self) -> Iterator[IntArray]:
-        """Encoded plans in their order, until rank 0 closes its end or dies.
+        """Encoded plans in the order of sending, until rank 0 closes its end or dies.
 
-        One without words is a question, which ``answer`` answers.
+        A plan without words is a question, to be answered by ``answer``.
         """
         while where := self._next():
             yield self._take(where)

@@ -1,11 +1,11 @@
-"""A step plan as words of 32 bits, and back: how it reaches the other tensor-parallel ranks.
+"""A step plan as words of 32 bits, in which form it is sent to the other tensor-parallel ranks.
 
     header       step; numbers of releases, grants, chunks, chunk tokens, decodes and admissions
     arrays       those of the plan, in the order in which ``StepPlan`` declares them
     admissions   one after the other: a record of fixed size, stop ids, logit bias, history
 
-Numbers of 64 bits take two words, floats travel as their bits: nothing is lost. Must not know who
-sends a plan, or how (``plan_channel``).
+Numbers of 64 bits take two words, and floats are sent as their bits, so nothing is lost. Must not
+know who sends a plan, or how (``plan_channel``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORD_BYTES: Final = 4
 
 
 def encode_plan(plan: StepPlan) -> IntArray:
-    """The plan as one flat buffer, int32[num_words]."""
+    """Encode a plan into one flat buffer, int32[num_words]."""
     header = np.array(
         [
             plan.step,
@@ -58,7 +58,7 @@ def encode_plan(plan: StepPlan) -> IntArray:
 
 
 def decode_plan(buffer: IntArray) -> StepPlan:
-    """The plan that ``encode_plan`` wrote to the front of a buffer; its arrays are views of it."""
+    """The plan at the front of a buffer by ``encode_plan``. Its arrays are views of the buffer."""
     header = buffer[:_NUM_HEADER_WORDS].view(np.int64).tolist()
     step, num_released, num_grants, num_chunks, num_tokens, num_decodes, num_admissions = header
     words = _Words(buffer, _NUM_HEADER_WORDS)
@@ -80,7 +80,7 @@ def decode_plan(buffer: IntArray) -> StepPlan:
 
 
 class _Words:
-    """Reads a buffer of int32 from front to back."""
+    """Reads a buffer, int32[num_words], from front to back."""
 
     def __init__(self, buffer: IntArray, start: int) -> None:
         self._buffer = buffer

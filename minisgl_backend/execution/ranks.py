@@ -1,16 +1,17 @@
 """The tensor-parallel ranks: rank 0 leads, in the engine's process, and the others follow it.
 
-Every rank runs the same plans with the same executor over its part of the model. Only rank 0 plans
-and samples: followers get plans by a ``plan_channel`` and tokens by a broadcast of the group.
-(Equal logits on all ranks are what libraries do in practice, not what they promise, and one token
-that differs would go unnoticed and spoil its row for good.)
+Every rank runs the same plans, with the same executor, over its part of the model. Only rank 0
+plans and samples: the followers get plans by a ``plan_channel``, and tokens by a broadcast of the
+group. (All ranks could sample for themselves if their logits were equal. In practice they are, but
+no library promises it, and a token that differs would spoil its row for good, unnoticed.)
 
-A step may break: then a rank runs none after it until rank 0 has asked how many it has run. Where
-all ranks have run the same number they go on together, and the break is left to whoever asked for
-the step. Otherwise some wait in the middle of a sum for ever, as they do when a rank dies or is
-silent for too long: nobody can be replaced, so the followers are ended, and the leader's steps
-raise ``EngineFailure`` from then on. While there are no steps, the same question is the sign of
-life that a follower owes.
+A step may break on a rank. Then the rank runs no further step until rank 0 has asked how many steps
+it has run. If all ranks have run the same number, they go on together, and the error goes to the
+caller. If not, some ranks wait in the middle of a sum for ever, as they do when a rank dies or is
+silent for too long. A rank cannot be replaced, so the followers are ended, and the leader's steps
+raise ``EngineFailure`` from then on.
+
+While there are no steps, the answer to the same question is a follower's sign of life.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 logger = logging.getLogger(__name__)
 
 _LEAVE_S: Final = 10.0
-"""Patience with libraries that end their communicators."""
+"""How long libraries have to end their communicators."""
 _QUIET_SHARE: Final = 0.25
-"""The part of the timeout after which idle followers are asked; the rest is theirs to answer."""
+"""After this share of the timeout idle followers are asked; they have the rest to answer."""
 
 
 class RankExecutor(Protocol):
-    """What runs a rank's part of each step; after one that broke it runs none until ``renew``."""
+    """Runs a rank's part of each step. After a step that broke it runs none until ``renew``."""
 
     def launch(self, plan: StepPlan) -> Pending:
         """Enqueue the rank's part of a step."""
 
     def renew(self) -> None:
-        """Run steps again."""
+        """Run steps again after one that broke."""
 
     def close(self) -> None:
         """Wait for the steps in the queue, and free what the device holds."""
@@ -54,7 +55,7 @@ class RankExecutor(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _LeadingStep:
-    """A step launched on all ranks (``Pending``), and what became of rank 0's part."""
+    """A step launched on all ranks (``Pending``), and the outcome of rank 0's part."""
 
     leader: LeadingExecutor
     pending: Pending
@@ -65,7 +66,7 @@ class _LeadingStep:
 
 
 class LeadingExecutor:
-    """Rank 0: gives each plan to the followers, then runs its own part (``Executor``)."""
+    """Rank 0: sends each plan to the followers, then runs its own part (``Executor``)."""
 
     def __init__(
         self,
@@ -76,8 +77,11 @@ class LeadingExecutor:
         timeout_s: float,
         steps_may_hang: bool,
     ):
-        """``timeout_s`` is the patience with a silent rank; it bounds a whole step where that may
-        hang, since the group's collectives do not end by themselves."""
+        """A rank that is silent for ``timeout_s`` is lost.
+
+        With ``steps_may_hang`` the group's collectives do not end by themselves when a rank is
+        missing. Then the same time bounds a whole step.
+        """
         self.followers = followers
         self._executor = executor
         self._group = group
@@ -86,7 +90,7 @@ class LeadingExecutor:
         self._steps_may_hang = steps_may_hang
         self._launched: deque[_LeadingStep] = deque()
         self._num_done = 0
-        self._turn = threading.Lock()  # to talk to the followers
+        self._turn = threading.Lock()  # held while talking to the followers
         self._waiting_since_s: float | None = None
         self._quiet_since_s = time.monotonic()
         self._asked_s: float | None = None
@@ -96,14 +100,14 @@ class LeadingExecutor:
         followers.ask_twice_a_second(self._complaint)
 
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
-        """Call ``report`` when a follower is lost, on another thread; at once if it already is."""
+        """Call ``report`` on another thread when a follower is lost, or at once if one is lost."""
         self._on_lost = report
         failure = self.followers.failure
         if failure is not None:
             report(failure)
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Enqueue the step on all ranks. Raises ``EngineFailure`` where a rank is lost."""
+        """Enqueue the step on all ranks. Raises ``EngineFailure`` if a rank is lost."""
         with self._turn:
             if self.followers.failure is not None:
                 raise self.followers.failure
@@ -117,7 +121,7 @@ class LeadingExecutor:
         return step
 
     def finish(self, step: _LeadingStep) -> SampledTokens:
-        """The tokens of a launched step. Raises ``EngineFailure`` where a rank is lost."""
+        """The tokens of a launched step. Raises ``EngineFailure`` if a rank is lost."""
         outcome = step.outcome
         if outcome is None:
             outcome = self._settle(step)
@@ -131,7 +135,7 @@ class LeadingExecutor:
         return outcome
 
     def close(self) -> None:
-        """Let the steps under way end, then the followers, and leave the group. Idempotent."""
+        """Wait for the steps in flight, end the followers, and leave the group. Idempotent."""
         with self._turn:
             if self._is_closed:
                 return
@@ -139,10 +143,10 @@ class LeadingExecutor:
         self._executor.close()
         self.followers.close()
         self._group.leave(patience_s=_LEAVE_S)
-        del self._executor  # the followers know this object, and errors do, which outlive it
+        del self._executor  # followers and errors may keep this object, but not the device's memory
 
     def _settle(self, step: _LeadingStep) -> SampledTokens | Exception:
-        """Wait for rank 0's part of a step; what became of it."""
+        """Wait for rank 0's part of a step, and return its outcome."""
         self._waiting_since_s = time.monotonic()
         outcome: SampledTokens | Exception
         try:
@@ -157,7 +161,7 @@ class LeadingExecutor:
         return outcome
 
     def _regroup(self, cause: Exception) -> None:
-        """Go on with all ranks after a step that broke here, or raise ``EngineFailure``."""
+        """After a step that broke here, go on with all ranks or raise ``EngineFailure``."""
         if isinstance(cause, EngineFailure):
             raise self.followers.lose(f"a step failed: {cause}") from cause
         while self._launched:
@@ -178,6 +182,7 @@ class LeadingExecutor:
     # --- on the thread that watches the followers ----------------------------------------------
 
     def _complaint(self) -> str | None:
+        """What is wrong with the ranks, if anything. Called twice a second."""
         since_s = self._waiting_since_s
         if since_s is not None:
             waited_s = time.monotonic() - since_s
@@ -193,7 +198,7 @@ class LeadingExecutor:
             self._turn.release()
 
     def _ask_idle(self) -> str | None:
-        """Ask followers that have nothing to do for a sign of life; what is wrong with them."""
+        """Ask idle followers for a sign of life; what is wrong if they do not answer in time."""
         now_s = time.monotonic()
         if self._launched:
             self._asked_s = None
@@ -209,7 +214,7 @@ class LeadingExecutor:
 
 
 class Follower:
-    """A rank other than 0: runs the plans that it gets."""
+    """A rank other than 0: runs the plans that rank 0 sends."""
 
     def __init__(self, executor: RankExecutor):
         self._executor = executor
@@ -218,7 +223,7 @@ class Follower:
         self._is_broken = False
 
     def follow(self, plans: PlanReceiver) -> None:
-        """Run plans until rank 0 ends them. Raises ``EngineFailure`` where the ranks are lost."""
+        """Run plans until rank 0 sends no more. Raises ``EngineFailure`` if the ranks are lost."""
         for words in plans:
             if len(words) == 0:
                 self._go_on(None)
@@ -242,6 +247,7 @@ class Follower:
 
     @contextmanager
     def _breakable(self) -> Iterator[None]:
+        """Log what breaks inside, and run nothing more until rank 0 asks."""
         try:
             yield
         except EngineFailure:

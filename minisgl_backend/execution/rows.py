@@ -1,6 +1,6 @@
-"""The state of all rows on a GPU, as the host writes it.
+"""The state of all rows on a GPU, as the host writes and reads it.
 
-Beside ``kernels.rows.RowTable`` it knows which rows ask for more than a captured step can sample
+Knows ``kernels.rows.RowTable``, and which rows ask for more than a captured step can sample
 (``is_special``). Must not know models or attention.
 """
 
@@ -42,7 +42,7 @@ class Rows:
         self.is_special = np.zeros(max_rows, np.bool_)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Requests take rows: how each is sampled goes to the GPU, in two copies for all."""
+        """Let requests take rows: copy to the GPU how each is sampled, for all in a few copies."""
         rows = np.array([admission.row for admission in admissions], np.int64)
         params = [admission.sampling for admission in admissions]
         self.is_special[rows] = [_is_special(of_row) for of_row in params]
@@ -59,18 +59,21 @@ class Rows:
         table.seeds[index] = keys
 
     def grant(self, rows: IntArray, indices: IntArray, pages: IntArray) -> None:
-        """pages[row, index] = page, for each grant."""
+        """Write grants to the page table: pages[row, index] = page. Each is int32[num_grants]."""
         if len(rows):
             grants = self._device.upload(np.stack([rows, indices, pages]).astype(np.int64))
             self.table.pages[grants[0], grants[1]] = grants[2].to(torch.int32)
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where the keys of int64 [num_tokens] rows and positions go, int64 [num_tokens]."""
+        """The slots of (row, position) pairs: where their keys and values go.
+
+        Arguments and result are int64[num_tokens].
+        """
         pages = self.table.pages[rows, positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
 
     def sampling(self, rows: Tensor, positions: Tensor) -> RowParameters:
-        """How int64 [num_samples] rows are sampled at these positions."""
+        """How these rows are sampled at these positions, both int64[num_samples]."""
         table = self.table
         return RowParameters(
             temperature=table.temperature[rows],
@@ -82,7 +85,7 @@ class Rows:
         )
 
     def keep(self, rows: Tensor, tokens: Tensor, lengths: Tensor) -> None:
-        """The rows' last tokens (-1 is kept as 0, a valid id), and the positions they stand at."""
+        """Keep the last tokens of rows, and their positions. NO_TOKEN is kept as 0, a valid id."""
         self.table.tokens[rows] = tokens.clamp_min(0).to(torch.int32)
         self.table.lengths[rows] = lengths.to(torch.int32)
 

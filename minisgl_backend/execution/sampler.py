@@ -1,11 +1,12 @@
-"""From logits to tokens: every parameter of ``SamplingParams``, row by row, over whole batches.
+"""From logits to tokens: all parameters of ``SamplingParams``, for whole batches at once.
 
-Parameters stay in host arrays by row; a step looks up those of its rows. Rows that ask for nothing
-special do not pay for others: a batch of plain greedy rows is one argmax. Must not know pages,
-attention or models.
+The parameters are kept in host arrays, indexed by row, and a step looks up those of its rows. Rows
+that ask for nothing special do not pay for the others: a batch of plain greedy rows takes one
+argmax. Must not know pages, attention or models.
 
-Order: penalties, logit_bias, then stop tokens out of reach before ``min_tokens``; then the choice,
-at temperature 0 the most likely token, else at random by temperature, top_k, top_p and min_p.
+The order is: penalties; logit_bias; before ``min_tokens`` tokens, stop tokens are made impossible;
+then the choice. At temperature 0 it is the most likely token, otherwise one drawn at random by
+temperature, top_k, top_p and min_p.
 """
 
 from __future__ import annotations
@@ -47,15 +48,18 @@ _DERIVED: Final = {
     "penalized": np.bool_,
     "biased": np.bool_,
     "stoppable": np.bool_,
-    "plain": np.bool_,  # greedy, and nothing is ever done to its logits
+    "plain": np.bool_,  # greedy, and its logits are never adjusted
 }
 _GREEDY, _RANDOM, _FILTERED = range(3)
-_LEAST_TEMPERATURE: Final = 1e-30  # what float32 rounds to 0 could not be divided by
+_LEAST_TEMPERATURE: Final = 1e-30  # smaller ones could become 0 in float32: a division by zero
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """What a step sampled: ``tokens`` int64[num_samples], NO_TOKEN where logits were not finite."""
+    """What a step sampled: ``tokens`` int64[num_samples], NO_TOKEN if logits were not finite.
+
+    ``logprobs`` is None if no row asks for them.
+    """
 
     tokens: Tensor
     logprobs: RawLogprobs | None
@@ -73,10 +77,10 @@ class Sampler:
         self._stops: dict[int, HostArray] = {}
 
     def admit(self, admission: Admission) -> None:
-        """A request takes a row."""
+        """Let a request take a row."""
         params, row = admission.sampling, admission.row
         self.release(row)
-        # Ids that the model cannot produce need neither a bias nor a mask.
+        # ids that the model cannot produce need neither a bias nor a mask
         known = range(self._vocab_size)
         bias = [(token, value) for token, value in params.logit_bias if token in known]
         stops = [token for token in params.stop_token_ids if token in known]
@@ -103,15 +107,16 @@ class Sampler:
         )
 
     def release(self, row: int) -> None:
-        """No request holds the row any more."""
+        """Forget the request that holds the row, if there is one."""
         self._counts.close(row)
         self._biases.pop(row, None)
         self._stops.pop(row, None)
 
     def sample(self, logits: Tensor, rows: HostArray, positions: HostArray) -> Sample:
-        """One token for each row of ``logits``, [num_samples, vocab_size], which stay as they are.
+        """Sample one token for each line of ``logits``, [num_samples, vocab_size].
 
-        ``rows`` and ``positions`` [num_samples]: the rows, and the positions of the new tokens.
+        ``rows`` and ``positions``, int64[num_samples], are the row and the position of each new
+        token. The logits are not changed.
         """
         records = self._records[rows]
         if records["plain"].all():
@@ -128,6 +133,7 @@ class Sampler:
     def _sample_any(
         self, logits: Tensor, rows: HostArray, records: _Records, positions: HostArray
     ) -> Tensor:
+        """Tokens int64[num_samples], of rows that need not all be plain."""
         num_generated = positions - records["num_prompt_tokens"]
         masked = records["stoppable"] & (num_generated < records["min_tokens"])
         adjusted = records["penalized"] | records["biased"] | masked
@@ -140,6 +146,7 @@ class Sampler:
         return self._by_group(adjusted.astype(np.int64), logits, choose)
 
     def _choose(self, logits: Tensor, records: _Records, positions: HostArray) -> Tensor:
+        """Tokens int64[num_rows] from adjusted logits, [num_rows, vocab_size]."""
         drawn = uniform(records["seed"], positions)
 
         def choose(choice: int, group: HostArray, of_group: Tensor) -> Tensor:
@@ -169,7 +176,10 @@ class Sampler:
         logits: Tensor,
         choose: Callable[[int, HostArray, Tensor], Tensor],
     ) -> Tensor:
-        """int64[num_rows]: what ``choose(label, rows, their logits)`` gives for each label."""
+        """Tokens int64[num_rows], chosen for all rows of the same label together.
+
+        ``choose`` gets a label, the indices of its rows, and their logits.
+        """
         found = np.unique(labels).tolist()
         if len(found) == 1:
             return choose(found[0], np.arange(len(labels)), logits)
@@ -206,7 +216,7 @@ class Sampler:
         return logits
 
     def _places(self, index: HostArray, tokens: tuple[HostArray, ...]) -> tuple[Tensor, Tensor]:
-        """Row and column of the tokens of each row in ``index``."""
+        """Row and column in the logits of each of ``tokens``, which has an array for each index."""
         counts = [len(of_row) for of_row in tokens]
         return self._upload(np.repeat(index, counts)), self._upload(np.concatenate(tokens))
 

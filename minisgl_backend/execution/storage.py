@@ -1,7 +1,7 @@
 """The tensors that hold keys and values, page by page, and how many pages there can be.
 
-Knows pages by number only, not who holds them. One page more than the planner knows of is the
-*dummy* page: padding points at it, and nothing real is ever stored there.
+Knows pages by number only, not who holds them. There is one page more than the planner knows of,
+the *dummy* page: padding points to it, and nothing real is ever stored there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class KVStorage:
     """Keys and values of all layers (``KVPages``).
 
     ``pages`` is [num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim]; the 2 are keys
-    and values, the last page is the dummy page. ``scales`` has an entry a layer, which multiplies
-    what its pages hold where that is float8.
+    and values, and the last page is the dummy page. ``scales`` has an entry for each layer: float8
+    numbers in its pages are multiplied by it.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class KVStorage:
         device: torch.device,
         scales: Sequence[KVScale] | None = None,
     ):
-        """Without ``scales`` all of them are 1."""
+        """If ``scales`` is None, all scales are 1."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.dummy_page = num_pages
@@ -51,21 +51,21 @@ class KVStorage:
         self._layers = [(pages[0], pages[1]) for pages in self.pages]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim]."""
+        """Keys and values of a layer, each [num_pages + 1, page_size, num_kv_heads, head_dim]."""
         return self._layers[layer]
 
     def clear(self, pages: Tensor) -> None:
-        """Zero these pages, int64[n], of all layers.
+        """Zero these pages, int64[n], in all layers.
 
-        A page is cleared when its first position is about to be written. Padded attention
-        multiplies what lies behind a sequence's end by zero; were that a NaN of the page's former
-        owner, it would spread to the new one.
+        A page is cleared before its first position is written. Padded attention multiplies what
+        lies behind a sequence's end by zero; a NaN left there by another sequence would survive
+        that and spread.
         """
         self.pages.index_fill_(2, pages, 0)
 
 
 def paged_layers(storage: KVStorage) -> list[PagedKV]:
-    """The pages of each layer, all zero: nothing is ever read that is not finite."""
+    """The pages of each layer, set to zero, so that nothing is ever read that is not finite."""
     pages, layers = storage.pages, []
     pages.view(torch.uint8).zero_()
     for layer, scale in enumerate(storage.scales):
@@ -80,7 +80,7 @@ def paged_layers(storage: KVStorage) -> list[PagedKV]:
 
 
 def bytes_per_page(shape: AttentionShape, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one page takes over all layers, on one rank."""
+    """How many bytes one page takes in all layers together, on one rank."""
     per_position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     return per_position * page_size * dtype.itemsize
 
@@ -95,10 +95,10 @@ def choose_num_pages(
     max_rows: int,
     max_sequence_length: int,
 ) -> int:
-    """How many pages to make: as many as fit the budget, but no more than all rows could ever fill.
+    """How many pages to make: as many as fit the budget, but no more than all rows can ever fill.
 
-    The budget is ``memory_ratio`` of ``free_bytes``, at most ``cap_bytes``. Raises ``ConfigError``
-    with the numbers where not even one page fits.
+    The budget is ``memory_ratio`` of ``free_bytes``, and at most ``cap_bytes``. Raises
+    ``ConfigError``, with the numbers, if not even one page fits.
     """
     budget = int(free_bytes * memory_ratio)
     if cap_bytes is not None:

@@ -1,7 +1,7 @@
 """Random numbers without state: a pure function of a request's seed and a token's position.
 
-So a token does not depend on what else is in the batch, on chunking or on a retraction, and every
-device draws the same: the numbers are made on the host by integer arithmetic.
+So a token does not depend on the rest of the batch, on chunking or on a retraction. Integer
+arithmetic on the host makes the numbers, so they are the same for every device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SECOND: Final = np.array([0x94D049BB133111EB], np.uint64)
 
 
 def uniform(seeds: npt.NDArray[np.uint64], positions: HostArray) -> npt.NDArray[np.float32]:
-    """One number of [0, 1 - 2^-23] for each pair of uint64 seed and position.
+    """A number of [0, 1 - 2^-23] for each pair of seed, uint64[n], and position, int64[n].
 
-    The seed is hashed first, so that nearby seeds give unrelated streams; then the position moves
-    along that stream (SplitMix64: Steele, Lea, Flood, OOPSLA 2014). 23 bits: the product with a
-    float32 total is then always less than the total.
+    The seed is hashed first, so that nearby seeds give unrelated streams. The position selects a
+    number of that stream (SplitMix64: Steele, Lea, Flood, OOPSLA 2014). With only 23 bits, the
+    product of the number and a float32 total is always less than the total.
     """
     stream = _mix(seeds.astype(np.uint64) + _GOLDEN)
     bits = _mix(stream + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)

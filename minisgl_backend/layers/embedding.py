@@ -1,4 +1,4 @@
-"""Token embedding and output head, split over the ranks by vocabulary."""
+"""Token embedding and output head, whose vocabulary is split over the ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from minisgl_backend.parallel.group import Group
 
 
 class VocabEmbedding(nn.Module):
-    """Rows of the embedding matrix by token id, and the product with it where it is also the head.
+    """A matrix with a row per token id: the embedding, the output head, or both at once.
 
-    A rank holds ceil(vocab / size) rows; what this makes too many at the end is never read.
+    Each rank holds ``share`` = ceil(vocab_size / group.size) rows, from ``start`` on. The rows that
+    are too many at the end are never read.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, group: Group):
@@ -27,7 +28,7 @@ class VocabEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.share, hidden_size), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """int64[num_tokens] -> [num_tokens, hidden_size]."""
+        """Embed token ids: int64[num_tokens] -> [num_tokens, hidden_size]."""
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.start
@@ -36,13 +37,13 @@ class VocabEmbedding(nn.Module):
         return self.group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
 
     def project(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> logits [num_rows, vocab_size] of all ranks."""
+        """The product as an output head: [num_rows, hidden_size] -> [num_rows, vocab_size]."""
         return self.gather(F.linear(hidden, self.weight))
 
     def gather(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        """This rank's [num_rows, share] -> those of all ranks, [num_rows, vocab_size].
+        """Join the logits of all ranks: [num_rows, share] -> [num_rows, vocab_size].
 
-        ``out`` of that shape is used where ranks are joined.
+        With several ranks they are written to ``out``, if it is given.
         """
         size = self.group.size
         if size == 1:

@@ -18,19 +18,19 @@ from minisgl_backend.parallel.group import Group
 
 
 def lay_out_by_input(parameter: nn.Parameter) -> None:
-    """Store a [.., out, in] weight with its inputs outermost in memory; its shape stays.
+    """Store a [.., out, in] weight with its inputs outermost in memory. Its shape stays the same.
 
-    On a CPU, products of few tokens with weights that are not in the cache take a third to two
-    thirds of the time of the usual layout. To be called before the weight is filled.
+    On a CPU this suits products of few tokens with weights that are not in the processor's cache:
+    they take a third to two thirds of the time. To be called before the weight is filled.
     """
     parameter.data = parameter.data.mT.contiguous().mT
 
 
 class MergedColumnLinear(nn.Module):
-    """Several projections of the same input as one product, each split over the ranks.
+    """Several projections of the same input as one product, each of them split over the ranks.
 
-    ``parts`` maps the checkpoint's names to this rank's share of their outputs. The result is
-    [num_tokens, sum of the shares], the parts in their order.
+    ``parts`` maps the checkpoint's name of each projection to this rank's share of its outputs.
+    [num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts.
     """
 
     def __init__(self, in_features: int, parts: Mapping[str, Share], *, bias: bool):
@@ -67,7 +67,7 @@ class RowLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        # One rank alone adds the bias, or the sum over the ranks would hold it several times.
+        # only one rank adds the bias, or the sum over the ranks would contain it several times
         bias = self.bias if self.group.rank == 0 else None
         return self.group.all_reduce(F.linear(x, self.weight, bias))
 

@@ -1,4 +1,4 @@
-"""The gated feed-forward block of Llama and its heirs: down(silu(gate(x)) * up(x))."""
+"""The gated feed-forward block of Llama and its successors: down(silu(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ class GatedMLP(nn.Module):
         self.down_proj = RowLinear(intermediate_size, hidden_size, bias=bias, group=group)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [num_tokens, share.size] each
         out: Tensor = self.down_proj(F.silu(gate) * up)
         return out

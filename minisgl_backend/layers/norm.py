@@ -12,7 +12,7 @@ from minisgl_backend.layers.slot import Slot, whole
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, any shape; computed in float32 at least."""
+    """x / rms(x) * weight over the last dimension of any shape, computed in float32 or float64."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -28,10 +28,10 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """The same over each head of queries and keys at once, [num_tokens, num_heads, head_dim].
+    """The same over each head of queries and keys: [num_tokens, num_heads, head_dim] -> the same.
 
-    ``parts`` maps the checkpoint's names to numbers of heads; the heads of a part share one weight,
-    which is kept once a head so that the product is a single one.
+    ``parts`` maps the checkpoint's names of the weights to numbers of heads. The heads of a part
+    share one weight in the checkpoint; here each head has a copy, so that one product does for all.
     """
 
     def __init__(self, parts: Mapping[str, int], head_dim: int, eps: float):

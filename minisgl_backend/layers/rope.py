@@ -1,11 +1,11 @@
-"""Rotary position embedding: the table of cosines and sines, and the rotation.
+"""Rotary position embedding (RoFormer, arXiv 2104.09864): the table of angles, and the rotation.
 
-The table is a pure function of the position, whatever the sequence. This holds for ``dynamic`` too:
-position p is rotated as transformers rotates it when it is the last one of the sequence, so that a
-cached page means the same to every request that shares it.
+An entry of the table depends on its position only, not on the sequence, so that a cached page means
+the same to every request that shares it. For this, ``dynamic`` scaling rotates position p as
+transformers does when p is the last position of the sequence.
 
-All frequencies are computed in float32, in the order of operations of transformers, so that the
-tables are equal bit by bit.
+All frequencies are computed in float32 and with the operations in the order of transformers, so
+that the tables are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from minisgl_backend.layers.rope_spec import RopeSpec
 
 
 def rotary_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> Tensor:
-    """float32[num_positions, head_dim]: the cosines of head_dim / 2 angles, then their sines."""
+    """The cosines of each position's head_dim / 2 angles, and then their sines.
+
+    float32[num_positions, head_dim].
+    """
     positions = torch.arange(num_positions, dtype=torch.float32)
     frequencies = inverse_frequencies(spec, head_dim)
     angles = positions.unsqueeze(1) * frequencies  # [num_positions, head_dim / 2]
@@ -32,19 +35,19 @@ def rotary_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torc
 
 
 def rotation(table: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The factors of ``rotate`` at int64[num_tokens] positions: each [num_tokens, 1, head_dim]."""
+    """The factors of ``rotate``, [num_tokens, 1, head_dim] each, at int64[num_tokens] positions."""
     cos, sin = table.index_select(0, positions).to(dtype).unsqueeze(1).chunk(2, dim=-1)
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of ``x``, [num_tokens, num_heads, head_dim]."""
+    """Rotate the pairs (i, i + head_dim / 2) of each head: [num_tokens, num_heads, head_dim]."""
     half = x.shape[-1] // 2
     return torch.addcmul(x * cos, x.roll(half, dims=-1), signed_sin)
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """float32[head_dim / 2]: radians a position, for sequences of at most ``max_positions``."""
+    """Radians per position, float32[head_dim / 2], for sequences up to ``max_positions``."""
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
     frequencies = 1.0 / (spec.theta**exponents)
     if spec.scaling == "linear":
@@ -57,16 +60,20 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _dynamic_frequencies(spec: RopeSpec, head_dim: int, lengths: Tensor) -> Tensor:
-    """float32[num_lengths, head_dim / 2]: for sequences of int64[num_lengths] tokens."""
+    """The same for sequences of int64[num_lengths] tokens: float32[num_lengths, head_dim / 2]."""
     stretch = (spec.factor * lengths / spec.max_positions) - (spec.factor - 1)
-    # The power alone in float64, as transformers' is: angles magnify its rounding a thousandfold.
+    # only the power is in float64, as in transformers: angles magnify its rounding error
     theta = spec.theta * (stretch.double() ** (head_dim / (head_dim - 2))).float()
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
     return 1.0 / (theta.unsqueeze(1) ** exponents)
 
 
 def _llama3_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Keep wavelengths that fit the original context well, divide long ones, blend between."""
+    """Divide the frequencies of long wavelengths, keep those of short ones, blend in between.
+
+    A wavelength, in tokens, is long above context / ``low_freq_factor`` and short below
+    context / ``high_freq_factor`` (Llama 3.1).
+    """
     context = spec.original_max_positions or spec.max_positions
     low, high = spec.low_freq_factor, spec.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
@@ -78,7 +85,11 @@ def _llama3_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:
 
 
 def _yarn_frequencies(spec: RopeSpec, head_dim: int, wavelengths: Tensor) -> Tensor:
-    """Interpolate the dimensions that turn less than beta_slow times in the original context."""
+    """Interpolate slow dimensions, keep fast ones, and blend in between (arXiv 2309.00071).
+
+    Slow ones turn less than ``beta_slow`` times over the original context, fast ones more than
+    ``beta_fast`` times. ``wavelengths`` is theta to the exponents, float32[head_dim / 2].
+    """
     context = spec.original_max_positions or spec.max_positions
     low = _yarn_dimension(spec.beta_fast, head_dim, spec.theta, context)
     high = _yarn_dimension(spec.beta_slow, head_dim, spec.theta, context)
@@ -93,5 +104,5 @@ def _yarn_frequencies(spec: RopeSpec, head_dim: int, wavelengths: Tensor) -> Ten
 
 
 def _yarn_dimension(turns: float, head_dim: int, theta: float, context: int) -> float:
-    """The (fractional) dimension whose angle makes that many turns over the context."""
+    """The dimension, a fraction, whose angle makes so many turns over the context."""
     return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))

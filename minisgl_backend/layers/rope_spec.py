@@ -1,4 +1,4 @@
-"""What a checkpoint says of its rotary position embedding; plain numbers, no tensors."""
+"""What a checkpoint says about its rotary position embedding: plain numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ class RopeSpec:
     """Rotary embedding (RoFormer, arXiv 2104.09864) and how it is stretched to longer contexts.
 
     ``scaling`` is one of
-    - ``default``: not stretched;
-    - ``linear``: positions divided by ``factor`` (arXiv 2306.15595);
+    - ``default``: it is not stretched;
+    - ``linear``: positions are divided by ``factor`` (arXiv 2306.15595);
     - ``dynamic``: the base grows with the sequence beyond ``max_positions`` (NTK-aware scaling);
-    - ``llama3``: low frequencies divided by ``factor``, high ones kept, those between blended;
-    - ``yarn``: the same idea by dimension, with ``attention_factor`` on cos and sin
+    - ``llama3``: low frequencies are divided by ``factor``, high ones kept, those between blended;
+    - ``yarn``: the same idea by dimension, and cos and sin are multiplied by ``attention_factor``
       (arXiv 2309.00071).
 
-    ``max_positions`` is the config's max_position_embeddings, ``original_max_positions`` the
-    context before stretching; lengths are in tokens.
+    ``max_positions`` is max_position_embeddings of config.json, ``original_max_positions`` the
+    context before stretching. Both are in tokens.
     """
 
     scaling: str = "default"

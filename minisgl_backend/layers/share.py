@@ -10,7 +10,7 @@ from minisgl_backend.parallel.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Positions ``start`` .. ``start + size`` of ``total``."""
+    """The indices from ``start`` up to ``start + size``, of ``total`` in all."""
 
     total: int
     start: int
@@ -18,7 +18,10 @@ class Share:
 
 
 def even_share(total: int, group: Group, what: str) -> Share:
-    """An equal part a rank, one after the other; ``ConfigError`` where it does not divide."""
+    """This rank's part, when all ranks have equal parts in the order of their ranks.
+
+    Raises ``ConfigError``, which names ``what``, if ``total`` is not divisible.
+    """
     if total % group.size:
         raise ConfigError(
             f"{what} ({total}) cannot be split evenly over {group.size} tensor-parallel ranks"
@@ -28,10 +31,10 @@ def even_share(total: int, group: Group, what: str) -> Share:
 
 
 def kv_head_share(num_kv_heads: int, head_dim: int, group: Group) -> Share:
-    """The outputs of a rank's key-value heads: those that its query heads attend to.
+    """The outputs of the key-value heads that this rank holds: those its query heads attend to.
 
-    Where there are more ranks than heads, neighbouring ranks hold the same head. To be called for
-    numbers that ``ModelSpec.attention_shape`` accepts.
+    If there are more ranks than heads, neighbouring ranks hold the same head. The numbers must be
+    such as ``ModelSpec.attention_shape`` accepts.
     """
     first = group.rank * num_kv_heads // group.size
     num_heads = max(1, num_kv_heads // group.size)

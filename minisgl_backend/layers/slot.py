@@ -1,9 +1,9 @@
 """Where the tensors of a checkpoint belong.
 
-A checkpoint stores q_proj, k_proj and v_proj; a layer computes with one merged matrix, and a
-tensor-parallel rank with a slice of it. A ``Slot`` joins the two: a view into a parameter, and
-which part of the checkpoint's tensor goes there. Layers list their slots by the checkpoint's names,
-so that the loader needs to know neither merging nor ranks.
+A checkpoint stores q_proj, k_proj and v_proj. A layer computes with one merged matrix, and a
+tensor-parallel rank with a slice of it. A ``Slot`` joins the two: it is a view into a parameter,
+and says which part of the checkpoint's tensor goes there. Layers list their slots by the names of
+the checkpoint, so the loader needs to know neither merging nor ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 class Slot:
     """A place for one tensor of the checkpoint, or for this rank's slice of it.
 
-    ``target`` is a view into a parameter. The checkpoint's tensor has ``shape``; where ``dim`` is
-    given, positions ``start`` .. ``start + target.shape[dim]`` along it belong here.
+    ``target`` is a view into a parameter. The checkpoint's tensor has ``shape``. If ``dim`` is
+    given, only the indices from ``start`` up to ``start + target.shape[dim]`` along it go here.
     """
 
     target: Tensor
@@ -28,16 +28,16 @@ class Slot:
 
 
 def whole(parameter: Tensor) -> Slot:
-    """The slot of a tensor that every rank holds in full."""
+    """The slot of a parameter that every rank holds in full."""
     return Slot(parameter.data, tuple(parameter.shape))
 
 
 def collect_slots(module: nn.Module, prefix: str = "") -> dict[str, Slot]:
-    """All slots of a module and those below it, by the checkpoint's full names.
+    """All slots of a module and of the modules below it, by their full names in the checkpoint.
 
-    A layer with parameters of its own has a method ``slots``, which answers for everything below it
-    by (name, ``Slot``) pairs. Names are relative to the layer; one may begin with ``../`` to stand
-    beside it (merged matrices do).
+    A layer with parameters of its own has a method ``slots``, which yields pairs of name and
+    ``Slot`` for itself and everything below it. The names are relative to the layer. A name that
+    begins with ``../`` stands beside the layer, as the parts of merged matrices do.
     """
     own = getattr(module, "slots", None)
     if own is not None:

@@ -1,7 +1,7 @@
-"""Experts computed one after the other in plain torch: the reference for fused implementations.
+"""Mixture of experts, one expert after the other in plain torch: the reference for fused kernels.
 
-The router picks ``top_k`` experts a token by softmax probability and weighs their outputs by it
-(Switch Transformer, arXiv 2101.03961; Mixtral, arXiv 2401.04088).
+The router picks for each token the ``top_k`` experts of the highest softmax probability, and weighs
+their outputs by it (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv 2401.04088).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from minisgl_backend.parallel.group import Group
 class ExpertsMLP(nn.Module):
     """Gated MLPs behind a router: [num_tokens, hidden_size] -> the same.
 
-    Every rank holds a slice of each expert, and all of the router.
+    Every rank holds a slice of each expert, and the whole router. With ``normalize``, the weights
+    of a token's experts sum up to 1.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class ExpertsMLP(nn.Module):
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]."""
         weights, experts = self.route(x)  # [num_tokens, top_k] each
         out = torch.zeros_like(x)
-        # Sorted by expert, the (token, choice) pairs of each form one run.
-        order = experts.flatten().argsort(stable=True)
-        tokens = order // self.top_k
-        weights = weights.flatten()[order].unsqueeze(1)
+        # sorted by expert, the pairs of token and choice of each expert form one run
+        order = experts.flatten().argsort(stable=True)  # [num_tokens * top_k]
+        tokens = order // self.top_k  # [num_tokens * top_k]
+        weights = weights.flatten()[order].unsqueeze(1)  # [num_tokens * top_k, 1]
         counts = experts.flatten().bincount(minlength=len(self.gate)).tolist()
         begin = 0
         for expert, count in enumerate(counts):
@@ -61,7 +62,7 @@ class ExpertsMLP(nn.Module):
                 continue
             run = slice(begin, begin + count)
             gate, up = F.linear(x[tokens[run]], self.gate_up[expert]).chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, self.down[expert])
+            y = F.linear(F.silu(gate) * up, self.down[expert])  # [count, hidden_size]
             out.index_add_(0, tokens[run], y * weights[run])
             begin += count
         return out

@@ -18,11 +18,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.options import ServerOptions, command_line
 from minisgl_backend.server.repository import keep_no_bytecode
-
-RUNTIME_DIRECTORY_VARIABLE: Final = "MINISGL_RUNTIME_DIR"
-"""Tells the models where their sockets and signs belong."""
-HTTP_URL_VARIABLE: Final = "MINISGL_HTTP_URL"
-"""Tells the models where their own server listens."""
+from minisgl_backend.shared_names import HTTP_URL_VARIABLE, RUNTIME_DIRECTORY_VARIABLE
 
 _MOST_DESCRIPTORS: Final = 65536
 _LEAST_DESCRIPTORS: Final = 256

@@ -33,15 +33,9 @@ from minisgl_backend.server.log import failure_in_log
 from minisgl_backend.server.options import ServerOptions, with_ports
 from minisgl_backend.server.progress import STUCK_AFTER_S, Progress
 from minisgl_backend.server.repository import copy_repository, with_plain_folders
+from minisgl_backend.shared_names import DRAIN_FILE, QUEUE_FULL, QUEUE_OPEN
 
 logger = logging.getLogger(__name__)
-
-DRAIN_FILE: Final = "drain"
-"""Its presence in the runtime directory asks engines to take no more requests, and to end."""
-RECOVERING_FILE: Final = "recovering"
-"""Its presence there asks tokenizers to take no requests for now."""
-ENGINE_SIGNS: Final = "queue-*"
-"""What engines put up in the runtime directory while they serve."""
 
 _UNLOAD_S: Final = 8.0
 """Time for tritonserver to end when no request is in flight."""
@@ -273,12 +267,17 @@ class TritonServer:
         except OSError as error:  # a full disk, or somebody removed the directory
             logger.warning("the engine cannot be asked to drain: %s", error)
             return False
-        while self._process.poll() is None and any(self.directory.glob(ENGINE_SIGNS)):
+        while self._process.poll() is None and self._has_engines():
             if time.monotonic() > deadline:
                 logger.warning("the engine did not drain in time")
                 return False
             time.sleep(0.05)
         return True
+
+    def _has_engines(self) -> bool:
+        """Whether an engine serves: its sign is there."""
+        names = (QUEUE_OPEN, QUEUE_FULL)
+        return any(path.name.startswith(names) for path in self.directory.glob("*"))
 
     def shared_memory_regions(self) -> list[Path]:
         """The files of the server's shared memory."""

@@ -9,13 +9,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
-
-OPTIONS_MODEL: Final = "llm_engine"
-"""The model whose config.pbtxt holds the engine's options."""
+from minisgl_backend.shared_names import OPTIONS_MODEL
 
 
 def shipped_repository() -> Path:

@@ -32,9 +32,10 @@ from typing import Any, Final
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.server.faults import HANG_AFTER_S, Fault, Lookout
 from minisgl_backend.server.options import ServerOptions
-from minisgl_backend.server.process import RECOVERING_FILE, BrokenStart, TritonServer
+from minisgl_backend.server.process import BrokenStart, TritonServer
 from minisgl_backend.server.recoveries import MAX_RECOVERIES, WINDOW_S, Recoveries
 from minisgl_backend.server.stats import server_stats
+from minisgl_backend.shared_names import RECOVERING_FILE
 
 logger = logging.getLogger(__name__)
 

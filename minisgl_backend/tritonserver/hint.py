@@ -17,10 +17,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-_OPEN: Final = "queue-open"
-_FULL: Final = "queue-full"
-_DRAIN: Final = "drain"
-_RECOVERING: Final = "recovering"
+from minisgl_backend.shared_names import DRAIN_FILE, QUEUE_FULL, QUEUE_OPEN, RECOVERING_FILE
+
 _READ_EVERY_S: Final = 0.02
 
 
@@ -33,16 +31,16 @@ class QueueSign:
         self._name = f"{place}.{os.getpid()}.{secrets.token_hex(8)}"
         self._full = False
         if directory is not None:
-            for state in (_OPEN, _FULL):
+            for state in (QUEUE_OPEN, QUEUE_FULL):
                 for old in directory.glob(f"{state}.{place}.*"):
                     old.unlink(missing_ok=True)
-            self._path(_OPEN).touch()
+            self._path(QUEUE_OPEN).touch()
 
     def show(self, full: bool) -> None:
         """Change the sign where it is not right."""
         if self._directory is None or full == self._full:
             return
-        before, after = (_OPEN, _FULL) if full else (_FULL, _OPEN)
+        before, after = (QUEUE_OPEN, QUEUE_FULL) if full else (QUEUE_FULL, QUEUE_OPEN)
         with contextlib.suppress(FileNotFoundError):
             self._path(before).rename(self._path(after))
         self._full = full
@@ -51,16 +49,16 @@ class QueueSign:
         """Whether a successor took the sign down."""
         if self._directory is None:
             return False
-        return not (self._path(_OPEN).exists() or self._path(_FULL).exists())
+        return not (self._path(QUEUE_OPEN).exists() or self._path(QUEUE_FULL).exists())
 
     def asks_to_drain(self) -> bool:
         """Whether who started the server is about to stop it."""
-        return self._directory is not None and (self._directory / _DRAIN).exists()
+        return self._directory is not None and (self._directory / DRAIN_FILE).exists()
 
     def remove(self) -> None:
         """The engine ends."""
         if self._directory is not None:
-            for state in (_OPEN, _FULL):
+            for state in (QUEUE_OPEN, QUEUE_FULL):
                 self._path(state).unlink(missing_ok=True)
 
     def _path(self, state: str) -> Path:
@@ -79,11 +77,11 @@ class QueueView:
     def is_full(self) -> bool:
         """Whether every engine says that its queue is full."""
         states = self._look()
-        return _FULL in states and _OPEN not in states
+        return QUEUE_FULL in states and QUEUE_OPEN not in states
 
     def is_recovering(self) -> bool:
         """Whether another model is being loaded again."""
-        return _RECOVERING in self._look()
+        return RECOVERING_FILE in self._look()
 
     def _look(self) -> set[str]:
         """The states that signs show, looked up every 20 ms at most."""

@@ -24,10 +24,14 @@ from minisgl_backend.errors import ConfigError, MiniSGLError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.shared_names import (
+    HTTP_URL_VARIABLE,
+    OPTIONS_MODEL,
+    RUNTIME_DIRECTORY_VARIABLE,
+)
 
 logger = logging.getLogger(__name__)
 
-OPTIONS_MODEL: Final = "llm_engine"
 _TRITON_PARAMETERS: Final = frozenset({"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"})
 """Parameters that the Python backend itself reads."""
 
@@ -36,13 +40,13 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 
 def runtime_directory() -> Path | None:
     """Where sockets and signs of this server belong; None where nobody made such a place."""
-    path = _told("MINISGL_RUNTIME_DIR")
+    path = _told(RUNTIME_DIRECTORY_VARIABLE)
     return Path(path) if path else None
 
 
 def ready_url(args: Mapping[str, str]) -> str | None:
     """Where the server tells whether this model is ready; None where nobody says."""
-    server = _told("MINISGL_HTTP_URL")
+    server = _told(HTTP_URL_VARIABLE)
     version = f"{args['model_name']}/versions/{args['model_version']}"
     return f"{server}/v2/models/{version}/ready" if server else None
 

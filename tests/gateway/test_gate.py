@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from minisgl_backend.server.process import DRAIN_FILE, TritonServer
+from minisgl_backend.server.process import TritonServer
+from minisgl_backend.shared_names import DRAIN_FILE
 from tests.gateway.conftest import KEYS, SCRIPT, Gateway, gateway_of
 from tests.server.client import PATIENCE_S, wait_for
 from tests.server.conftest import paced_repository, running

@@ -49,6 +49,8 @@ _READ: Final = {name: _TYPES[datatype] for name, datatype in OUTPUTS.items() if 
 
 
 def _delta(values: Mapping[str, Any]) -> Delta:
+    if "text_output" not in values:
+        raise ServerError("the model answered without text_output, so it is none for texts")
     get = values.get
     stop_reason, logprobs = get("stop_reason"), get("logprobs")
     return Delta(

@@ -36,3 +36,8 @@ def test_what_is_not_from_triton(data: bytes) -> None:
 def test_an_error_inside_a_stream() -> None:
     with pytest.raises(MinisglError, match=r"^queue full$"):
         delta_of_event({"error": "in ensemble 'minisgl', UNAVAILABLE: queue full"})
+
+
+def test_a_model_that_is_none_for_texts() -> None:
+    with pytest.raises(ServerError, match="answered without text_output"):
+        delta_of_event({"model_name": "llm_engine", "output_ids": [5]})

@@ -1,22 +1,16 @@
-"""The backend ``cuda``: this package's kernel in CUDA C++, for more than a few rows.
+"""The backend ``cuda``: this package's kernel in CUDA C++.
 
-It streams keys and values at the rate of the memory however ragged the rows are, also from fp8. Few
-rows, whose time is all latency, go to the backend ``triton``.
+It streams keys and values at the rate of the memory however ragged the rows are, also from fp8.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from torch import Tensor
 
 from minisgl_backend.attention.paged import AttentionSetting, DecodeRows, PagedKV
-from minisgl_backend.attention.triton import TritonDecode
 from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
-
-_FEW: Final = 16
-"""Rows up to which Triton's kernel is faster on an H200."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,9 +28,6 @@ class CudaDecode:
         shape = setting.shape
         self._shape = shape
         self._windows = setting.windows
-        self._few = TritonDecode(
-            shape, max_batch_size=min(_FEW, setting.max_batch_size), device=setting.device
-        )
         self._kernel = DecodeAttentionKernel(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -48,9 +39,7 @@ class CudaDecode:
             device=setting.device,
         )
 
-    def plan_rows(self, rows: DecodeRows) -> DecodeRows | _Call:
-        if len(rows.rows) <= _FEW:
-            return self._few.plan_rows(rows)
+    def plan_rows(self, rows: DecodeRows) -> _Call:
         runs = {
             window: self._kernel.plan(
                 rows.page_table, rows.lengths, rows=rows.rows, window=window, pdl=rows.pdl
@@ -59,9 +48,7 @@ class CudaDecode:
         }
         return _Call(rows, runs)
 
-    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: DecodeRows | _Call) -> Tensor:
-        if isinstance(metadata, DecodeRows):
-            return self._few.decode(q, kv, layer, metadata)
+    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> Tensor:
         rows, window = metadata.rows, self._shape.windows[layer]
         return self._kernel(
             q,

@@ -3,9 +3,10 @@
 Holds no weights of its own: it reads those of a ``Decoder``, and gives the same values within
 rounding. The residual stream is one tensor that is updated in place.
 
-Two forms of a layer. Small (``small_batch``, up to 8 tokens): six kernels, each product with what
-stands around it. Wide: products by ``wide_linear`` where it is faster, else by the library, with
-the norms fused into the residual adds.
+Three forms of a layer. Small (``small_batch``, up to 8 tokens): six kernels, each product with what
+stands around it. ``tensor_core``, on Hopper for some sizes: the same for hundreds of tokens. Wide:
+products by ``wide_linear`` where it is faster, else by the library, with the norms fused into the
+residual adds.
 
 Nothing here waits for the device or depends on values, so all of it may be captured in a graph.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,9 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.moe.experts import ExpertsMLP
 from minisgl_backend.parallel.group import Group
 
+if TYPE_CHECKING:
+    from minisgl_backend.models.tensor_core import TensorCoreLayers
+
 _PDL_HIDDEN_SIZE: Final = 2048
 _PDL_TOKENS: Final = 256
 """Up to here kernels are short enough to gain by an early start."""
@@ -62,6 +66,7 @@ class FusedDecoder:
         self._experts = _fused_experts if fused_experts else ExpertsMLP.part
         self._layers: list[Any] = list(model.model.layers)
         self._head = model.model.embed_tokens if model.spec.tie_embeddings else model.lm_head
+        self._tensor_core = _tensor_core_layers(model, kv)
         self.mark: Callable[[str], AbstractContextManager[object]] | None = None
         """Put around each layer, for profilers."""
 
@@ -73,6 +78,8 @@ class FusedDecoder:
         embed = self._model.model.embed_tokens
         x = embedding(tokens, embed.weight, start=embed.start)
         x = self._group.all_reduce(x)
+        if self._tensor_core is not None and self._tensor_core.fits(positions):
+            return self._tensor_core.hidden(x, positions, slots, self._each_layer(), attend)
         step = _Step(positions, slots, attend, pdl=self.launches_early(len(tokens)))
         if self._is_small(len(tokens)):
             for index, layer in self._each_layer():
@@ -97,6 +104,8 @@ class FusedDecoder:
         """
         if self._group.size > 1 or self._model.spec.hidden_size > _PDL_HIDDEN_SIZE:
             return False
+        if self._tensor_core is not None:
+            return num_tokens <= _PDL_TOKENS
         return num_tokens == 1 if self._is_small(num_tokens) else num_tokens <= _PDL_TOKENS
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -253,6 +262,15 @@ def _norm_linear(
         gated=gated,
         pdl=pdl,
     )
+
+
+def _tensor_core_layers(model: Decoder, kv: list[PagedKV]) -> TensorCoreLayers | None:
+    device = model.model.norm.weight.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    from minisgl_backend.models.tensor_core import TensorCoreLayers
+
+    return TensorCoreLayers(model, kv) if TensorCoreLayers.can_take(model) else None
 
 
 def _fused_experts(mlp: ExpertsMLP, normalized: Tensor) -> Tensor:

@@ -298,12 +298,17 @@ decode_attention(const Arguments args) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, j = lane % 4;   // a fragment's row and pair of columns
     const u32 run = blockIdx.x;
-    // both do nothing where the launch is no dependent one
+    // It begins when its predecessor does, which has waited for all others: what they wrote may be read,
+    // and that is all but the newest position of each row, and q.
     asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    bool waited = false;
+    const auto wait_previous = [&] {   // does nothing where the launch is no dependent one
+        if (!waited) asm volatile("griddepcontrol.wait;" ::: "memory");
+        waited = true;
+    };
     const int4 all = args.runs[0], own = args.runs[1 + 2 * run], start = args.runs[2 + 2 * run];
     const int tiles_of_run = own.w;
-    if (run >= all.y || tiles_of_run == 0) return;
+    if (run >= all.y || tiles_of_run == 0) return wait_previous();   // ends after its predecessor
     const Shares shares(all.x, all.y);
 
     // Where the run stands.
@@ -351,6 +356,7 @@ decode_attention(const Arguments args) {
     const auto load_next = [&](int stage) {
         if (loaded < tiles_of_run) {
             const int position = ahead.position(args);
+            if (position + TILE >= ahead.length) wait_previous();
             const int first = first_seen(ahead.length, args.window);
             const int kv_head = ahead.turn * WARPS + warp;
             const u32 keys = ring + stage * STAGE_BYTES, values = keys + TILE_BYTES;
@@ -375,6 +381,7 @@ decode_attention(const Arguments args) {
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
     for (int stage = 0; stage < STAGES; ++stage) load_next(stage);
+    wait_previous();
 
     const float scale = args.scale_log2 * (FP8 ? *args.k_scale : 1.0f);
     const float v_scale = FP8 ? *args.v_scale : 1.0f;

@@ -36,7 +36,7 @@ class Tuning:
 def tuning(kv_dtype: torch.dtype) -> Tuning:
     """What was fastest on an H200."""
     if kv_dtype == torch.float8_e4m3fn:
-        return Tuning(parts=1, stages=4, per_processor=2)
+        return Tuning(parts=2, stages=2, per_processor=2)
     return Tuning(parts=1, stages=3, per_processor=2)
 
 
@@ -178,7 +178,7 @@ class DecodeAttentionKernel:
             max_runs=self._grid,
             window=window or 0,
         )
-        self._plan.launch(1, 1024, arguments, pdl=pdl)
+        self._plan.launch((1, 1, 1), 1024, arguments, pdl=pdl)
         return runs
 
     def __call__(
@@ -227,7 +227,7 @@ class DecodeAttentionKernel:
             window=window or 0,
             scale_log2=scale * 1.4426950408889634,  # exp2 instead of exp
         )
-        self._attend.launch(self._grid, 32 * self._num_warps, arguments, pdl=pdl)
+        self._attend.launch((self._grid, 1, 1), 32 * self._num_warps, arguments, pdl=pdl)
         return out
 
 

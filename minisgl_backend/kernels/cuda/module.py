@@ -35,16 +35,16 @@ class CudaModule:
     def __init__(self, source: str, constants: Mapping[str, int], device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes the device's context current
+            torch.cuda.synchronize()  # makes the device's context current in this thread
             binary = _machine_code(Path(__file__).with_name(source), constants, device)
-            self._module = _checked(driver.cuModuleLoadData(binary))
+            self._module = checked(driver.cuModuleLoadData(binary))
 
     def kernel(self, name: str, *, shared_bytes: int) -> CudaKernel:
         """One of its kernels, with so much shared memory beside what it declares."""
         with torch.cuda.device(self._device):
-            function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+            function = checked(driver.cuModuleGetFunction(self._module, name.encode()))
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+            checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
         return CudaKernel(function, self._device, shared_bytes)
 
 
@@ -57,35 +57,51 @@ class CudaKernel:
         self._shared_bytes = shared_bytes
 
     def launch(
-        self, grid: int, threads: int, arguments: ctypes.Structure, *, pdl: bool = False
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: ctypes.Structure,
+        *,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+        pdl: bool = False,
     ) -> None:
         """Enqueue it on the device's current stream; its one parameter is ``arguments``, by value.
 
-        ``pdl``: it may start before its predecessor ends, and waits for it itself.
+        ``cluster``: so many neighbouring thread blocks run together. ``pdl``: it may start before
+        its predecessor ends, and waits for it itself.
         """
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared_bytes
         config.hStream = torch.cuda.current_stream(self._device).cuda_stream
+        attributes = []
+        if cluster != (1, 1, 1):
+            together = driver.CUlaunchAttribute()
+            together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = together.value.clusterDim
+            size.x, size.y, size.z = cluster
+            attributes.append(together)
         if pdl:
             early = driver.CUlaunchAttribute()
             early.id = (
                 driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             )
             early.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [early], 1
+            attributes.append(early)
+        config.attrs, config.numAttrs = attributes, len(attributes)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
+        checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
 
 
 def _machine_code(source: Path, constants: Mapping[str, int], device: torch.device) -> bytes:
     """The compiled source, from the cache where it is there."""
     major, minor = torch.cuda.get_device_capability(device)
-    options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", "-default-device"]
+    # "a": with the instructions of this architecture alone
+    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", "-default-device"]
     options += [f"-D{name}={int(value)}" for name, value in sorted(constants.items())]
     text = source.read_bytes()
-    version = _checked(nvrtc.nvrtcVersion())
+    version = checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()
     cached = _cache_folder() / f"{source.stem}-{key[:32]}.cubin"
     try:
@@ -108,20 +124,20 @@ def _cache_folder() -> Path:
 
 
 def _compile(text: bytes, name: str, options: list[str]) -> bytes:
-    program = _checked(nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
+    program = checked(nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
     encoded = [option.encode() for option in options]
     result = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
+        checked(nvrtc.nvrtcGetProgramLog(program, log))
         raise ConfigError(f"{name} does not compile: {log.decode(errors='replace').strip()}")
-    binary: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, binary))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
+    binary: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+    checked(nvrtc.nvrtcGetCUBIN(program, binary))
+    checked(nvrtc.nvrtcDestroyProgram(program))
     return binary
 
 
-def _checked(returned: tuple[Any, ...]) -> Any:
+def checked(returned: tuple[Any, ...]) -> Any:
     """The value of a call of ``cuda.bindings``, whose first result is a status."""
     status, *values = returned
     if int(status):

@@ -44,8 +44,9 @@ def _qk_norm_rope_store(
     i = tl.arange(0, HALF)
     at = head[:, None] * (2 * HALF) + i[None, :]  # [GROUP, HALF]
     if PDL:
-        allow_next()
+        # attention begins to read what is older before this kernel ends, so nothing else may run
         wait_previous()
+        allow_next()
     low_ptr = qkv_ptr + token * qkv_stride + at
     low = tl.load(low_ptr).to(tl.float32)
     high = tl.load(low_ptr + HALF).to(tl.float32)

@@ -1,0 +1,612 @@
+// Linear layers of up to a few hundred tokens, with what stands around them, for Hopper (sm_90a).
+//
+// Weights are the long side of the products and tokens the short one: a tile is FEATURES rows of the
+// weight by TOKENS tokens. A warp of its own moves tiles of 64 in_features into a ring in shared memory
+// by the bulk tensor copy engine, and warpgroups multiply them from there (wgmma). Weights depend on no
+// other kernel, so an early launch fills the ring with them before its predecessor ends. Thread blocks
+// of neighbouring features may form a cluster of SHARE and load their tokens once for all of them; where
+// the output has few tiles, SPLITS thread blocks share one along in_features, and add up their parts
+// over each other's shared memory ("split-K").
+//
+// RMSNorm comes apart into a factor per feature and one per token: the product that writes the residual
+// stream also writes it times the norm's weight, and what its tiles add to each token's sum of
+// squares; the product that reads those scales its result, by factors that another warp computes
+// meanwhile. Of queries, keys and values a tile is a head,
+// and what is done to heads is done to it while it is here: norm, rotation, and storing in the KV cache.
+//
+// Compiled with: FEATURES (64 or 128, of the weight in a tile), TOKENS (8, 16, 32, 64, 96 or 128), SIZE
+// (in_features), STAGES (of the ring), SHARE, SPLITS, GATED (the weight holds the gate's rows and then
+// as many of the values), RESIDUAL (the result is added to the residual stream), HEADS (it is queries,
+// keys and values, in heads of FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), and
+// PER_PROCESSOR. All other values are bfloat16: what is not normalized yet needs its range.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+constexpr int BLOCK = 64;                           // in_features of a stage: rows of 128 bytes
+constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
+constexpr int THREADS = GROUPS * 128;               // that multiply; two warps more help
+constexpr int STEPS = SIZE / SPLITS / BLOCK;
+constexpr int WEIGHT_BYTES = FEATURES * 128;
+constexpr int TOKEN_BYTES = TOKENS * 128;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKEN_BYTES;
+constexpr int FILLED = STEPS < STAGES ? STEPS : STAGES;
+constexpr int OUT = GATED ? FEATURES / 2 : FEATURES;    // features of the output in a tile
+constexpr int PITCH = 2 * OUT + 16;                 // bytes a token in a finished tile; 8 rows use all banks
+constexpr int OWN = TOKENS > 8 * SPLITS ? TOKENS / SPLITS : 8;   // tokens that a thread block finishes
+constexpr int PARTS_BYTES = SPLITS > 1 ? TOKENS * FEATURES * 4 : 0;
+constexpr int CHUNKS = (HEADS ? OUT / 2 : OUT) / 8; // of 16 bytes; of heads a thread has one in each half
+constexpr int ITEMS = (OWN * CHUNKS + THREADS - 1) / THREADS;
+constexpr u32 ALL = 0xffffffffu;
+
+static_assert(FEATURES == 64 || FEATURES == 128, "");
+static_assert(SIZE % (SPLITS * BLOCK) == 0 && TOKENS % (8 * SHARE) == 0, "");
+static_assert(OWN % 8 == 0 && TOKENS % OWN == 0, "");
+static_assert(PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_BYTES, "");
+static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
+
+struct __align__(64) TensorMap { u64 words[16]; };
+
+// What becomes of heads.
+struct Heads {
+    const int* positions;   // [num_rows]
+    const int* slots;       // [num_rows], page * PAGE_SIZE + offset; negative: nowhere
+    const float* cos_sin;   // [positions, FEATURES]: cosines, then sines
+    const u16* q_weight;    // [FEATURES], or null: no norm
+    const u16* k_weight;
+    u8* keys;               // [num_pages, PAGE_SIZE, num_kv_heads, FEATURES], strides in bytes
+    u8* values;
+    const float* k_scale;   // [1], of FP8
+    const float* v_scale;
+    u64 page_stride;
+    u32 slot_stride;
+    u32 head_stride;
+    int num_heads;
+    int num_kv_heads;
+};
+
+struct Arguments {
+    TensorMap weight;       // [out_features, SIZE]; GATED: see `load_weight`
+    TensorMap x;            // [num_rows, SIZE]
+    u16* out;               // [num_rows, features]; RESIDUAL: the stream, which is read, too; HEADS: queries
+    u16* scaled;            // RESIDUAL: the stream times norm_weight
+    const u16* norm_weight; // RESIDUAL: [features], of the norm that follows
+    float* squares_out;     // RESIDUAL: [features / OUT, num_rows], sums of squares of each tile
+    const float* squares;   // [square_tiles, num_rows] of x before its norm's weight; null: no norm
+    const u16* bias;        // [out_features], or null
+    int square_tiles;
+    int num_rows;
+    int features;           // of the output
+    float eps;
+    Heads heads;
+};
+
+// ---- instructions
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile("{ .reg .pred p;\n"
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.b32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    } while (!done);
+}
+
+// at the same barrier of another thread block of the cluster
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
+    asm volatile("{ .reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+                 :: "r"(barrier), "r"(block) : "memory");
+}
+
+__device__ __forceinline__ u32 rank_in_cluster() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// ORDERED: what was written before it is seen after the wait
+template <bool ORDERED>
+__device__ __forceinline__ void arrive_in_cluster() {
+    if (ORDERED)
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    else
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+template <bool ORDERED>
+__device__ __forceinline__ void sync_cluster() {
+    arrive_in_cluster<ORDERED>();
+    wait_for_cluster();
+}
+
+__device__ __forceinline__ void load_tile(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];"
+                 :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
+}
+
+// into the same place of all thread blocks of the mask
+__device__ __forceinline__ void load_tile_for(
+    u32 to, const TensorMap& map, int k, int row, u32 barrier, u16 mask) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+                 :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"(mask) : "memory");
+}
+
+// GATED: a map of [features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that
+// they open lie one after the other, and land in the same thread
+__device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k, int tile, u32 barrier) {
+    if (GATED)
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                     "[%0], [%1, {%2, %3, %3, %4}], [%5];"
+                     :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(tile * (FEATURES / 16)), "r"(barrier)
+                     : "memory");
+    else
+        load_tile(to, map, k, tile * FEATURES, barrier);
+}
+
+// of a tile with rows of 128 bytes, whose chunks of 16 bytes are permuted by the row ("128B swizzle")
+__device__ __forceinline__ u64 matrix(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+#define TEN(tens) "%" #tens "0,%" #tens "1,%" #tens "2,%" #tens "3,%" #tens "4,%" #tens "5,%" \
+    #tens "6,%" #tens "7,%" #tens "8,%" #tens "9,"
+#define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define C16(i) C4(i), C4(i + 4), C4(i + 8), C4(i + 12)
+
+// c (+)= 64 rows of a times TOKENS rows of b, over 16 in_features
+__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u32 add) {
+#if TOKENS == 8
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0,%1,%2,%3}, "
+                 "%4, %5, p, 1, 1, 0, 0; }"
+                 : C4(0) : "l"(a), "l"(b), "r"(add));
+#elif TOKENS == 16
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
+                 "%8, %9, p, 1, 1, 0, 0; }"
+                 : C4(0), C4(4) : "l"(a), "l"(b), "r"(add));
+#elif TOKENS == 32
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" TEN()
+                 "%10,%11,%12,%13,%14,%15}, %16, %17, p, 1, 1, 0, 0; }"
+                 : C16(0) : "l"(a), "l"(b), "r"(add));
+#elif TOKENS == 64
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) "%30,%31}, "
+                 "%32, %33, p, 1, 1, 0, 0; }"
+                 : C16(0), C16(16) : "l"(a), "l"(b), "r"(add));
+#elif TOKENS == 96
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %50, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3)
+                 "%40,%41,%42,%43,%44,%45,%46,%47}, %48, %49, p, 1, 1, 0, 0; }"
+                 : C16(0), C16(16), C16(32) : "l"(a), "l"(b), "r"(add));
+#else
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4)
+                 TEN(5) "%60,%61,%62,%63}, %64, %65, p, 1, 1, 0, 0; }"
+                 : C16(0), C16(16), C16(32), C16(48) : "l"(a), "l"(b), "r"(add));
+#endif
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void end_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int AFTER>
+__device__ __forceinline__ void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(AFTER) : "memory");
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+__device__ __forceinline__ void unpack(float (&to)[8], const uint4& from) {
+    const u32 words[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        to[2 * i] = __int_as_float(words[i] << 16);
+        to[2 * i + 1] = __int_as_float(words[i] & 0xffff0000);
+    }
+}
+
+__device__ __forceinline__ uint4 pack(const float (&from)[8]) {
+    return make_uint4(pack(from[0], from[1]), pack(from[2], from[3]), pack(from[4], from[5]),
+                      pack(from[6], from[7]));
+}
+
+__device__ __forceinline__ uint2 pack_float8(const float (&from)[8]) {
+    u16 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+            : "=h"(pairs[i]) : "f"(from[2 * i + 1]), "f"(from[2 * i]));
+    return make_uint2(pairs[0] | (u32)pairs[1] << 16, pairs[2] | (u32)pairs[3] << 16);
+}
+
+__device__ __forceinline__ uint4 load_8(const u16* from) { return *reinterpret_cast<const uint4*>(from); }
+
+// of another thread block's shared memory
+__device__ __forceinline__ float4 load_from(u32 address, u32 block) {
+    u32 there;
+    float4 out;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "r"(there));
+    return out;
+}
+
+// Fragments of 8 features by 8 tokens go to rows of 8 features, one a token; a lane of 8 has a row's address.
+__device__ __forceinline__ void store_transposed(u32 to, u32 fragment) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};"
+                 :: "r"(to), "r"(fragment) : "memory");
+}
+
+__device__ __forceinline__ void store_transposed(u32 to, u32 first, u32 second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                 :: "r"(to), "r"(first), "r"(second) : "memory");
+}
+
+__device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x << 16); }
+
+__device__ __forceinline__ void load_floats(float (&to)[8], const float* from) {
+    const float4* const both = reinterpret_cast<const float4*>(from);
+    const float4 low = both[0], high = both[1];
+    to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
+    to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+}
+
+// the two do nothing where the launch is no dependent one
+__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ void wait_previous() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// of the threads that multiply
+__device__ __forceinline__ void sync_multipliers() {
+    asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory");
+}
+
+// and with them the warp that computes factors, which does not wait
+__device__ __forceinline__ void sync_with_factors() {
+    asm volatile("bar.sync 2, %0;" :: "n"(THREADS + 32) : "memory");
+}
+
+__device__ __forceinline__ void publish_factors() {
+    asm volatile("bar.arrive 2, %0;" :: "n"(THREADS + 32) : "memory");
+}
+
+// ---- the two warps that help
+
+// Move all tiles of the thread block; a stage is full when its weights and tokens have come.
+__device__ __forceinline__ void fill_ring(
+    const Arguments& args, int tile, int split, int first_token, u32 share, u32 ring) {
+    const u32 full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+    const int begin = split * STEPS * BLOCK;
+    const auto start = [&](int step) {
+        const u32 stage = step % STAGES, barrier = full + 8 * stage;
+        expect_bytes(barrier, STAGE_BYTES);
+        load_weight(ring + stage * STAGE_BYTES, args.weight, begin + step * BLOCK, tile, barrier);
+    };
+    const auto finish = [&](int step) {
+        const u32 stage = step % STAGES, barrier = full + 8 * stage;
+        const u32 to = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
+        constexpr int PART = TOKENS / SHARE;
+        if (SHARE > 1)
+            load_tile_for(to + share * PART * 128, args.x, begin + step * BLOCK, first_token + share * PART,
+                          barrier, (u16)(((1u << SHARE) - 1) << split * SHARE));
+        else
+            load_tile(to, args.x, begin + step * BLOCK, first_token, barrier);
+    };
+    for (int step = 0; step < FILLED; ++step) start(step);
+    wait_previous();
+    for (int step = 0; step < FILLED; ++step) finish(step);
+    for (int step = FILLED; step < STEPS; ++step) {
+        wait_barrier(empty + 8 * (step % STAGES), (step / STAGES - 1) & 1);
+        start(step);
+        finish(step);
+    }
+}
+
+// RMSNorm's factor of each token, or 1.
+__device__ __forceinline__ void compute_factors(const Arguments& args, int first_token, float* factors) {
+    wait_previous();
+    constexpr int OF_LANE = (TOKENS + 31) / 32;
+    const int lane = threadIdx.x % 32, tiles = args.squares ? args.square_tiles : 0;
+    float sums[OF_LANE] = {};
+#pragma unroll 4
+    for (int i = 0; i < tiles; ++i)
+#pragma unroll
+        for (int j = 0; j < OF_LANE; ++j) {
+            const int token = first_token + lane + 32 * j;
+            if (token < args.num_rows) sums[j] += args.squares[(u64)i * args.num_rows + token];
+        }
+#pragma unroll
+    for (int j = 0; j < OF_LANE; ++j)
+        if (lane + 32 * j < TOKENS) factors[lane + 32 * j] = tiles ? rsqrtf(sums[j] / SIZE + args.eps) : 1;
+    publish_factors();
+}
+
+// ---- the kernel
+
+extern "C" __global__ void __launch_bounds__(THREADS + 64, PER_PROCESSOR)
+linear(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(1024) u8 shared[];
+    // the ring; then a barrier a stage that it is full, one that it is empty; then a factor a token
+    const u32 ring = shared_address(shared);
+    const u32 full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+    float* const factors = reinterpret_cast<float*>(shared + STAGES * (STAGE_BYTES + 16));
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tile = blockIdx.x, split = blockIdx.z, first_token = blockIdx.y * TOKENS;
+    const u32 share = SHARE > 1 ? rank_in_cluster() % SHARE : 0, first_block = split * SHARE;
+    if (!HEADS) allow_next();
+
+    if (threadIdx.x == 0) {
+        if (ring % 1024) __trap();   // the swizzle counts from there
+        for (int stage = 0; stage < STAGES; ++stage) {
+            init_barrier(full + 8 * stage, 1);
+            init_barrier(empty + 8 * stage, SHARE * GROUPS * 4);
+        }
+        publish_barriers();
+    }
+    if (SHARE * SPLITS > 1) sync_cluster<false>();   // barriers are fenced
+    else __syncthreads();
+
+    if (warp == THREADS / 32 && lane == 0) fill_ring(args, tile, split, first_token, share, ring);
+    if (warp > THREADS / 32) compute_factors(args, first_token, factors);
+    if (warp >= THREADS / 32) {
+        __syncwarp();
+        if (SPLITS > 1) {
+            sync_cluster<true>();
+            sync_cluster<false>();
+        }
+        return;
+    }
+
+    const int chunk = threadIdx.x % CHUNKS, feature = tile * OUT + 8 * chunk;
+    const bool finishes = split * OWN < TOKENS;
+    const int first_own = first_token + split * OWN;
+    const auto own_of = [&](int item) { return (item * THREADS + (int)threadIdx.x) / CHUNKS; };
+    const auto is_mine = [&](int item) {
+        return finishes && own_of(item) < OWN && first_own + own_of(item) < args.num_rows;
+    };
+    const auto at = [&](int item) { return (u64)(first_own + own_of(item)) * args.features + feature; };
+    const Heads& heads = args.heads;
+    const bool is_q = tile < heads.num_heads, is_v = tile >= heads.num_heads + heads.num_kv_heads;
+    const u16* const of_head = is_v ? nullptr : is_q ? heads.q_weight : heads.k_weight;
+    uint4 norm_weight[2];   // of the norm that follows; or of the head's
+    if (RESIDUAL) norm_weight[0] = load_8(args.norm_weight + feature);
+    if (HEADS && of_head) {
+        norm_weight[0] = load_8(of_head + 8 * chunk);
+        norm_weight[1] = load_8(of_head + FEATURES / 2 + 8 * chunk);
+    }
+    wait_previous();
+    // attention reads what the cache holds before this kernel ends: by now all others have
+    if (HEADS) allow_next();
+    uint4 residual[ITEMS];
+    int positions[ITEMS], slots[ITEMS];
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+        if (!is_mine(item)) continue;
+        if (RESIDUAL) residual[item] = load_8(args.out + at(item));
+        if (HEADS) {
+            positions[item] = heads.positions[first_own + own_of(item)];
+            slots[item] = heads.slots[first_own + own_of(item)];
+        }
+    }
+    float c[TOKENS / 2];
+    for (int step = 0; step < STEPS; ++step) {
+        const u32 stage = step % STAGES;
+        wait_barrier(full + 8 * stage, step / STAGES & 1);
+        const u32 weight = ring + stage * STAGE_BYTES;
+        const u64 a = matrix(weight + warp / 4 * 8192), b = matrix(weight + WEIGHT_BYTES);
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < BLOCK / 16; ++k) multiply(c, a + 2 * k, b + 2 * k, step + k > 0);
+        end_products();
+        // one stage's products run while the next ones are begun
+        wait_products<1>();
+        // only where it is waited for: nobody arrives at a thread block that has left
+        if (step > 0 && step - 1 + STAGES < STEPS && lane < SHARE)
+            arrive_at(empty + 8 * ((step - 1) % STAGES), first_block + lane);
+    }
+    wait_products<0>();
+
+    // The ring is free once all warps are done. A thread has two features of two tokens of each 8.
+    sync_with_factors();
+    float sums[OWN / 8][4];
+    if (SPLITS > 1) {
+        float4* const parts = reinterpret_cast<float4*>(shared);   // [TOKENS / 8, THREADS]
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i += 4)
+            parts[i / 4 * THREADS + threadIdx.x] = make_float4(c[i], c[i + 1], c[i + 2], c[i + 3]);
+        sync_cluster<true>();
+        if (finishes) {
+#pragma unroll
+            for (int i = 0; i < OWN / 8; ++i) {
+                const int at = (split * (OWN / 8) + i) * THREADS + threadIdx.x;
+                float4 of[SPLITS] = {parts[at]};
+#pragma unroll
+                for (int other = 1; other < SPLITS; ++other)
+                    of[other] = load_from(ring + 16 * at, (split + other) % SPLITS * SHARE + share);
+                float (&sum)[4] = sums[i];
+                sum[0] = of[0].x, sum[1] = of[0].y, sum[2] = of[0].z, sum[3] = of[0].w;
+#pragma unroll
+                for (int other = 1; other < SPLITS; ++other) {
+                    sum[0] += of[other].x, sum[1] += of[other].y;
+                    sum[2] += of[other].z, sum[3] += of[other].w;
+                }
+            }
+        }
+        __syncwarp();
+        arrive_in_cluster<true>();   // at the end is waited until others have read
+    } else {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) sums[i / 4][i % 4] = c[i];
+    }
+
+    float cos[HEADS ? ITEMS : 1][8], sin[HEADS ? ITEMS : 1][8];
+    if (HEADS && !is_v) {
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+            if (!is_mine(item)) continue;
+            const float* const row = heads.cos_sin + (u64)positions[item] * FEATURES + 8 * chunk;
+            load_floats(cos[item], row);
+            load_floats(sin[item], row + FEATURES / 2);
+        }
+    }
+
+    // factors, bias, gate; then to rows of bfloat16, one a token
+    u8* const finished = shared + PARTS_BYTES;   // [OWN, PITCH]
+    if (finishes) {
+        const int row = tile * OUT + (GATED ? 8 : 16) * warp + lane / 4;
+        const float bias = args.bias ? to_float(args.bias[row]) : 0;
+        const float bias_8 = args.bias ? to_float(args.bias[GATED ? args.features + row : row + 8]) : 0;
+        const u32 column = GATED ? 16 * warp : 32 * warp + lane / 8 % 2 * 16;   // in bytes
+        const u32 to = ring + PARTS_BYTES + lane % 8 * PITCH + column;
+#pragma unroll
+        for (int i = 0; i < OWN / 8; ++i) {
+            const float* const factor = factors + split * OWN + 8 * i + lane % 4 * 2;
+            float x[4];
+#pragma unroll
+            for (int part = 0; part < 4; ++part)
+                x[part] = sums[i][part] * factor[part % 2] + (part / 2 ? bias_8 : bias);
+            if (GATED) {
+                const auto open = [](float gate, float value) {
+                    return __fdividef(gate, 1 + __expf(-gate)) * value;
+                };
+                store_transposed(to + 8 * i * PITCH, pack(open(x[0], x[2]), open(x[1], x[3])));
+            } else {
+                store_transposed(to + 8 * i * PITCH, pack(x[0], x[1]), pack(x[2], x[3]));
+            }
+        }
+    }
+    sync_multipliers();
+
+    const auto result = [&](int item, int column) {   // 8 features of a token
+        return *reinterpret_cast<const uint4*>(finished + own_of(item) * PITCH + 2 * column);
+    };
+    const auto over_token = [&](float x) {   // the sum over the threads that have the same token
+#pragma unroll
+        for (int lanes = 1; lanes < CHUNKS; lanes *= 2) x += __shfl_xor_sync(ALL, x, lanes);
+        return x;
+    };
+
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+        const bool mine = is_mine(item);
+        if (HEADS) {
+            constexpr int HALF = FEATURES / 2;
+            float low[8] = {}, high[8] = {};
+            if (mine) {
+                unpack(low, result(item, 8 * chunk));
+                unpack(high, result(item, HALF + 8 * chunk));
+            }
+            if (of_head) {
+                float square = 0, of_low[8], of_high[8];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) square += low[i] * low[i] + high[i] * high[i];
+                const float factor = rsqrtf(over_token(square) / FEATURES + args.eps);
+                unpack(of_low, norm_weight[0]);
+                unpack(of_high, norm_weight[1]);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    low[i] *= factor * of_low[i];
+                    high[i] *= factor * of_high[i];
+                }
+            }
+            if (!mine) continue;
+            if (!is_v) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const float rotated = low[i] * cos[item][i] - high[i] * sin[item][i];
+                    high[i] = high[i] * cos[item][i] + low[i] * sin[item][i];
+                    low[i] = rotated;
+                }
+            }
+            if (is_q) {
+                u16* const to = args.out + at(item);
+                *reinterpret_cast<uint4*>(to) = pack(low);
+                *reinterpret_cast<uint4*>(to + HALF) = pack(high);
+            } else if (slots[item] >= 0) {
+                constexpr int ITEM = FP8 ? 1 : 2;
+                u8* const to = (is_v ? heads.values : heads.keys) + slots[item] / PAGE_SIZE * heads.page_stride
+                    + slots[item] % PAGE_SIZE * heads.slot_stride
+                    + (tile - heads.num_heads) % heads.num_kv_heads * heads.head_stride + 8 * chunk * ITEM;
+                if (FP8) {
+                    const float inverse = 1 / *(is_v ? heads.v_scale : heads.k_scale);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) low[i] *= inverse, high[i] *= inverse;
+                    *reinterpret_cast<uint2*>(to) = pack_float8(low);
+                    *reinterpret_cast<uint2*>(to + HALF) = pack_float8(high);
+                } else {
+                    *reinterpret_cast<uint4*>(to) = pack(low);
+                    *reinterpret_cast<uint4*>(to + HALF * ITEM) = pack(high);
+                }
+            }
+            continue;
+        }
+        if (!RESIDUAL) {
+            if (mine) *reinterpret_cast<uint4*>(args.out + at(item)) = result(item, 8 * chunk);
+            continue;
+        }
+        float square = 0;
+        if (mine) {
+            float value[8], stream[8], of_norm[8];
+            unpack(value, result(item, 8 * chunk));
+            unpack(stream, residual[item]);
+            unpack(of_norm, norm_weight[0]);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) value[i] += stream[i];
+            const uint4 packed = pack(value);
+            *reinterpret_cast<uint4*>(args.out + at(item)) = packed;
+            unpack(value, packed);   // as others will read it
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                square += value[i] * value[i];
+                value[i] *= of_norm[i];
+            }
+            *reinterpret_cast<uint4*>(args.scaled + at(item)) = pack(value);
+        }
+        square = over_token(square);
+        if (mine && chunk == 0)
+            args.squares_out[(u64)tile * args.num_rows + first_own + own_of(item)] = square;
+    }
+    if (SPLITS > 1) {
+        __syncwarp();
+        wait_for_cluster();
+    }
+}

@@ -1,0 +1,399 @@
+"""Launches ``linear.cu``: the linear layers of a decode step on the tensor cores of Hopper.
+
+A kernel is for one shape; it takes up to ``MAX_TOKENS`` rows of bfloat16. x W^T is multiplied by a
+factor a row, which is 1 or that of RMSNorm, and a bias is added; what comes then makes the classes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from cuda.bindings import driver
+from torch import Tensor
+
+from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, checked
+
+MAX_TOKENS: Final = 256
+
+_BATCHES: Final = (8, 16, 32, 64, 128, 192, 256)
+"""Up to each of these a kernel of its own takes a batch."""
+
+_MOST_BLOCKS: Final = 132
+_FEW_BLOCKS: Final = 66
+"""All and half of an H200's multiprocessors: the next kernel begins on those that are left."""
+
+_RING_BYTES: Final = 200 * 1024
+_MOST_STAGES: Final = 8
+_MOST_SPLITS: Final = 8
+_BLOCK: Final = 64
+_ITEM: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """``features`` of the weight and ``tokens`` in a tile, ``stages`` of the ring, ``share`` thread
+    blocks that load their tokens together, ``splits`` that share a tile along in_features."""
+
+    features: int
+    tokens: int
+    stages: int
+    share: int
+    splits: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normalized:
+    """Rows that a norm was or is to be taken of: ``x`` [num_rows, in_features] of a product.
+
+    With ``squares``, float32 [tiles, num_rows], ``x`` is what comes into the norm times its weight;
+    their sum over tiles is that of the squares of what comes in. Else ``x`` is what comes out.
+    """
+
+    x: Tensor
+    squares: Tensor | None = None
+    eps: float = 0.0
+
+
+class _Map(ctypes.Structure):
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+class _Heads(ctypes.Structure):
+    """``Heads`` of the source."""
+
+    _fields_ = (
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
+        ("q_weight", ctypes.c_void_p),
+        ("k_weight", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("k_scale", ctypes.c_void_p),
+        ("v_scale", ctypes.c_void_p),
+        ("page_stride", ctypes.c_uint64),
+        ("slot_stride", ctypes.c_uint32),
+        ("head_stride", ctypes.c_uint32),
+        ("num_heads", ctypes.c_int),
+        ("num_kv_heads", ctypes.c_int),
+    )
+
+
+class _Arguments(ctypes.Structure):
+    """``Arguments`` of the source."""
+
+    _fields_ = (
+        ("weight", _Map),
+        ("x", _Map),
+        ("out", ctypes.c_void_p),
+        ("scaled", ctypes.c_void_p),
+        ("norm_weight", ctypes.c_void_p),
+        ("squares_out", ctypes.c_void_p),
+        ("squares", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("square_tiles", ctypes.c_int),
+        ("num_rows", ctypes.c_int),
+        ("features", ctypes.c_int),
+        ("eps", ctypes.c_float),
+        ("heads", _Heads),
+        ("padding", ctypes.c_uint8 * 32),  # to the alignment of the maps
+    )
+
+
+def cut_of(batch: int, height: int, in_features: int, *, head_dim: int | None = None) -> Cut:
+    """What was fastest on an H200, or close, between attention and the other products of a layer.
+
+    Up to 64 tokens a tile, more where there would be too many tiles, and splits of tiles where
+    there are few. ``height`` is that of the weight; a tile of heads is one head.
+    """
+    features = head_dim or (64 if batch <= 8 else 128)
+    tokens = min(batch, 64)
+    while 64 <= tokens < 128 and height // features * -(-batch // tokens) > _MOST_BLOCKS:
+        tokens += 32
+    blocks = height // features * -(-batch // tokens)
+    splits = 1
+    while (
+        2 * splits * blocks <= _FEW_BLOCKS
+        and splits < _MOST_SPLITS
+        and in_features % (2 * splits * _BLOCK) == 0
+    ):
+        splits *= 2
+    stage = 128 * (features + tokens)
+    stages = min(in_features // splits // _BLOCK, _RING_BYTES // stage, _MOST_STAGES)
+    finished = tokens * (2 * features + 16) + (4 * tokens * features if splits > 1 else 0)
+    return Cut(features, tokens, max(stages, -(-finished // stage)), share=1, splits=splits)
+
+
+def why_not(height: int, in_features: int) -> str | None:
+    """Why no kernel can take a weight of these sizes; None where one can."""
+    if height % 256:
+        return f"needs a multiple of 256 features, not {height}"
+    if in_features % _BLOCK:
+        return f"needs a multiple of {_BLOCK} in_features, not {in_features}"
+    return None
+
+
+class _Linear:
+    """The kernels of one weight's ``shape``, [height, in_features]."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        device: torch.device,
+        *,
+        cuts: Mapping[int, Cut] | None,
+        head_dim: int | None = None,
+        pairs: int | None = None,
+        **kind: int,
+    ) -> None:
+        """``pairs``: rows of the weight, so far from each other, that belong together.
+
+        ``cuts``: for batches of up to so many rows, and for no others.
+        """
+        height, in_features = shape
+        self._height, self._in_features = height, in_features
+        self._pairs = pairs
+        if cuts is None:
+            cuts = {
+                batch: cut_of(batch, height, in_features, head_dim=head_dim) for batch in _BATCHES
+            }
+
+        def compiled(cut: Cut) -> tuple[Cut, CudaKernel]:
+            return cut, _kernel(cut, {"SIZE": in_features, **_PLAIN, **kind}, device)
+
+        with ThreadPoolExecutor() as pool:
+            kernels = list(pool.map(compiled, cuts.values()))
+        self._kernels = dict(zip(cuts, kernels, strict=True))
+        self._maps: dict[tuple[int, int], _Map] = {}
+
+    def _kernel_for(self, num_rows: int) -> tuple[Cut, CudaKernel]:
+        return self._kernels[min(batch for batch in self._kernels if num_rows <= batch)]
+
+    def _launch(
+        self, rows: Normalized, weight: Tensor, pdl: bool, *, bias: Tensor | None, **values: Any
+    ) -> None:
+        x, squares = rows.x, rows.squares
+        num_rows = len(x)
+        assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= MAX_TOKENS
+        cut, kernel = self._kernel_for(num_rows)
+        arguments = _Arguments(
+            weight=self._weight_map(weight, cut.features),
+            x=_map(x, (x.shape[1], num_rows), (x.stride(0),), (_BLOCK, cut.tokens // cut.share)),
+            squares=_address(squares),
+            square_tiles=0 if squares is None else len(squares),
+            num_rows=num_rows,
+            bias=_address(bias),
+            eps=rows.eps,
+            **values,
+        )
+        grid = (self._height // cut.features, -(-num_rows // cut.tokens), cut.splits)
+        cluster = (cut.share, 1, cut.splits)
+        kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
+
+    def _weight_map(self, weight: Tensor, features: int) -> _Map:
+        """Weights stay where they are as long as the model, so theirs are kept."""
+        key = weight.data_ptr(), features
+        if key not in self._maps:
+            size, pairs = self._in_features, self._pairs
+            if pairs is None:
+                made = _map(weight, (size, self._height), (size,), (_BLOCK, features))
+            else:
+                shape, strides = (size, 8, 2, pairs // 8), (size, pairs * size, 8 * size)
+                made = _map(weight, shape, strides, (_BLOCK, 8, 2, features // 16))
+            self._maps[key] = made
+        return self._maps[key]
+
+
+class LinearKernel(_Linear):
+    """A product, or of a ``gated`` weight, which holds G and then U, silu(x G^T) * x U^T."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        device: torch.device,
+        *,
+        gated: bool = False,
+        cuts: Mapping[int, Cut] | None = None,
+    ) -> None:
+        """``shape`` is the weight's."""
+        self._out_features = shape[0] // 2 if gated else shape[0]
+        pairs = self._out_features if gated else None
+        super().__init__(shape, device, cuts=cuts, pairs=pairs, GATED=gated)
+
+    def __call__(
+        self, rows: Normalized, weight: Tensor, *, bias: Tensor | None = None, pdl: bool = False
+    ) -> Tensor:
+        x = rows.x
+        out = torch.empty((len(x), self._out_features), dtype=x.dtype, device=x.device)
+        self._launch(rows, weight, pdl, bias=bias, out=_address(out), features=self._out_features)
+        return out
+
+
+class ResidualKernel(_Linear):
+    """What a product adds to the residual stream, and what the norm after it needs."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        device: torch.device,
+        *,
+        cuts: Mapping[int, Cut] | None = None,
+    ) -> None:
+        super().__init__(shape, device, cuts=cuts, RESIDUAL=True)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        *,
+        bias: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Normalized:
+        """``residual`` [num_rows, out_features] += x W^T + bias, in place; its norm to be taken."""
+        scaled = torch.empty_like(residual)
+        cut, _ = self._kernel_for(len(x))
+        tiles = self._height // cut.features
+        squares = torch.empty((tiles, len(x)), dtype=torch.float32, device=x.device)
+        self._launch(
+            Normalized(x),
+            weight,
+            pdl,
+            bias=bias,
+            out=_address(residual),
+            features=self._height,
+            scaled=_address(scaled),
+            norm_weight=_address(norm_weight),
+            squares_out=_address(squares),
+        )
+        return Normalized(scaled, squares, eps)
+
+
+class HeadsKernel(_Linear):
+    """Queries, keys and values: normalized by head, rotated, keys and values stored in pages."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        in_features: int,
+        device: torch.device,
+        *,
+        page_size: int,
+        fp8: bool,
+        cuts: Mapping[int, Cut] | None = None,
+    ) -> None:
+        """``fp8``: the pages' type is float8_e4m3fn."""
+        shape = (num_heads + 2 * num_kv_heads) * head_dim, in_features
+        constants = {"HEADS": 1, "PAGE_SIZE": page_size, "FP8": fp8}
+        super().__init__(shape, device, cuts=cuts, head_dim=head_dim, **constants)
+        self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+
+    def __call__(
+        self,
+        rows: Normalized,
+        weight: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        cos_sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
+        """The queries, [num_rows, num_heads, head_dim].
+
+        See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``; ``positions`` and ``slots``
+        are int32. The norms of heads have the eps of ``rows``.
+        """
+        assert positions.dtype == slots.dtype == torch.int32
+        assert keys.stride() == values.stride() and keys.stride(3) == 1
+        shape = (len(rows.x), self._num_heads, self._head_dim)
+        out = torch.empty(shape, dtype=rows.x.dtype, device=rows.x.device)
+        item = keys.element_size()
+        heads = _Heads(
+            positions=_address(positions),
+            slots=_address(slots),
+            cos_sin=_address(cos_sin),
+            q_weight=_address(q_weight),
+            k_weight=_address(k_weight),
+            keys=_address(keys),
+            values=_address(values),
+            k_scale=_address(k_scale),
+            v_scale=_address(v_scale),
+            page_stride=keys.stride(0) * item,
+            slot_stride=keys.stride(1) * item,
+            head_stride=keys.stride(2) * item,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+        )
+        features = self._num_heads * self._head_dim
+        self._launch(
+            rows, weight, pdl, bias=bias, out=_address(out), features=features, heads=heads
+        )
+        return out
+
+
+_PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}
+
+
+def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:
+    shared_bytes = cut.stages * (128 * (cut.features + cut.tokens) + 16) + 4 * cut.tokens
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    constants = {
+        **constants,
+        "FEATURES": cut.features,
+        "TOKENS": cut.tokens,
+        "STAGES": cut.stages,
+        "SHARE": cut.share,
+        "SPLITS": cut.splits,
+        "PER_PROCESSOR": 2 if 2 * (shared_bytes + 1024) <= memory else 1,
+    }
+    return CudaModule("linear.cu", constants, device).kernel("linear", shared_bytes=shared_bytes)
+
+
+def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> _Map:
+    """How the copy engine sees a tensor: dimensions from the innermost one, strides of the others.
+
+    What lies outside is read as zeros. Rows of 128 bytes are permuted as the products want them.
+    """
+
+    def longs(values: Sequence[int]) -> list[Any]:
+        return [driver.cuuint64_t(value) for value in values]
+
+    def ints(values: Sequence[int]) -> list[Any]:
+        return [driver.cuuint32_t(value) for value in values]
+
+    encoded = checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            len(shape),
+            tensor.data_ptr(),
+            longs(shape),
+            longs([_ITEM * stride for stride in strides]),
+            ints(box),
+            ints([1] * len(shape)),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return _Map((ctypes.c_uint64 * 16)(*(int(word) for word in encoded.opaque)))
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

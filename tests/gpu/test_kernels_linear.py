@@ -1,0 +1,177 @@
+"""Products on Hopper's tensor cores against plain torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.rope_store import qk_norm_rope_store_reference
+from tests.gpu.compare import assert_close
+
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.linear import Cut, Normalized
+
+pytestmark = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
+
+EPS = 1e-6
+BATCHES = [1, 8, 9, 17, 33, 64, 65, 128, 129, 136, 192, 200, 256]
+
+
+def normal(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=device) * scale).bfloat16()
+
+
+def rows(x: Tensor, norm: Tensor | None = None) -> Normalized:
+    """``x``, whose norm is to be taken where there is a weight of one."""
+    from minisgl_backend.kernels.cuda.linear import Normalized
+
+    if norm is None:
+        return Normalized(x, eps=EPS)
+    squares = x.float().square().view(len(x), 16, -1).sum(2).t().contiguous()
+    return Normalized((x.float() * norm).bfloat16(), squares, EPS)
+
+
+def normalized(x: Tensor, norm: Tensor) -> Tensor:
+    return x.float() * (x.float().square().mean(-1, keepdim=True) + EPS).rsqrt() * norm.float()
+
+
+def cuts() -> list[Cut]:
+    from minisgl_backend.kernels.cuda.linear import Cut
+
+    return [
+        Cut(64, 64, 4, 1, 1),
+        Cut(64, 128, 8, 2, 1),
+        Cut(128, 128, 3, 2, 1),
+        Cut(128, 64, 6, 4, 1),
+        Cut(64, 96, 4, 1, 4),
+        Cut(64, 64, 4, 2, 4),
+        Cut(128, 128, 3, 4, 2),
+        Cut(64, 64, 3, 1, 8),
+        Cut(64, 16, 4, 1, 4),
+        Cut(64, 8, 6, 1, 8),
+    ]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("pdl", [False, True])
+def test_products(device: torch.device, batch: int, pdl: bool) -> None:
+    """Several in a row, so that each starts while another runs."""
+    from minisgl_backend.kernels.cuda.linear import LinearKernel
+
+    torch.manual_seed(batch)
+    x, bias = normal(batch, 1024, device=device), normal(4096, device=device)
+    weights = [normal(4096, 1024, device=device, scale=1 / 32) for _ in range(4)]
+    kernel = LinearKernel((4096, 1024), device)
+    actual = [kernel(rows(x), weight, bias=bias, pdl=pdl) for weight in weights]
+    for of_kernel, weight in zip(actual, weights, strict=True):
+        assert_close(of_kernel, F.linear(x.float(), weight.float(), bias.float()).bfloat16())
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_gated_products_of_what_is_to_be_normalized(device: torch.device, batch: int) -> None:
+    from minisgl_backend.kernels.cuda.linear import LinearKernel
+
+    x, norm = normal(batch, 1024, device=device, scale=3.0), normal(1024, device=device)
+    weight = normal(6144, 1024, device=device, scale=1 / 32)
+    actual = LinearKernel((6144, 1024), device, gated=True)(rows(x, norm), weight)
+    gate, up = F.linear(normalized(x, norm), weight.float()).chunk(2, dim=1)
+    assert_close(actual, (F.silu(gate) * up).bfloat16())
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_products_of_the_residual_stream(device: torch.device, batch: int) -> None:
+    from minisgl_backend.kernels.cuda.linear import ResidualKernel
+
+    x, norm = normal(batch, 3072, device=device), normal(1024, device=device)
+    weight = normal(1024, 3072, device=device, scale=3072**-0.5)
+    residual = normal(batch, 1024, device=device)
+    expected = (residual.float() + F.linear(x.float(), weight.float())).bfloat16()
+    check_residual(ResidualKernel((1024, 3072), device), x, weight, residual, norm, expected)
+
+
+@pytest.mark.parametrize("index", range(10))
+@pytest.mark.parametrize("batch", [40, 100, 192, 256])
+def test_ways_to_cut_a_product(device: torch.device, index: int, batch: int) -> None:
+    from minisgl_backend.kernels.cuda.linear import ResidualKernel
+
+    x, norm = normal(batch, 2048, device=device), normal(1024, device=device)
+    weight = normal(1024, 2048, device=device, scale=2048**-0.5)
+    residual = normal(batch, 1024, device=device)
+    expected = (residual.float() + F.linear(x.float(), weight.float())).bfloat16()
+    kernel = ResidualKernel((1024, 2048), device, cuts={batch: cuts()[index]})
+    check_residual(kernel, x, weight, residual, norm, expected)
+
+
+def check_residual(
+    kernel: Any, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, expected: Tensor
+) -> None:
+    result = kernel(x, weight, residual, norm, EPS)
+    assert_close(residual, expected)
+    assert_close(result.x, (residual.float() * norm).bfloat16())
+    torch.testing.assert_close(result.squares.sum(0), residual.float().square().sum(1))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (8, 4, 64), (14, 1, 128)]
+)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("norms", [False, True])
+def test_heads(
+    device: torch.device,
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    fp8: bool,
+    norms: bool,
+) -> None:
+    from minisgl_backend.kernels.cuda.linear import HeadsKernel
+
+    torch.manual_seed(batch)
+    height = (num_heads + 2 * num_kv_heads) * head_dim
+    x, norm = normal(batch, 1024, device=device), normal(1024, device=device)
+    weight = normal(height, 1024, device=device, scale=1 / 32)
+    positions = torch.randint(0, 500, (batch,), device=device, dtype=torch.int32)
+    slots = torch.randperm(40 * 16, device=device)[:batch].int()
+    slots[1::7] = -1
+    angles = torch.rand(500, head_dim // 2, device=device) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    of_heads = normal(2, head_dim, device=device) if norms else (None, None)
+    scales = torch.tensor([[0.5], [0.25]], device=device) if fp8 else (None, None)
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    pages = torch.zeros((40, 2, 16, num_kv_heads, head_dim), device=device).to(dtype)
+    expected_pages = pages.clone()
+    kernel = HeadsKernel(num_heads, num_kv_heads, head_dim, 1024, device, page_size=16, fp8=fp8)
+    shared: dict[str, Any] = {"q_weight": of_heads[0], "k_weight": of_heads[1]}
+    shared |= {"k_scale": scales[0], "v_scale": scales[1]}
+    actual = kernel(
+        rows(x, norm), weight, positions, slots, cos_sin, pages[:, 0], pages[:, 1], **shared
+    )
+    qkv = F.linear(normalized(x, norm), weight.float())
+    expected = qk_norm_rope_store_reference(
+        qkv,
+        positions.long(),
+        slots.long(),
+        cos_sin,
+        expected_pages[:, 0],
+        expected_pages[:, 1],
+        num_heads=num_heads,
+        eps=EPS,
+        **shared,
+    )
+    assert_close(actual, expected.bfloat16())
+    assert_close(pages.float(), expected_pages.float(), tolerance=0.05 if fp8 else 8e-3)
+
+
+def test_what_cannot_be_taken() -> None:
+    from minisgl_backend.kernels.cuda.linear import why_not
+
+    assert why_not(4096, 1024) is None
+    assert "features" in str(why_not(4100, 1024))
+    assert "in_features" in str(why_not(1024, 1000))

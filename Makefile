@@ -11,7 +11,7 @@ CODE := minisgl_backend client docker tests tools model_repository
 
 FUZZ := $(addprefix tests/properties/test_,wire_fuzz.py gateway_fuzz.py detokenizer_chunking.py)
 MINUTES := 10
-# Each has servers of its own; ARGS='-n 0' runs the tests in one process, as a debugger needs it.
+# Each worker starts servers of its own; ARGS='-n 0' runs the tests in one process, as a debugger needs it.
 WORKERS := 2
 
 .PHONY: help install serve test fuzz lint types format check nightly docs clean

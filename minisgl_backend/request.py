@@ -81,7 +81,7 @@ class Request:
     ``prompt`` is int32[num_prompt_tokens] and has at least one token. A request of higher
     ``priority`` is served first. ``deadline_s`` is the reading of ``time.monotonic`` at which the
     request ends; the planner does not look at it. Only requests with the same ``cache_salt`` share
-    cached prefixes.
+    cached prefixes. ``label`` is the client's own id, which the log tells beside ours.
     """
 
     id: RequestId
@@ -90,6 +90,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)

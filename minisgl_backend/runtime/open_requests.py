@@ -133,7 +133,8 @@ class OpenRequests:
             self._recorder.request_failed(event.error.code)
             logger.log(
                 logging.ERROR if isinstance(event.error, EngineFailure) else logging.INFO,
-                "request %d failed after %d tokens: %s",
+                "request %.80r (%d) failed after %d tokens: %s",
+                entry.request.label,
                 request_id,
                 len(entry.tokens),
                 event.error,

@@ -137,7 +137,7 @@ class Dispatcher:
             try:
                 self._send(stream)
             except Exception:
-                logger.exception("request %r: a response could not be sent", stream.label)
+                logger.exception("request %.80r: a response could not be sent", stream.label)
                 error = EngineFailure("a response could not be sent")
                 stream.mute(error)
                 self._engine.abort(stream.request_id, error)
@@ -189,7 +189,6 @@ class Dispatcher:
         elif ack.verdict is Verdict.CANCELLED:
             self._engine.abort(stream.request_id)
         elif ack.verdict is Verdict.FAILED:
-            logger.warning("request %r: the detokenizer failed on it", stream.label)
             self._engine.abort(stream.request_id, EngineFailure("the detokenizer failed"))
 
     def _settle(self, ack: Ack) -> None:
@@ -209,7 +208,7 @@ class Dispatcher:
                 self._give_up(stream, "the detokenizer has gone")
 
     def _give_up(self, stream: Stream, why: str) -> None:
-        logger.warning("request %r: given up, %s", stream.label, why)
+        logger.warning("request %.80r: given up, %s", stream.label, why)
         error = EngineFailure(why)
         if stream.mute(error):
             self._outbox.put(stream, urgent=True)
@@ -226,7 +225,7 @@ class Dispatcher:
                     self._look_after(stream, now_s)
                 except Exception:  # Triton may have no room for a question; others have theirs
                     if now_s - failed_s > _CALM_S:
-                        text = "request %r, and maybe others: its stream could not be looked after"
+                        text = "request %.80r, and maybe others: its stream could not be looked after"
                         logger.exception(text, stream.label)
                     failed_s = now_s
             self._expire(now_s)

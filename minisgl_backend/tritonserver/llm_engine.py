@@ -216,6 +216,7 @@ class TritonPythonModel:
                     priority=generation.priority,
                     deadline_s=_deadline_s(generation.timeout_ms, record.arrival_time_ns),
                     cache_salt=generation.cache_salt,
+                    label=label,
                 ),
                 sink,
             )

@@ -57,7 +57,7 @@ class Responder:
                 sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             except Exception:
                 # without a final flag the request would stay in flight for ever
-                logger.exception("request %r: the last response could not be sent", self.label)
+                logger.exception("request %.80r: the last response could not be sent", self.label)
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             self._leave()
             return True
@@ -91,7 +91,7 @@ class Responder:
 def error_response(error: BaseException, label: str) -> Any:
     """The response that tells a client of ``error``: one sentence that starts with its code."""
     if not isinstance(error, MiniSGLError):
-        logger.error("request %r failed", label, exc_info=error)
+        logger.error("request %.80r failed", label, exc_info=error)
         error = EngineFailure("internal error; the server's log has the details")
     code = getattr(pb_utils.TritonError, error.code)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{error.code}: {error}", code))

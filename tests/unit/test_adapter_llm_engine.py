@@ -212,8 +212,10 @@ def test_probes_while_nothing_is_to_be_sent(model: Model) -> None:
     wait_idle(model)
 
 
-def test_a_detokenizer_that_goes_ends_its_requests_with_an_error(model: Model) -> None:
-    asked = request(max_tokens=5000, stream=True)
+def test_a_detokenizer_that_goes_ends_its_requests_with_an_error(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = request(request_id="job", max_tokens=5000, stream=True)
     with Reader(asked) as reader:
         model.execute([asked])
         item = reader.next()
@@ -229,6 +231,8 @@ def test_a_detokenizer_that_goes_ends_its_requests_with_an_error(model: Model) -
     wait_idle(model)
     stats = model._engine.stats()
     assert (stats.num_cancelled, stats.failed) == (0, {"INTERNAL": 1})
+    told = [record.message for record in caplog.records if "failed after" in record.message]
+    assert [text.split(" (")[0] for text in told] == ["request 'job'"]
 
 
 def test_a_missing_acknowledgement_while_others_come(model: Model) -> None:

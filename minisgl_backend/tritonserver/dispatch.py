@@ -225,7 +225,7 @@ class Dispatcher:
                     self._look_after(stream, now_s)
                 except Exception:  # Triton may have no room for a question; others have theirs
                     if now_s - failed_s > _CALM_S:
-                        text = "request %.80r, and maybe others: its stream could not be looked after"
+                        text = "request %.80r, maybe others: its stream could not be looked after"
                         logger.exception(text, stream.label)
                     failed_s = now_s
             self._expire(now_s)

@@ -91,7 +91,7 @@ def test_chunks_add_up_to_what_the_library_decodes(
 def test_byte_fallback_equals_the_library_wherever_bytes_are_utf8(
     parts: list[int | str], cuts: list[int]
 ) -> None:
-    """Parts are words, by number, and characters, in bytes: id n below 256 is byte n."""
+    """Parts are numbers of words, and strings, whose bytes become ids: id n < 256 is byte n."""
     tokenizer, vocabulary = loaded("sentence_piece")
     ids: list[int] = []
     for part in parts:

@@ -78,7 +78,7 @@ def test_fields_of_any_value(kind: Any, given_fields: dict[str, Any]) -> None:
 @kept("cut", "junk")
 @given(cut=st.integers(0, 200), junk=st.binary(max_size=12))
 def test_broken_bodies(kind: Any, cut: int, junk: bytes) -> None:
-    """Cut anywhere, with anything in between."""
+    """A good body is cut anywhere, and random bytes are put in between."""
     good = json.dumps(GOOD[kind]).encode()
     try:
         parse(kind, good[:cut] + junk + good[cut:])

@@ -148,7 +148,7 @@ ALL_WANTED = Wanted(**{spec.name: True for spec in fields(Wanted)})
     (CHUNKS | st.dictionaries(CHUNK_KEYS, JSON)).map(json.dumps) | st.text(max_size=20),
 )
 def test_chunks(text: str) -> None:
-    """One that is taken, whoever sent it, can be answered."""
+    """A chunk that is accepted, whoever sent it, can be answered."""
     try:
         chunk = decode_chunk(text.encode())
     except RequestError as error:
@@ -177,7 +177,7 @@ MESSAGES = st.recursive(
     st.none() | MESSAGES,
 )
 def test_messages(encoder: PromptEncoder, messages: Any, tools: Any) -> None:
-    """Through a template that reads whatever is there, and through the demo model's."""
+    """One template reads everything in the messages, the other is the demo model's."""
     prompt = MessagesPrompt(json.dumps(messages), None if tools is None else json.dumps(tools))
     try:
         ids = encoder.encode(prompt)

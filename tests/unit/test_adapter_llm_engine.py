@@ -64,7 +64,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 
 
 def test_a_request_is_bounded_in_size(model: Model) -> None:
-    """Also one of a direct caller, which no tokenizer has looked at."""
+    """This holds for direct callers too, whose requests no tokenizer has checked."""
     large = request(acknowledged=False, logit_bias="x" * 13_000_000)
     model.execute([large])
     response, final = large.sender.sent.get(timeout=PATIENCE_S)

@@ -137,7 +137,7 @@ def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
 def test_a_tokenizer_with_more_tokens_than_the_model_fails_the_load(
     repository: Path, tmp_path: Path
 ) -> None:
-    """Those that were added to it included."""
+    """Tokens that were added to the tokenizer count, too."""
     model = tmp_path / "model"
     model.mkdir()
     config = json.loads((Path(DEMO_MODEL) / "config.json").read_text())
@@ -163,7 +163,7 @@ def test_a_server_in_recovery_is_spared(tokenizer: Tokenizer, tmp_path: Path) ->
 
 
 def test_full_engines_are_spared(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """The hint is looked at first, and only while every engine shows it."""
+    """The tokenizer refuses before it tokenizes, if every engine shows that its queue is full."""
     signs = [QueueSign(tmp_path, "a"), QueueSign(tmp_path, "b")]
 
     def ask() -> pb_utils.InferenceResponse | None:
@@ -224,7 +224,7 @@ def test_the_pool_is_bounded_and_a_stop_request_ends_what_waits_in_it(
 def test_a_stop_request_follows_what_is_being_sent(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would reach the engine first, and stop nothing."""
+    """If it reached the engine before the request, it would stop nothing."""
     request = pb_utils.InferenceRequest({"text_input": text("x")}, request_id="job")
     stop = pb_utils.InferenceRequest({}, request_id="job", parameters={"stop_request": True})
     stopping = threading.Thread(target=tokenizer.execute, args=([stop],))
@@ -377,7 +377,7 @@ def test_streams_go_with_their_engine(detokenizer: Detokenizer) -> None:
 def test_streams_of_which_nothing_is_heard_are_forgotten(
     detokenizer: Detokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever opened them; those that are heard of stay."""
+    """Streams of which something is heard stay, whoever opened them."""
     monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer._SILENT_S", 0.0)
     take(detokenizer, engine.request(0, [], key=1))
     monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer._SILENT_S", 3600.0)
@@ -397,7 +397,7 @@ def test_streams_of_which_nothing_is_heard_are_forgotten(
 def test_a_forged_chunk_harms_no_other_stream(
     detokenizer: Detokenizer, engine: Engine, changes: dict[str, Any]
 ) -> None:
-    """Though it names the engine's socket, and a number that no packet could hold."""
+    """It names the engine's socket, and perhaps a number that no packet can hold."""
     take(detokenizer, engine.request(0, [], key=1))
     assert engine.ack() == Ack(1, 0, Verdict.CONTINUE)
     forged = {"r": engine.channel.path, "s": 2, "i": 0, "d": {"n": 1}} | changes

@@ -59,7 +59,7 @@ def test_garbage_is_a_struct_or_value_error(packet: bytes) -> None:
 
 @given(st.lists(st.builds(Ack, st.integers(0, 5), st.integers(0, 9), st.sampled_from(Verdict))))
 def test_waiting_acks_coalesce(acks: list[Ack]) -> None:
-    """One a stream: the newest index, and the first verdict that is not to continue."""
+    """One stays for each stream, with the newest index and the first verdict but `continue`."""
     waiting = AckQueue()
     for ack in acks:
         waiting.put(ack)
@@ -101,7 +101,7 @@ def test_many_forgets_take_several_packets() -> None:
 
 
 def test_a_full_socket_does_not_block_and_loses_nothing() -> None:
-    """What it does not take waits and coalesces; the reader gets the newest of each stream."""
+    """What the socket does not take waits and coalesces: the newest of each stream is read."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         waiting = AckQueue()
@@ -284,7 +284,7 @@ def test_garbage_is_ignored(engine: Engine, caplog: pytest.LogCaptureFixture) ->
 def test_only_private_sockets_of_the_right_name_are_connected_to(
     detokenizer: Detokenizer, tmp_path: Path, mode: int
 ) -> None:
-    """A path comes in a chunk, which any client may send."""
+    """The path comes in a chunk, and any client may send a chunk."""
     folder = tmp_path / "d"
     folder.mkdir()
     folder.chmod(mode)
@@ -299,7 +299,7 @@ def test_only_private_sockets_of_the_right_name_are_connected_to(
 
 
 def test_an_engine_is_connected_to_once(engine: Engine, detokenizer: Detokenizer) -> None:
-    """However a client spells its path."""
+    """The path may be spelled in several ways."""
     ack = Ack(0, 0, Verdict.CONTINUE)
     assert detokenizer.acknowledge(engine, ack)
     folder, _, name = engine.channel.path.rpartition("/")

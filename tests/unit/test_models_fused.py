@@ -58,8 +58,10 @@ def pages_of(model: Decoder) -> list[PagedKV]:
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, tmp_path: Path) -> None:
-    """5 tokens take the small form of a layer, 40 the wide one; "broad" is large enough for the
-    products of ``wide_linear``."""
+    """A layer computes 5 tokens by its small form, and 40 by its wide one.
+
+    The case "broad" is large enough for the products of ``wide_linear``.
+    """
     theirs = write(case, tmp_path)
     check_prompt_then_token(load(tmp_path, OneRank()), *a_prompt(theirs, length))
 
@@ -67,8 +69,7 @@ def test_a_prompt_then_a_token(case: str, length: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3", "qwen3-moe", "broad"])
 def test_a_prompt_then_a_token_on_several_ranks(case: str, size: int, tmp_path: Path) -> None:
-    """Four ranks share two key-value heads, but for those of llama-biases and broad, which have
-    four."""
+    """Four ranks share two key-value heads, but llama-biases and broad have four heads."""
     theirs = write(case, tmp_path)
     prompt = a_prompt(theirs, 40)
 

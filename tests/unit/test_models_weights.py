@@ -239,7 +239,7 @@ class _Rank(OneRank):
 
 @pytest.mark.parametrize("case", ["qwen3", "llama-biases", "qwen3-moe"])
 def test_two_ranks_hold_each_tensor_once(checkpoints: Path, case: str) -> None:
-    """What is split adds up to the whole; what is not is the same on both."""
+    """Split tensors add up to the whole; the other tensors are equal on both ranks."""
     first, second = (collect_slots(_build(checkpoints / case, group=_Rank(r))) for r in (0, 1))
     for name, tensor in load_file(checkpoints / case / "model.safetensors").items():
         mine, theirs = first[name], second[name]
@@ -266,7 +266,7 @@ class _Slice:
 
 
 def test_a_rank_reads_its_slices_only(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its half of the matrices, the norms and the router, and no more."""
+    """It reads its half of the matrices, and all of the norms and the router."""
     opened = weights.open_tensors
 
     @contextmanager

@@ -108,7 +108,7 @@ def test_options_that_do_not_go_with_the_model(given: dict[str, Any], message: s
 def test_a_model_that_no_memory_could_hold(
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """Its weights are made up, so that no file says how many there are."""
+    """With dummy weights no file says how many there are, only config.json does."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ConfigError, match=f"^{message}.* would take [0-9,]+ bytes, and this mach"):

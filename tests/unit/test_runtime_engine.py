@@ -262,7 +262,7 @@ def test_a_deadline_before_the_first_token_is_an_error() -> None:
 
 
 def test_who_waits_for_too_long_is_refused() -> None:
-    """A request that is running is not: its time in the queue was shorter."""
+    """A running request is not refused, since it waited for a shorter time in the queue."""
     it = Bench(max_running=1, max_queue_time_s=0.6)
     it.executor.gate.clear()
     running = it.submit(it.request([2], max_tokens=50))
@@ -354,7 +354,7 @@ def test_what_can_never_be_served_is_refused_at_once(
 def test_a_request_that_breaks_steps_fails_alone(
     overlap: bool, poison_after: int, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others go on where they were, with the same tokens; those that wait, too."""
+    """All others, running or waiting, get the same tokens as if nothing had broken."""
     it = Bench(overlap=overlap, max_running=4, max_queued=100)
     it.executor.gate.clear()
     requests = [it.request([i] * (1 + 3 * i), seed=i, presence_penalty=0.5) for i in range(8)]

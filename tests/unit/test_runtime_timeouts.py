@@ -46,7 +46,7 @@ def test_who_waits_for_too_long() -> None:
 
 
 def test_requests_that_ended_take_no_memory() -> None:
-    """Whatever their deadlines were, and though one waits for long in front of them."""
+    """Neither does one old request keep the entries of later ones that have ended."""
     timeouts = Timeouts(1e6)
     timeouts.add(request(0, 1e9), 0.0)
 

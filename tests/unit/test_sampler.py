@@ -100,7 +100,7 @@ ADJUSTED: Final = [
 
 
 def test_penalties_bias_and_masks_equal_the_reference() -> None:
-    """All rows in one batch, over several steps, so that counts of the output matter."""
+    """All rows are in one batch, over several steps, so that counts of the output matter."""
     sampler = _sampler()
     prompts = [tuple(range(row, row + 5)) for row in range(len(ADJUSTED))]
     outputs: list[tuple[int, ...]] = [(4, 4, 9)] * len(ADJUSTED)

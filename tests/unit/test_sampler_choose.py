@@ -94,7 +94,7 @@ def test_filters_keep_the_reference_set(filters: dict[str, float]) -> None:
 
 
 def test_a_flat_distribution_needs_more_candidates_than_the_first_guess() -> None:
-    """Far more tokens pass than are looked at first: their mean must be that of the reference."""
+    """Far more tokens pass than there are candidates at first: the mean is the reference's."""
     vocab_size, count = 20_000, 300
     logits = torch.linspace(0.5, 0.0, vocab_size).expand(count, -1)
     for filters in ({"top_p": 0.5}, {"min_p": 0.8}, {"top_p": 0.9, "min_p": 0.9}):

@@ -66,7 +66,7 @@ def test_who_waits_is_stuck() -> None:
 
 @pytest.mark.parametrize("program", [COMPUTES, ITS_CHILD_COMPUTES, READS])
 def test_who_computes_gets_on(program: str) -> None:
-    """The process itself or one that it started; reading counts too."""
+    """The process itself may compute, or one that it started; reading counts, too."""
     clock = Clock()
     with session(program) as process:
         progress = Progress(process.pid, clock=clock)

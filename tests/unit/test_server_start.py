@@ -92,7 +92,7 @@ def test_a_folder_that_is_not_ascii(folder: Path) -> None:
 
 
 def test_models_leave_no_bytecode(server: TritonServer) -> None:
-    """Nor half of a file, of which no later start could be made."""
+    """A half-written .pyc would break all later starts: the file in its place prevents any."""
     for name in server.model_names():
         folder = server.repository / name / "1"
         (folder / "model.py").write_text("")
@@ -152,7 +152,7 @@ def test_its_files_are_private_and_go_with_it(server: TritonServer) -> None:
 
 
 def test_what_a_killed_server_left_goes_with_the_next_start(server: TritonServer) -> None:
-    """But nothing of a server of which a process lives, nor what is no server's."""
+    """What belongs to a server with a live process stays, and what belongs to no server."""
     killed, lock = make_directory(f"minisgl-test-{os.getpid()}-")
     region = Path("/dev/shm") / f"minisgl-test-{os.getpid()}-left"
     region.touch()
@@ -305,7 +305,7 @@ def test_shared_memory_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, fold
 
 
 def test_descriptors() -> None:
-    """In a process of its own, since a limit that was lowered stays low."""
+    """This runs in a process of its own, since a limit that was lowered stays low."""
     program = """
 import resource, sys
 from minisgl_backend.errors import ConfigError
@@ -324,7 +324,7 @@ sys.exit(3)
 
 
 def test_a_port_of_a_server_that_starts(folder: Path) -> None:
-    """It listens to nothing yet; once it has been stopped the port is free."""
+    """The port is taken although nothing listens yet, and free once that server is stopped."""
     first = start(fake_server(folder, "signal.pause()"))
     taken = replace(OPTIONS, http_port=first.http_port)
     with pytest.raises(ConfigError, match=f"{first.http_port} .*is that of another server that st"):

@@ -224,7 +224,7 @@ def test_what_dies_together_is_one_recovery(world: World, models: tuple[str, ...
 
 
 def test_who_dies_during_a_recovery_is_part_of_it(world: World) -> None:
-    """But not who was loaded in it and dies again."""
+    """A model that was loaded in the recovery and dies again needs a recovery of its own."""
     supervisor, reload = world.supervisor, world.supervisor._reload
     dying = iter(("detokenizer", "detokenizer"))
 
@@ -253,7 +253,7 @@ def test_a_process_that_dies_with_requests_inside_costs_a_restart(tmp_path: Path
 
 
 def test_many_that_wait_for_a_process_that_has_gone_cost_a_restart(world: World) -> None:
-    """They would be ended one a second. A few may be, and those of other models do not count."""
+    """Tritonserver would end them one a second. A few may wait, and as many for other models."""
 
     def waiting(**models: int) -> None:
         for model, number in models.items():
@@ -285,7 +285,7 @@ def test_those_that_wait_are_weighed_against_those_that_are_served(tmp_path: Pat
 def test_models_are_not_loaded_again_for_ever(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tritonserver keeps something of each."""
+    """Tritonserver leaks some memory with each reload."""
     monkeypatch.setattr("minisgl_backend.server.supervisor.MAX_RELOADS", 1)
     for num_recoveries, num_servers in ((1, 1), (2, 2), (3, 2)):
         os.kill(world.pids()["tokenizer"], signal.SIGKILL)
@@ -353,7 +353,7 @@ def test_a_pause_of_the_whole_machine_is_no_hang(
 
 
 def test_a_start_that_hangs_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one, and the one of a recovery."""
+    """It may be the first start, or the one of a recovery."""
     monkeypatch.setattr("minisgl_backend.server.process.STUCK_AFTER_S", 4.0)
     hangs = tmp_path / "hangs"
     hangs.touch()

@@ -59,7 +59,7 @@ def test_a_text_of_megabytes_is_not_tokenized(text: str, monkeypatch: pytest.Mon
 
 
 def test_a_beginning_tells_of_many_tokens() -> None:
-    """Where bytes do not, since a token may stand for any number of them."""
+    """Bytes do not tell with a tokenizer whose tokens may stand for any number of them."""
     tokenizer = vocabularies.words()
     check = LengthCheck(tokenizer, Vocabulary.of(tokenizer), CONTEXT)
     text = "alpha beta " * 1000
@@ -98,7 +98,7 @@ def test_the_longest_token() -> None:
 
 
 def test_how_much_composing_shrinks() -> None:
-    """A character has parts, and a part may be spelled by another character, a longer one."""
+    """A character is composed of parts, and a part may also be spelled by a longer character."""
     characters = [
         chr(code)
         for code in range(sys.maxunicode + 1)

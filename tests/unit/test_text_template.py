@@ -210,7 +210,7 @@ def test_arithmetic_within_bounds() -> None:
 
 
 def test_operations_within_bounds() -> None:
-    """What is watched gives what it gave."""
+    """The operations that the sandbox watches give the same as in plain Jinja."""
     source = (
         "{{ 1 ~ 'a' ~ none ~ 2.5 }} {{ ['a', 1] | join('-') }} {{ ', '.join(['a', 'b']) }}"
         " {{ 'a b'.replace('a', 'c') }} {{ 'aa' | replace('a', 'b', 1) }} {{ '%05d' % 42 }}"

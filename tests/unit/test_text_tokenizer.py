@@ -85,7 +85,7 @@ def test_text_is_not_control(encoder: PromptEncoder) -> None:
 
 
 def test_in_a_chat_the_spelling_of_a_special_token_is_one(encoder: PromptEncoder) -> None:
-    """Whoever wrote it: the template's text is read as a whole, as transformers does."""
+    """It does not matter who wrote it: the template's text is tokenized as a whole."""
     ids = encoder.encode(chat("a<|end|>"))
     assert shown(encoder, ids) == ["<|start|>", "a", "<|end|>"]
 
@@ -237,7 +237,7 @@ def test_lone_surrogates_do_not_get_through(demo: PromptEncoder) -> None:
 
 
 def test_other_threads_run_while_one_tokenizes(demo: PromptEncoder) -> None:
-    """Without the GIL released the counting thread would not get a turn before the end."""
+    """If the GIL were not released, the counting thread would have no turn before the end."""
     started, done = threading.Event(), threading.Event()
 
     def tokenize() -> int:
@@ -281,7 +281,7 @@ def test_a_folder_without_a_tokenizer_fails_the_load(tmp_path: Path) -> None:
 
 
 def test_loading_a_tokenizer_brings_no_torch() -> None:
-    """Two of the server's processes need one and not the other, which takes seconds and memory."""
+    """Two of the server's processes need a tokenizer, and no torch with its memory."""
     load = f"PromptEncoder.load({str(DEMO_MODEL)!r})"
     code = f"import sys; from minisgl_backend.text.tokenizer import PromptEncoder; {load}"
     subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=True)

@@ -174,7 +174,7 @@ def test_a_common_chunk_is_small() -> None:
 
 
 def test_nothing_wanted_is_one_object() -> None:
-    """So that the common answer can tell it apart by identity."""
+    """So the code for the most frequent answer can compare by identity."""
     start = decode_chunk(encode_chunk(replace(FIRST, start=StreamStart(num_input_tokens=1)))).start
     assert start is not None
     assert start.wanted is NOTHING

@@ -285,7 +285,7 @@ def test_those_that_wait_are_weighed_against_those_that_are_served(tmp_path: Pat
 def test_models_are_not_loaded_again_for_ever(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tritonserver leaks some memory with each reload."""
+    """Under load, tritonserver keeps some threads of each reload."""
     monkeypatch.setattr("minisgl_backend.server.supervisor.MAX_RELOADS", 1)
     for num_recoveries, num_servers in ((1, 1), (2, 2), (3, 2)):
         os.kill(world.pids()["tokenizer"], signal.SIGKILL)

@@ -112,7 +112,15 @@ def api_error(error: client.MinisglError, fields: Container[str]) -> ApiError:
     return internal()
 
 
-_LOST: Final = ("the detokenizer has gone", "the engine is down")
+_LOST: Final = frozenset(
+    {
+        "the detokenizer does not answer",
+        "the detokenizer has gone",
+        "the detokenizer was restarted and lost this request",
+        "the engine is down",
+        "the engine stopped after an internal error",
+    }
+)
 """How the engine's sentences say that a request was lost with a process that is started again."""
 _NAMES: Final = {
     "text_input": "prompt",

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from minisgl_client.errors import error_from
-from minisgl_gateway.errors import api_error
+from minisgl_gateway.errors import _LOST, api_error
 
 from minisgl_backend.errors import EngineFailure
+
+BACKEND = Path(__file__).parents[2] / "minisgl_backend"
 
 
 @pytest.mark.parametrize(
     "sentence",
     [
-        f"{EngineFailure.code}: the detokenizer has gone",
-        f"{EngineFailure.code}: the engine is down",
+        *(f"{EngineFailure.code}: {text}" for text in sorted(_LOST)),
         "Stub process 'llm_engine_0_0' is not healthy.",
     ],
 )
@@ -21,6 +24,11 @@ def test_a_request_that_is_lost_with_a_process_may_come_again(sentence: str) -> 
     error = api_error(error_from(f"in ensemble 'minisgl', {sentence}"), ())
     assert (error.status, error.code) == (503, "engine_unavailable")
     assert error.headers == {"Retry-After": "1"}
+
+
+def test_the_engine_speaks_so() -> None:
+    sources = [path.read_text("utf-8") for path in BACKEND.rglob("*.py")]
+    assert [text for text in _LOST if not any(f'"{text}"' in source for source in sources)] == []
 
 
 def test_other_failures_of_the_engine_are_bugs() -> None:

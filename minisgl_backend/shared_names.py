@@ -1,7 +1,7 @@
 """Names on which whoever starts a server and the server's models agree.
 
 Knows nothing else: neither side imports the other. The files are in the server's runtime directory,
-and empty; what they mean is told in ``tritonserver.hint``.
+and empty; what they mean is told in ``tritonserver.signs``.
 """
 
 from __future__ import annotations

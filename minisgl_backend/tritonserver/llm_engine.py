@@ -25,7 +25,6 @@ from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.text.prompt import TokenPrompt
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.encoding import ChunkEncoder, TokenEncoder
-from minisgl_backend.tritonserver.hint import QueueSign
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.setup import (
     loading,
@@ -33,6 +32,7 @@ from minisgl_backend.tritonserver.setup import (
     ready_url,
     runtime_directory,
 )
+from minisgl_backend.tritonserver.signs import QueueSign
 from minisgl_backend.tritonserver.stream import Outgoing, Stream
 from minisgl_backend.tritonserver.telemetry import Telemetry
 from minisgl_backend.tritonserver.tensors import (

@@ -25,7 +25,6 @@ from minisgl_backend.config import Limits
 from minisgl_backend.errors import Cancelled, Overloaded
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver.counts import Rejections
-from minisgl_backend.tritonserver.hint import QueueView
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.setup import (
     engine_options,
@@ -34,6 +33,7 @@ from minisgl_backend.tritonserver.setup import (
     runtime_directory,
     tokenizer_folder,
 )
+from minisgl_backend.tritonserver.signs import QueueView
 from minisgl_backend.tritonserver.tensors import (
     Arrays,
     checked_size,

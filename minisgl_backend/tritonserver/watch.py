@@ -17,7 +17,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from minisgl_backend.loopback import open_local
-from minisgl_backend.tritonserver.hint import QueueSign
+from minisgl_backend.tritonserver.signs import QueueSign
 
 logger = logging.getLogger(__name__)
 

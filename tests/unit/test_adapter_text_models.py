@@ -19,8 +19,8 @@ from minisgl_backend.text.prompt import TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.detokenizer import TritonPythonModel as Detokenizer
-from minisgl_backend.tritonserver.hint import QueueSign
 from minisgl_backend.tritonserver.packets import Ack, Verdict
+from minisgl_backend.tritonserver.signs import QueueSign
 from minisgl_backend.tritonserver.tensors import bytes_array
 from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenizer
 from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, encode_chunk

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from minisgl_backend.tritonserver.hint import QueueSign
+from minisgl_backend.tritonserver.signs import QueueSign
 from minisgl_backend.tritonserver.watch import Readiness, Watch, ask
 
 PATIENCE_S = 30.0

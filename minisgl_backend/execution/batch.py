@@ -1,7 +1,7 @@
-"""A plan as the index tensors of one forward pass.
+"""A plan as the indices of one forward pass over a page table on the host.
 
-All arithmetic on rows, positions and pages happens here, on the host and over whole arrays: a
-decode step takes the same few numpy calls whatever its size. Must not know models or sampling.
+All arithmetic on rows, positions and pages is over whole arrays: a decode step takes the same few
+numpy calls whatever its size. Must not know models or sampling.
 """
 
 from __future__ import annotations
@@ -12,69 +12,52 @@ import numpy as np
 
 from minisgl_backend.attention.base import Batch, HostArray
 from minisgl_backend.device.base import Device
+from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepIndices:
-    """Where everything of a step is, as int64 arrays on the host.
+    """Where everything of a step is, on the host.
 
-    A run is what a step computes of one row: a chunk of its prompt, or one decoded token. All
-    tokens of the step form one flat batch, run after run, the chunks first.
+    ``flat`` has the tokens and the samples; ``slots``, int64[num_tokens], says where in the pages
+    the keys and values of the tokens go. ``fresh_pages``, int64, are the pages whose first position
+    is written in this step.
 
-    [num_runs]: ``rows``; ``starts``, the first position of each run; ``lengths``; ``offsets``, the
-    flat index of its first token.
-    [num_tokens]: ``positions``; ``slots``, where in the pages the token's key and value go.
-    [num_samples]: ``samples``, the flat indices of the tokens whose logits are sampled, with their
-    ``sample_rows``; ``sample_positions``, the positions that the new tokens will have.
-    ``fresh_pages``: the pages whose first position is written in this step.
+    A run is what a step computes of one row: a chunk of its prompt, or one decoded token. For the
+    runs there are, all int64[num_runs], their ``rows``, their first positions ``starts``, their
+    ``lengths``, and ``offsets``, the flat indices of their first tokens.
     """
 
+    flat: FlatBatch
+    slots: HostArray
+    fresh_pages: HostArray
     rows: HostArray
     starts: HostArray
     lengths: HostArray
     offsets: HostArray
-    positions: HostArray
-    slots: HostArray
-    fresh_pages: HostArray
-    samples: HostArray
-    sample_rows: HostArray
-    sample_positions: HostArray
 
     @classmethod
     def of(cls, plan: StepPlan, page_table: PageTable) -> StepIndices:
         """Those of ``plan``, whose grants are written to ``page_table`` already."""
-        num_chunks, num_decodes = len(plan.prefill_rows), len(plan.decode_rows)
-        rows = np.concatenate([plan.prefill_rows, plan.decode_rows]).astype(np.int64)
-        starts = np.concatenate([plan.prefill_starts, plan.decode_positions]).astype(np.int64)
-        lengths = np.ones(num_chunks + num_decodes, np.int64)
-        lengths[:num_chunks] = plan.prefill_lengths
-        offsets = np.cumsum(lengths) - lengths
-        if num_chunks:
-            token_rows = np.repeat(rows, lengths)
-            positions = np.arange(lengths.sum()) + np.repeat(starts - offsets, lengths)
-        else:
-            token_rows, positions = rows, starts
-        slots, fresh_pages = page_table.locate(token_rows, positions)
-        sampled = np.ones(len(rows), bool)
-        sampled[:num_chunks] = plan.prefill_samples != 0
+        flat = FlatBatch.of(plan)
+        slots, fresh_pages = page_table.locate(flat.rows, flat.positions)
+        ones = np.ones(len(plan.decode_rows), dtype=int)
+        lengths = np.concatenate([plan.prefill_lengths, ones])
         return cls(
-            rows=rows,
-            starts=starts,
-            lengths=lengths,
-            offsets=offsets,
-            positions=positions,
+            flat=flat,
             slots=slots,
             fresh_pages=fresh_pages,
-            samples=(offsets + lengths - 1)[sampled],
-            sample_rows=rows[sampled],
-            sample_positions=(starts + lengths)[sampled],
+            rows=np.concatenate([plan.prefill_rows, plan.decode_rows], dtype=int),
+            starts=np.concatenate([plan.prefill_starts, plan.decode_positions], dtype=int),
+            lengths=lengths,
+            offsets=np.cumsum(lengths) - lengths,
         )
 
     def batch(self, page_table: PageTable, device: Device) -> Batch:
         """What attention needs to know."""
         return Batch(
-            positions=device.upload(self.positions),
+            positions=device.upload(self.flat.positions),
             slots=device.upload(self.slots),
             starts=self.starts,
             lengths=self.lengths,

@@ -21,6 +21,7 @@ from minisgl_backend.attention.base import AttentionBackend, ForwardContext
 from minisgl_backend.device.base import Device, Submission
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.execution.batch import PageTable, StepIndices
+from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.sampler import Sample, Sampler
 from minisgl_backend.execution.storage import KVStorage
@@ -107,20 +108,22 @@ class ModelExecutor:
 
         indices = StepIndices.of(plan, self._page_table)
         hidden = self._forward(plan, indices)
-        if len(indices.samples) == 0:
+        flat = indices.flat
+        if len(flat.samples) == 0:
             return _NOTHING
-        logits = self._model.logits(hidden.index_select(0, self._device.upload(indices.samples)))
-        sample = self._sample(logits, indices)
-        tokens = sample.tokens
-        rows = self._device.upload(indices.sample_rows)
+        # [num_samples, vocab_size]
+        logits = self._model.logits(hidden.index_select(0, self._device.upload(flat.samples)))
+        sample = self._sample(logits, flat)
+        tokens = sample.tokens  # [num_samples]
+        rows = self._device.upload(flat.sample_rows)
         self._last_tokens.index_copy_(0, rows, tokens.clamp_min(0))
         return _HostSample(
             self._device.download(tokens),
             sample.logprobs and sample.logprobs.download(self._device),
-            [self._request_ids[row] for row in indices.sample_rows.tolist()],
+            [self._request_ids[row] for row in flat.sample_rows.tolist()],
         )
 
-    def _sample(self, logits: Tensor, indices: StepIndices) -> Sample:
+    def _sample(self, logits: Tensor, flat: FlatBatch) -> Sample:
         """The tokens that rank 0 samples, on every rank. If rank 0 fails, every rank raises."""
         group = self._model.group
         tokens = torch.full((len(logits),), _NOT_SAMPLED, device=logits.device)
@@ -129,7 +132,7 @@ class ModelExecutor:
                 raise RuntimeError("rank 0 could not sample")
             return Sample(tokens, logprobs=None)
         try:
-            sample = self._sampler.sample(logits, indices.sample_rows, indices.sample_positions)
+            sample = self._sampler.sample(logits, flat.sample_rows, flat.sample_positions)
         except Exception:
             group.broadcast(tokens)
             raise

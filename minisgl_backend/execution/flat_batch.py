@@ -1,7 +1,7 @@
-"""The tokens of a step on a GPU that is not captured, as host arrays.
+"""The tokens of a step as one flat batch: one chunk after the other, then the decoding rows.
 
-The tokens are those of one chunk after the other, then one of each decoding row. Unlike
-``batch.StepIndices``, this knows no pages, since the page table is on the GPU.
+All arrays are on the host. Must not know pages: on a GPU their table is there, on a CPU ``batch``
+adds what depends on it.
 """
 
 from __future__ import annotations

@@ -51,12 +51,12 @@ def test_indices_of_a_mixed_step() -> None:
     )
     table.grant(plan)
     found = StepIndices.of(plan, table)
-    assert found.positions.tolist() == [2, 3, 4, 5, 0, 1, 2, 4]
+    assert found.flat.positions.tolist() == [2, 3, 4, 5, 0, 1, 2, 4]
     assert found.slots.tolist() == [42, 43, 44, 45, 48, 49, 50, 56]
     assert found.fresh_pages.tolist() == [11, 12, 14]
-    assert found.samples.tolist() == [6, 7]
-    assert found.sample_rows.tolist() == plan.sample_rows.tolist() == [1, 5]
-    assert found.sample_positions.tolist() == [3, 5]
+    assert found.flat.samples.tolist() == [6, 7]
+    assert found.flat.sample_rows.tolist() == plan.sample_rows.tolist() == [1, 5]
+    assert found.flat.sample_positions.tolist() == [3, 5]
     device = CpuDevice()
     batch = found.batch(table, device)
     device.close()
@@ -74,7 +74,7 @@ def test_indices_of_a_decode_step() -> None:
     )
     found = StepIndices.of(make_plan(decode_rows=_ints(2, 0), decode_positions=_ints(0, 1)), table)
     assert found.slots.tolist() == found.fresh_pages.tolist() == [9, 8]
-    assert found.samples.tolist() == [0, 1]
+    assert found.flat.samples.tolist() == [0, 1]
     assert table.rows(found.rows, found.starts + found.lengths).tolist() == [[9, 99], [7, 8]]
 
 

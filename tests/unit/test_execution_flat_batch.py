@@ -1,11 +1,10 @@
-"""The flat batch of a GPU against the index arithmetic of the CPU executor."""
+"""The flat batch of a step: which token stands where, and which are sampled from."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from minisgl_backend.execution.batch import PageTable, StepIndices
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import IntArray
@@ -37,26 +36,33 @@ def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, in
 
 
 @pytest.mark.parametrize(
-    ("chunks", "decodes"),
+    ("chunks", "decodes", "positions", "samples"),
     [
-        ([(3, 0, 5, 1)], []),
-        ([(3, 8, 5, 0)], []),
-        ([(1, 0, 7, 0), (0, 16, 1, 1), (5, 3, 4, 1)], [(2, 9), (4, 30)]),
-        ([], [(2, 9), (0, 0)]),
+        ([(3, 0, 5, 1)], [], [0, 1, 2, 3, 4], [4]),
+        ([(3, 8, 5, 0)], [], [8, 9, 10, 11, 12], []),
+        (
+            [(1, 0, 3, 0), (0, 16, 1, 1), (5, 3, 2, 1)],
+            [(2, 9), (4, 30)],
+            [0, 1, 2, 16, 3, 4, 9, 30],
+            [3, 5, 6, 7],
+        ),
+        ([], [(2, 9), (0, 0)], [9, 0], [0, 1]),
     ],
 )
-def test_equals_the_indices_of_the_cpu(
-    chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, int]]
+def test_tokens_and_samples_of_a_step(
+    chunks: list[tuple[int, int, int, int]],
+    decodes: list[tuple[int, int]],
+    positions: list[int],
+    samples: list[int],
 ) -> None:
     plan = plan_of(chunks, decodes)
     flat = FlatBatch.of(plan)
-    table = PageTable(max_rows=6, max_sequence_length=64, page_size=4, dummy_page=7)
-    indices = StepIndices.of(plan, table)
-    assert flat.positions.tolist() == indices.positions.tolist()
-    assert flat.samples.tolist() == indices.samples.tolist()
-    assert flat.sample_rows.tolist() == indices.sample_rows.tolist() == plan.sample_rows.tolist()
-    assert flat.sample_positions.tolist() == indices.sample_positions.tolist()
-    assert flat.rows.tolist() == np.repeat(indices.rows, indices.lengths).tolist()
+    assert flat.positions.tolist() == positions
+    assert flat.samples.tolist() == samples
+    assert flat.sample_rows.tolist() == plan.sample_rows.tolist()
+    assert flat.sample_positions.tolist() == [positions[index] + 1 for index in samples]
+    rows = [row for row, _, length, _ in chunks for _ in range(length)]
+    assert flat.rows.tolist() == rows + [row for row, _ in decodes]
     assert flat.num_chunked == len(plan.prefill_tokens)
     assert flat.chunk_ends.tolist() == [start + length for _, start, length, _ in chunks]
     assert np.diff(flat.chunk_offsets).tolist() == [length for _, _, length, _ in chunks]

@@ -153,7 +153,7 @@ class FrailExecutor(ModelExecutor):
 
     def launch(self, plan: StepPlan) -> PendingStep:
         pause()
-        return FrailPending(self._device.submit(partial(self._run, plan)))
+        return FrailPending(self._device.submit(partial(self._run_unless_broken, plan)))
 
     def _forward(self, plan: StepPlan, indices: StepIndices) -> Tensor:
         if _is_on(self.raises_once):

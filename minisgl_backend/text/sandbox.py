@@ -94,7 +94,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self._checked(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        owner = getattr(obj, "__self__", None)
+        method = getattr(obj, "__wrapped__", obj)  # Jinja wraps a string's ``format``
+        owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             if obj.__name__ == "join" and args:
                 args = self._joinable(owner, args[0]), *args[1:]

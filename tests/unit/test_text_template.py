@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -193,14 +194,24 @@ def test_time_is_bounded(source: str) -> None:
         "{{ '%1000000000d' % 1 }}",
         "{{ '%1000000000d' | format(1) }}",
         "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 10**9) }}",
+        "{% set wide = '{:1000000000}'.format %}{{ wide(1) }}",
+        "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
         "{{ messages | tojson(indent=1000) }}",
         "{{ 'x'.encode() * 10**9 }}",
         "{{ range(9999) | list | pprint }}",
     ],
 )
 def test_size_is_bounded(source: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"^the chat template (makes|computes|may not)"):
-        template(source, max_chars=10**4).render(CHAT)
+    bounded = template(source, max_chars=10**4)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match=r"^the chat template (makes|computes|may not)"):
+            bounded.render(CHAT)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 10**7, "it was made before it was refused"
 
 
 def test_arithmetic_within_bounds() -> None:

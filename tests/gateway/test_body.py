@@ -219,6 +219,13 @@ def test_of_a_long_list_only_the_first_wrong_item_is_looked_at(fields: dict[str,
     assert caught.value.error_count() < 10
 
 
+@pytest.mark.timeout(60)  # it takes a moment, and would take minutes if each key met all others
+def test_a_key_given_twice_among_very_many() -> None:
+    members = [f'"{number}": 1' for number in range(100_000)]
+    error = refused(("{" + ", ".join([*members, members[-1]]) + "}").encode())
+    assert "the key '99999' is given twice" in error.message
+
+
 @pytest.mark.parametrize("name", ["temprature", "max_token", "strem"])
 def test_unknown_names_get_the_nearest_one(name: str) -> None:
     error = told(CompletionRequest, **{name: 1})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -30,7 +31,7 @@ from minisgl_backend.runtime.engine import EngineInfo
 
 logger = logging.getLogger(__name__)
 
-_LARGE_MEMORY = 80 * 2**30
+_LARGE_MEMORY: Final = 80 * 2**30
 """Bytes. On GPUs with more, decode steps of up to 256 rows are captured, on others up to 160."""
 
 

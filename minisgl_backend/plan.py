@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from minisgl_backend.request import (
     TokenLogprobs,
 )
 
-NO_TOKEN = -1
+NO_TOKEN: Final = -1
 """In ``SampledTokens`` it stands in for the token of a row whose logits were not finite."""
 
 

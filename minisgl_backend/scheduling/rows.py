@@ -8,7 +8,7 @@ Must not know pages, phases or the order of service.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,8 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 from minisgl_backend.scheduling.sequence import Sequence
 
-_NO_STOP = -2  # pads the table of stop ids; it equals neither a token nor NO_TOKEN
-_TAIL = 128  # output tokens of a row that are gathered before they move to ``_parts``
+_NO_STOP: Final = -2  # pads the table of stop ids; it equals neither a token nor NO_TOKEN
+_TAIL: Final = 128  # output tokens of a row that are gathered before they move to ``_parts``
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 

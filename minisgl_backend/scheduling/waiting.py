@@ -16,15 +16,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from itertools import takewhile
+from typing import Final
 
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import Request
 from minisgl_backend.scheduling.sequence import Precedence, Sequence
 
-HEAD_START = 1024
-WINDOW = 32
-MAX_OVERTAKEN = 64
+HEAD_START: Final = 1024
+WINDOW: Final = 32
+MAX_OVERTAKEN: Final = 64
 
 
 def precedence_of(request: Request, arrival: int) -> Precedence:

@@ -63,7 +63,7 @@ def _unavailable(name: str, error: ModuleNotFoundError) -> click.Command:
     same; called, it says what to install."""
     extras = [extra for module, extra in _EXTRAS.items() if error.name == module]
     extra = extras[0] if extras else "server"
-    advice = f"needs {error.name}: pip install 'minisgl-triton[{extra}]'"
+    advice = f"needs {error.name}: pip install '.[{extra}]' in a clone"
 
     def refuse(rest: tuple[str, ...]) -> None:
         raise click.ClickException(f"{name} {advice}")

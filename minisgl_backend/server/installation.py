@@ -74,7 +74,7 @@ def find_installation(binary: str | None = None) -> Installation:
     path = shutil.which("tritonserver")
     if path is None:
         raise ConfigError(
-            "no tritonserver found: install nvidia-pytriton (pip install 'minisgl-triton[server]'),"
+            "no tritonserver found: install nvidia-pytriton (pip install '.[server]' in a clone),"
             " put tritonserver on PATH, or name it with --tritonserver"
         )
     return Installation(Path(path).resolve())

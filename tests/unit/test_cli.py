@@ -26,7 +26,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> LazyGroup:
 def test_help_lists_what_is_not_installed(group: LazyGroup) -> None:
     result = CliRunner().invoke(group, ["--help"], terminal_width=200)
     assert result.exit_code == 0
-    assert "(needs uvicorn: pip install 'minisgl-triton[gateway]')" in result.output
+    assert "(needs uvicorn: pip install '.[gateway]' in a clone)" in result.output
     assert "planner" in result.output
 
 
@@ -34,7 +34,7 @@ def test_help_lists_what_is_not_installed(group: LazyGroup) -> None:
 def test_what_is_not_installed_says_what_to_install(group: LazyGroup, arguments: list[str]) -> None:
     result = CliRunner().invoke(group, ["gateway", *arguments])
     assert result.exit_code == 1
-    assert result.output == "Error: gateway needs uvicorn: pip install 'minisgl-triton[gateway]'\n"
+    assert result.output == "Error: gateway needs uvicorn: pip install '.[gateway]' in a clone\n"
 
 
 @pytest.mark.parametrize(

@@ -283,14 +283,10 @@ class Scheduler:
         if len(token_ids) != len(sample_rows):
             raise InvariantError(f"{len(token_ids)} tokens for {len(sample_rows)} rows")
         completions: list[Completion] = []
-        accepted = rows.accepting[sample_rows]
+        accepted = rows.accepting[sample_rows]  # [num_samples], as are token_ids
         failed = token_ids == NO_TOKEN
         if failed.any():
-            for row in sample_rows[accepted & failed].tolist():
-                sequence = rows.sequence(row)
-                completions.append(Completion(sequence.request.id, None))
-                sequence.failed = True
-                self._life.end(sequence)
+            completions += self._fail(sample_rows[accepted & failed])
             accepted &= ~failed
         if not accepted.all():
             kept = np.flatnonzero(accepted)
@@ -305,6 +301,14 @@ class Scheduler:
             completions.append(Completion(request_ids[index], reason, stop))
             self._life.end(self._life.live[request_ids[index]])
         return StepResult(request_ids, token_ids, dict(logprobs), completions)
+
+    def _fail(self, rows: IntArray) -> list[Completion]:
+        """End the requests of these rows, whose logits were not finite."""
+        sequences = [self._rows.sequence(row) for row in rows.tolist()]
+        for sequence in sequences:
+            sequence.failed = True
+            self._life.end(sequence)
+        return [Completion(sequence.request.id, None) for sequence in sequences]
 
 
 def _renumbered(

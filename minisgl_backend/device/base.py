@@ -1,7 +1,7 @@
-"""The device seam: the few things in which a CPU and a GPU differ for the executor.
+"""What an executor needs from a device: the few things in which a CPU and a GPU differ.
 
-A device has memory and one queue. Work is submitted to the queue and runs in the order of
-submission; submitting never waits for it. Must not know models, plans or requests.
+A device has memory and one queue. Work is submitted to the queue and runs in the order of its
+submission; to submit work never waits for it. Must not know models, plans or requests.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class Submission(Protocol[T_co]):
-    """Work in the queue."""
+    """Work that was submitted to the queue."""
 
     def result(self) -> T_co:
-        """Wait for the work, its copies to the host included; raises what the work raised."""
+        """Wait for the work and its copies to the host. Raises what the work raised."""
 
 
 class Device(Protocol):
@@ -33,7 +33,7 @@ class Device(Protocol):
 
     @property
     def default_dtype(self) -> str | None:
-        """The dtype that ``auto`` stands for; None where it is the checkpoint's own."""
+        """The dtype that ``auto`` stands for, or None if it is that of the checkpoint."""
 
     @property
     def default_page_size(self) -> int:
@@ -41,19 +41,19 @@ class Device(Protocol):
 
     @property
     def kv_bytes_cap(self) -> int | None:
-        """The most that KV pages take when their number is ``auto``; None for no cap."""
+        """The most bytes that KV pages take if their number is ``auto``; None for no cap."""
 
     def free_memory(self) -> int:
-        """Bytes that can still be allocated."""
+        """How many bytes can still be allocated."""
 
     def submit(self, work: Callable[[], T]) -> Submission[T]:
-        """Queue ``work``, which runs in inference mode and reads results with ``download`` only."""
+        """Queue ``work``, which runs in inference mode. It reads tensors by ``download`` only."""
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """The array on the device; it must not be written to until the submission is done."""
+        """Copy an array to the device. It must not be written to until the submission is done."""
 
     def download(self, tensor: Tensor) -> Tensor:
-        """The tensor on the host; its values are valid once the submission's result is there."""
+        """Copy a tensor to the host. Its values are valid once the submission has its result."""
 
     def close(self) -> None:
         """Wait for the queue and end it. Idempotent."""

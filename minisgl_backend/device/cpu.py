@@ -1,7 +1,7 @@
 """The CPU as a device: its queue is one worker thread.
 
-PyTorch releases the GIL inside its kernels, so planning and sending go on while a step computes;
-and with one thread the order of steps is that of their submission.
+PyTorch releases the GIL inside its kernels, so planning and sending go on while a step computes.
+With one thread, the steps run in the order of their submission.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _KV_BYTES_CAP: Final = 2 * 2**30
 
 
 class CpuDevice:
-    """Tensors in main memory, computed by one worker thread (and PyTorch's own pool below it).
+    """Tensors in main memory, computed by one worker thread and PyTorch's own pool of threads.
 
-    The default dtype is float32 whatever the checkpoint says: most CPUs emulate 16-bit arithmetic,
-    which makes it slower as well as less exact. KV pages are capped because free memory on a CPU is
-    shared with everything else on the machine.
+    The default dtype is float32 whatever the checkpoint says, since most CPUs emulate 16-bit
+    arithmetic, which is slower and less exact. The memory for KV pages is capped, since free memory
+    is shared with all other programs on the machine.
     """
 
     torch_device = torch.device("cpu")
@@ -34,11 +34,11 @@ class CpuDevice:
     kv_bytes_cap = _KV_BYTES_CAP
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """``num_threads`` compute together; by default one less than PyTorch would take.
+        """``num_threads`` compute together; by default one less than PyTorch would use.
 
-        The one left over is for planning, tokenizing and sending. On two cores that are busy with
-        those, a second computing thread slows a step down by half, since the first waits for it in
-        every operation. The variable OMP_NUM_THREADS, where it is set, has the last word.
+        One core is left for planning, tokenizing and sending. On two cores that are busy with
+        these, a second computing thread makes a step take half as long again, since the first waits
+        for it in every operation. If the variable OMP_NUM_THREADS is set, PyTorch's number is used.
         """
         if num_threads is None:
             num_threads = torch.get_num_threads()
@@ -52,7 +52,7 @@ class CpuDevice:
         )
 
     def free_memory(self) -> int:
-        """Bytes of main memory that the kernel calls available (Linux), else those unused."""
+        """Bytes of main memory: those that Linux reports as available, or else those unused."""
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:
                 for line in lines:

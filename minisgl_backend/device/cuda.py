@@ -1,8 +1,8 @@
 """An NVIDIA GPU as a device: its queue is one CUDA stream.
 
-Work is enqueued on the thread that submits it, so submitting costs its launches and never waits.
-Copies to and from the host go through pinned memory of PyTorch's caching allocator, which hands a
-block out again only after the copies that use it have run.
+Work is enqueued on the thread that submits it: that takes as long as its launches take, and never
+waits for the GPU. Copies to and from the host go through pinned memory of PyTorch's caching
+allocator, which hands a block out again only after the copies that use it have run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Enqueued(Generic[T]):
-    """Work on the stream (``Submission``); its launches have been made."""
+    """Work whose launches are on the stream (``Submission``)."""
 
     def __init__(self, value: T, done: torch.cuda.Event):
         self._value = value
@@ -40,7 +40,7 @@ class CudaDevice:
     kv_bytes_cap = None
 
     def __init__(self, index: int = 0) -> None:
-        """Raises ``ConfigError`` where there is no such GPU."""
+        """Raises ``ConfigError`` if there is no such GPU."""
         if index >= torch.cuda.device_count():
             raise ConfigError(f"device cuda:{index} is not there: {torch.cuda.device_count()} GPUs")
         self.torch_device = torch.device("cuda", index)
@@ -54,18 +54,18 @@ class CudaDevice:
 
     @property
     def total_memory(self) -> int:
-        """Bytes of the GPU's memory, held ones included."""
+        """All bytes of the GPU's memory, used or free."""
         return torch.cuda.get_device_properties(self.torch_device).total_memory
 
     def free_memory(self) -> int:
-        """Bytes of the GPU's memory that nobody holds, PyTorch's unused blocks included."""
+        """Bytes of the GPU's memory that are free, including unused blocks of PyTorch."""
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
     @contextmanager
     def queue(self) -> Iterator[None]:
-        """What is launched inside goes to the stream, in inference mode."""
+        """Launch what is inside on the stream, in inference mode."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             yield
 

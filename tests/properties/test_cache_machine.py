@@ -145,5 +145,5 @@ class CacheMachine(RuleBasedStateMachine):
             assert (self.cache.num_free, self.cache.num_cached) == (0, 0)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=examples(600), stateful_step_count=40)
+CacheMachine.TestCase.settings = settings(max_examples=examples(400), stateful_step_count=40)
 TestCacheMachine = CacheMachine.TestCase

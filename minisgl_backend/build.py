@@ -1,6 +1,6 @@
 """The composition root: from options to a running engine.
 
-Names the concrete classes of planner, executor and ranks; all other modules are given what they
+Chooses the concrete classes of planner, executor and ranks; all other modules are given what they
 need. What the operator asked for is checked first (``resolve``), before anything is loaded or
 started. What one rank consists of is put together in ``build_rank``.
 """

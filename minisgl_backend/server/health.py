@@ -64,6 +64,7 @@ class HealthServer:
 
 
 class _Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128  # with the default of 5, some callers of a crowd wait for seconds
     health: Callable[[], Health]
     stats: Callable[[], Mapping[str, Any]]
 

@@ -33,6 +33,9 @@ _LEAST_HIDDEN_SIZE: Final = 256
 _MOST_SENT: Final = 8 * 2**20
 """Bytes that a rank sends; beyond that NCCL's rings, which send less, are faster."""
 
+_ALIGNMENT: Final = 128
+"""Bytes of which buffers are multiples; the kernel loads and stores 16 at once."""
+
 _EMPTY: Final = 0x8000
 """The bits of -0.0 in both dtypes."""
 _NUM_BUFFERS: Final = 3
@@ -54,7 +57,7 @@ class FlashInferSum:
         self._kernels = _load_kernels()
         self._rank, self._size = host.rank, host.size
         self._letting_go = Leaving(self._let_go)
-        self._most_bytes = _MOST_SENT // (host.size - 1)
+        self._most_bytes = most_bytes(host.size)
         buffer_bytes = host.size * self._most_bytes
         with torch.cuda.device(device):
             self._memory = PeerMemory(host, _NUM_BUFFERS * buffer_bytes, _EMPTY)
@@ -127,6 +130,11 @@ class FlashInferSum:
             while not self._stream.query() and time.monotonic() < deadline:
                 self._memory.fill(0, self._beside.cuda_stream)
                 time.sleep(0.001)
+
+
+def most_bytes(num_ranks: int) -> int:
+    """The size of the largest tensors that are summed, a multiple of ``_ALIGNMENT``."""
+    return _MOST_SENT // (num_ranks - 1) // _ALIGNMENT * _ALIGNMENT
 
 
 def is_built(num_ranks: int) -> bool:

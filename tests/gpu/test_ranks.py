@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
+from transformers import AutoModelForCausalLM
 
 from minisgl_backend.bench.dummy_model import write_dummy_model
+from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.kernels import moe
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm
@@ -184,6 +186,29 @@ def test_tokens_of_broad_layers_in_bf16(comm: str, prompts: list[IntArray], tmp_
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
     assert np.mean(below > 0) < 0.1
     assert below.max() < 0.15
+
+
+@pytest.mark.parametrize("size", [2, 4], ids="{} GPUs".format)
+def test_tokens_of_the_demo_model(size: int) -> None:
+    """As on one GPU, up to where the two best tokens all but tie."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    reference = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    vocab_size = reference.config.vocab_size
+    prompts = prompts_with_shared_prefixes(vocab_size=vocab_size, longest=110, seed=7)
+    of_one, of_all = (
+        tokens_of(serve(DEMO_MODEL, prompts, dtype="float32", tensor_parallel_size=ranks))
+        for ranks in (1, size)
+    )
+    for prompt, one, other in zip(prompts, of_one, of_all, strict=True):
+        differing = np.flatnonzero(np.array(one) != np.array(other))
+        if len(differing):
+            first = differing[0]
+            below = [
+                shortfalls(reference, [prompt], [tokens[: first + 1]])[-1]
+                for tokens in (one, other)
+            ]
+            assert max(below) < 0.05
 
 
 def test_tokens_of_experts_one_by_one(prompts: list[IntArray], tmp_path: Path) -> None:

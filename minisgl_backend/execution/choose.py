@@ -26,11 +26,12 @@ def greedy(logits: Tensor) -> Tensor:
     # On a CPU amax is vectorized and argmax is not: amax finds the block, argmax the place in it.
     num_blocks = vocab_size // _BLOCK
     blocks = logits[:, : num_blocks * _BLOCK].reshape(num_rows, num_blocks, _BLOCK)
-    best_block = blocks.amax(dim=-1).argmax(dim=-1)
-    begin = (best_block * _BLOCK).unsqueeze(1)
-    tail = logits[:, num_blocks * _BLOCK :]
+    best_block = blocks.amax(dim=-1).argmax(dim=-1)  # [num_rows]
+    begin = (best_block * _BLOCK).unsqueeze(1)  # [num_rows, 1]
+    tail = logits[:, num_blocks * _BLOCK :]  # [num_rows, vocab_size % _BLOCK]
+    # [num_rows, _BLOCK]
     within = logits.gather(1, begin + torch.arange(_BLOCK, device=logits.device))
-    best = begin.squeeze(1) + within.argmax(dim=-1)
+    best = begin.squeeze(1) + within.argmax(dim=-1)  # [num_rows]
     if tail.shape[1] == 0:
         return best
     in_tail = tail.amax(dim=-1) > within.amax(dim=-1)
@@ -62,20 +63,20 @@ def at_random_filtered(
     likely than p times the most likely one (arXiv 2407.01082). The most likely token always passes.
     """
     vocab_size = logits.shape[1]
-    weights = _weights(logits, temperature)  # the most likely token weighs 1
-    limit = torch.where(top_k > 0, top_k, vocab_size)
-    total = weights.sum(dim=-1, keepdim=True)
+    weights = _weights(logits, temperature)  # [num_rows, vocab_size], 1 for the most likely token
+    limit = torch.where(top_k > 0, top_k, vocab_size)  # [num_rows, 1]
+    total = weights.sum(dim=-1, keepdim=True)  # [num_rows, 1]
     count = int(torch.where(top_k > 0, top_k, _FIRST_CANDIDATES).max())
     while True:
         # Sorting a whole vocabulary is expensive, and a few tokens have nearly all of the weight:
         # take more candidates only if the filters turn out to need them.
         count = min(count, vocab_size)
         candidates, ids = weights.topk(count, dim=-1)  # [num_rows, count], descending
-        rank = torch.arange(count, device=logits.device)
-        passed = candidates.masked_fill(rank >= limit, 0)
+        rank = torch.arange(count, device=logits.device)  # [count]
+        passed = candidates.masked_fill(rank >= limit, 0)  # [num_rows, count], those of top_k
         total = torch.where(top_k > 0, passed.sum(dim=-1, keepdim=True), total)
-        before = passed.cumsum(dim=-1) - passed
-        kept = (before < top_p * total) & (passed >= min_p)
+        before = passed.cumsum(dim=-1) - passed  # the weight of all more likely tokens
+        kept = (before < top_p * total) & (passed >= min_p)  # bool[num_rows, count]
         kept[:, 0] = True
         # Kept candidates are a prefix: if the last one is dropped, so are all tokens after it.
         complete = torch.where(top_k > 0, limit <= count, ~kept[:, -1:])

@@ -107,7 +107,7 @@ class ModelExecutor:
             return _NOTHING
 
         indices = StepIndices.of(plan, self._page_table)
-        hidden = self._forward(plan, indices)
+        hidden = self._forward(plan, indices)  # [num_tokens, hidden_size]
         flat = indices.flat
         if len(flat.samples) == 0:
             return _NOTHING
@@ -150,6 +150,7 @@ class ModelExecutor:
             attention=self._backend,
             metadata=self._backend.prepare(batch),
         )
+        # token ids of the chunks, then those of the decoding rows: together int64[num_tokens]
         known = self._device.upload(plan.prefill_tokens.astype(np.int64))
         sampled = self._last_tokens.index_select(
             0, self._device.upload(plan.decode_rows.astype(np.int64))

@@ -61,7 +61,7 @@ class Followers:
         self._is_closed = False
         self._wake, self._waker = os.pipe()
         started: Future[None] = Future()
-        # Linux ends such a child with the thread that started it: the thread must live as long
+        # Linux kills such a child when the thread that started it ends: the thread has to live on
         self._thread = threading.Thread(
             target=self._keep, args=(place, command, greeting, started), name="ranks", daemon=True
         )

@@ -45,9 +45,9 @@ class RawLogprobs:
             return None
         counts = num_logprobs[samples]
         index = torch.from_numpy(samples).to(logits.device)
-        logprobs = logits[index].log_softmax(dim=-1)
-        chosen = logprobs.gather(1, tokens[index].clamp_min(0).unsqueeze(1))
-        ranks = (logprobs > chosen).sum(dim=-1) + 1
+        logprobs = logits[index].log_softmax(dim=-1)  # [n, vocab_size]
+        chosen = logprobs.gather(1, tokens[index].clamp_min(0).unsqueeze(1))  # [n, 1]
+        ranks = (logprobs > chosen).sum(dim=-1) + 1  # [n]
         most = min(int(counts.max()), logits.shape[1])
         alternatives, ids = logprobs.topk(most, dim=-1)
         return cls(samples, counts, chosen.squeeze(1), ranks, alternatives, ids)

@@ -65,8 +65,8 @@ class TokenCounts:
         subtracted once, and frequency once for each occurrence.
         """
         lines = self._lines(rows)
-        outputs = self._outputs[lines].to(logits.dtype)
-        seen = self._in_prompt[lines] | (outputs > 0)
+        outputs = self._outputs[lines].to(logits.dtype)  # [num_rows, vocab_size]
+        seen = self._in_prompt[lines] | (outputs > 0)  # bool[num_rows, vocab_size]
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen, repeated, logits)
         return logits - frequency * outputs - presence * (outputs > 0)

@@ -35,9 +35,9 @@ _NUM_SLOTS: Final = 4
 """An overlapping loop has two steps in flight; two more slots are to spare."""
 _SLOT_WORDS: Final = 2**16
 _WORD_BYTES: Final = 4
-_WHERE: Final = struct.Struct("<QQQ")  # words of a slot, slot, words of the plan
+_WHERE: Final = struct.Struct("<QQQ")  # words per slot, number of the slot, words of the plan
 _TAKEN: Final = b"taken"
-_DONE: Final = struct.Struct("<Q")  # steps
+_DONE: Final = struct.Struct("<Q")  # how many steps the rank has run
 
 
 class Slots:

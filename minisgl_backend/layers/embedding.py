@@ -32,8 +32,8 @@ class VocabEmbedding(nn.Module):
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.start
-        elsewhere = (local < 0) | (local >= self.share)
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = (local < 0) | (local >= self.share)  # bool[num_tokens]: on another rank
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # [num_tokens, hidden_size]
         return self.group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
 
     def project(self, hidden: Tensor) -> Tensor:

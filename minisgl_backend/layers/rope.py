@@ -36,6 +36,7 @@ def rotary_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torc
 
 def rotation(table: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The factors of ``rotate``, [num_tokens, 1, head_dim] each, at int64[num_tokens] positions."""
+    # each [num_tokens, 1, head_dim / 2]
     cos, sin = table.index_select(0, positions).to(dtype).unsqueeze(1).chunk(2, dim=-1)
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 

@@ -28,8 +28,8 @@ class AdmissionControl:
         self._life = life
         self._page_size = life.cache.page_size
         self._reserve_tokens = reserve_tokens
-        self._blocked_cost = 0  # pages that the last sequence which did not fit would take ...
-        self._blocked_at = -1  # ... and what Lifecycle.changes was then
+        self._blocked_cost = 0  # the pages that the last sequence that did not fit would take ...
+        self._blocked_at = -1  # ... when Lifecycle.changes had this value
 
     def admissible(self, before: Precedence | None) -> Iterator[tuple[Sequence, Lease]]:
         """Waiting sequences that fit, each with pages for all its known tokens.

@@ -167,7 +167,7 @@ class Scheduler:
         """A planner like this one with nothing in it; its first plan gives back all rows."""
         scheduler = Scheduler(self._cache.emptied(), self._config)
         scheduler._life.released_rows = self._life.rows_told()
-        scheduler._num_retractions = self._num_retractions  # counts go on
+        scheduler._num_retractions = self._num_retractions  # counters never go back
         scheduler._prefix_queries = self._prefix_queries
         scheduler._prefix_hits = self._prefix_hits
         return scheduler

@@ -30,7 +30,7 @@ PROMPT_TOKENS: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How long and how much.
+    """For how long a load goes on, and how many requests it has.
 
     ``is_timed``: promises about times are judged, not only shown, as they cannot be on a machine
     with other things to do. ``is_long``: all loads at once are tried, too.
@@ -56,7 +56,7 @@ class Asker:
 
     @property
     def _num_clients(self) -> int:
-        """So many that there is a row for each."""
+        """Clients at a time, of which each gets a row."""
         return min(4, int(self._info["max_running_requests"]))
 
     def _judge(
@@ -67,7 +67,7 @@ class Asker:
         may_refuse: bool,
         num_tokens: int = NUM_TOKENS,
     ) -> int:
-        """Each must have all its tokens, or a refusal where that may be; how many were refused."""
+        """Each must have all its tokens, or be refused where that may be; returns how many were."""
         case.count += len(outcomes)
         errors = Counter(one.error for one in outcomes if one.error is not None)
         for code, count in errors.items():
@@ -116,7 +116,7 @@ class Asker:
         ask: Callable[[AsyncClient, Any, Any], Coroutine[Any, Any, None]],
         clients: int,
     ) -> Counter[str]:
-        """Ask for each of the drawn, so many at a time; the errors by code."""
+        """Ask for each of the drawn pairs, so many at a time; returns the errors by code."""
         errors: Counter[str] = Counter()
         waiting = iter(drawn)
 

@@ -43,7 +43,7 @@ class Bad:
 
 
 def catalogue(*, vocab_size: int, context: int, num_positions: int) -> list[Bad]:
-    """All of them, for a server of that vocabulary, context and number of KV positions."""
+    """All bad inputs, for a server of that vocabulary, context and number of KV positions."""
     found = [
         *_prompts(),
         *_token_ids(vocab_size, context, num_positions),

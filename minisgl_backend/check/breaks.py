@@ -70,7 +70,7 @@ def frail_stage(settings: Settings, **options: str) -> Iterator[Stage]:
 
 
 def impatient_stage(settings: Settings) -> AbstractContextManager[Stage]:
-    """The same, and it refuses who waits for too long."""
+    """Such a server that, besides, refuses who waits for too long."""
     return frail_stage(settings, max_queue_time_s=str(LONGEST_WAIT_S))
 
 
@@ -241,7 +241,7 @@ def _alone(stage: Stage) -> str:
 
 
 def _ask(stage: Stage, case: Case, requests: Sequence[dict[str, Any]]) -> Counter[str]:
-    """All at the same time; the texts of those that were answered whole."""
+    """Send all requests at the same time; returns the texts of those that were answered whole."""
     texts: Counter[str] = Counter()
 
     async def one(client: AsyncClient, request: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ def full_behind_the_gateway(stage: Stage, case: Case) -> None:
 
 
 def calls_beyond_every_queue(stage: Stage, case: Case) -> None:
-    """Far more calls at once than the ensemble's steps take: each ends."""
+    """Far more calls at once than the ensemble's steps take in: each must end."""
     ended: Counter[str] = Counter()
 
     async def one(client: AsyncClient, number: int) -> None:
@@ -198,7 +198,7 @@ FAULTS: Final = (
 
 @contextmanager
 def _rows_taken(stage: Stage, count: int | None = None) -> Iterator[Client]:
-    """So many requests are open, by default one for each row, until the block ends."""
+    """Keeps so many requests open until the block ends, by default one for each row."""
     own = stage.own
     num = count or int(own.stats().info["max_running_requests"])
     with Client(own.grpc_address, retries=0) as client, ExitStack() as stack:

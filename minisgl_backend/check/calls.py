@@ -159,7 +159,7 @@ def half_a_message(grpc_address: str, num_bytes: int) -> Iterator[None]:
 
 
 def _frame(kind: int, flags: int, payload: bytes, *, stream: int = 0) -> bytes:
-    """One of HTTP/2 (RFC 9113, section 4.1)."""
+    """A frame of HTTP/2 (RFC 9113, section 4.1)."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 

@@ -44,7 +44,7 @@ REFUSALS: Final = frozenset({"UNAVAILABLE", "TIMEOUT"})
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a prompt got."""
+    """What a prompt was answered with."""
 
     token_ids: tuple[int, ...]
     text: str

@@ -58,7 +58,7 @@ def switched_on(defect: Defect, server: TritonServer) -> Iterator[None]:
 
 
 def was_met(server: TritonServer) -> bool:
-    """Whether the last defect came to bear, of those that tell."""
+    """Whether the last defect came to bear; only some defects tell."""
     return (server.directory / MET).exists()
 
 

@@ -37,7 +37,7 @@ _SETTLES_S: Final = 30.0
 
 
 def departures(stage: Stage, case: Case) -> None:
-    """Each way and phase a few times, at random moments within the phase."""
+    """Clients leave in each way and phase a few times, at random moments within the phase."""
     freed_ms: dict[str, list[float]] = {}
     with (
         switched_on(Defect.SLOW, stage.own.server),

@@ -48,7 +48,7 @@ class _Heard:
     num_after: int = 0
 
     def hear(self, response: Any) -> None:
-        """One more response (``ModelStreamInferResponse``)."""
+        """Take in one more response (a ``ModelStreamInferResponse``)."""
         self.num_after += self.num_last > 0
         inner = response.infer_response
         self.num_last += inner.parameters["triton_final_response"].bool_param
@@ -64,7 +64,7 @@ class _Heard:
 
 
 def endings(target: Target) -> Case:
-    """All fates side by side; those that are asked the same must get the same."""
+    """Requests of all fates side by side; those that ask the same must get the same."""
     case = Case("each request ends once", len(_FATES))
     stats = target.stats()
     longest = min(int(stats.info["max_sequence_length"]), stats.num_positions) // 2

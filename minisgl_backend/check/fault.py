@@ -86,7 +86,7 @@ class Fault(Generic[Place]):
     has_figures: bool = False
 
     def tried(self, place: Place) -> Case:
-        """Its case; stumbling over a server that broke is a failure, as is what is left behind."""
+        """Provoke it; its case, which fails where the server breaks or something is left behind."""
         case = Case(f"{self.number} {self.sentence}")
         begin_s = time.perf_counter()
         try:
@@ -112,7 +112,7 @@ class Scene(Generic[Place]):
         return replace(self, faults=tuple(fault for fault in self.faults if fault.has_figures))
 
     def cases(self, settings: Settings) -> Iterator[Case]:
-        """All of them as they end; one more failure where there is no such place."""
+        """The cases of all faults as they end, or one that failed where there is no such place."""
         try:
             with self.opened(settings) as place:
                 for fault in self.faults:
@@ -137,5 +137,5 @@ def stage(
 
 
 def nowhere(settings: Settings) -> AbstractContextManager[Settings]:
-    """For faults that start what they need."""
+    """The place of faults that start what they need by themselves."""
     return nullcontext(settings)

@@ -49,7 +49,7 @@ def mark_met() -> None:
 
 
 def pause() -> None:
-    """At eight points between a request's arrival and its end."""
+    """Sleep now and then; called at eight points between a request's arrival and its end."""
     if _is_on(Defect.PAUSES) and random.random() < _PAUSED:
         time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
 

@@ -41,7 +41,7 @@ class FrailDispatcher(Dispatcher):
 
 
 class FrailModel(llm_engine.TritonPythonModel):
-    """The model `llm_engine` with all of these."""
+    """The model `llm_engine`, put together from the classes of ``frail``."""
 
     @staticmethod
     def make_engine(options: EngineOptions) -> Engine:

@@ -105,7 +105,7 @@ def _num_cut(gateway: Gateway) -> float:
 
 
 def _slowest_ms(stage: Stage) -> float:
-    """Of the canary's prompts, each asked once."""
+    """How long the slowest of the canary's prompts took, each asked once."""
 
     def timed(ask: Callable[[], None]) -> float:
         begin_s = time.perf_counter()

@@ -82,7 +82,7 @@ def translated(requests: Iterable[Bad]) -> Iterator[Asked]:
 
 
 def _body(values: Mapping[str, Any]) -> bytes:
-    """Member by member, so that broken and repeated ones stay what they are."""
+    """The JSON of a body, put together by hand, so that broken and repeated members stay so."""
     members = ['"model": "minisgl"']
     for name, value in values.items():
         if name == "sampling_parameters" and value.startswith("{"):

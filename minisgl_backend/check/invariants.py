@@ -57,7 +57,7 @@ class Invariants:
         return found
 
     def renew(self) -> None:
-        """After a fault: processes that are new have their start now."""
+        """Take the processes that are new since a fault as they are now."""
         server = dict(self._processes["tritonserver"])
         for name, process in self._target.stats().processes.items():
             if process["pid"] != self._processes.get(name, {}).get("pid"):
@@ -89,7 +89,7 @@ class Invariants:
 
 
 def busy(stats: Stats) -> list[str]:
-    """What an idle server would not say of itself."""
+    """What a server says of itself that an idle one would not."""
     found = []
     for model in ("llm_engine", "tokenizer", "detokenizer"):
         counts = stats.process(model)

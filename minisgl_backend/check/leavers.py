@@ -76,7 +76,7 @@ class Leavers:
         return case
 
     def cancel_alone(self) -> Case:
-        """How long the engine works for a client that left, with nothing else to do."""
+        """How long an engine with nothing else to do works on for a client that left."""
         num = min(_MOST_SINGLE, max(1, self._extent.num_cut // 3))
         case = Case("cancel, one at a time", num)
         freed_ms, made = [], []

@@ -19,7 +19,7 @@ from minisgl_backend.check.case import Case, skipped
 
 
 class Mixes(Asker):
-    """All of them for one server."""
+    """The mixed loads for one server."""
 
     def churn(self) -> Case:
         """Many chats with a few beginnings, over a cache that cannot hold them all."""

@@ -25,7 +25,7 @@ _WEIGHTS: Final = "model.safetensors"
 
 
 def broken_files(settings: Settings, case: Case) -> None:
-    """None may be loaded or served."""
+    """Folders with broken files, of which none may be loaded or served."""
     for name, (damage, cause) in DAMAGES.items():
         with damaged(damage) as folder:
             errors = (load_error(folder), _serve_error(folder, settings))

@@ -28,7 +28,7 @@ _NUM_TRIES: Final = 8
 
 
 def full(settings: Settings, case: Case) -> None:
-    """Large requests while nothing is left of it, and again once there is room."""
+    """Large requests while /dev/shm is full, and again once there is room."""
     if not _may_mount():
         case.is_skipped = True
         case.what = "this machine allows no mount of one's own"

@@ -27,7 +27,7 @@ REFUSED_WITHIN_MS: Final = 50.0
 
 
 class Rates(Asker):
-    """All of them for one server; what one learns (the capacity) the next may use."""
+    """The steady loads for one server; one measures the capacity, which the next ones use."""
 
     def __init__(self, target: Target, extent: Extent, rng: random.Random) -> None:
         super().__init__(target, extent, rng)

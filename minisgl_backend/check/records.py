@@ -98,7 +98,7 @@ class Footprints:
         self.read(target)
 
     def read(self, target: Target) -> str:
-        """One reading, in words; none while the engine is loaded again."""
+        """Take a reading, and say it in words; there is none while the engine is loaded again."""
         stats = target.stats()
         scheduler = stats.engine.get("scheduler")
         if scheduler is None:
@@ -117,7 +117,7 @@ class Footprints:
         return ", ".join(f"{value:,.6g} {name}" for name, value in reading.items())
 
     def case(self, *, is_judged: bool) -> Case:
-        """How it went; judged is what grew after the first third, in which caches fill.
+        """How it went. What grew after the first third, in which caches fill, is judged.
 
         The least of some readings is what is never given back: Triton holds tens of megabytes of a
         large request for a while.
@@ -127,7 +127,7 @@ class Footprints:
         num = max(1, len(kept) // 4)
 
         def grown(kind: str) -> tuple[float, float]:
-            """Before, and how much more at the end."""
+            """The value after the first third, and how much more it is at the end."""
             before, after = (min(it[kind] for it in some) for some in (kept[:num], kept[-num:]))
             return before, after - before
 

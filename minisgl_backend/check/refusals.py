@@ -67,7 +67,7 @@ def _faults_of_text(error: str) -> list[str]:
 
 
 def send_largest(target: Target) -> None:
-    """Once, so that Triton has the room for it; it never gives that back."""
+    """Send the largest request once, for which Triton takes room that it never gives back."""
     body = largest()
     HttpCaller(target.http_url).send(body.content, headers=body.headers)
 
@@ -142,7 +142,7 @@ def bad_gateway_inputs(target: Target, *, is_timed: bool) -> list[Case]:
 
 
 class _Tries:
-    """What became of the requests of one way in."""
+    """What became of the requests over one protocol."""
 
     def __init__(self, name: str, is_timed: bool, is_ready: Callable[[], bool]) -> None:
         self._case = Case(name)
@@ -151,7 +151,7 @@ class _Tries:
         self._slowest = (0.0, "")
 
     def add(self, name: str, ending: Ending, found: list[str]) -> None:
-        """One that ended so, of which that is wrong."""
+        """Note a request that ended so, and what is wrong with that."""
         self._case.count += 1
         self._case.ended["refused" if ending.error else "answered"] += 1
         self._slowest = max(self._slowest, (ending.seconds, name))

@@ -105,7 +105,7 @@ async def _stop_with_requests(server: Served, target: Target, ended: Counter[str
 
 
 def _expect_end(case: Case, server: Served, pids: list[int], patience_s: float) -> None:
-    """It ends with code 0, and leaves no process, file or shared memory."""
+    """The server must end with code 0, and leave no process, file or shared memory."""
     try:
         code = server.process.wait(patience_s)
     except subprocess.TimeoutExpired:

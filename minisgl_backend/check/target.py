@@ -33,7 +33,7 @@ class Target:
             return Stats(json.load(response))
 
     def is_ready(self) -> bool:
-        """What the health port says."""
+        """Whether the health port says that requests are served."""
         try:
             with open_local(f"{self.health_url}/ready", timeout_s=_ANSWER_S) as response:
                 return response.status == 200

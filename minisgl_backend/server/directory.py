@@ -54,7 +54,7 @@ def regions(shared_memory_prefix: str) -> list[Path]:
 
 
 def sweep() -> list[Path]:
-    """Remove what servers of this user left that no process of is alive; the directories."""
+    """Remove what is left of this user's servers that have no process; returns the directories."""
     swept = []
     for directory in _base().glob(_PREFIX + "*"):
         with contextlib.suppress(OSError):  # another user's, no server's, in use, or gone by now

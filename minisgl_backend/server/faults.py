@@ -29,7 +29,7 @@ _ASK_EVERY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What went wrong; without ``processes`` it is tritonserver itself, or all of it."""
+    """What went wrong, and in which processes of models: in none, where it is tritonserver."""
 
     what: str
     processes: tuple[ModelProcess, ...] = ()
@@ -41,7 +41,7 @@ class Fault:
 
 
 class Lookout:
-    """Looks at one server, on one thread; what it saw last may be read by any."""
+    """Looks at one server. Belongs to one thread; any thread may read what it saw last."""
 
     def __init__(self, server: TritonServer) -> None:
         self.processes = ModelProcesses(server.directory)
@@ -67,7 +67,7 @@ class Lookout:
         self._answered_s = time.monotonic()
 
     def look(self) -> Fault | None:
-        """Note how the server is; what is wrong with it, if that needs mending."""
+        """Note how the server is; returns what is wrong with it, if that needs mending."""
         now_s = time.monotonic()
         if now_s - self.looked_s > _PAUSED_S:
             self._awake_since_s = now_s
@@ -89,7 +89,7 @@ class Lookout:
         return (p.beat.num_inside for p in self.processes.look() if p.model != model)
 
     def close(self) -> None:
-        """Let the server out of sight."""
+        """Look no more; closes what names the server's processes."""
         self.processes.close()
 
     def _ask_triton(self) -> None:

@@ -34,7 +34,7 @@ _MOST_CALLERS = 32
 
 
 class HealthServer:
-    """Listens from its making; answers between ``start`` and ``close``."""
+    """Listens as soon as it is made; answers between ``start`` and ``close``."""
 
     def __init__(self, host: str, port: int) -> None:
         """A ``port`` of 0 stands for a free one; ``ConfigError`` where it cannot be used."""
@@ -51,7 +51,7 @@ class HealthServer:
         )
 
     def start(self, health: Callable[[], Health], stats: Callable[[], Mapping[str, Any]]) -> None:
-        """Answer from now on by what these say."""
+        """Answer from now on with what these two functions return."""
         self._server.health, self._server.stats = health, stats
         self._thread.start()
 

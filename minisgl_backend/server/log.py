@@ -31,7 +31,7 @@ _ERROR: Final = re.compile(r"^E\d{4} [\d:.]+ +\d+ \S+:\d+\] (.*)|^error: (.*)")
 
 
 class Console:
-    """Shows lines on stderr, those of the log all or without Triton's own chatter.
+    """Writes lines to stderr; of the server's log all of them, or all but Triton's own chatter.
 
     Never raises, and waits a second at most for somebody to read, whatever stderr is: who waits
     longer does not serve. Lines that nobody takes are left out, and counted. Any thread, signal
@@ -39,7 +39,7 @@ class Console:
     """
 
     def __init__(self, *, everything: bool, descriptor: int | None = None) -> None:
-        """``descriptor`` stands for stderr's."""
+        """``descriptor`` is written to in place of stderr."""
         self._everything = everything
         self._descriptor = _stderr() if descriptor is None else descriptor
         self._patience_ms = _PATIENCE_MS

@@ -73,7 +73,7 @@ class ModelProcesses:
         return found
 
     def end(self, process: ModelProcess) -> Beat:
-        """Kill a process, stopped or not, and remove what it left; its last beat.
+        """Kill a process, stopped or not, and remove what it left; returns its last beat.
 
         The beat is read when nothing can change it any more.
         """
@@ -95,7 +95,7 @@ class ModelProcesses:
         return beat
 
     def close(self) -> None:
-        """Let the processes out of sight."""
+        """Close the descriptors that name the processes."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()

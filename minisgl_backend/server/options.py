@@ -96,7 +96,7 @@ def _option(name: str) -> str:
 
 
 def command_line(options: ServerOptions, admin_key: str) -> list[str]:
-    """tritonserver's arguments, those apart that name files."""
+    """tritonserver's arguments, except those that name files."""
     host = options.host
     grpc_host, http_host = (f"[{host}]", f"ipv6:{host}") if ":" in host else (host, host)
     return [

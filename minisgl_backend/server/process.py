@@ -256,8 +256,9 @@ class TritonServer:
     def _drain(self) -> bool:
         """Ask the engines to end their requests, and wait; False where they have not in time.
 
-        A server that is told to stop would stop the models first of whom no request is in flight at
-        that instant, such as the detokenizer between two chunks, and leave the others hanging.
+        tritonserver, when it is told to stop, first unloads the models that have no request in
+        flight at that instant, such as the detokenizer between two chunks, and leaves the requests
+        of the others hanging.
         """
         if not self._was_ready or self._process.poll() is not None:
             return False

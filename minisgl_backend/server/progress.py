@@ -23,7 +23,7 @@ _LOOK_EVERY_S: Final = 1.0
 
 
 class Progress:
-    """Of all processes of one session (see setsid), from its making on."""
+    """How the processes of one session (see setsid) get on, since this object was made."""
 
     def __init__(self, session: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
@@ -32,7 +32,7 @@ class Progress:
         self._work_s = work_of(session)
 
     def stuck_s(self) -> float:
-        """For how long they have not got on."""
+        """Seconds since they last got on."""
         now_s = self._clock()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
@@ -44,7 +44,10 @@ class Progress:
 
 
 def work_of(session: int) -> float:
-    """What the processes of a session have done: seconds of computing, bytes counted as such."""
+    """What the processes of a session have done, in seconds of computing.
+
+    Bytes that they read and wrote count as seconds, too.
+    """
     ticks, num_bytes = 0, 0
     for process in Path("/proc").glob("[0-9]*"):
         try:

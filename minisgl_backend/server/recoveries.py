@@ -11,7 +11,7 @@ WINDOW_S: Final = 600.0
 
 
 class Recoveries:
-    """Those of the last ``WINDOW_S`` seconds; ``num_begun`` counts all."""
+    """The recoveries of the last ``WINDOW_S`` seconds; ``num_begun`` counts all there ever were."""
 
     def __init__(self, first_pause_s: float) -> None:
         """``first_pause_s`` is the pause before the second one of a window; the first has none."""
@@ -20,7 +20,7 @@ class Recoveries:
         self._begun_s: deque[float] = deque()
 
     def begin(self) -> float | None:
-        """Begin one: the seconds to wait before; None where there were too many."""
+        """Begin a recovery; returns the seconds to wait first, None where there were too many."""
         now_s = time.monotonic()
         while self._begun_s and now_s - self._begun_s[0] > WINDOW_S:
             self._begun_s.popleft()

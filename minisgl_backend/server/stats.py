@@ -43,7 +43,7 @@ def _process_stats(directory: Path, process: ModelProcess) -> dict[str, Any]:
 
 
 def _num_bytes(region: Path) -> int:
-    """Of a file that may vanish at any time."""
+    """The size of a file; 0 where it has vanished."""
     try:
         return region.stat().st_size
     except FileNotFoundError:

@@ -208,7 +208,7 @@ class Supervisor:
         return frozenset()
 
     def _mend(self, reloads: frozenset[str], stopping: threading.Event) -> Fault | None:
-        """Load these models again, or without any start all again; what is wrong then."""
+        """Load these models again, or where there are none start all again; what is wrong then."""
         try:
             for model in sorted(reloads):
                 self._reload(model)
@@ -229,7 +229,10 @@ class Supervisor:
         return self.server.directory / RECOVERING_FILE
 
     def _who_waits(self, models: frozenset[str]) -> str | None:
-        """Too many for a process that has gone, more than are served elsewhere; None where not."""
+        """Why all should start again, if so: too many requests wait for a process that has gone.
+
+        Too many are more than are served elsewhere.
+        """
         for model in sorted(models):
             num_waiting = self.server.num_waiting(model)
             if num_waiting > max([FEW_WAIT, *self._lookout.num_inside_others(model)]):

@@ -146,7 +146,7 @@ class TritonPythonModel:
     def _answer(
         self, chunk: Chunk, stream: _Open | None, responder: Responder
     ) -> tuple[Verdict, Any | None]:
-        """What the engine and what the client gets to hear; None: nothing."""
+        """The verdict for the engine, and the response for the client, None for an empty one."""
         if stream is None:
             error = EngineFailure("the detokenizer was restarted and lost this request")
             return Verdict.FAILED, error_response(error, responder.label)

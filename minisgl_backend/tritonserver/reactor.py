@@ -93,7 +93,7 @@ class Reactor:
         self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
     def register_listener(self, listener: socket.socket) -> None:
-        """Tell of connections to a socket, which stays the caller's."""
+        """Call ``on_connection`` when somebody connects to this socket; it stays the caller's."""
         self._selector.register(listener, selectors.EVENT_READ)
 
     def flush(self, peer: Peer) -> None:

@@ -52,7 +52,7 @@ def ready_url(args: Mapping[str, str]) -> str | None:
 
 
 def _told(variable: str) -> str | None:
-    """The only look at the environment: what the starter of the server tells its models."""
+    """What the starter of the server tells its models; the environment is looked at only here."""
     return os.environ.get(variable)
 
 

@@ -23,7 +23,7 @@ _READ_EVERY_S: Final = 0.02
 
 
 class QueueSign:
-    """The engine's side; ``place`` names the instance of the model, of which one should serve."""
+    """The engine's side; ``place`` names the model's instance, at which one engine should serve."""
 
     def __init__(self, directory: Path | None, place: str) -> None:
         self._directory = directory

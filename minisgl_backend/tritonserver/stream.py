@@ -146,7 +146,7 @@ class Stream:
     # --- the channel's thread ----------------------------------------------------------------
 
     def acknowledge(self, index: int, verdict: Verdict) -> tuple[bool, float | None]:
-        """Take an acknowledgement: whether a sender is needed now, and when that chunk was sent."""
+        """Take an acknowledgement; whether a sender is needed now, and when that chunk was sent."""
         with self._lock:
             sent_s = self._window.acknowledged(index)
             if verdict is not Verdict.CONTINUE:

@@ -104,7 +104,7 @@ def logprobs_json(
 
 
 def _at_least(logprob: float) -> float:
-    """Written so that a NaN, too, becomes the least."""
+    """At least ``LEAST_LOGPROB``; the comparison makes that of a NaN, too."""
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 

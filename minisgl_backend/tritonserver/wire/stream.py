@@ -73,7 +73,7 @@ class AnswerStream:
         return None
 
     def _read(self, chunk: Chunk) -> str:
-        """Take a chunk's tokens in; the text they release."""
+        """Take a chunk's tokens in; returns the text that they release."""
         token_ids = chunk.token_ids
         if not token_ids and chunk.finish is None:
             return ""

@@ -118,7 +118,7 @@ class EngineOptions:
     )
     cancel_grace_ms: int = option(
         300,
-        "a request ends if a chunk of it stays unacknowledged for longer, and later chunks do not",
+        "time for a chunk's acknowledgement when later chunks have theirs; then its request ends",
         minimum=1,
     )
     min_chunk_interval_ms: int = option(
@@ -134,7 +134,7 @@ class EngineOptions:
     )
     seed: int | None = option(
         None,
-        "from it come the seeds of requests that bring none; auto: different at each start",
+        "start of the random seeds for requests that bring none; auto: another at each start",
         minimum=0,
         maximum=_MOST_SEED,
     )

@@ -203,12 +203,13 @@ class Dispatcher:
             self.channel.forget(ack.key)
 
     def _on_detokenizer_gone(self) -> None:
-        for stream in self._snapshot():
-            if stream.is_acknowledged:
-                self._give_up(stream, "the detokenizer has gone")
+        lost = [stream for stream in self._snapshot() if stream.is_acknowledged]
+        if lost:
+            logger.warning("the detokenizer has gone, and %d requests with it", len(lost))
+        for stream in lost:
+            self._give_up(stream, "the detokenizer has gone")
 
     def _give_up(self, stream: Stream, why: str) -> None:
-        logger.warning("request %.80r: given up, %s", stream.label, why)
         error = EngineFailure(why)
         if stream.mute(error):
             self._outbox.put(stream, urgent=True)
@@ -236,6 +237,7 @@ class Dispatcher:
         if duty is Duty.SEND:
             self._outbox.put(stream, urgent=stream.is_urgent)
         elif duty is Duty.GIVE_UP:
+            logger.warning("request %.80r: the detokenizer does not answer", stream.label)
             self._give_up(stream, "the detokenizer does not answer")
         if (
             not stream.is_acknowledged

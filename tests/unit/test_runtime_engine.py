@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 import weakref
@@ -33,6 +34,9 @@ from minisgl_backend.request import (
     SamplingParams,
 )
 from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.runtime.inbox import Add, Stop
+from minisgl_backend.runtime.loop import Loop
+from minisgl_backend.runtime.stats import Recorder
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.executor import FakeExecutor, Model, expected_tokens, tokens_of
 
@@ -569,3 +573,48 @@ def test_health_is_calm_while_idle_and_while_the_device_works(bench: Bench) -> N
     assert bench.engine.health().ready
     bench.executor.gate.set()
     sink.ending()
+
+
+def test_a_lost_executor_fails_what_is_open(bench: Bench) -> None:
+    bench.executor.gate.clear()
+    sinks = [bench.submit(bench.request([i])) for i in range(3)]
+    bench.engine.fail(EngineFailure("a rank is gone"))
+    bench.executor.gate.set()
+    for sink in sinks:
+        assert isinstance(sink.error(), EngineFailure)
+    bench.wait_until(lambda: bench.engine.health().state is State.BROKEN)
+
+
+def test_a_planner_that_finds_no_step_is_replaced(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan, num_calls = Scheduler.plan, itertools.count()
+    monkeypatch.setattr(Scheduler, "plan", lambda self: plan(self) if next(num_calls) > 0 else None)
+    request = bench.request([1, 2, 3])
+    sink = bench.submit(request)
+    assert sink.ending() == Finished(FinishReason.LENGTH)
+    assert sink.tokens == expected_tokens(request, bench.model)
+    assert "has work but no plan" in caplog.text
+
+
+def test_a_request_that_only_the_loop_can_refuse(bench: Bench) -> None:
+    """One that never fits would be refused at the door; one may come in while the loop ends."""
+    config = SchedulerConfig(max_sequence_length=CONTEXT, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    loop = Loop(
+        Scheduler(RadixCache(NUM_PAGES, PAGE_SIZE), config),
+        bench.executor,
+        overlap=False,
+        recorder=Recorder(),
+        on_admitted=lambda request: None,
+        on_ended=lambda request, admitted: None,
+    )
+    large, late = Recording(), Recording()
+    loop.inbox.put(Add(bench.request([1], max_tokens=CONTEXT), large, 0.0))
+    loop.inbox.put(Stop(Overloaded("the server is shutting down")))
+    loop.inbox.put(Add(bench.request([1]), late, 0.0))
+    loop.inbox.put(Stop(Overloaded("once more")))
+    loop.run()
+    assert isinstance(large.error(), InvalidRequest)
+    assert not late.events
+    loop.refuse_rest(EngineFailure("the engine is down"))
+    assert isinstance(late.error(), EngineFailure)

@@ -268,8 +268,10 @@ def _tensor_core_layers(model: Decoder, kv: list[PagedKV]) -> TensorCoreLayers |
     device = model.model.norm.weight.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    from minisgl_backend.models.tensor_core import TensorCoreLayers
-
+    try:
+        from minisgl_backend.models.tensor_core import TensorCoreLayers
+    except ImportError:  # a torch that came without cuda-bindings
+        return None
     return TensorCoreLayers(model, kv) if TensorCoreLayers.can_take(model) else None
 
 

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from minisgl_backend.attention.paged import PagedKV
 from minisgl_backend.kernels.cuda.linear import (
-    MAX_TOKENS,
     HeadsKernel,
     LinearKernel,
     Normalized,
     ResidualKernel,
-    why_not,
 )
+from minisgl_backend.kernels.linear_cut import MAX_TOKENS, why_not
 from minisgl_backend.kernels.rms_norm import rms_norm
 from minisgl_backend.models.decoder import Decoder
 

@@ -17,33 +17,11 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, checked
+from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, MAX_TOKENS, Cut, cut_of
 
-MAX_TOKENS: Final = 256
-
-_BATCHES: Final = (8, 16, 32, 64, 128, 192, 256)
-"""Up to each of these a kernel of its own takes a batch."""
-
-_MOST_BLOCKS: Final = 132
-_FEW_BLOCKS: Final = 66
-"""All and half of an H200's multiprocessors: the next kernel begins on those that are left."""
-
-_RING_BYTES: Final = 200 * 1024
-_MOST_STAGES: Final = 8
-_MOST_SPLITS: Final = 8
-_BLOCK: Final = 64
 _ITEM: Final = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """``features`` of the weight and ``tokens`` in a tile, ``stages`` of the ring, ``share`` thread
-    blocks that load their tokens together, ``splits`` that share a tile along in_features."""
-
-    features: int
-    tokens: int
-    stages: int
-    share: int
-    splits: int
+_RESERVED_BYTES: Final = 1024
+"""Of shared memory, that CUDA takes for each thread block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,39 +83,6 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def cut_of(batch: int, height: int, in_features: int, *, head_dim: int | None = None) -> Cut:
-    """What was fastest on an H200, or close, between attention and the other products of a layer.
-
-    Up to 64 tokens a tile, more where there would be too many tiles, and splits of tiles where
-    there are few. ``height`` is that of the weight; a tile of heads is one head.
-    """
-    features = head_dim or (64 if batch <= 8 else 128)
-    tokens = min(batch, 64)
-    while 64 <= tokens < 128 and height // features * -(-batch // tokens) > _MOST_BLOCKS:
-        tokens += 32
-    blocks = height // features * -(-batch // tokens)
-    splits = 1
-    while (
-        2 * splits * blocks <= _FEW_BLOCKS
-        and splits < _MOST_SPLITS
-        and in_features % (2 * splits * _BLOCK) == 0
-    ):
-        splits *= 2
-    stage = 128 * (features + tokens)
-    stages = min(in_features // splits // _BLOCK, _RING_BYTES // stage, _MOST_STAGES)
-    finished = tokens * (2 * features + 16) + (4 * tokens * features if splits > 1 else 0)
-    return Cut(features, tokens, max(stages, -(-finished // stage)), share=1, splits=splits)
-
-
-def why_not(height: int, in_features: int) -> str | None:
-    """Why no kernel can take a weight of these sizes; None where one can."""
-    if height % 256:
-        return f"needs a multiple of 256 features, not {height}"
-    if in_features % _BLOCK:
-        return f"needs a multiple of {_BLOCK} in_features, not {in_features}"
-    return None
-
-
 class _Linear:
     """The kernels of one weight's ``shape``, [height, in_features]."""
 
@@ -160,7 +105,7 @@ class _Linear:
         self._pairs = pairs
         if cuts is None:
             cuts = {
-                batch: cut_of(batch, height, in_features, head_dim=head_dim) for batch in _BATCHES
+                batch: cut_of(batch, height, in_features, head_dim=head_dim) for batch in BATCHES
             }
 
         def compiled(cut: Cut) -> tuple[Cut, CudaKernel]:
@@ -183,7 +128,7 @@ class _Linear:
         cut, kernel = self._kernel_for(num_rows)
         arguments = _Arguments(
             weight=self._weight_map(weight, cut.features),
-            x=_map(x, (x.shape[1], num_rows), (x.stride(0),), (_BLOCK, cut.tokens // cut.share)),
+            x=_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens // cut.share)),
             squares=_address(squares),
             square_tiles=0 if squares is None else len(squares),
             num_rows=num_rows,
@@ -201,10 +146,10 @@ class _Linear:
         if key not in self._maps:
             size, pairs = self._in_features, self._pairs
             if pairs is None:
-                made = _map(weight, (size, self._height), (size,), (_BLOCK, features))
+                made = _map(weight, (size, self._height), (size,), (BLOCK, features))
             else:
                 shape, strides = (size, 8, 2, pairs // 8), (size, pairs * size, 8 * size)
-                made = _map(weight, shape, strides, (_BLOCK, 8, 2, features // 16))
+                made = _map(weight, shape, strides, (BLOCK, 8, 2, features // 16))
             self._maps[key] = made
         return self._maps[key]
 
@@ -351,7 +296,6 @@ _PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1
 
 
 def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:
-    shared_bytes = cut.stages * (128 * (cut.features + cut.tokens) + 16) + 4 * cut.tokens
     memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     constants = {
         **constants,
@@ -360,9 +304,10 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         "STAGES": cut.stages,
         "SHARE": cut.share,
         "SPLITS": cut.splits,
-        "PER_PROCESSOR": 2 if 2 * (shared_bytes + 1024) <= memory else 1,
+        "PER_PROCESSOR": 2 if 2 * (cut.shared_bytes + _RESERVED_BYTES) <= memory else 1,
     }
-    return CudaModule("linear.cu", constants, device).kernel("linear", shared_bytes=shared_bytes)
+    module = CudaModule("linear.cu", constants, device)
+    return module.kernel("linear", shared_bytes=cut.shared_bytes)
 
 
 def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> _Map:

@@ -1,0 +1,44 @@
+"""Every cut is one that ``cuda/linear.cu`` compiles for, and that an H200 has the memory for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, Cut, cut_of, why_not
+
+SHARED_BYTES = 227 * 1024
+"""Of a thread block on Hopper."""
+
+
+@given(
+    batch=st.sampled_from(BATCHES),
+    height=st.integers(1, 64).map(lambda n: 256 * n),
+    in_features=st.integers(1, 128).map(lambda n: BLOCK * n),
+    head_dim=st.sampled_from([None, 64, 128]),
+)
+def test_all_can_be_compiled(
+    batch: int, height: int, in_features: int, head_dim: int | None
+) -> None:
+    assert why_not(height, in_features) is None
+    cut = cut_of(batch, height, in_features, head_dim=head_dim)
+    assert cut.features == (head_dim or cut.features) and height % cut.features == 0
+    assert cut.tokens in (8, 16, 32, 64, 96, 128) and cut.tokens % (8 * cut.share) == 0
+    assert in_features % (cut.splits * BLOCK) == 0 and cut.share * cut.splits <= 8
+    own_tokens = max(cut.tokens // cut.splits, 8)
+    assert own_tokens % 8 == 0 and cut.tokens % own_tokens == 0
+    assert cut.finished_bytes <= cut.stages * cut.stage_bytes
+    assert cut.shared_bytes <= SHARED_BYTES
+
+
+def test_what_was_measured() -> None:
+    """The products of Qwen3-0.6B."""
+    assert cut_of(8, 1024, 2048) == Cut(64, 8, stages=8, share=1, splits=4)
+    assert cut_of(64, 4096, 1024, head_dim=128) == Cut(128, 64, stages=8, share=1, splits=2)
+    assert cut_of(256, 6144, 1024) == Cut(128, 128, stages=6, share=1, splits=1)
+
+
+@pytest.mark.parametrize(("height", "in_features"), [(4100, 1024), (1024, 1000)])
+def test_what_cannot_be_taken(height: int, in_features: int) -> None:
+    assert "multiple" in str(why_not(height, in_features))

@@ -96,9 +96,10 @@ class _Linear:
         pairs: int | None = None,
         **kind: int,
     ) -> None:
-        """``pairs``: rows of the weight, so far from each other, that belong together.
+        """``cuts`` by the largest batch that each is for; by default ``cut_of`` those of ``BATCHES``.
 
-        ``cuts``: for batches of up to so many rows, and for no others.
+        ``pairs``: by how many rows of the weight two that belong together are apart. ``kind`` are
+        the macros of ``linear.cu`` that say what becomes of the products.
         """
         height, in_features = shape
         self._height, self._in_features = height, in_features

@@ -39,7 +39,7 @@ class Installation:
         """
         env = dict(inherited)
         bin_dir = str(Path(sys.executable).parent)
-        env["PATH"] = os.pathsep.join([bin_dir, *_parts(env.get("PATH"))])
+        env["PATH"] = os.pathsep.join([bin_dir, *_parts(env.get("PATH", os.defpath))])
         if self.library_path:
             parts = [*self.library_path, *_parts(env.get("LD_LIBRARY_PATH"))]
             env["LD_LIBRARY_PATH"] = os.pathsep.join(parts)

@@ -61,6 +61,7 @@ def launch(
     environment[HTTP_URL_VARIABLE] = url
     return subprocess.Popen(
         [*arguments, *options.extra_arguments],
+        cwd=directory,  # the models' processes import from the folder that they are started in
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

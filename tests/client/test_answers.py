@@ -29,6 +29,13 @@ WEATHER = {
 }
 
 
+@all_ways
+def test_no_proxy_is_asked(server: TritonServer, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert way.generate(server, messages=FRANCE, **GREEDY).text == "Paris"
+
+
 @pytest.fixture(scope="module")
 def encoder() -> PromptEncoder:
     return PromptEncoder.load(DEMO_MODEL)

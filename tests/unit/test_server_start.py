@@ -141,6 +141,10 @@ def test_tritonserver_gets_addresses_in_place_of_names() -> None:
             numeric(host)
 
 
+def test_it_imports_nothing_from_the_folder_of_its_operator(server: TritonServer) -> None:
+    assert Path(f"/proc/{server.pid}/cwd").resolve() == server.directory
+
+
 def test_its_files_are_private_and_go_with_it(server: TritonServer) -> None:
     assert stat.S_IMODE(server.directory.stat().st_mode) == 0o700
     region = Path("/dev/shm") / f"{server.shared_memory_prefix}left"
@@ -381,6 +385,7 @@ def test_another_tritonserver_is_taken_as_it_is(folder: Path) -> None:
     assert installation.binary == binary.resolve()
     assert installation.make_backend_directory(folder) is None
     assert "LD_LIBRARY_PATH" not in installation.environment({})
+    assert "/bin" in installation.environment({})["PATH"].split(os.pathsep)  # which has bash
     with pytest.raises(ConfigError, match="there is no tritonserver at '/nowhere'"):
         find_installation("/nowhere")
 

@@ -39,6 +39,7 @@ _OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 60_000),  # a network that went away is noticed
     ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),  # as over HTTP: a server is on this machine or in its network
 )
 _READY_S: Final = 5.0
 _NEVER_CONNECTED: Final = (

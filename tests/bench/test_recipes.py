@@ -34,7 +34,8 @@ def test_a_recipe_does_what_it_says(
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    export = json.loads((tmp_path / "export.json").read_text())
+    (file,) = tmp_path.glob("export*.json")
+    export = json.loads(file.read_text())
     answers = export["experiments"][0]["requests"]
     assert len(answers) >= 16
     assert all(len(answer["response_timestamps"]) > 1 for answer in answers)

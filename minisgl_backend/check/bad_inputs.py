@@ -119,7 +119,8 @@ def _messages() -> Iterator[Bad]:
         yield Bad(f"messages: {name}", {"messages": json.dumps(messages)}, expected)
     yield Bad("messages: no JSON", {"messages": "[{"})
     yield Bad("messages: nested 10,000 deep", {"messages": "[" * 10_000 + "]" * 10_000})
-    yield Bad("messages: a key twice", {"messages": '[{"role": "user", "role": "user"}]'})
+    twice = '[{"role": "user", "role": "user", "content": "Hello"}]'
+    yield Bad("messages: a key twice", {"messages": twice})
     tools = {"messages": json.dumps([user]), "tools": '{"a": 1}'}
     yield Bad("tools an object", tools)
     yield Bad("tools without messages", {**_TEXT, "tools": "[]"}, Expected.SURVIVED)

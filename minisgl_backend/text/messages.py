@@ -11,6 +11,7 @@ from typing import Any
 
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, Unsupported
+from minisgl_backend.text.strict_json import parse_json
 
 
 def parse_messages(text: str, limits: Limits) -> list[dict[str, Any]]:
@@ -47,10 +48,7 @@ def join_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _parse_list(name: str, text: str, limits: Limits) -> list[Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InvalidRequest(f"{name} must be valid JSON") from None
+    value = parse_json(name, text)
     if not isinstance(value, list):
         raise InvalidRequest(f"{name} must be a JSON list")
     if not _is_shallow(value, limits.message_depth):

@@ -152,6 +152,10 @@ def test_the_prompts_text(encoder: PromptEncoder) -> None:
         (MessagesPrompt("{"), "messages must be valid JSON"),
         (MessagesPrompt("[" * 10**5), "messages must be valid JSON"),
         (MessagesPrompt("{}"), "messages must be a JSON list"),
+        (
+            MessagesPrompt('[{"role": "user", "role": "system", "content": "x"}]'),
+            "messages has the key 'role' twice",
+        ),
         (MessagesPrompt("[]"), "messages must not be empty"),
         (MessagesPrompt("[5]"), "messages[0] must be an object"),
         (MessagesPrompt('[{"content": "a"}]'), "messages[0].role must be a string"),

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from minisgl_backend.config import Limits, did_you_mean
 from minisgl_backend.errors import InvalidRequest, Unsupported
+from minisgl_backend.text.strict_json import parse_json
 from minisgl_backend.tritonserver.wire import values
 from minisgl_backend.tritonserver.wire.entries import Input
 from minisgl_backend.tritonserver.wire.parameters import (
@@ -89,7 +90,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _sampling_parameters(text: str) -> dict[str, Any]:
-    given = values.parse_json("sampling_parameters", text)
+    given = parse_json("sampling_parameters", text)
     if not isinstance(given, dict):
         raise InvalidRequest(
             f"sampling_parameters must be a JSON object, got {values.quoted(given)}"

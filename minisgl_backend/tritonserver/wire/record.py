@@ -16,6 +16,7 @@ from typing import Any, Final
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import IntArray
+from minisgl_backend.text.strict_json import parse_json
 from minisgl_backend.tritonserver.wire import values
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
 from minisgl_backend.tritonserver.wire.parameters import BY_NAME, DEFAULTS
@@ -65,7 +66,7 @@ def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Record | St
 
     Raises ``InvalidRequest`` or ``Unsupported`` for what no tokenizer of this version writes.
     """
-    record = values.parse_json("request", text)
+    record = parse_json("request", text)
     if not isinstance(record, dict) or record.get("v") != VERSION:
         raise InvalidRequest(f"request must be a record of version {VERSION}")
     given, arrival = record.get("given"), record.get("arrival")

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import IntArray
+from minisgl_backend.text.strict_json import parse_json
 from minisgl_backend.tritonserver.wire.entries import Input, Kind
 
 _FLAGS: Final = {"true": True, "1": True, "false": False, "0": False}
@@ -36,25 +37,6 @@ def quoted(value: Any) -> str:
         shown = "a number of thousands of digits"
     line = f"{shown:g}" if isinstance(shown, float) else shown
     return line if len(line) <= 60 else f"{line[:57]}..."
-
-
-def parse_json(name: str, text: str) -> Any:
-    """The value of a JSON text; an object that repeats a key is refused."""
-    try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{name} {error}") from None
-    except (ValueError, RecursionError):
-        raise InvalidRequest(f"{name} must be valid JSON") from None
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise InvalidRequest(f"has the key {quoted(name)} twice")
-        found[name] = value
-    return found
 
 
 def from_tensor(name: str, entry: Input, array: npt.NDArray[Any]) -> Any:

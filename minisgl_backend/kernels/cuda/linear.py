@@ -96,7 +96,7 @@ class _Linear:
         pairs: int | None = None,
         **kind: int,
     ) -> None:
-        """``cuts`` by the largest batch that each is for; by default ``cut_of`` those of ``BATCHES``.
+        """``cuts`` by the largest batch that each is for; by default those of ``cut_of``.
 
         ``pairs``: by how many rows of the weight two that belong together are apart. ``kind`` are
         the macros of ``linear.cu`` that say what becomes of the products.

@@ -105,6 +105,7 @@ bench = LazyGroup(
         "decode": "minisgl_backend.bench.decode:decode",
         "prefill": "minisgl_backend.bench.prefill:prefill",
         "kernels": "minisgl_backend.bench.kernels:kernels",
+        "fp8-pages": "minisgl_backend.bench.fp8_pages:fp8_pages",
         "dummy-model": "minisgl_backend.bench.dummy_model:dummy_model",
         "trace-table": "minisgl_backend.bench.trace_table:trace_table",
     },

@@ -26,10 +26,11 @@ _RESERVED_BYTES: Final = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normalized:
-    """Rows that a norm was or is to be taken of: ``x`` [num_rows, in_features] of a product.
+    """The input of a product, ``x`` bfloat16 [num_rows, in_features], after RMSNorm or before it.
 
-    With ``squares``, float32 [tiles, num_rows], ``x`` is what comes into the norm times its weight;
-    their sum over tiles is that of the squares of what comes in. Else ``x`` is what comes out.
+    Without ``squares`` the norm has been taken. With them only the norm's weight has been applied,
+    and the product divides each row by its root mean square: ``squares``, float32 [tiles,
+    num_rows], holds what each tile of the preceding product adds to the row's sum of squares.
     """
 
     x: Tensor

@@ -32,7 +32,7 @@ class TensorCoreLayers:
     """The layers of ``model``, for up to ``MAX_TOKENS`` tokens; ``kv`` holds the pages of each."""
 
     def __init__(self, model: Decoder, kv: list[PagedKV]) -> None:
-        """Compile the kernels, or find them compiled. ``model`` is one that ``can_take`` accepts."""
+        """Compile the kernels, or find them compiled, of a model that ``can_take`` accepts."""
         layer: Any = model.model.layers[0]
         attention, mlp = layer.self_attn, layer.mlp
         keys = kv[0].keys

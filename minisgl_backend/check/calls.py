@@ -99,8 +99,12 @@ class GrpcCaller:
     def __init__(self, grpc_address: str) -> None:
         import grpc
 
-        unlimited = (("grpc.max_send_message_length", -1), ("grpc.max_metadata_size", 2**24))
-        self._channel: Any = grpc.insecure_channel(grpc_address, options=unlimited)
+        options = (
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_metadata_size", 2**24),
+            ("grpc.enable_http_proxy", 0),
+        )
+        self._channel: Any = grpc.insecure_channel(grpc_address, options=options)
         self._infer: Any = self._channel.stream_stream(_STREAM_INFER)
 
     def send(self, message: bytes) -> Ending:

@@ -62,6 +62,12 @@ def test_a_full_queue_is_no_illness() -> None:
         assert check(url).returncode == 0
 
 
+def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with answering(200, {"text_output": "x"}) as url:
+        assert check(url).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("status", "body"),
     [

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from minisgl_backend.loopback import open_local
 
-TEXT_MODELS: Final = ("tokenizer", "detokenizer")
 _ANSWER_S: Final = 30.0
 _POLL_S: Final = 0.02
 

@@ -26,6 +26,10 @@ value may come as a tensor, as a request parameter of the same name, or inside
 `sampling_parameters`; given twice, the values must be equal. `minisgl` takes shape [1] (or [n] for
 lists), `minisgl_batched` the same behind a batch dimension of 1. `llm_engine` alone takes the names
 that are about tokens.
+
+What is JSON goes as a string that holds it. To a value of another type, an object for a string or a
+string for a number, Triton itself answers over HTTP, with status 500 and `Unable to parse`.
+Its own parameter `priority` reaches no model and has no effect: `priority_level` is the one that has.
 """
 
 _REFUSED: Final = """\

@@ -28,8 +28,8 @@ lists), `minisgl_batched` the same behind a batch dimension of 1. `llm_engine` a
 that are about tokens.
 
 What is JSON goes as a string that holds it. To a value of another type, an object for a string or a
-string for a number, Triton itself answers over HTTP, with status 500 and `Unable to parse`.
-Its own parameter `priority` reaches no model and has no effect: `priority_level` is the one that has.
+string for a number, Triton itself answers over HTTP, with status 500 and `Unable to parse`. Its own
+parameter `priority` has no effect here; `priority_level` has.
 """
 
 _REFUSED: Final = """\

@@ -116,7 +116,7 @@ def serve(
     if url is None and protocol not in (None, "grpc"):
         raise click.UsageError(f"--protocol {protocol} needs --url")
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError("--plots needs matplotlib: pip install 'minisgl-triton[bench]'")
+        raise click.UsageError("--plots needs matplotlib: pip install '.[bench]' in a clone")
     if plots is not None:
         try:
             plots.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ NVIDIA's container, found on PATH or named by the operator.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -61,7 +62,7 @@ class Installation:
 def find_installation(binary: str | None = None) -> Installation:
     """The tritonserver named by ``binary``, else the wheel's, else the one on PATH.
 
-    Raises ``ConfigError`` where there is none, or the wheel has no stub for this Python.
+    Raises ``ConfigError`` where there is none, or the wheel has no stub for this Python or NumPy.
     """
     if binary is not None:
         path = shutil.which(binary)
@@ -90,6 +91,12 @@ def _wheel_installation() -> Installation | None:
     stub = root / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.exists():
         raise ConfigError(f"nvidia-pytriton has no Python backend for Python {version}")
+    numpy = importlib.metadata.version("numpy")
+    if int(numpy.split(".")[0]) >= 2:  # the stub starts with it, and dies of the first request
+        raise ConfigError(
+            f"nvidia-pytriton's tritonserver does not work with NumPy {numpy}: "
+            "pip install 'numpy<2'"
+        )
     libdir = sysconfig.get_config_var("LIBDIR") or ""
     libpython = f"libpython{version}.so.1.0"
     if not _is_loadable(libpython, libdir):

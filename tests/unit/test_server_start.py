@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.metadata
 import os
 import re
 import signal
@@ -388,6 +389,13 @@ def test_another_tritonserver_is_taken_as_it_is(folder: Path) -> None:
     assert "/bin" in installation.environment({})["PATH"].split(os.pathsep)  # which has bash
     with pytest.raises(ConfigError, match="there is no tritonserver at '/nowhere'"):
         find_installation("/nowhere")
+
+
+def test_the_stub_of_the_wheel_does_not_know_numpy_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"numpy": "2.5.5"}.__getitem__)
+    with pytest.raises(ConfigError, match=r"does not work with NumPy 2\.5\.5: pip install"):
+        find_installation()
+    assert find_installation("/bin/true").stub is None  # another tritonserver has its own
 
 
 def test_without_the_wheel_path_is_searched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

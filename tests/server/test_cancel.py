@@ -169,9 +169,8 @@ def test_in_the_queue(paced_server: TritonServer, client: Callable[..., Client])
             lambda: Metrics(paced_server)["minisgl:requests_cancelled_total"] > before.cancelled,
             "one more cancelled request",
         )
-        metrics = Metrics(paced_server)
-        assert metrics["vllm:num_requests_running"] == 2
-        assert metrics["vllm:num_requests_waiting"] == 0
+        wait_for(lambda: Metrics(paced_server)["vllm:num_requests_waiting"] == 0, "an empty queue")
+        assert Metrics(paced_server)["vllm:num_requests_running"] == 2
         # its prompt was never computed
         first.next()
         second.next()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -77,6 +78,8 @@ class _Caller:
         self._headers = dict(headers or {})
         self._timeout_s = timeout_s
         self._retries = retries
+        self._opening = threading.Lock()
+        self._opened: Transport | None = None  # by the first request of a ``Client``
 
     def _attempts(self, request: Request) -> Attempts:
         timeout_ms = request.values.get("timeout_ms")
@@ -93,8 +96,14 @@ class Client(_Caller):
     that the server refused for now or never got. ``headers`` go with each request.
     """
 
-    @cached_property
+    @property
     def _transport(self) -> Transport:
+        with self._opening:  # threads that ask at once share one
+            if self._opened is None:
+                self._opened = self._connect()
+            return self._opened
+
+    def _connect(self) -> Transport:
         if self.protocol == "http":
             from minisgl_client.transport.http import HttpTransport
 

@@ -7,9 +7,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,6 +18,7 @@ import grpc
 import httpx
 import pytest
 from minisgl_client import (
+    Client,
     ConnectionFailed,
     ConnectionLost,
     InvalidArgument,
@@ -250,6 +251,24 @@ def test_an_endless_answer_ends_with_its_deadline(monkeypatch: pytest.MonkeyPatc
     events = http_transport._Events(timeout_ms=500)
     with pytest.raises(Timeout, match="no end in time"):
         events.feed(b"data: {}")
+
+
+def test_threads_that_ask_at_once_share_one_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+    made = []
+
+    class Slow(http_transport.HttpTransport):
+        def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+            made.append(url)
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+            super().__init__(url, headers)
+
+    monkeypatch.setattr(http_transport, "HttpTransport", Slow)
+    with Client("http://127.0.0.1:1") as client, ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(client.is_ready) for _ in range(2)]
+        assert not any(answer.result() for answer in asked)
+    assert len(made) == 1
 
 
 @all_ways

@@ -8,6 +8,7 @@ from minisgl_client.answer import Delta, Result, Times, TokenLogprob, TokenLogpr
 from minisgl_client.client import AsyncClient, Client
 from minisgl_client.errors import (
     Cancelled,
+    Closed,
     ConnectionFailed,
     ConnectionLost,
     InvalidArgument,
@@ -25,6 +26,7 @@ __all__ = [
     "AsyncStream",
     "Cancelled",
     "Client",
+    "Closed",
     "ConnectionFailed",
     "ConnectionLost",
     "Delta",

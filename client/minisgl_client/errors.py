@@ -5,6 +5,7 @@
     + Unsupported        UNSUPPORTED: it is right, but not offered
     + Unavailable        UNAVAILABLE: not now; the queue is full, or the server starts or ends
     + Cancelled          CANCELLED: it was given up
+      + Closed           by closing the client
     + ServerError        INTERNAL: the server's fault; its log has the story
     + Timeout            the deadline passed before there was a token
     + ConnectionFailed   the server cannot be reached; nothing was sent
@@ -49,6 +50,10 @@ class Cancelled(MinisglError):
     """The request was cancelled before it had an answer."""
 
     code = "CANCELLED"
+
+
+class Closed(Cancelled):
+    """The client was closed before the answer was complete, or before the request was made."""
 
 
 class ServerError(MinisglError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,8 +48,10 @@ def create_app(options: GatewayOptions) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        with suppress(asyncio.CancelledError):  # by a second Ctrl-C, which waits for nothing
+        try:
             yield
+        except asyncio.CancelledError:  # by a second Ctrl-C, as the requests are that still run
+            return
         await engine.aclose()
 
     app = FastAPI(

@@ -107,6 +107,8 @@ def api_error(error: client.MinisglError, fields: Container[str]) -> ApiError:
         return busy(503, "the connection to the engine broke", "engine_unavailable")
     if isinstance(error, client.Unavailable) or str(error) in _LOST:
         return busy(503, str(error), "engine_unavailable")
+    if isinstance(error, client.Closed):  # by the gateway, at its end
+        return shutting_down()
     if isinstance(error, client.Cancelled):
         return cancelled()
     return internal()

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from minisgl_client import AsyncClient, Cancelled, Client
+from minisgl_client import AsyncClient, Cancelled, Client, Closed
 
 from minisgl_backend.server.process import TritonServer
 from tests.client.engine import Engine
@@ -120,12 +120,12 @@ def test_closing_from_another_thread(paced_server: TritonServer, protocol: str) 
         next(stream)
         closing = threading.Timer(0.2, client.close)
         closing.start()
-        with pytest.raises(Cancelled, match="the client was closed"):
+        with pytest.raises(Closed, match="the client was closed"):
             list(stream)
         closing.join()
     engine.check_cancelled(2)
     for ask in (client.generate, client.cancel, lambda text: list(client.stream(text))):
-        with pytest.raises(Cancelled, match="the client was closed"):
+        with pytest.raises(Closed, match="the client was closed"):
             ask("a")
     with pytest.raises(Cancelled):
         client.is_ready()
@@ -151,11 +151,11 @@ async def test_closing_an_asynchronous_client(paced_server: TritonServer, protoc
     await asyncio.to_thread(wait_for, are_running, "two running requests")
     cancelled.cancel()
     await client.aclose()
-    with pytest.raises(Cancelled, match="the client was closed"):
+    with pytest.raises(Closed, match="the client was closed"):
         await waiting
     with pytest.raises(asyncio.CancelledError if sys.version_info >= (3, 11) else Cancelled):
         await cancelled
-    with pytest.raises(Cancelled, match="the client was closed"):
+    with pytest.raises(Closed, match="the client was closed"):
         await client.generate("a")
     with pytest.raises(Cancelled):
         await client.is_ready()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from minisgl_client.errors import error_from
+from minisgl_client.errors import Closed, error_from
 from minisgl_gateway.errors import _LOST, api_error
 
 from minisgl_backend.errors import EngineFailure
@@ -29,6 +29,11 @@ def test_a_request_that_is_lost_with_a_process_may_come_again(sentence: str) -> 
 def test_the_engine_speaks_so() -> None:
     sources = [path.read_text("utf-8") for path in BACKEND.rglob("*.py")]
     assert [text for text in _LOST if not any(f'"{text}"' in source for source in sources)] == []
+
+
+def test_a_client_that_is_closed_means_that_the_gateway_ends() -> None:
+    error = api_error(Closed("the client was closed"), ())
+    assert (error.status, error.code) == (503, "shutting_down")
 
 
 def test_other_failures_of_the_engine_are_bugs() -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from minisgl_client.answer import Delta
-from minisgl_client.errors import Cancelled
+from minisgl_client.errors import Closed
 from minisgl_client.request import Request
 
 
@@ -73,7 +73,7 @@ class AsyncTransport(Protocol):
 
 @contextmanager
 def unless_closed(transport: Transport | AsyncTransport) -> Iterator[None]:
-    """Makes ``Cancelled`` of whatever goes wrong because the transport was closed.
+    """Makes ``Closed`` of whatever goes wrong because the transport was closed.
 
     grpc.aio ends the waiting of others with ``CancelledError`` then, as if their tasks were
     cancelled; a task that really is cancelled stays so.
@@ -85,7 +85,7 @@ def unless_closed(transport: Transport | AsyncTransport) -> Iterator[None]:
             isinstance(error, asyncio.CancelledError) and _is_cancelled(asyncio.current_task())
         ):
             raise
-        raise Cancelled("the client was closed") from None
+        raise Closed("the client was closed") from None
 
 
 def _is_cancelled(task: asyncio.Task[object] | None) -> bool:

@@ -1,4 +1,4 @@
-"""HTTP to this machine, past any proxy that the environment names.
+"""HTTP and gRPC to this machine, past any proxy that the environment names.
 
 A proxy would not find the way back here, so a server behind one would never be seen to be ready.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import urllib.request
 from http.client import HTTPException, HTTPResponse
-from typing import cast
+from typing import Final, cast
+
+DIRECT: Final = (("grpc.enable_http_proxy", 0),)
+"""Options of a gRPC channel."""
 
 
 def open_local(request: str | urllib.request.Request, *, timeout_s: float) -> HTTPResponse:

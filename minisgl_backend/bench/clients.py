@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from minisgl_backend.bench.prompts import Prompt
 from minisgl_backend.errors import EngineFailure
+from minisgl_backend.loopback import DIRECT
 
 _METHOD: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 _CONNECT_S: Final = 120.0
@@ -116,8 +117,7 @@ def _client(address: str, requests: list[bytes], barrier: Barrier, results: Conn
 async def _ask_all(address: str, requests: list[bytes], barrier: Barrier) -> list[_Exchange]:
     import grpc.aio
 
-    options = [("grpc.enable_http_proxy", 0)]  # the server is on this machine
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
+    async with grpc.aio.insecure_channel(address, options=DIRECT) as channel:
         method = channel.unary_stream(
             _METHOD, request_serializer=_same, response_deserializer=_same
         )

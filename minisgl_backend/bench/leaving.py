@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from minisgl_backend.errors import EngineFailure
+from minisgl_backend.loopback import DIRECT
 
 _METHOD: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -35,9 +36,7 @@ class GrpcCancel:
     def __init__(self, grpc_address: str, message: bytes) -> None:
         import grpc
 
-        self._channel: Any = grpc.insecure_channel(
-            grpc_address, options=[("grpc.enable_http_proxy", 0)]
-        )
+        self._channel: Any = grpc.insecure_channel(grpc_address, options=DIRECT)
         method = self._channel.stream_stream(
             _METHOD, request_serializer=_same, response_deserializer=_same
         )

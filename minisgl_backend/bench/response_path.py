@@ -30,6 +30,7 @@ from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started_paced
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import EngineFailure
+from minisgl_backend.loopback import DIRECT
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer import load_vocabulary
 
@@ -131,8 +132,7 @@ async def run_grpc(
             exchange.responses.append(response)
         return exchange
 
-    options = [("grpc.enable_http_proxy", 0)]  # the server is on this machine
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
+    async with grpc.aio.insecure_channel(address, options=DIRECT) as channel:
         # bytes in and out: parsing waits until nothing is measured
         method = channel.stream_stream(
             _METHOD, request_serializer=_same, response_deserializer=_same

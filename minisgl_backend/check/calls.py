@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 from minisgl_client.wire import INPUTS, LISTS
 
+from minisgl_backend.loopback import DIRECT
+
 GENERATE: Final = "/v2/models/minisgl/generate"
 _STREAM_INFER: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 _FORMATS: Final = {"BOOL": "?", "INT32": "i", "UINT64": "Q", "FP32": "f"}
@@ -102,7 +104,7 @@ class GrpcCaller:
         options = (
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", 2**24),
-            ("grpc.enable_http_proxy", 0),
+            *DIRECT,
         )
         self._channel: Any = grpc.insecure_channel(grpc_address, options=options)
         self._infer: Any = self._channel.stream_stream(_STREAM_INFER)

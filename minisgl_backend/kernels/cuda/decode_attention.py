@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.cuda.module import CudaModule
+from minisgl_backend.kernels.cuda.module import CudaModule, address
 from minisgl_backend.kernels.dispatch import num_processors
 
 _WARPS: Final = 4
@@ -172,7 +172,7 @@ class DecodeAttentionKernel:
             runs=runs.data_ptr(),
             table=page_table.data_ptr(),
             lengths=lengths.data_ptr(),
-            rows=_address(rows),
+            rows=address(rows),
             table_stride=page_table.stride(0),
             batch=len(lengths),
             max_runs=self._grid,
@@ -212,10 +212,10 @@ class DecodeAttentionKernel:
             values=values.data_ptr(),
             table=page_table.data_ptr(),
             lengths=lengths.data_ptr(),
-            rows=_address(rows),
+            rows=address(rows),
             runs=runs.data_ptr(),
-            k_scale=_address(k_scale),
-            v_scale=_address(v_scale),
+            k_scale=address(k_scale),
+            v_scale=address(v_scale),
             partial=self._partial.data_ptr(),
             lse=self._lse.data_ptr(),
             counters=self._counters.data_ptr(),
@@ -229,7 +229,3 @@ class DecodeAttentionKernel:
         )
         self._attend.launch((self._grid, 1, 1), 32 * self._num_warps, arguments, pdl=pdl)
         return out
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

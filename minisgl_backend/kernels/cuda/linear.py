@@ -16,7 +16,7 @@ import torch
 from cuda.bindings import driver
 from torch import Tensor
 
-from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, checked
+from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address, checked
 from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, MAX_TOKENS, Cut, cut_of
 
 _ITEM: Final = 2
@@ -131,10 +131,10 @@ class _Linear:
         arguments = _Arguments(
             weight=self._weight_map(weight, cut.features),
             x=_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens // cut.share)),
-            squares=_address(squares),
+            squares=address(squares),
             square_tiles=0 if squares is None else len(squares),
             num_rows=num_rows,
-            bias=_address(bias),
+            bias=address(bias),
             eps=rows.eps,
             **values,
         )
@@ -177,7 +177,7 @@ class LinearKernel(_Linear):
     ) -> Tensor:
         x = rows.x
         out = torch.empty((len(x), self._out_features), dtype=x.dtype, device=x.device)
-        self._launch(rows, weight, pdl, bias=bias, out=_address(out), features=self._out_features)
+        self._launch(rows, weight, pdl, bias=bias, out=address(out), features=self._out_features)
         return out
 
 
@@ -214,11 +214,11 @@ class ResidualKernel(_Linear):
             weight,
             pdl,
             bias=bias,
-            out=_address(residual),
+            out=address(residual),
             features=self._height,
-            scaled=_address(scaled),
-            norm_weight=_address(norm_weight),
-            squares_out=_address(squares),
+            scaled=address(scaled),
+            norm_weight=address(norm_weight),
+            squares_out=address(squares),
         )
         return Normalized(scaled, squares, eps)
 
@@ -272,15 +272,15 @@ class HeadsKernel(_Linear):
         out = torch.empty(shape, dtype=rows.x.dtype, device=rows.x.device)
         item = keys.element_size()
         heads = _Heads(
-            positions=_address(positions),
-            slots=_address(slots),
-            cos_sin=_address(cos_sin),
-            q_weight=_address(q_weight),
-            k_weight=_address(k_weight),
-            keys=_address(keys),
-            values=_address(values),
-            k_scale=_address(k_scale),
-            v_scale=_address(v_scale),
+            positions=address(positions),
+            slots=address(slots),
+            cos_sin=address(cos_sin),
+            q_weight=address(q_weight),
+            k_weight=address(k_weight),
+            keys=address(keys),
+            values=address(values),
+            k_scale=address(k_scale),
+            v_scale=address(v_scale),
             page_stride=keys.stride(0) * item,
             slot_stride=keys.stride(1) * item,
             head_stride=keys.stride(2) * item,
@@ -288,9 +288,7 @@ class HeadsKernel(_Linear):
             num_kv_heads=self._num_kv_heads,
         )
         features = self._num_heads * self._head_dim
-        self._launch(
-            rows, weight, pdl, bias=bias, out=_address(out), features=features, heads=heads
-        )
+        self._launch(rows, weight, pdl, bias=bias, out=address(out), features=features, heads=heads)
         return out
 
 
@@ -340,7 +338,3 @@ def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequ
         )
     )
     return _Map((ctypes.c_uint64 * 16)(*(int(word) for word in encoded.opaque)))
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

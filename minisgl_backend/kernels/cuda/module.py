@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from cuda.bindings import driver, nvrtc
+from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 
@@ -143,3 +144,8 @@ def checked(returned: tuple[Any, ...]) -> Any:
     if int(status):
         raise ConfigError(f"CUDA says {status.name} ({int(status)})")
     return values[0] if values else None
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where a tensor begins, as a pointer of a kernel's arguments; None is the null pointer."""
+    return None if tensor is None else tensor.data_ptr()

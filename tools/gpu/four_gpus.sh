@@ -3,7 +3,7 @@
 source tools/gpu/ranks.sh
 
 for comm in nccl pynccl flashinfer; do
-    step decode-4-$comm 75 "$DECODE $SIZES $DENSE --tensor-parallel-size 4 --comm $comm"
+    measure decode-4-$comm 75 "$DECODE $SIZES $DENSE --tensor-parallel-size 4 --comm $comm"
 done
-step offline-4-nccl 75 "$OFFLINE $DENSE --tensor-parallel-size 4"
-step offline-4-flashinfer 75 "$OFFLINE $DENSE --tensor-parallel-size 4 --comm flashinfer"
+measure offline-4-nccl 75 "$OFFLINE $DENSE --tensor-parallel-size 4"
+measure offline-4-flashinfer 75 "$OFFLINE $DENSE --tensor-parallel-size 4 --comm flashinfer"

@@ -4,7 +4,8 @@ set -u
 source tools/gpu/activate.sh || exit 1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 PYTHONUNBUFFERED=1
 SCRATCH=$(mktemp -d)
-LOG=${OUT:-$SCRATCH}/ranks.log
+RESULTS=${OUT:-$SCRATCH}  # the log, and the JSON of each benchmark
+LOG=$RESULTS/ranks.log
 SHOWN=${SHOWN:-25}  # lines of each step; LOG holds all of them
 
 # step NAME SECONDS COMMAND: run the command line, and show how it ended
@@ -18,6 +19,11 @@ step() {
     } >> "$LOG"
     echo "===== $name: exit $code after $((SECONDS - started)) s of at most $limit"
     tail -n "$SHOWN" "$SCRATCH/$name.out"
+}
+
+# measure NAME SECONDS COMMAND: a step that leaves NAME.json
+measure() {
+    step "$1" "$2" "$3 --json $RESULTS/$1.json"
 }
 
 # A kernel that was built elsewhere saves a minute of compiling: .gpu/trtllm_comm.so.xz

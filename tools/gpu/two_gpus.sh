@@ -15,18 +15,18 @@ tests() {
 
 speed() {
     for comm in nccl pynccl flashinfer; do
-        step decode-2-$comm 75 "$DECODE $SIZES $DENSE --tensor-parallel-size 2 --comm $comm"
+        measure decode-2-$comm 75 "$DECODE $SIZES $DENSE --tensor-parallel-size 2 --comm $comm"
     done
-    CUDA_VISIBLE_DEVICES=0 step decode-1 75 "$DECODE $SIZES $DENSE" &
-    CUDA_VISIBLE_DEVICES=1 step experts-1-fused 75 "$DECODE $ONE_SIZE $EXPERTS" &
+    CUDA_VISIBLE_DEVICES=0 measure decode-1 75 "$DECODE $SIZES $DENSE" &
+    CUDA_VISIBLE_DEVICES=1 measure experts-1-fused 75 "$DECODE $ONE_SIZE $EXPERTS" &
     wait
-    CUDA_VISIBLE_DEVICES=0 step offline-1 100 "$OFFLINE $DENSE" &
-    CUDA_VISIBLE_DEVICES=1 step experts-1-torch 100 "$DECODE --batch-size 64 --steps 10 $EXPERTS \
+    CUDA_VISIBLE_DEVICES=0 measure offline-1 100 "$OFFLINE $DENSE" &
+    CUDA_VISIBLE_DEVICES=1 measure experts-1-torch 100 "$DECODE --batch-size 64 --steps 10 $EXPERTS \
         --moe-backend torch --cuda-graph-max-batch-size 0" &
     wait
-    step experts-2-fused 75 "$DECODE $ONE_SIZE $EXPERTS --tensor-parallel-size 2"
-    step offline-2-nccl 75 "$OFFLINE $DENSE --tensor-parallel-size 2"
-    step offline-2-flashinfer 75 "$OFFLINE $DENSE --tensor-parallel-size 2 --comm flashinfer"
+    measure experts-2-fused 75 "$DECODE $ONE_SIZE $EXPERTS --tensor-parallel-size 2"
+    measure offline-2-nccl 75 "$OFFLINE $DENSE --tensor-parallel-size 2"
+    measure offline-2-flashinfer 75 "$OFFLINE $DENSE --tensor-parallel-size 2 --comm flashinfer"
 }
 
 lost() {

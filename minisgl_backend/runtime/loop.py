@@ -93,6 +93,7 @@ class Loop:
         self._stop: Stop | None = None
         self._flights: deque[_Flight] = deque()
         self._returning = Returning()
+        self._has_leaked = False
 
     def run(self) -> None:
         """Serve until a ``Stop`` message, then fail open requests. Raises what broke the loop."""
@@ -140,6 +141,19 @@ class Loop:
             while len(self._flights) > num_ahead:
                 self._commit()
             self.scheduler_stats = self._scheduler.stats()
+            if not self._flights and not self._has_work():
+                self._check_idle()
+
+    def _check_idle(self) -> None:
+        """Tell, once, of rows and pages that are held for nobody: no reason to stop serving."""
+        stats = self.scheduler_stats
+        if (stats.num_running or stats.used_pages) and not self._has_leaked:
+            self._has_leaked = True
+            logger.error(
+                "no request is open, but %d rows and %d pages are in use: they have leaked",
+                stats.num_running,
+                stats.used_pages,
+            )
 
     def _has_work(self) -> bool:
         return self._scheduler.has_work() or self._returning.is_waiting
@@ -244,6 +258,7 @@ class Loop:
                 self._flights[0].pending.tokens()
             self._flights.popleft()
         self._scheduler = self._scheduler.renewed()
+        self._has_leaked = False
         culprit = self._returning.begin()
         if culprit is not None and culprit in self._open:
             self._open.end(culprit, Failed(EngineFailure("the request broke a step of the engine")))

@@ -24,3 +24,8 @@ class SchedulerStats:
     """How many tokens were looked up in the prefix cache at admissions."""
     prefix_hits: int
     """How many of these were found."""
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that the leases of sequences hold, private or shared."""
+        return self.total_pages - self.free_pages - self.evictable_pages

@@ -108,7 +108,7 @@ class Telemetry:
                 if label in metrics:
                     metrics[label].raise_to(value)
         waiting = max(scheduler.num_waiting, stats.num_open - scheduler.num_running)
-        used = scheduler.total_pages - scheduler.free_pages - scheduler.evictable_pages
+        used = scheduler.used_pages
         levels: tuple[tuple[str, float], ...] = (
             ("vllm:num_requests_running", scheduler.num_running),
             ("vllm:num_requests_waiting", waiting),

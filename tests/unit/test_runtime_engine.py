@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.cache.kv import RadixCache
+from minisgl_backend.cache.kv import Lease, RadixCache
 from minisgl_backend.errors import (
     EngineFailure,
     InvalidRequest,
@@ -401,6 +401,32 @@ def test_a_step_that_breaks_once_costs_nobody() -> None:
         assert sink.tokens == expected_tokens(request, it.model)
     assert cancelled.ending() == Finished(FinishReason.CANCELLED)
     it.engine.close(drain_s=0)
+
+
+@pytest.mark.parametrize("leak", [False, True])
+def test_pages_that_nobody_gives_back_are_told_once(
+    leak: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first lease of three is never released; the engine serves on."""
+    right = RadixCache.release
+
+    def forgetful(cache: RadixCache, lease: Lease) -> None:
+        if leak:
+            monkeypatch.setattr(RadixCache, "release", right)
+        else:
+            right(cache, lease)
+
+    monkeypatch.setattr(RadixCache, "release", forgetful)
+    it = Bench()
+    for prompt in ([1] * 9, [2] * 9, [3] * 9):
+        sink = it.submit(it.request(prompt))
+        assert sink.ending() == Finished(FinishReason.LENGTH)
+        it.wait_until(lambda: it.engine.stats().scheduler.num_running == 0)
+    it.engine.close(drain_s=0)
+    told = [record.getMessage() for record in caplog.records if "leaked" in record.getMessage()]
+    expected = "no request is open, but 0 rows and 4 pages are in use: they have leaked"
+    assert told == ([expected] if leak else [])
+    assert it.engine.stats().scheduler.used_pages == (4 if leak else 0)
 
 
 @pytest.mark.parametrize("method", ["plan", "commit", "add"])

@@ -1,7 +1,7 @@
 """How the products of ``cuda/linear.cu`` are cut into tiles, and which weights they can take.
 
-Pure arithmetic: must not know a GPU. What comes out was measured on an H200, with Qwen3-0.6B's
-weights, between attention and the other products of a layer.
+Pure arithmetic: must not know a GPU. What comes out was measured on an H200, with the weights of
+Qwen3-0.6B and 14B, between attention and the other products of a layer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-BATCHES: Final = (8, 16, 32, 64, 128, 192, 256)
+BATCHES: Final = (8, 16, 32, 64, 96, 128, 192, 256)
 """Up to each of these a kernel of its own takes a batch."""
 
 MAX_TOKENS: Final = BATCHES[-1]
@@ -20,21 +20,39 @@ _MOST_BLOCKS: Final = 132
 _FEW_BLOCKS: Final = 66
 """All and half of an H200's multiprocessors: the next kernel begins on those that are left."""
 
+_MOST_SMALL: Final = 8 * 2**20
+"""Elements of a weight up to which its products take half of the multiprocessors."""
+
+_LEAST_EVEN: Final = 40
+"""Steps (a tile's products over 64 in_features) a multiprocessor, from which on all thread blocks
+take even parts."""
+
+_MOST_OF_LAYER: Final = 32 * 2**20
+_MOST_PRODUCTS: Final = 20 * 2**30
+_MOST_TOKENS_OF_LARGE: Final = 192
+"""Of layers with up to the first number of elements all batches are taken; of larger ones up to so
+many products, which are elements times tokens, and tokens."""
+
 _RING_BYTES: Final = 200 * 1024
 _MOST_STAGES: Final = 8
+_SHARED_BYTES: Final = 227 * 1024
+"""Of shared memory, for a thread block that has a multiprocessor for itself."""
 _MOST_SPLITS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``features`` of the weight and ``tokens`` in a tile, ``stages`` of the ring, ``share`` thread
-    blocks that load their tokens together, ``splits`` that share a tile along in_features."""
+    """``features`` of the weight and ``tokens`` in a tile, and ``stages`` of the ring.
+
+    ``splits`` thread blocks share a tile along in_features; or all take ``even`` parts of all
+    tiles, a thread block a multiprocessor.
+    """
 
     features: int
     tokens: int
     stages: int
-    share: int
-    splits: int
+    splits: int = 1
+    even: bool = False
 
     @property
     def stage_bytes(self) -> int:
@@ -42,39 +60,89 @@ class Cut:
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, two barriers a stage and a float32 a token."""
-        return self.stages * (self.stage_bytes + 16) + 4 * self.tokens
+        """The ring, two barriers a stage and a float32 a token; ``even``: a slice of a tile."""
+        ring = self.stages * (self.stage_bytes + 16) + 4 * self.tokens
+        return ring + (self._slice_bytes if self.even else 0)
 
     @property
     def finished_bytes(self) -> int:
-        """What takes the ring's place: parts for other thread blocks, and a finished tile."""
+        """What takes the ring's place: parts for other thread blocks, and a finished tile.
+
+        Not with ``even`` parts: their ring is still in use.
+        """
         parts = 4 * self.tokens * self.features if self.splits > 1 else 0
         own_tokens = max(self.tokens // self.splits, 8)
         return parts + own_tokens * (2 * self.features + 16)
+
+    @property
+    def _slice_bytes(self) -> int:
+        """``SLICE * PITCH`` of ``linear.cu``, of that kind of product which needs the most: a gated
+        one has half as many features, and twice the tokens."""
+        most = 64 if self.tokens > 128 else 32
+        gated = _halved(self.tokens, 2 * most) * (self.features + 16)
+        return max(gated, _halved(self.tokens, most) * (2 * self.features + 16))
+
+
+def _halved(tokens: int, most: int) -> int:
+    return _halved(tokens // 2, most) if tokens > most else tokens
 
 
 def cut_of(batch: int, height: int, in_features: int, *, head_dim: int | None = None) -> Cut:
     """How to multiply by a weight [height, in_features]; with ``head_dim`` a tile is a head.
 
-    A tile has up to 64 tokens, more where there would be too many tiles; it is split where there
-    are few.
+    Small weights: a tile has up to 64 tokens, more where there would be too many tiles; it is split
+    where there are few. Large ones are read once: a tile has all tokens that it can.
     """
+    if height * in_features > _MOST_SMALL:
+        return _cut_of_large(batch, height, in_features, head_dim or 128)
     features = head_dim or (64 if batch <= 8 else 128)
     tokens = min(batch, 64)
     while 64 <= tokens < 128 and height // features * -(-batch // tokens) > _MOST_BLOCKS:
         tokens += 32
     blocks = height // features * -(-batch // tokens)
+    splits = _splits(blocks, tokens, in_features, _FEW_BLOCKS)
+    return _with_ring(Cut(features, tokens, stages=1, splits=splits), in_features)
+
+
+def _cut_of_large(batch: int, height: int, in_features: int, features: int) -> Cut:
+    steps = height // features * (in_features // BLOCK)
+    if steps >= _LEAST_EVEN * _MOST_BLOCKS:
+        cut = Cut(features, min(batch, _MOST_TOKENS_OF_LARGE), stages=1, even=True)
+        free = _SHARED_BYTES - cut.shared_bytes
+        return replace(cut, stages=min(1 + free // (cut.stage_bytes + 16), _MOST_STAGES))
+    tokens = min(batch, 128)
+    blocks = height // features * -(-batch // tokens)
+    splits = _splits(blocks, tokens, in_features, _MOST_BLOCKS)
+    return _with_ring(Cut(features, tokens, stages=1, splits=splits), in_features)
+
+
+def _splits(blocks: int, tokens: int, in_features: int, most_blocks: int) -> int:
     splits = 1
     while (
-        2 * splits * blocks <= _FEW_BLOCKS
+        2 * splits * blocks <= most_blocks
         and splits < _MOST_SPLITS
         and in_features % (2 * splits * BLOCK) == 0
+        and max(tokens // (2 * splits), 8) % 8 == 0  # each finishes tokens by 8
     ):
         splits *= 2
-    cut = Cut(features, tokens, stages=1, share=1, splits=splits)
-    steps = in_features // splits // BLOCK
+    return splits
+
+
+def _with_ring(cut: Cut, in_features: int) -> Cut:
+    steps = in_features // cut.splits // BLOCK
     stages = min(steps, _RING_BYTES // cut.stage_bytes, _MOST_STAGES)
     return replace(cut, stages=max(stages, -(-cut.finished_bytes // cut.stage_bytes)))
+
+
+def largest_batch(elements: int) -> int:
+    """The largest batch for which this is faster than the library.
+
+    ``elements`` are those of all weights of a layer. 0: no batch.
+    """
+    if elements <= _MOST_OF_LAYER:
+        return MAX_TOKENS
+    most = min(_MOST_PRODUCTS // elements, _MOST_TOKENS_OF_LARGE)
+    return max((batch for batch in BATCHES if batch <= most), default=0)
 
 
 def why_not(height: int, in_features: int) -> str | None:

@@ -26,7 +26,7 @@ from minisgl_backend.attention.paged import PagedKV
 from minisgl_backend.kernels.activation import silu_mul
 from minisgl_backend.kernels.embedding import embedding
 from minisgl_backend.kernels.moe import fused_experts
-from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from minisgl_backend.kernels.rms_norm import rms_norm
 from minisgl_backend.kernels.rope_store import qk_norm_rope_store
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE, is_faster, small_batch_linear
 from minisgl_backend.kernels.wide_linear import (
@@ -38,6 +38,7 @@ from minisgl_backend.kernels.wide_linear import (
     is_faster as is_wide_faster,
 )
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.rank_sum import add_rms_norm_of_sum
 from minisgl_backend.moe.experts import ExpertsMLP
 from minisgl_backend.parallel.group import Group
 
@@ -78,9 +79,10 @@ class FusedDecoder:
         embed = self._model.model.embed_tokens
         x = embedding(tokens, embed.weight, start=embed.start)
         x = self._group.all_reduce(x)
-        if self._tensor_core is not None and self._tensor_core.fits(positions):
+        if self._on_tensor_cores(len(tokens)) and positions.dtype == torch.int32:
+            assert self._tensor_core is not None
             return self._tensor_core.hidden(x, positions, slots, self._each_layer(), attend)
-        step = _Step(positions, slots, attend, pdl=self.launches_early(len(tokens)))
+        step = _Step(positions, slots, attend, pdl=self._gains_early(len(tokens)))
         if self._is_small(len(tokens)):
             for index, layer in self._each_layer():
                 x = self._small_layer(layer, index, x, step)
@@ -98,14 +100,19 @@ class FusedDecoder:
                 yield index, layer
 
     def launches_early(self, num_tokens: int) -> bool:
-        """Whether a kernel gains by starting before its predecessor ends (measured on an H200).
+        """Whether attention of a captured step may start before its predecessor ends, and does."""
+        if self._on_tensor_cores(num_tokens):
+            return self._group.size == 1 or self._sums_are_fused(num_tokens)
+        return self._gains_early(num_tokens)
 
-        With several ranks none does: the library's collectives stand between them.
+    def _gains_early(self, num_tokens: int) -> bool:
+        """Whether small and wide layers gain by kernels that start early (measured on an H200).
+
+        With several ranks they must not: the ranks' fused sums read the residual stream before they
+        wait, and only the products on tensor cores see to it that by then it has been written.
         """
         if self._group.size > 1 or self._model.spec.hidden_size > _PDL_HIDDEN_SIZE:
             return False
-        if self._tensor_core is not None:
-            return num_tokens <= _PDL_TOKENS
         return num_tokens == 1 if self._is_small(num_tokens) else num_tokens <= _PDL_TOKENS
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -121,6 +128,9 @@ class FusedDecoder:
         if out is not None and self._group.size == 1:
             return torch.mm(normalized, weight.t(), out=out)
         return self._head.gather(F.linear(normalized, weight), out)
+
+    def _on_tensor_cores(self, num_tokens: int) -> bool:
+        return self._tensor_core is not None and num_tokens <= self._tensor_core.most_tokens
 
     def _is_small(self, num_tokens: int) -> bool:
         return num_tokens <= MAX_BATCH_SIZE and not self._sums_are_fused(num_tokens)
@@ -217,9 +227,7 @@ def _add_norm(pending: _Pending | None, x: Tensor, norm: Any, pdl: bool) -> Tens
     value, group = pending.value, pending.group
     if value.dim() == 3:
         return add_rms_norm_parts(value, x, norm.weight, norm.eps, bias=pending.bias, pdl=pdl)
-    if group.fused is not None and group.fused.fits(len(value), value.shape[1], value.dtype):
-        return group.fused.add_rms_norm(value, x, norm.weight, norm.eps)
-    return fused_add_rms_norm(group.all_reduce(value), x, norm.weight, norm.eps, pdl=pdl)
+    return add_rms_norm_of_sum(value, group, x, norm.weight, norm.eps, pdl=pdl)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, pdl: bool) -> Tensor:

@@ -1,14 +1,15 @@
 """The layers of a dense decoder for decode steps on Hopper: four products, and attention.
 
 Norms, rotation, storing of keys and values, activations and residual adds happen inside the
-products (``kernels.cuda.linear``), so that between them nothing else is launched. The residual
-stream is bfloat16, updated in place. Holds no weights of its own.
+products (``kernels.cuda.linear``), so that between them nothing else is launched. With several
+ranks the sums over them are launched, too, and the residual adds and norms behind those go with
+them. The residual stream is bfloat16, updated in place. Holds no weights of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,23 +21,23 @@ from minisgl_backend.kernels.cuda.linear import (
     Normalized,
     ResidualKernel,
 )
-from minisgl_backend.kernels.linear_cut import MAX_TOKENS, why_not
+from minisgl_backend.kernels.linear_cut import largest_batch, why_not
 from minisgl_backend.kernels.rms_norm import rms_norm
 from minisgl_backend.models.decoder import Decoder
-
-_MAX_ELEMENTS: Final = 8 * 2**20
-"""Of a weight; they pay up to here on an H200, and were not measured beyond."""
+from minisgl_backend.models.rank_sum import add_rms_norm_of_sum
+from minisgl_backend.parallel.group import Group
 
 
 class TensorCoreLayers:
-    """The layers of ``model``, for up to ``MAX_TOKENS`` tokens; ``kv`` holds the pages of each."""
+    """The layers of ``model``, for up to ``most_tokens``; ``kv`` holds the pages of each."""
 
     def __init__(self, model: Decoder, kv: list[PagedKV]) -> None:
         """Compile the kernels, or find them compiled, of a model that ``can_take`` accepts."""
         layer: Any = model.model.layers[0]
         attention, mlp = layer.self_attn, layer.mlp
         keys = kv[0].keys
-        device = keys.device
+        device, group = keys.device, model.group
+        self.most_tokens = most = largest_batch(_num_elements(layer))
         self._heads = HeadsKernel(
             attention.num_heads,
             keys.shape[2],
@@ -45,32 +46,24 @@ class TensorCoreLayers:
             device,
             page_size=keys.shape[1],
             fp8=kv[0].k_scale is not None,
+            most_tokens=most,
         )
-        self._out = ResidualKernel(attention.o_proj.weight.shape, device)
-        self._up = LinearKernel(mlp.gate_up_proj.weight.shape, device, gated=True)
-        self._down = ResidualKernel(mlp.down_proj.weight.shape, device)
+        self._out = _residual_kernel(attention.o_proj.weight.shape, device, group, most)
+        self._up = LinearKernel(mlp.gate_up_proj.weight.shape, device, gated=True, most_tokens=most)
+        self._down = _residual_kernel(mlp.down_proj.weight.shape, device, group, most)
         self._model, self._kv = model, kv
 
     @staticmethod
     def can_take(model: Decoder) -> bool:
         """Whether the layers can be computed here, and gain by it."""
         spec = model.spec
-        if model.group.size > 1 or model.dtype != torch.bfloat16 or spec.moe is not None:
+        if model.dtype != torch.bfloat16 or spec.moe is not None:
             return False
         if spec.head_dim not in (64, 128):
             return False
-        layer: Any = model.model.layers[0]
-        attention, mlp = layer.self_attn, layer.mlp
-        products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        return all(
-            linear.weight.numel() <= _MAX_ELEMENTS and why_not(*linear.weight.shape) is None
-            for linear in products
-        )
-
-    @staticmethod
-    def fits(positions: Tensor) -> bool:
-        """Whether a step of these positions is one for here; those of captured steps are int32."""
-        return len(positions) <= MAX_TOKENS and positions.dtype == torch.int32
+        layer = model.model.layers[0]
+        can_be_cut = all(why_not(*weight.shape) is None for weight in _weights(layer))
+        return can_be_cut and largest_batch(_num_elements(layer)) > 0
 
     def hidden(
         self,
@@ -80,7 +73,10 @@ class TensorCoreLayers:
         layers: Iterable[tuple[int, Any]],
         attend: Callable[[Tensor, PagedKV, int], Tensor],
     ) -> Tensor:
-        """The residual stream ``x`` [num_tokens, hidden_size] after all layers, in place."""
+        """The residual stream ``x`` [num_tokens, hidden_size] after all layers, in place.
+
+        Up to ``most_tokens``; ``positions`` and ``slots`` are int32, as in captured steps.
+        """
         decoder: Any = self._model.model
         norms = [layer.input_layernorm.weight for layer in decoder.layers] + [decoder.norm.weight]
         eps = self._model.spec.norm_eps
@@ -124,3 +120,47 @@ class TensorCoreLayers:
                 pdl=True,
             )
         return x
+
+
+class _SumKernel:
+    """A ``ResidualKernel`` for several ranks: what their products add to the residual stream."""
+
+    def __init__(
+        self, shape: Sequence[int], device: torch.device, group: Group, most_tokens: int
+    ) -> None:
+        self._product = LinearKernel(shape, device, most_tokens=most_tokens)
+        self._group = group
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        *,
+        bias: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Normalized:
+        own_bias = bias if self._group.rank == 0 else None
+        part = self._product(Normalized(x), weight, bias=own_bias, pdl=pdl)
+        normalized = add_rms_norm_of_sum(part, self._group, residual, norm_weight, eps, pdl=pdl)
+        return Normalized(normalized, eps=eps)
+
+
+def _residual_kernel(
+    shape: Sequence[int], device: torch.device, group: Group, most_tokens: int
+) -> ResidualKernel | _SumKernel:
+    if group.size == 1:
+        return ResidualKernel(shape, device, most_tokens=most_tokens)
+    return _SumKernel(shape, device, group, most_tokens)
+
+
+def _weights(layer: Any) -> list[Tensor]:
+    attention, mlp = layer.self_attn, layer.mlp
+    products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    return [linear.weight for linear in products]
+
+
+def _num_elements(layer: Any) -> int:
+    return sum(weight.numel() for weight in _weights(layer))

@@ -22,13 +22,13 @@ from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
 def choose_comm(option: str | None, device: torch.device, num_ranks: int) -> str:
     """The library that ``option`` names, by default the fastest that is ready for use.
 
-    FlashInfer is the fastest with two ranks; with more it has not been measured. Raises
+    FlashInfer is the fastest with two and four ranks; with eight it has not been measured. Raises
     ``ConfigError`` where the device cannot use the library.
     """
     check_comm(option, device.type)
     if option is not None:
         return option
-    if device.type == "cuda" and num_ranks == 2 and is_built(num_ranks):
+    if device.type == "cuda" and num_ranks in (2, 4) and is_built(num_ranks):
         return "flashinfer"
     return COMMS[device.type][0]
 

@@ -80,11 +80,14 @@ class FlashInferSum:
             and 0 < num_bytes <= self._most_bytes
         )
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
+    ) -> Tensor:
         """residual += the sum of all ranks' ``x``, in place; the RMSNorm of that.
 
         ``x``, ``residual`` [num_tokens, hidden_size], for which ``fits``; ``weight`` [hidden_size].
-        The sum is computed in float32 and rounded before it is normalized.
+        The sum is computed in float32 and rounded before it is normalized. ``pdl``: see
+        ``FusedSum``; the kernel does read ``residual`` before it waits.
         """
         assert x.is_contiguous() and residual.is_contiguous()
         self._stream = torch.cuda.current_stream(x.device)
@@ -97,9 +100,9 @@ class FlashInferSum:
             num_tokens,
             hidden_size,
             self._workspace,
-            False,  # launch_with_pdl
+            pdl,  # launch_with_pdl
             True,  # use_oneshot
-            True,  # trigger_completion_at_end
+            not pdl,  # trigger_completion_at_end
             True,  # fp32_acc
             _ALL_REDUCE_ADD_NORM,
             None,  # allreduce_out

@@ -25,10 +25,15 @@ class FusedSum(Protocol):
     def fits(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> bool:
         """Whether there is a kernel for such tensors, and it beats separate ones."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
+    ) -> Tensor:
         """residual += the sum of every rank's ``x``, in place; the RMSNorm of that.
 
         ``x``, ``residual`` [num_tokens, hidden_size] for which ``fits``; ``weight`` [hidden_size].
+        ``pdl``: the kernel may start before its predecessor ends, and its successor before it ends.
+        It may read ``residual`` before it waits for its predecessor, which must not let it start
+        until that has been written.
         """
 
     def let_go(self) -> None:

@@ -42,16 +42,25 @@ def normalized(x: Tensor, norm: Tensor) -> Tensor:
 
 
 CUTS = [
-    Cut(64, 64, 4, 1, 1),
-    Cut(64, 128, 8, 2, 1),
-    Cut(128, 128, 3, 2, 1),
-    Cut(128, 64, 6, 4, 1),
-    Cut(64, 96, 4, 1, 4),
-    Cut(64, 64, 4, 2, 4),
-    Cut(128, 128, 3, 4, 2),
-    Cut(64, 64, 3, 1, 8),
-    Cut(64, 16, 4, 1, 4),
-    Cut(64, 8, 6, 1, 8),
+    Cut(64, 64, 4),
+    Cut(64, 128, 8),
+    Cut(128, 128, 3),
+    Cut(128, 64, 6),
+    Cut(64, 96, 4, splits=4),
+    Cut(64, 64, 4, splits=4),
+    Cut(128, 128, 3, splits=2),
+    Cut(64, 64, 3, splits=8),
+    Cut(64, 16, 4, splits=4),
+    Cut(64, 8, 6, splits=8),
+]
+EVEN_CUTS = [
+    Cut(64, 8, 8, even=True),
+    Cut(128, 32, 6, even=True),
+    Cut(64, 64, 5, even=True),
+    Cut(128, 64, 4, even=True),
+    Cut(128, 96, 5, even=True),
+    Cut(128, 128, 3, even=True),
+    Cut(128, 192, 4, even=True),
 ]
 
 
@@ -92,7 +101,7 @@ def test_products_of_the_residual_stream(device: torch.device, batch: int) -> No
     check_residual(ResidualKernel((1024, 3072), device), x, weight, residual, norm, expected)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("cut", CUTS + EVEN_CUTS, ids=str)
 @pytest.mark.parametrize("batch", [40, 100, 192, 256])
 def test_ways_to_cut_a_product(device: torch.device, cut: Cut, batch: int) -> None:
     from minisgl_backend.kernels.cuda.linear import ResidualKernel
@@ -103,6 +112,33 @@ def test_ways_to_cut_a_product(device: torch.device, cut: Cut, batch: int) -> No
     expected = (residual.float() + F.linear(x.float(), weight.float())).bfloat16()
     kernel = ResidualKernel((1024, 2048), device, cuts={batch: cut})
     check_residual(kernel, x, weight, residual, norm, expected)
+
+
+@pytest.mark.parametrize(("height", "in_features"), [(7168, 5120), (34816, 5120), (5120, 17408)])
+def test_products_of_large_weights(device: torch.device, height: int, in_features: int) -> None:
+    """Those of Qwen3-14B, cut as they are there."""
+    from minisgl_backend.kernels.cuda.linear import LinearKernel
+
+    kernel = LinearKernel((height, in_features), device)
+    weight = normal(height, in_features, device=device, scale=in_features**-0.5)
+    for batch in BATCHES:
+        x = normal(batch, in_features, device=device)
+        assert_close(kernel(rows(x), weight), F.linear(x.float(), weight.float()).bfloat16())
+
+
+@pytest.mark.parametrize("cut", EVEN_CUTS, ids=str)
+@pytest.mark.parametrize("batch", [5, 256])
+def test_gated_products_in_equal_parts(device: torch.device, cut: Cut, batch: int) -> None:
+    """Several at once on their way, each with parts of tiles for other thread blocks."""
+    from minisgl_backend.kernels.cuda.linear import LinearKernel
+
+    x, bias = normal(batch, 1024, device=device), normal(17408, device=device)
+    weights = [normal(17408, 1024, device=device, scale=1 / 32) for _ in range(4)]
+    kernel = LinearKernel((17408, 1024), device, gated=True, cuts={batch: cut})
+    actual = [kernel(rows(x), weight, bias=bias, pdl=True) for weight in weights]
+    for of_kernel, weight in zip(actual, weights, strict=True):
+        gate, up = F.linear(x.float(), weight.float(), bias.float()).chunk(2, dim=1)
+        assert_close(of_kernel, (F.silu(gate) * up).bfloat16())
 
 
 def check_residual(
@@ -129,6 +165,26 @@ def test_heads(
     fp8: bool,
     norms: bool,
 ) -> None:
+    check_heads(device, batch, num_heads, num_kv_heads, head_dim, fp8, norms)
+
+
+@pytest.mark.parametrize("cut", EVEN_CUTS, ids=str)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_heads_in_equal_parts(device: torch.device, cut: Cut, fp8: bool) -> None:
+    for batch in (3, 200):
+        check_heads(device, batch, 16, 4, cut.features, fp8, True, {batch: cut})
+
+
+def check_heads(
+    device: torch.device,
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    fp8: bool,
+    norms: bool,
+    cuts: dict[int, Cut] | None = None,
+) -> None:
     from minisgl_backend.kernels.cuda.linear import HeadsKernel
 
     torch.manual_seed(batch)
@@ -145,7 +201,9 @@ def test_heads(
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     pages = torch.zeros((40, 2, 16, num_kv_heads, head_dim), device=device).to(dtype)
     expected_pages = pages.clone()
-    kernel = HeadsKernel(num_heads, num_kv_heads, head_dim, 1024, device, page_size=16, fp8=fp8)
+    kernel = HeadsKernel(
+        num_heads, num_kv_heads, head_dim, 1024, device, page_size=16, fp8=fp8, cuts=cuts
+    )
     shared: dict[str, Any] = {"q_weight": of_heads[0], "k_weight": of_heads[1]}
     shared |= {"k_scale": scales[0], "v_scale": scales[1]}
     actual = kernel(

@@ -115,15 +115,20 @@ def check_fused_sums(group: Group, device: torch.device) -> None:
             total = residual.clone()
             expected = fused_add_rms_norm(group.all_reduce(x.clone()), total, weight, 1e-6)
 
-            def work(
-                x: torch.Tensor = x, residual: torch.Tensor = residual, w: torch.Tensor = weight
-            ) -> list[torch.Tensor]:
-                stream = residual.clone()
-                return [fused.add_rms_norm(x, stream, w, 1e-6), stream]
+            for pdl in (False, True):
 
-            for found in (work(), *replays(work, times=4)):
-                assert_close(found[0], expected)
-                assert_close(found[1], total)
+                def work(
+                    x: torch.Tensor = x,
+                    residual: torch.Tensor = residual,
+                    w: torch.Tensor = weight,
+                    pdl: bool = pdl,
+                ) -> list[torch.Tensor]:
+                    stream = residual.clone()
+                    return [fused.add_rms_norm(x, stream, w, 1e-6, pdl=pdl), stream]
+
+                for found in (work(), *replays(work, times=4)):
+                    assert_close(found[0], expected)
+                    assert_close(found[1], total)
     assert not fused.fits(1, 5120, torch.float32)
     assert not fused.fits(4096, 5120, torch.bfloat16)
 

@@ -29,7 +29,9 @@ class Twin:
     def fits(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> bool:
         return num_tokens <= self.most_tokens
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
+    ) -> Tensor:
         self.num_calls += 1
         return fused_add_rms_norm_reference(self.group.all_reduce(x), residual, weight, eps)
 

@@ -155,3 +155,12 @@ def test_a_library_of_another_device_is_refused() -> None:
         choose_comm("nccl", CPU, 2)
     with pytest.raises(ConfigError, match="gloo does not work on cuda, which has nccl, pynccl, fl"):
         choose_comm("gloo", cuda, 2)
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_flashinfer_is_the_default_of_as_many_ranks_as_were_measured(
+    is_built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl_backend.parallel.connect.is_built", lambda num_ranks: is_built)
+    chosen = [choose_comm(None, torch.device("cuda"), num_ranks) for num_ranks in (2, 4, 8)]
+    assert chosen == (["flashinfer", "flashinfer", "nccl"] if is_built else ["nccl"] * 3)

@@ -6,16 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, Cut, cut_of, why_not
+from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, Cut, cut_of, largest_batch, why_not
 
+PROCESSORS = 132
 SHARED_BYTES = 227 * 1024
 """Of a thread block on Hopper."""
 
 
 @given(
     batch=st.sampled_from(BATCHES),
-    height=st.integers(1, 64).map(lambda n: 256 * n),
-    in_features=st.integers(1, 128).map(lambda n: BLOCK * n),
+    height=st.integers(1, 256).map(lambda n: 256 * n),
+    in_features=st.integers(1, 512).map(lambda n: BLOCK * n),
     head_dim=st.sampled_from([None, 64, 128]),
 )
 def test_all_can_be_compiled(
@@ -24,19 +25,34 @@ def test_all_can_be_compiled(
     assert why_not(height, in_features) is None
     cut = cut_of(batch, height, in_features, head_dim=head_dim)
     assert cut.features == (head_dim or cut.features) and height % cut.features == 0
-    assert cut.tokens in (8, 16, 32, 64, 96, 128) and cut.tokens % (8 * cut.share) == 0
-    assert in_features % (cut.splits * BLOCK) == 0 and cut.share * cut.splits <= 8
+    assert cut.tokens in (8, 16, 32, 64, 96, 128, 192)
+    assert in_features % (cut.splits * BLOCK) == 0 and cut.splits <= 8
     own_tokens = max(cut.tokens // cut.splits, 8)
     assert own_tokens % 8 == 0 and cut.tokens % own_tokens == 0
-    assert cut.finished_bytes <= cut.stages * cut.stage_bytes
+    if cut.even:
+        assert cut.splits == 1 and cut.tokens == min(batch, 192)
+        steps = height // cut.features * (in_features // BLOCK)
+        assert steps >= PROCESSORS  # each thread block has one
+    else:
+        assert cut.finished_bytes <= cut.stages * cut.stage_bytes
     assert cut.shared_bytes <= SHARED_BYTES
 
 
 def test_what_was_measured() -> None:
-    """The products of Qwen3-0.6B."""
-    assert cut_of(8, 1024, 2048) == Cut(64, 8, stages=8, share=1, splits=4)
-    assert cut_of(64, 4096, 1024, head_dim=128) == Cut(128, 64, stages=8, share=1, splits=2)
-    assert cut_of(256, 6144, 1024) == Cut(128, 128, stages=6, share=1, splits=1)
+    """Products of Qwen3-0.6B, and the largest one of 14B."""
+    assert cut_of(8, 1024, 2048) == Cut(64, 8, stages=8, splits=4)
+    assert cut_of(64, 4096, 1024, head_dim=128) == Cut(128, 64, stages=8, splits=2)
+    assert cut_of(64, 34816, 5120) == Cut(128, 64, stages=8, even=True)
+    assert cut_of(256, 6144, 1024) == Cut(128, 128, stages=6)
+
+
+@pytest.mark.parametrize(
+    ("elements", "expected"),
+    [(15 * 2**20, 256), (32 * 2**20, 256), (50 * 2**20, 192), (330_301_440, 64), (2**32, 0)],
+)
+def test_the_larger_a_layer_the_smaller_the_batches(elements: int, expected: int) -> None:
+    """Qwen3-0.6B's, the largest that takes all, those of 1.7B and 14B, and one too large."""
+    assert largest_batch(elements) == expected
 
 
 @pytest.mark.parametrize(("height", "in_features"), [(4100, 1024), (1024, 1000)])

@@ -3,22 +3,25 @@
 // Weights are the long side of the products and tokens the short one: a tile is FEATURES rows of the
 // weight by TOKENS tokens. A warp of its own moves tiles of 64 in_features into a ring in shared memory
 // by the bulk tensor copy engine, and warpgroups multiply them from there (wgmma). Weights depend on no
-// other kernel, so an early launch fills the ring with them before its predecessor ends. Thread blocks
-// of neighbouring features may form a cluster of SHARE and load their tokens once for all of them; where
-// the output has few tiles, SPLITS thread blocks share one along in_features, and add up their parts
-// over each other's shared memory ("split-K").
+// other kernel, so an early launch fills the ring with them before its predecessor ends.
+//
+// Three ways to deal out the products. A thread block has a tile; or, where there are few tiles, SPLITS
+// of them share one along in_features and add up their parts over each other's shared memory ("split-K");
+// or, of a large weight, all thread blocks take EVEN parts of all tiles ("stream-K": Osama et al., 2023),
+// and leave what they have of a tile that another one began in global memory.
 //
 // RMSNorm comes apart into a factor per feature and one per token: the product that writes the residual
 // stream also writes it times the norm's weight, and what its tiles add to each token's sum of
 // squares; the product that reads those scales its result, by factors that another warp computes
-// meanwhile. Of queries, keys and values a tile is a head,
-// and what is done to heads is done to it while it is here: norm, rotation, and storing in the KV cache.
+// meanwhile. Of queries, keys and values a tile is a head, and what is done to heads is done to it while
+// it is here: norm, rotation, and storing in the KV cache.
 //
-// Compiled with: FEATURES (64 or 128, of the weight in a tile), TOKENS (8, 16, 32, 64, 96 or 128), SIZE
-// (in_features), STAGES (of the ring), SHARE, SPLITS, GATED (the weight holds the gate's rows and then
-// as many of the values), RESIDUAL (the result is added to the residual stream), HEADS (it is queries,
-// keys and values, in heads of FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), and
-// PER_PROCESSOR. All other values are bfloat16: what is not normalized yet needs its range.
+// Compiled with: FEATURES (64 or 128, of the weight in a tile), TOKENS (8, 16, 32, 64, 96, 128 or 192),
+// SIZE (in_features), STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and
+// then as many of the values), RESIDUAL (the result is added to the residual stream), HEADS (it is
+// queries, keys and values, in heads of FEATURES), with that PAGE_SIZE and FP8 (of the KV cache),
+// SHARED_BYTES, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for). All other values
+// are bfloat16: what is not normalized yet needs its range.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -28,23 +31,35 @@ typedef unsigned char u8;
 constexpr int BLOCK = 64;                           // in_features of a stage: rows of 128 bytes
 constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
 constexpr int THREADS = GROUPS * 128;               // that multiply; two warps more help
-constexpr int STEPS = SIZE / SPLITS / BLOCK;
+constexpr int TILE_STEPS = SIZE / BLOCK;
+constexpr int STEPS = TILE_STEPS / SPLITS;          // in a thread block, unless EVEN
 constexpr int WEIGHT_BYTES = FEATURES * 128;
 constexpr int TOKEN_BYTES = TOKENS * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKEN_BYTES;
-constexpr int FILLED = STEPS < STAGES ? STEPS : STAGES;
 constexpr int OUT = GATED ? FEATURES / 2 : FEATURES;    // features of the output in a tile
 constexpr int PITCH = 2 * OUT + 16;                 // bytes a token in a finished tile; 8 rows use all banks
 constexpr int OWN = TOKENS > 8 * SPLITS ? TOKENS / SPLITS : 8;   // tokens that a thread block finishes
+// EVEN: a tile is finished in slices of up to MOST_OF_SLICE tokens, for there is little memory beside the
+// ring; `Cut.shared_bytes` of linear_cut.py has the same numbers.
+constexpr int halved(int tokens, int most) { return tokens > most ? halved(tokens / 2, most) : tokens; }
+constexpr int MOST_OF_SLICE = (TOKENS > 128 && !HEADS ? 64 : 32) * (GATED ? 2 : 1);
+constexpr int SLICE = EVEN ? halved(OWN, MOST_OF_SLICE) : OWN;   // tokens that are finished at a time
+constexpr int SLICES = OWN / SLICE;
 constexpr int PARTS_BYTES = SPLITS > 1 ? TOKENS * FEATURES * 4 : 0;
 constexpr int CHUNKS = (HEADS ? OUT / 2 : OUT) / 8; // of 16 bytes; of heads a thread has one in each half
-constexpr int ITEMS = (OWN * CHUNKS + THREADS - 1) / THREADS;
+constexpr int ROWS = THREADS / CHUNKS;              // tokens that the threads finish side by side
+constexpr int ITEMS = (SLICE + ROWS - 1) / ROWS;
+// Whether the next kernel may start as soon as this one has. Behind heads comes attention, behind a plain
+// product FlashInfer's sum over the ranks: before they wait for this kernel, both read what earlier ones
+// wrote, so they may start once those have ended.
+constexpr bool AT_ONCE = GATED || RESIDUAL;
 constexpr u32 ALL = 0xffffffffu;
 
 static_assert(FEATURES == 64 || FEATURES == 128, "");
-static_assert(SIZE % (SPLITS * BLOCK) == 0 && TOKENS % (8 * SHARE) == 0, "");
-static_assert(OWN % 8 == 0 && TOKENS % OWN == 0, "");
-static_assert(PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_BYTES, "");
+static_assert(SIZE % (SPLITS * BLOCK) == 0 && TOKENS % 8 == 0, "");
+static_assert(OWN % 8 == 0 && TOKENS % OWN == 0 && OWN % SLICE == 0, "");
+static_assert(EVEN ? SPLITS == 1 : PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_BYTES, "");
+static_assert(STAGES * (STAGE_BYTES + 16) + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) <= SHARED_BYTES, "");
 static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
 
 struct __align__(64) TensorMap { u64 words[16]; };
@@ -76,6 +91,9 @@ struct Arguments {
     float* squares_out;     // RESIDUAL: [features / OUT, num_rows], sums of squares of each tile
     const float* squares;   // [square_tiles, num_rows] of x before its norm's weight; null: no norm
     const u16* bias;        // [out_features], or null
+    float* parts;           // EVEN: [thread blocks, FEATURES * TOKENS], of tiles that another one finishes
+    int* are_there;         // EVEN: [thread blocks], 1 while the part is there; 0 before and after a launch
+    int tiles;              // of the weight
     int square_tiles;
     int num_rows;
     int features;           // of the output
@@ -108,18 +126,8 @@ __device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
     } while (!done);
 }
 
-// at the same barrier of another thread block of the cluster
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
-    asm volatile("{ .reg .b32 there;\n"
-                 "mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }"
-                 :: "r"(barrier), "r"(block) : "memory");
-}
-
-__device__ __forceinline__ u32 rank_in_cluster() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
 // ORDERED: what was written before it is seen after the wait
@@ -145,14 +153,6 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap& map, int k, i
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3}], [%4];"
                  :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
-}
-
-// into the same place of all thread blocks of the mask
-__device__ __forceinline__ void load_tile_for(
-    u32 to, const TensorMap& map, int k, int row, u32 barrier, u16 mask) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
-                 :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"(mask) : "memory");
 }
 
 // GATED: a map of [features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that
@@ -204,11 +204,16 @@ __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u
                  "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3)
                  "%40,%41,%42,%43,%44,%45,%46,%47}, %48, %49, p, 1, 1, 0, 0; }"
                  : C16(0), C16(16), C16(32) : "l"(a), "l"(b), "r"(add));
-#else
+#elif TOKENS == 128
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4)
                  TEN(5) "%60,%61,%62,%63}, %64, %65, p, 1, 1, 0, 0; }"
                  : C16(0), C16(16), C16(32), C16(48) : "l"(a), "l"(b), "r"(add));
+#else
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4)
+                 TEN(5) TEN(6) TEN(7) TEN(8) "%90,%91,%92,%93,%94,%95}, %96, %97, p, 1, 1, 0, 0; }"
+                 : C16(0), C16(16), C16(32), C16(48), C16(64), C16(80) : "l"(a), "l"(b), "r"(add));
 #endif
 }
 
@@ -309,35 +314,62 @@ __device__ __forceinline__ void publish_factors() {
     asm volatile("bar.arrive 2, %0;" :: "n"(THREADS + 32) : "memory");
 }
 
+// called behind the barrier of those that multiply: what they wrote before it is seen behind `wait_for`
+__device__ __forceinline__ void announce(int* flag) {
+    __threadfence();
+    asm volatile("st.release.gpu.global.s32 [%0], 1;" :: "l"(flag) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(const int* flag) {
+    int there;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory");
+    while (!there);
+}
+
+// ---- the steps of a thread block
+
+// The steps of all tiles stand in a row, TILE_STEPS of each; a thread block takes `begin` to `end`.
+struct Steps {
+    int begin, end;
+};
+
+// EVEN: of the thread block of this number
+__device__ __forceinline__ int first_step(const Arguments& args, int block) {
+    return args.tiles * TILE_STEPS * block / (int)gridDim.y;
+}
+
+__device__ __forceinline__ Steps own_steps(const Arguments& args) {
+    const int block = blockIdx.y;
+    if (EVEN) return {first_step(args, block), first_step(args, block + 1)};
+    const int begin = block * TILE_STEPS + (int)blockIdx.z * STEPS;
+    return {begin, begin + STEPS};
+}
+
 // ---- the two warps that help
 
-// Move all tiles of the thread block; a stage is full when its weights and tokens have come.
-__device__ __forceinline__ void fill_ring(
-    const Arguments& args, int tile, int split, int first_token, u32 share, u32 ring) {
+// Move what all steps multiply; a stage is full when its weights and tokens have come.
+__device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& steps, u32 ring) {
     const u32 full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
-    const int begin = split * STEPS * BLOCK;
-    const auto start = [&](int step) {
-        const u32 stage = step % STAGES, barrier = full + 8 * stage;
+    const int first_token = blockIdx.x * TOKENS, count = steps.end - steps.begin;
+    const auto start = [&](int i) {
+        const int at = steps.begin + i;
+        const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
         expect_bytes(barrier, STAGE_BYTES);
-        load_weight(ring + stage * STAGE_BYTES, args.weight, begin + step * BLOCK, tile, barrier);
+        load_weight(to, args.weight, at % TILE_STEPS * BLOCK, at / TILE_STEPS, barrier);
     };
-    const auto finish = [&](int step) {
-        const u32 stage = step % STAGES, barrier = full + 8 * stage;
-        const u32 to = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
-        constexpr int PART = TOKENS / SHARE;
-        if (SHARE > 1)
-            load_tile_for(to + share * PART * 128, args.x, begin + step * BLOCK, first_token + share * PART,
-                          barrier, (u16)(((1u << SHARE) - 1) << split * SHARE));
-        else
-            load_tile(to, args.x, begin + step * BLOCK, first_token, barrier);
+    const auto finish = [&](int i) {
+        const int k = (steps.begin + i) % TILE_STEPS * BLOCK;
+        const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
+        load_tile(to, args.x, k, first_token, full + 8 * stage);
     };
-    for (int step = 0; step < FILLED; ++step) start(step);
+    const int filled = min(count, STAGES);
+    for (int i = 0; i < filled; ++i) start(i);
     wait_previous();
-    for (int step = 0; step < FILLED; ++step) finish(step);
-    for (int step = FILLED; step < STEPS; ++step) {
-        wait_barrier(empty + 8 * (step % STAGES), (step / STAGES - 1) & 1);
-        start(step);
-        finish(step);
+    for (int i = 0; i < filled; ++i) finish(i);
+    for (int i = filled; i < count; ++i) {
+        wait_barrier(empty + 8 * (i % STAGES), (i / STAGES - 1) & 1);
+        start(i);
+        finish(i);
     }
 }
 
@@ -360,150 +392,164 @@ __device__ __forceinline__ void compute_factors(const Arguments& args, int first
     publish_factors();
 }
 
-// ---- the kernel
+// ---- the warps that multiply
 
-extern "C" __global__ void __launch_bounds__(THREADS + 64, PER_PROCESSOR)
-linear(const __grid_constant__ Arguments args) {
-    extern __shared__ __align__(1024) u8 shared[];
-    // the ring; then a barrier a stage that it is full, one that it is empty; then a factor a token
-    const u32 ring = shared_address(shared);
+// c = `count` steps of a tile, which are in the ring from step `first` of the thread block on.
+__device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
-    float* const factors = reinterpret_cast<float*>(shared + STAGES * (STAGE_BYTES + 16));
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int tile = blockIdx.x, split = blockIdx.z, first_token = blockIdx.y * TOKENS;
-    const u32 share = SHARE > 1 ? rank_in_cluster() % SHARE : 0, first_block = split * SHARE;
-    if (!HEADS) allow_next();
-
-    if (threadIdx.x == 0) {
-        if (ring % 1024) __trap();   // the swizzle counts from there
-        for (int stage = 0; stage < STAGES; ++stage) {
-            init_barrier(full + 8 * stage, 1);
-            init_barrier(empty + 8 * stage, SHARE * GROUPS * 4);
-        }
-        publish_barriers();
-    }
-    if (SHARE * SPLITS > 1) sync_cluster<false>();   // barriers are fenced
-    else __syncthreads();
-
-    if (warp == THREADS / 32 && lane == 0) fill_ring(args, tile, split, first_token, share, ring);
-    if (warp > THREADS / 32) compute_factors(args, first_token, factors);
-    if (warp >= THREADS / 32) {
-        __syncwarp();
-        if (SPLITS > 1) {
-            sync_cluster<true>();
-            sync_cluster<false>();
-        }
-        return;
-    }
-
-    const int chunk = threadIdx.x % CHUNKS, feature = tile * OUT + 8 * chunk;
-    const bool finishes = split * OWN < TOKENS;
-    const int first_own = first_token + split * OWN;
-    const auto own_of = [&](int item) { return (item * THREADS + (int)threadIdx.x) / CHUNKS; };
-    const auto is_mine = [&](int item) {
-        return finishes && own_of(item) < OWN && first_own + own_of(item) < args.num_rows;
+    const auto release = [&](int step) {
+        if (lane == 0) arrive(empty + 8 * (step % STAGES));
     };
-    const auto at = [&](int item) { return (u64)(first_own + own_of(item)) * args.features + feature; };
-    const Heads& heads = args.heads;
-    const bool is_q = tile < heads.num_heads, is_v = tile >= heads.num_heads + heads.num_kv_heads;
-    const u16* const of_head = is_v ? nullptr : is_q ? heads.q_weight : heads.k_weight;
-    uint4 norm_weight[2];   // of the norm that follows; or of the head's
-    if (RESIDUAL) norm_weight[0] = load_8(args.norm_weight + feature);
-    if (HEADS && of_head) {
-        norm_weight[0] = load_8(of_head + 8 * chunk);
-        norm_weight[1] = load_8(of_head + FEATURES / 2 + 8 * chunk);
-    }
-    wait_previous();
-    // attention reads what the cache holds before this kernel ends: by now all others have
-    if (HEADS) allow_next();
-    uint4 residual[ITEMS];
-    int positions[ITEMS], slots[ITEMS];
-#pragma unroll
-    for (int item = 0; item < ITEMS; ++item) {
-        if (!is_mine(item)) continue;
-        if (RESIDUAL) residual[item] = load_8(args.out + at(item));
-        if (HEADS) {
-            positions[item] = heads.positions[first_own + own_of(item)];
-            slots[item] = heads.slots[first_own + own_of(item)];
-        }
-    }
-    float c[TOKENS / 2];
-    for (int step = 0; step < STEPS; ++step) {
+    for (int i = 0; i < count; ++i) {
+        const int step = first + i;
         const u32 stage = step % STAGES;
         wait_barrier(full + 8 * stage, step / STAGES & 1);
         const u32 weight = ring + stage * STAGE_BYTES;
         const u64 a = matrix(weight + warp / 4 * 8192), b = matrix(weight + WEIGHT_BYTES);
         begin_products();
 #pragma unroll
-        for (int k = 0; k < BLOCK / 16; ++k) multiply(c, a + 2 * k, b + 2 * k, step + k > 0);
+        for (int k = 0; k < BLOCK / 16; ++k) multiply(c, a + 2 * k, b + 2 * k, i + k > 0);
         end_products();
         // one stage's products run while the next ones are begun
         wait_products<1>();
-        // only where it is waited for: nobody arrives at a thread block that has left
-        if (step > 0 && step - 1 + STAGES < STEPS && lane < SHARE)
-            arrive_at(empty + 8 * ((step - 1) % STAGES), first_block + lane);
+        if (i > 0) release(step - 1);
     }
     wait_products<0>();
+    release(first + count - 1);
+}
 
-    // The ring is free once all warps are done. A thread has two features of two tokens of each 8.
-    sync_with_factors();
-    float sums[OWN / 8][4];
-    if (SPLITS > 1) {
-        float4* const parts = reinterpret_cast<float4*>(shared);   // [TOKENS / 8, THREADS]
+// SPLITS: the sums of the tokens that this thread block finishes.
+__device__ __forceinline__ void add_splits(float* sums, const float (&c)[TOKENS / 2], u8* shared) {
+    const int split = blockIdx.z;
+    float4* const parts = reinterpret_cast<float4*>(shared);   // [TOKENS / 8, THREADS]
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; i += 4)
-            parts[i / 4 * THREADS + threadIdx.x] = make_float4(c[i], c[i + 1], c[i + 2], c[i + 3]);
-        sync_cluster<true>();
-        if (finishes) {
-#pragma unroll
-            for (int i = 0; i < OWN / 8; ++i) {
-                const int at = (split * (OWN / 8) + i) * THREADS + threadIdx.x;
-                float4 of[SPLITS] = {parts[at]};
-#pragma unroll
-                for (int other = 1; other < SPLITS; ++other)
-                    of[other] = load_from(ring + 16 * at, (split + other) % SPLITS * SHARE + share);
-                float (&sum)[4] = sums[i];
-                sum[0] = of[0].x, sum[1] = of[0].y, sum[2] = of[0].z, sum[3] = of[0].w;
-#pragma unroll
-                for (int other = 1; other < SPLITS; ++other) {
-                    sum[0] += of[other].x, sum[1] += of[other].y;
-                    sum[2] += of[other].z, sum[3] += of[other].w;
-                }
-            }
-        }
-        __syncwarp();
-        arrive_in_cluster<true>();   // at the end is waited until others have read
-    } else {
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) sums[i / 4][i % 4] = c[i];
-    }
-
-    float cos[HEADS ? ITEMS : 1][8], sin[HEADS ? ITEMS : 1][8];
-    if (HEADS && !is_v) {
-#pragma unroll
-        for (int item = 0; item < ITEMS; ++item) {
-            if (!is_mine(item)) continue;
-            const float* const row = heads.cos_sin + (u64)positions[item] * FEATURES + 8 * chunk;
-            load_floats(cos[item], row);
-            load_floats(sin[item], row + FEATURES / 2);
-        }
-    }
-
-    // factors, bias, gate; then to rows of bfloat16, one a token
-    u8* const finished = shared + PARTS_BYTES;   // [OWN, PITCH]
-    if (finishes) {
-        const int row = tile * OUT + (GATED ? 8 : 16) * warp + lane / 4;
-        const float bias = args.bias ? to_float(args.bias[row]) : 0;
-        const float bias_8 = args.bias ? to_float(args.bias[GATED ? args.features + row : row + 8]) : 0;
-        const u32 column = GATED ? 16 * warp : 32 * warp + lane / 8 % 2 * 16;   // in bytes
-        const u32 to = ring + PARTS_BYTES + lane % 8 * PITCH + column;
+    for (int i = 0; i < TOKENS / 2; i += 4)
+        parts[i / 4 * THREADS + threadIdx.x] = make_float4(c[i], c[i + 1], c[i + 2], c[i + 3]);
+    sync_cluster<true>();
+    if (split * OWN < TOKENS) {
 #pragma unroll
         for (int i = 0; i < OWN / 8; ++i) {
-            const float* const factor = factors + split * OWN + 8 * i + lane % 4 * 2;
-            float x[4];
+            const int at = (split * (OWN / 8) + i) * THREADS + threadIdx.x;
+            float4 of[SPLITS] = {parts[at]};
+#pragma unroll
+            for (int other = 1; other < SPLITS; ++other)
+                of[other] = load_from(shared_address(parts + at), (split + other) % SPLITS);
+            float* const sum = sums + 4 * i;
+            sum[0] = of[0].x, sum[1] = of[0].y, sum[2] = of[0].z, sum[3] = of[0].w;
+#pragma unroll
+            for (int other = 1; other < SPLITS; ++other) {
+                sum[0] += of[other].x, sum[1] += of[other].y;
+                sum[2] += of[other].z, sum[3] += of[other].w;
+            }
+        }
+    }
+    __syncwarp();
+    arrive_in_cluster<true>();   // at the end is waited until others have read
+}
+
+// EVEN: where a thread's sums are of the part that a thread block leaves: TOKENS / 8, THREADS apart.
+__device__ __forceinline__ float4* part_of(const Arguments& args, int block) {
+    return reinterpret_cast<float4*>(args.parts) + (u64)block * (FEATURES * TOKENS / 4) + threadIdx.x;
+}
+
+__device__ __forceinline__ void leave_part(const Arguments& args, const float (&c)[TOKENS / 2]) {
+    const int block = blockIdx.x * gridDim.y + blockIdx.y;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i += 4)
+        part_of(args, block)[i / 4 * THREADS] = make_float4(c[i], c[i + 1], c[i + 2], c[i + 3]);
+    sync_multipliers();
+    if (threadIdx.x == 0) announce(args.are_there + block);
+}
+
+// To what this thread block has of the tile whose steps end before `tile_end`, add what others have. Nobody
+// waits forever: there is at most one thread block a multiprocessor, so all of them run at the same time
+// (the next kernel starts when all have), and each leaves its part before it waits for one.
+__device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKENS / 2], int tile_end) {
+    for (int block = blockIdx.y + 1; first_step(args, block) < tile_end; ++block) {
+        const int other = blockIdx.x * gridDim.y + block;
+        if (threadIdx.x % 32 == 0) wait_for(args.are_there + other);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i += 4) {
+            const float4 part = __ldcg(part_of(args, other) + i / 4 * THREADS);
+            c[i] += part.x, c[i + 1] += part.y, c[i + 2] += part.z, c[i + 3] += part.w;
+        }
+        sync_multipliers();
+        if (threadIdx.x == 0) args.are_there[other] = 0;
+    }
+}
+
+// ---- finishing: a thread has 8 features, of a head 8 in each half, of ITEMS tokens of each slice
+
+struct Finisher {
+    const Arguments& args;
+    int tile, chunk, row, first_token;
+    bool finishes;
+    // read ahead
+    uint4 norm_weight[2];   // of the norm that follows; or of the head's
+    uint4 residual[ITEMS];
+    int positions[ITEMS], slots[ITEMS];
+
+    __device__ __forceinline__ Finisher(const Arguments& args)
+        : args(args), tile(0), chunk(threadIdx.x % CHUNKS), row(threadIdx.x / CHUNKS),
+          first_token(blockIdx.x * TOKENS + blockIdx.z * OWN), finishes((int)blockIdx.z * OWN < TOKENS) {}
+
+    __device__ __forceinline__ int token(int slice, int item) const {
+        return first_token + slice * SLICE + item * ROWS + row;
+    }
+    __device__ __forceinline__ bool is_mine(int slice, int item) const {
+        return finishes && item * ROWS + row < SLICE && token(slice, item) < args.num_rows;
+    }
+    __device__ __forceinline__ u64 address(int slice, int item) const {
+        return (u64)token(slice, item) * args.features + tile * OUT + 8 * chunk;
+    }
+    __device__ __forceinline__ bool is_q() const { return tile < args.heads.num_heads; }
+    __device__ __forceinline__ bool is_v() const {
+        return tile >= args.heads.num_heads + args.heads.num_kv_heads;
+    }
+    __device__ __forceinline__ const u16* of_head() const {   // the norm's weight
+        return is_v() ? nullptr : is_q() ? args.heads.q_weight : args.heads.k_weight;
+    }
+
+    __device__ __forceinline__ void read_norm() {
+        if (RESIDUAL) norm_weight[0] = load_8(args.norm_weight + tile * OUT + 8 * chunk);
+        if (HEADS && of_head()) {
+            norm_weight[0] = load_8(of_head() + 8 * chunk);
+            norm_weight[1] = load_8(of_head() + FEATURES / 2 + 8 * chunk);
+        }
+    }
+
+    __device__ __forceinline__ void read(int slice) {
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+            if (!is_mine(slice, item)) continue;
+            if (RESIDUAL) residual[item] = load_8(args.out + address(slice, item));
+            if (HEADS) {
+                positions[item] = args.heads.positions[token(slice, item)];
+                slots[item] = args.heads.slots[token(slice, item)];
+            }
+        }
+    }
+
+    // Factors, bias, gate; then to rows of bfloat16, one a token: `finished` [SLICE, PITCH].
+    __device__ __forceinline__ void transpose(
+        const float* sums, const float* factors, int slice, u8* finished) const {
+        if (!finishes) return;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int feature = tile * OUT + (GATED ? 8 : 16) * warp + lane / 4;
+        const float bias = args.bias ? to_float(args.bias[feature]) : 0;
+        const float bias_8 = args.bias ? to_float(args.bias[GATED ? args.features + feature : feature + 8]) : 0;
+        const u32 column = GATED ? 16 * warp : 32 * warp + lane / 8 % 2 * 16;   // in bytes
+        const u32 to = shared_address(finished) + lane % 8 * PITCH + column;
+#pragma unroll
+        for (int i = 0; i < SLICE / 8; ++i) {
+            const int token = slice * SLICE + 8 * i;
+            const float* const factor = factors + blockIdx.z * OWN + token + lane % 4 * 2;
+            float x[4];   // two features of two tokens
 #pragma unroll
             for (int part = 0; part < 4; ++part)
-                x[part] = sums[i][part] * factor[part % 2] + (part / 2 ? bias_8 : bias);
+                x[part] = sums[token / 2 + part] * factor[part % 2] + (part / 2 ? bias_8 : bias);
             if (GATED) {
                 const auto open = [](float gate, float value) {
                     return __fdividef(gate, 1 + __expf(-gate)) * value;
@@ -514,28 +560,38 @@ linear(const __grid_constant__ Arguments args) {
             }
         }
     }
-    sync_multipliers();
 
-    const auto result = [&](int item, int column) {   // 8 features of a token
-        return *reinterpret_cast<const uint4*>(finished + own_of(item) * PITCH + 2 * column);
-    };
-    const auto over_token = [&](float x) {   // the sum over the threads that have the same token
+    // the sum over the threads that have the same token
+    static __device__ __forceinline__ float over_token(float x) {
 #pragma unroll
         for (int lanes = 1; lanes < CHUNKS; lanes *= 2) x += __shfl_xor_sync(ALL, x, lanes);
         return x;
-    };
+    }
 
+    __device__ __forceinline__ void finish_heads(int slice, const u8* finished) const {
+        constexpr int HALF = FEATURES / 2;
+        const Heads& heads = args.heads;
+        float cos[ITEMS][8], sin[ITEMS][8];
+        if (!is_v()) {
 #pragma unroll
-    for (int item = 0; item < ITEMS; ++item) {
-        const bool mine = is_mine(item);
-        if (HEADS) {
-            constexpr int HALF = FEATURES / 2;
+            for (int item = 0; item < ITEMS; ++item) {
+                if (!is_mine(slice, item)) continue;
+                const float* const from = heads.cos_sin + (u64)positions[item] * FEATURES + 8 * chunk;
+                load_floats(cos[item], from);
+                load_floats(sin[item], from + HALF);
+            }
+        }
+        sync_multipliers();
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+            const bool mine = is_mine(slice, item);
             float low[8] = {}, high[8] = {};
             if (mine) {
-                unpack(low, result(item, 8 * chunk));
-                unpack(high, result(item, HALF + 8 * chunk));
+                const u8* const from = finished + (item * ROWS + row) * PITCH + 16 * chunk;
+                unpack(low, *reinterpret_cast<const uint4*>(from));
+                unpack(high, *reinterpret_cast<const uint4*>(from + 2 * HALF));
             }
-            if (of_head) {
+            if (of_head()) {
                 float square = 0, of_low[8], of_high[8];
 #pragma unroll
                 for (int i = 0; i < 8; ++i) square += low[i] * low[i] + high[i] * high[i];
@@ -549,7 +605,7 @@ linear(const __grid_constant__ Arguments args) {
                 }
             }
             if (!mine) continue;
-            if (!is_v) {
+            if (!is_v()) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     const float rotated = low[i] * cos[item][i] - high[i] * sin[item][i];
@@ -557,17 +613,17 @@ linear(const __grid_constant__ Arguments args) {
                     low[i] = rotated;
                 }
             }
-            if (is_q) {
-                u16* const to = args.out + at(item);
+            if (is_q()) {
+                u16* const to = args.out + address(slice, item);
                 *reinterpret_cast<uint4*>(to) = pack(low);
                 *reinterpret_cast<uint4*>(to + HALF) = pack(high);
             } else if (slots[item] >= 0) {
                 constexpr int ITEM = FP8 ? 1 : 2;
-                u8* const to = (is_v ? heads.values : heads.keys) + slots[item] / PAGE_SIZE * heads.page_stride
+                u8* const to = (is_v() ? heads.values : heads.keys) + slots[item] / PAGE_SIZE * heads.page_stride
                     + slots[item] % PAGE_SIZE * heads.slot_stride
                     + (tile - heads.num_heads) % heads.num_kv_heads * heads.head_stride + 8 * chunk * ITEM;
                 if (FP8) {
-                    const float inverse = 1 / *(is_v ? heads.v_scale : heads.k_scale);
+                    const float inverse = 1 / *(is_v() ? heads.v_scale : heads.k_scale);
 #pragma unroll
                     for (int i = 0; i < 8; ++i) low[i] *= inverse, high[i] *= inverse;
                     *reinterpret_cast<uint2*>(to) = pack_float8(low);
@@ -577,33 +633,115 @@ linear(const __grid_constant__ Arguments args) {
                     *reinterpret_cast<uint4*>(to + HALF * ITEM) = pack(high);
                 }
             }
-            continue;
         }
-        if (!RESIDUAL) {
-            if (mine) *reinterpret_cast<uint4*>(args.out + at(item)) = result(item, 8 * chunk);
-            continue;
-        }
-        float square = 0;
-        if (mine) {
-            float value[8], stream[8], of_norm[8];
-            unpack(value, result(item, 8 * chunk));
-            unpack(stream, residual[item]);
-            unpack(of_norm, norm_weight[0]);
+    }
+
+    // Add to the residual stream, and prepare the norm that follows; or just store.
+    __device__ __forceinline__ void finish_features(int slice, const u8* finished) const {
+        sync_multipliers();
 #pragma unroll
-            for (int i = 0; i < 8; ++i) value[i] += stream[i];
-            const uint4 packed = pack(value);
-            *reinterpret_cast<uint4*>(args.out + at(item)) = packed;
-            unpack(value, packed);   // as others will read it
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                square += value[i] * value[i];
-                value[i] *= of_norm[i];
+        for (int item = 0; item < ITEMS; ++item) {
+            const bool mine = is_mine(slice, item);
+            uint4 result;
+            if (mine) result = *reinterpret_cast<const uint4*>(finished + (item * ROWS + row) * PITCH + 16 * chunk);
+            if (!RESIDUAL) {
+                if (mine) *reinterpret_cast<uint4*>(args.out + address(slice, item)) = result;
+                continue;
             }
-            *reinterpret_cast<uint4*>(args.scaled + at(item)) = pack(value);
+            float square = 0;
+            if (mine) {
+                float value[8], stream[8], of_norm[8];
+                unpack(value, result);
+                unpack(stream, residual[item]);
+                unpack(of_norm, norm_weight[0]);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) value[i] += stream[i];
+                const uint4 packed = pack(value);
+                *reinterpret_cast<uint4*>(args.out + address(slice, item)) = packed;
+                unpack(value, packed);   // as others will read it
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    square += value[i] * value[i];
+                    value[i] *= of_norm[i];
+                }
+                *reinterpret_cast<uint4*>(args.scaled + address(slice, item)) = pack(value);
+            }
+            square = over_token(square);
+            if (mine && chunk == 0)
+                args.squares_out[(u64)tile * args.num_rows + token(slice, item)] = square;
         }
-        square = over_token(square);
-        if (mine && chunk == 0)
-            args.squares_out[(u64)tile * args.num_rows + first_own + own_of(item)] = square;
+    }
+};
+
+// ---- the kernel
+
+extern "C" __global__ void __launch_bounds__(THREADS + 64, PER_PROCESSOR)
+linear(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(1024) u8 shared[];
+    // the ring; then a barrier a stage that it is full, one that it is empty; then a factor a token;
+    // EVEN: then a slice of a finished tile, which else takes the place of the ring
+    const u32 ring = shared_address(shared);
+    const u32 full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+    float* const factors = reinterpret_cast<float*>(shared + STAGES * (STAGE_BYTES + 16));
+    u8* const finished = EVEN ? reinterpret_cast<u8*>(factors + TOKENS) : shared + PARTS_BYTES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Steps steps = own_steps(args);
+    if (AT_ONCE) allow_next();
+
+    if (threadIdx.x == 0) {
+        if (ring % 1024) __trap();   // the swizzle counts from there
+        for (int stage = 0; stage < STAGES; ++stage) {
+            init_barrier(full + 8 * stage, 1);
+            init_barrier(empty + 8 * stage, GROUPS * 4);
+        }
+        publish_barriers();
+    }
+    __syncthreads();
+
+    if (warp == THREADS / 32 && lane == 0) fill_ring(args, steps, ring);
+    if (warp > THREADS / 32) compute_factors(args, blockIdx.x * TOKENS, factors);
+    if (warp >= THREADS / 32) {
+        __syncwarp();
+        if (SPLITS > 1) {
+            sync_cluster<true>();
+            sync_cluster<false>();
+        }
+        return;
+    }
+
+    Finisher own(args);
+    wait_previous();
+    if (!AT_ONCE) allow_next();   // all kernels before this one have ended
+    for (int at = steps.begin; at < steps.end;) {
+        const int first = at - steps.begin, in_tile = at % TILE_STEPS;
+        const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS;
+        own.tile = at / TILE_STEPS;
+        at += count;
+        if (!EVEN) {   // else the products need the registers
+            own.read_norm();
+            own.read(0);
+        }
+        float c[TOKENS / 2];   // of each 8 tokens, two features of two
+        multiply_steps(c, ring, first, count);
+        if (first == 0) sync_with_factors();   // all have multiplied, too: without EVEN the ring is free
+        if (EVEN && in_tile > 0) {
+            leave_part(args, c);
+            continue;
+        }
+        if (EVEN && count < TILE_STEPS) add_parts(args, c, at - count + TILE_STEPS);
+        float of_splits[SPLITS > 1 ? OWN / 2 : 1];
+        if (SPLITS > 1) add_splits(of_splits, c, shared);
+        const float* const sums = SPLITS > 1 ? of_splits : c;   // [OWN / 8, 4]
+
+        if (EVEN) own.read_norm();
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) {
+            if (EVEN) own.read(slice);
+            if (slice > 0 || (EVEN && first > 0)) sync_multipliers();   // what was there has been read
+            own.transpose(sums, factors, slice, finished);
+            if (HEADS) own.finish_heads(slice, finished);
+            else own.finish_features(slice, finished);
+        }
     }
     if (SPLITS > 1) {
         __syncwarp();

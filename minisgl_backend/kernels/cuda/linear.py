@@ -1,6 +1,6 @@
 """Launches ``linear.cu``: the linear layers of a decode step on the tensor cores of Hopper.
 
-A kernel is for one shape; it takes up to ``MAX_TOKENS`` rows of bfloat16. x W^T is multiplied by a
+A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. x W^T is multiplied by a
 factor a row, which is 1 or that of RMSNorm, and a bias is added; what comes then makes the classes.
 """
 
@@ -75,23 +75,30 @@ class _Arguments(ctypes.Structure):
         ("squares_out", ctypes.c_void_p),
         ("squares", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
+        ("are_there", ctypes.c_void_p),
+        ("tiles", ctypes.c_int),
         ("square_tiles", ctypes.c_int),
         ("num_rows", ctypes.c_int),
         ("features", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("heads", _Heads),
-        ("padding", ctypes.c_uint8 * 32),  # to the alignment of the maps
+        ("padding", ctypes.c_uint8 * 8),  # to the alignment of the maps
     )
 
 
 class _Linear:
-    """The kernels of one weight's ``shape``, [height, in_features]."""
+    """The kernels of one weight's ``shape``, [height, in_features].
+
+    Launches share memory, so they must be in the order of one stream.
+    """
 
     def __init__(
         self,
         shape: Sequence[int],
         device: torch.device,
         *,
+        most_tokens: int,
         cuts: Mapping[int, Cut] | None,
         head_dim: int | None = None,
         pairs: int | None = None,
@@ -107,7 +114,9 @@ class _Linear:
         self._pairs = pairs
         if cuts is None:
             cuts = {
-                batch: cut_of(batch, height, in_features, head_dim=head_dim) for batch in BATCHES
+                batch: cut_of(batch, height, in_features, head_dim=head_dim)
+                for batch in BATCHES
+                if batch <= most_tokens
             }
 
         def compiled(cut: Cut) -> tuple[Cut, CudaKernel]:
@@ -116,6 +125,14 @@ class _Linear:
         with ThreadPoolExecutor() as pool:
             kernels = list(pool.map(compiled, cuts.values()))
         self._kernels = dict(zip(cuts, kernels, strict=True))
+        self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        even = [cut for cut in cuts.values() if cut.even]
+        # a thread block without a step would leave nothing, and another one would wait for it
+        num_steps = (height // cut.features * (in_features // BLOCK) for cut in even)
+        assert all(steps >= self._num_processors for steps in num_steps)
+        elements = max((cut.features * cut.tokens for cut in even), default=0)
+        self._parts = torch.empty((self._num_processors, elements), device=device)
+        self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
         self._maps: dict[tuple[int, int], _Map] = {}
 
     def _kernel_for(self, num_rows: int) -> tuple[Cut, CudaKernel]:
@@ -126,20 +143,27 @@ class _Linear:
     ) -> None:
         x, squares = rows.x, rows.squares
         num_rows = len(x)
-        assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= MAX_TOKENS
+        assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels)
         cut, kernel = self._kernel_for(num_rows)
+        tiles = self._height // cut.features
         arguments = _Arguments(
             weight=self._weight_map(weight, cut.features),
-            x=_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens // cut.share)),
+            x=_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens)),
             squares=address(squares),
             square_tiles=0 if squares is None else len(squares),
             num_rows=num_rows,
             bias=address(bias),
+            parts=address(self._parts),
+            are_there=address(self._are_there),
+            tiles=tiles,
             eps=rows.eps,
             **values,
         )
-        grid = (self._height // cut.features, -(-num_rows // cut.tokens), cut.splits)
-        cluster = (cut.share, 1, cut.splits)
+        token_tiles = -(-num_rows // cut.tokens)
+        # thread blocks with even parts wait for each other: no more than can run at the same time
+        blocks = self._num_processors // token_tiles if cut.even else tiles
+        grid = token_tiles, blocks, cut.splits
+        cluster = 1, 1, cut.splits
         kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
 
     def _weight_map(self, weight: Tensor, features: int) -> _Map:
@@ -165,12 +189,15 @@ class LinearKernel(_Linear):
         device: torch.device,
         *,
         gated: bool = False,
+        most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
     ) -> None:
         """``shape`` is the weight's."""
         self._out_features = shape[0] // 2 if gated else shape[0]
         pairs = self._out_features if gated else None
-        super().__init__(shape, device, cuts=cuts, pairs=pairs, GATED=gated)
+        super().__init__(
+            shape, device, most_tokens=most_tokens, cuts=cuts, pairs=pairs, GATED=gated
+        )
 
     def __call__(
         self, rows: Normalized, weight: Tensor, *, bias: Tensor | None = None, pdl: bool = False
@@ -189,9 +216,10 @@ class ResidualKernel(_Linear):
         shape: Sequence[int],
         device: torch.device,
         *,
+        most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
     ) -> None:
-        super().__init__(shape, device, cuts=cuts, RESIDUAL=True)
+        super().__init__(shape, device, most_tokens=most_tokens, cuts=cuts, RESIDUAL=True)
 
     def __call__(
         self,
@@ -236,12 +264,15 @@ class HeadsKernel(_Linear):
         *,
         page_size: int,
         fp8: bool,
+        most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
     ) -> None:
         """``fp8``: the pages' type is float8_e4m3fn."""
         shape = (num_heads + 2 * num_kv_heads) * head_dim, in_features
         constants = {"HEADS": 1, "PAGE_SIZE": page_size, "FP8": fp8}
-        super().__init__(shape, device, cuts=cuts, head_dim=head_dim, **constants)
+        super().__init__(
+            shape, device, most_tokens=most_tokens, cuts=cuts, head_dim=head_dim, **constants
+        )
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
 
     def __call__(
@@ -302,8 +333,9 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         "FEATURES": cut.features,
         "TOKENS": cut.tokens,
         "STAGES": cut.stages,
-        "SHARE": cut.share,
         "SPLITS": cut.splits,
+        "EVEN": cut.even,
+        "SHARED_BYTES": cut.shared_bytes,
         "PER_PROCESSOR": 2 if 2 * (cut.shared_bytes + _RESERVED_BYTES) <= memory else 1,
     }
     module = CudaModule("linear.cu", constants, device)

@@ -74,8 +74,7 @@ class JournaledScheduler:
     def _note(self, what: What, request_ids: Iterable[int]) -> None:
         now_s = time.monotonic()
         stats = self._scheduler.stats()
-        used = stats.total_pages - stats.free_pages - stats.evictable_pages
-        entry = Entry(now_s, what, list(request_ids), stats.num_running, used)
+        entry = Entry(now_s, what, list(request_ids), stats.num_running, stats.used_pages)
         # opened for each line: nobody tells a planner that it is over
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(entry)) + "\n")

@@ -54,6 +54,10 @@ class Cut:
     splits: int = 1
     even: bool = False
 
+    def num_steps(self, height: int, in_features: int) -> int:
+        """Over ``BLOCK`` in_features each, of all tiles of a weight [height, in_features]."""
+        return height // self.features * (in_features // BLOCK)
+
     @property
     def stage_bytes(self) -> int:
         return 2 * BLOCK * (self.features + self.tokens)
@@ -99,37 +103,31 @@ def cut_of(batch: int, height: int, in_features: int, *, head_dim: int | None = 
     tokens = min(batch, 64)
     while 64 <= tokens < 128 and height // features * -(-batch // tokens) > _MOST_BLOCKS:
         tokens += 32
-    blocks = height // features * -(-batch // tokens)
-    splits = _splits(blocks, tokens, in_features, _FEW_BLOCKS)
-    return _with_ring(Cut(features, tokens, stages=1, splits=splits), in_features)
+    return _whole_or_split(batch, height, in_features, Cut(features, tokens, stages=1), _FEW_BLOCKS)
 
 
 def _cut_of_large(batch: int, height: int, in_features: int, features: int) -> Cut:
-    steps = height // features * (in_features // BLOCK)
-    if steps >= _LEAST_EVEN * _MOST_BLOCKS:
-        cut = Cut(features, min(batch, _MOST_TOKENS_OF_LARGE), stages=1, even=True)
-        free = _SHARED_BYTES - cut.shared_bytes
-        return replace(cut, stages=min(1 + free // (cut.stage_bytes + 16), _MOST_STAGES))
-    tokens = min(batch, 128)
-    blocks = height // features * -(-batch // tokens)
-    splits = _splits(blocks, tokens, in_features, _MOST_BLOCKS)
-    return _with_ring(Cut(features, tokens, stages=1, splits=splits), in_features)
+    even = Cut(features, min(batch, _MOST_TOKENS_OF_LARGE), stages=1, even=True)
+    if even.num_steps(height, in_features) >= _LEAST_EVEN * _MOST_BLOCKS:
+        free = _SHARED_BYTES - even.shared_bytes
+        return replace(even, stages=min(1 + free // (even.stage_bytes + 16), _MOST_STAGES))
+    tile = Cut(features, min(batch, 128), stages=1)
+    return _whole_or_split(batch, height, in_features, tile, _MOST_BLOCKS)
 
 
-def _splits(blocks: int, tokens: int, in_features: int, most_blocks: int) -> int:
+def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_blocks: int) -> Cut:
+    """``tile`` with the splits that make up to ``most_blocks`` of few tiles, and its stages."""
+    blocks = height // tile.features * -(-batch // tile.tokens)
     splits = 1
     while (
         2 * splits * blocks <= most_blocks
         and splits < _MOST_SPLITS
         and in_features % (2 * splits * BLOCK) == 0
-        and max(tokens // (2 * splits), 8) % 8 == 0  # each finishes tokens by 8
+        and max(tile.tokens // (2 * splits), 8) % 8 == 0  # each finishes tokens by 8
     ):
         splits *= 2
-    return splits
-
-
-def _with_ring(cut: Cut, in_features: int) -> Cut:
-    steps = in_features // cut.splits // BLOCK
+    cut = replace(tile, splits=splits)
+    steps = in_features // splits // BLOCK
     stages = min(steps, _RING_BYTES // cut.stage_bytes, _MOST_STAGES)
     return replace(cut, stages=max(stages, -(-cut.finished_bytes // cut.stage_bytes)))
 

@@ -79,9 +79,9 @@ class FusedDecoder:
         embed = self._model.model.embed_tokens
         x = embedding(tokens, embed.weight, start=embed.start)
         x = self._group.all_reduce(x)
-        if self._on_tensor_cores(len(tokens)) and positions.dtype == torch.int32:
-            assert self._tensor_core is not None
-            return self._tensor_core.hidden(x, positions, slots, self._each_layer(), attend)
+        tensor_core = self._tensor_core_for(len(tokens))
+        if tensor_core is not None and positions.dtype == torch.int32:
+            return tensor_core.hidden(x, positions, slots, self._each_layer(), attend)
         step = _Step(positions, slots, attend, pdl=self._gains_early(len(tokens)))
         if self._is_small(len(tokens)):
             for index, layer in self._each_layer():
@@ -101,7 +101,7 @@ class FusedDecoder:
 
     def launches_early(self, num_tokens: int) -> bool:
         """Whether attention of a captured step may start before its predecessor ends, and does."""
-        if self._on_tensor_cores(num_tokens):
+        if self._tensor_core_for(num_tokens) is not None:
             return self._group.size == 1 or self._sums_are_fused(num_tokens)
         return self._gains_early(num_tokens)
 
@@ -129,8 +129,9 @@ class FusedDecoder:
             return torch.mm(normalized, weight.t(), out=out)
         return self._head.gather(F.linear(normalized, weight), out)
 
-    def _on_tensor_cores(self, num_tokens: int) -> bool:
-        return self._tensor_core is not None and num_tokens <= self._tensor_core.most_tokens
+    def _tensor_core_for(self, num_tokens: int) -> TensorCoreLayers | None:
+        layers = self._tensor_core
+        return layers if layers is not None and num_tokens <= layers.most_tokens else None
 
     def _is_small(self, num_tokens: int) -> bool:
         return num_tokens <= MAX_BATCH_SIZE and not self._sums_are_fused(num_tokens)

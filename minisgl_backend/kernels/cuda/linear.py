@@ -17,6 +17,7 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address, checked
+from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, MAX_TOKENS, Cut, cut_of
 
 _ITEM: Final = 2
@@ -125,11 +126,10 @@ class _Linear:
         with ThreadPoolExecutor() as pool:
             kernels = list(pool.map(compiled, cuts.values()))
         self._kernels = dict(zip(cuts, kernels, strict=True))
-        self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._num_processors = num_processors(device)
         even = [cut for cut in cuts.values() if cut.even]
         # a thread block without a step would leave nothing, and another one would wait for it
-        num_steps = (height // cut.features * (in_features // BLOCK) for cut in even)
-        assert all(steps >= self._num_processors for steps in num_steps)
+        assert all(cut.num_steps(height, in_features) >= self._num_processors for cut in even)
         elements = max((cut.features * cut.tokens for cut in even), default=0)
         self._parts = torch.empty((self._num_processors, elements), device=device)
         self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)

@@ -268,12 +268,10 @@ async def test_concurrent_streams_with_emoji_and_cjk(server: TritonServer) -> No
 def test_metrics_tell_what_happened(server: TritonServer) -> None:
     before = Metrics(server)
     generate(server, messages=QUESTION, **GREEDY)
+    told_last = ("vllm:e2e_request_latency_seconds_count", "minisgl:step_seconds_count")
     wait_for(
-        lambda: (
-            Metrics(server)["vllm:e2e_request_latency_seconds_count"]
-            > before["vllm:e2e_request_latency_seconds_count"]
-        ),
-        "a request in the metrics",
+        lambda: all(Metrics(server)[name] > before[name] for name in told_last),
+        "a request and its steps in the metrics",
     )
     after = Metrics(server)
     for name in (

@@ -10,9 +10,6 @@ import functools
 import json
 import logging
 import os
-import select
-import signal
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -29,6 +26,7 @@ from minisgl_backend.shared_names import (
     OPTIONS_MODEL,
     RUNTIME_DIRECTORY_VARIABLE,
 )
+from minisgl_backend.tritonserver.parent import ending_with, tritonserver_pid
 
 logger = logging.getLogger(__name__)
 
@@ -99,32 +97,20 @@ def _options(parameters: Mapping[str, str]) -> EngineOptions:
 def loading(initialize: _Method) -> _Method:
     """Decorate ``initialize``: what all models do when they are loaded.
 
-    The process will end with its parent, logs go to Triton, and a failure is one line that says its
+    The process ends with tritonserver, logs go to Triton, and a failure is one line that says its
     cause.
     """
 
     @functools.wraps(initialize)
     def wrapped(self: Any, args: Mapping[str, str]) -> None:
-        end_with_parent()
-        send_logs_to_triton()
-        try:
-            initialize(self, args)
-        except MiniSGLError as error:
-            raise pb_utils.TritonModelException(str(error)) from None
+        with ending_with(tritonserver_pid()):
+            send_logs_to_triton()
+            try:
+                initialize(self, args)
+            except MiniSGLError as error:
+                raise pb_utils.TritonModelException(str(error)) from None
 
     return wrapped  # type: ignore[return-value]
-
-
-def end_with_parent() -> None:
-    """End this process at once when tritonserver dies; the backend's stub would wait for ever."""
-    # not by PR_SET_PDEATHSIG: that follows the thread of tritonserver that loaded the model
-    parent = os.pidfd_open(os.getppid())
-
-    def wait() -> None:
-        select.select([parent], [], [])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def send_logs_to_triton() -> None:

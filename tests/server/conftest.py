@@ -36,10 +36,11 @@ def running(
     options: Mapping[str, str] | None = None,
     exit_timeout_s: int = 30,
     exit_code: int | None = 0,
+    is_ready: bool = True,
 ) -> Iterator[TritonServer]:
     """A server that is ready; when the block is left, it must end cleanly and leave nothing.
 
-    An ``exit_code`` of None stands for any.
+    An ``exit_code`` of None stands for any; without ``is_ready`` the server has just been started.
     """
     server = TritonServer(
         find_installation(),
@@ -48,7 +49,8 @@ def running(
         ServerOptions(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=exit_timeout_s),
     )
     try:
-        server.wait_ready(120)
+        if is_ready:
+            server.wait_ready(120)
         yield server
     finally:
         code = server.stop()

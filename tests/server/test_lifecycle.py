@@ -15,7 +15,7 @@ import pytest
 
 from minisgl_backend.server.process import TritonServer
 from tests.server.client import Call, Metrics, Refused, generate, post, wait_for
-from tests.server.conftest import paced_repository, running
+from tests.server.conftest import paced_repository, repository_with, running
 
 ENDLESS: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 4000, "stream": True}
 SHORT: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 20, "stream": True}
@@ -23,6 +23,19 @@ MODELS = ("minisgl", "minisgl_batched", "llm_engine")
 
 
 BRIEF = {"drain_timeout_s": "2"}
+STUCK = """\
+import ctypes
+from pathlib import Path
+
+from minisgl_backend.tritonserver.setup import loading
+
+
+class TritonPythonModel:
+    @loading
+    def initialize(self, args):
+        Path("{sign}").touch()
+        ctypes.PyDLL(None).pause()  # and keeps the interpreter's lock
+"""
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +195,17 @@ def test_kill_of_the_server_leaves_no_process(tmp_path: Path) -> None:
             wait_for(
                 lambda: not any(is_alive(pid) for pid in pids), "the end of the models' processes"
             )
+
+
+def test_kill_of_the_server_ends_a_model_that_is_stuck_while_it_is_loaded(tmp_path: Path) -> None:
+    """As it is where tritonserver owes it an answer: none of its Python threads can run."""
+    sign = tmp_path / "stuck"
+    repository = repository_with(tmp_path, STUCK.format(sign=sign))
+    with running(repository, exit_code=None, is_ready=False) as server:
+        wait_for(sign.exists, "the model's process")
+        (pid,) = stubs(server, "llm_engine")
+        server.signal(signal.SIGKILL)
+        wait_for(lambda: not is_alive(pid), "the end of the model's process")
 
 
 def is_alive(pid: int) -> bool:

@@ -1,0 +1,78 @@
+"""Ends a model's process with tritonserver, whatever its interpreter is at.
+
+The backend's stub often holds the interpreter's lock while it waits for an answer of tritonserver,
+such as to a new metric, or to what ``execute`` has done. If tritonserver dies then, no Python
+thread of the process ever runs again, and the watch that the stub itself keeps hangs, too. So the
+kernel has to kill the process: PR_SET_PDEATHSIG.
+
+To the kernel, the parent of a process is the thread that started it, and after the end of that one
+the main thread. The thread of tritonserver that starts a stub waits until ``initialize`` has
+returned, and ends soon after. So the signal is asked for while the model is loaded, taken back, and
+asked for again as soon as the main thread is the parent. Until then a thread looks whether the
+parent has changed: for ever where /proc does not tell, or tritonserver keeps the first thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_LOOK_EVERY_S: Final = 0.05
+_STUB: Final = "triton_python_backend_stub"
+_PARENT_ARGUMENT: Final = 5
+"""Which argument of the stub names the process that started it."""
+
+
+def tritonserver_pid() -> int:
+    """The process that started this one, even if it is gone by now and another is the parent."""
+    words = Path("/proc/self/cmdline").read_text("utf-8", "replace").split("\0")
+    return int(words[_PARENT_ARGUMENT]) if Path(words[0]).name == _STUB else os.getppid()
+
+
+@contextlib.contextmanager
+def ending_with(parent: int) -> Iterator[None]:
+    """Load a model: from the block's begin on, this process is killed when its ``parent`` ends.
+
+    The thread of ``parent`` that started this process must stay until the block is left.
+    """
+    _signal_at_end_of_parent(signal.SIGKILL)
+    _end_without(parent)
+    try:
+        yield
+    finally:
+        _signal_at_end_of_parent(0)
+        threading.Thread(target=_follow, args=(parent,), name="parent", daemon=True).start()
+
+
+def _follow(parent: int) -> None:
+    while not _is_child_of_main_thread(parent):
+        _end_without(parent)
+        time.sleep(_LOOK_EVERY_S)
+    _signal_at_end_of_parent(signal.SIGKILL)
+    _end_without(parent)
+    threading.Event().wait()  # the kernel forgets what a thread asked for when that thread ends
+
+
+def _is_child_of_main_thread(parent: int) -> bool:
+    try:
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text("ascii")
+    except OSError:
+        return False
+    return str(os.getpid()) in children.split()
+
+
+def _signal_at_end_of_parent(number: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _end_without(parent: int) -> None:
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

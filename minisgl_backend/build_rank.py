@@ -18,6 +18,7 @@ from minisgl_backend.attention.paged import AttentionSetting
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.chunk_graphs import token_counts
 from minisgl_backend.execution.cuda_executor import CudaExecutor
 from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.execution.graphs import batch_sizes
@@ -33,6 +34,12 @@ logger = logging.getLogger(__name__)
 
 _LARGE_MEMORY: Final = 80 * 2**30
 """Bytes. On GPUs with more, decode steps of up to 256 rows are captured, on others up to 160."""
+
+
+_CAPTURED_TOKENS: Final = 1024
+_CAPTURED_PRODUCTS: Final = 4 * 10**12
+"""Steps with prompts are captured up to so many tokens, or up to where tokens times weights are so
+many products: a GPU then takes longer than a host needs to launch all kernels (some 20 ms)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,6 +155,11 @@ def _cuda_executor(
             )
         logger.warning("attention_backend %s runs without CUDA graphs", attention.name)
         most = 0
+    if options.cuda_graph_max_tokens and not (most and attention.captures_chunks):
+        raise ConfigError(
+            f"cuda_graph_max_tokens: steps with prompts cannot be captured with attention_backend "
+            f"{attention.name}" + ("" if most else " and without CUDA graphs")
+        )
     executor = CudaExecutor(
         model,
         storage=storage,
@@ -157,9 +169,21 @@ def _cuda_executor(
         max_sequence_length=facts.context,
         max_prefill_tokens=options.max_prefill_tokens,
         graph_sizes=batch_sizes(most, options.cuda_graph_batch_sizes),
+        chunk_graph_sizes=_chunk_sizes(facts, model) if most and attention.captures_chunks else [],
         fused_experts=options.moe_backend != "torch",
     )
     return executor, attention.name
+
+
+def _chunk_sizes(facts: Resolved, model: Decoder) -> list[int]:
+    """The numbers of tokens for which the layers of steps with prompts are captured."""
+    options = facts.options
+    whole_step = options.max_prefill_tokens + options.max_running_requests
+    most = options.cuda_graph_max_tokens
+    if most is None:
+        num_elements = sum(weight.numel() for weight in model.model.layers.parameters())
+        most = max(_CAPTURED_TOKENS, _CAPTURED_PRODUCTS // num_elements)
+    return token_counts(whole_step, most)
 
 
 def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:

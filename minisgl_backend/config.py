@@ -104,6 +104,9 @@ class EngineOptions:
         None, "largest batch that is captured; 0 turns CUDA graphs off", minimum=0, maximum=4096
     )
     cuda_graph_batch_sizes: str | None = option(None, "batch sizes to capture, as 1,2,4")
+    cuda_graph_max_tokens: int | None = option(
+        None, "most tokens of a step with prompts that is captured; 0 captures none", minimum=0
+    )
     tensor_parallel_size: int = option(
         1, "ranks of the engine, each on a GPU of its own, or all on a CPU", minimum=1
     )

@@ -25,6 +25,7 @@ from minisgl_backend.attention.paged import (
     DecodeAttention,
     PagedAttention,
     PrefillAttention,
+    ScheduledDecode,
 )
 from minisgl_backend.attention.paged_sdpa import PagedSdpa
 from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
@@ -61,7 +62,11 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     prefill = _made(_PREFILL[prefill_name], prefill_name, setting)
     decode = _made(_DECODE[decode_name], decode_name, setting)
     name = prefill_name if prefill_name == decode_name else f"{prefill_name},{decode_name}"
-    return PagedAttention(name, prefill, decode, can_capture=decode_name != "sdpa")
+    can_capture = decode_name != "sdpa"
+    reads_all_on_gpu = prefill_name in ("fa", "triton") and not isinstance(decode, ScheduledDecode)
+    return PagedAttention(
+        name, prefill, decode, can_capture, captures_chunks=can_capture and reads_all_on_gpu
+    )
 
 
 def _auto(setting: AttentionSetting) -> tuple[str, str]:

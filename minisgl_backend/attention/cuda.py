@@ -48,9 +48,9 @@ class CudaDecode:
         }
         return _Call(rows, runs)
 
-    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> Tensor:
+    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> None:
         rows, window = metadata.rows, self._shape.windows[layer]
-        return self._kernel(
+        self._kernel(
             q,
             kv.keys,
             kv.values,
@@ -62,5 +62,6 @@ class CudaDecode:
             window=window,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            out=out,
             pdl=rows.pdl,
         )

@@ -56,15 +56,15 @@ class FlashAttention:
             )
         return _Call(table, rows.lengths, None, 1, schedule)
 
-    def prefill(self, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> Tensor:
-        return self._attend(q, kv, layer, metadata)
+    def prefill(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> None:
+        self._attend(out, q, kv, layer, metadata)
 
-    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> Tensor:
-        return self._attend(q.unsqueeze(1), kv, layer, metadata).squeeze(1)
+    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> None:
+        self._attend(out.unsqueeze(1), q.unsqueeze(1), kv, layer, metadata)
 
-    def _attend(self, q: Tensor, kv: PagedKV, layer: int, call: _Call) -> Tensor:
+    def _attend(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, call: _Call) -> None:
         window = self._shape.windows[layer]
-        out: Tensor = self._library.flash_attn_with_kvcache(
+        self._library.flash_attn_with_kvcache(
             q,
             kv.keys,
             kv.values,
@@ -76,5 +76,5 @@ class FlashAttention:
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
             scheduler_metadata=call.schedule,
+            out=out,
         )
-        return out

@@ -43,10 +43,11 @@ Wrapper: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedStep:
-    """The wrapper of each window, ready for the step's layers."""
+    """The wrapper of each window, ready for the step's layers; chunks begin at ``first_token``."""
 
     wrappers: dict[int | None, Wrapper]
     pdl: bool = False
+    first_token: int = 0
 
 
 def why_no_kernels() -> str | None:
@@ -75,9 +76,11 @@ class FlashInferPrefill:
         self._copied = torch.cuda.Event()
 
     def plan_chunks(self, chunks: Chunks) -> PlannedStep:
-        setting = self._setting
+        assert chunks.host_offsets is not None  # such steps are not captured
+        assert chunks.host_ends is not None
+        setting, first_token = self._setting, int(chunks.host_offsets[0])
         table = chunks.page_table.index_select(0, chunks.rows)
-        offsets = _to_host(chunks.host_offsets, setting)
+        offsets = _to_host(chunks.host_offsets - chunks.host_offsets[0], setting)
         pages = _PageLists.of(chunks.host_ends, table, setting)
         self._copied.synchronize()
         for window, wrapper in self._wrappers.items():
@@ -91,12 +94,14 @@ class FlashInferPrefill:
                 **_options(setting, window),
             )
         self._copied.record()
-        return PlannedStep(self._wrappers)
+        return PlannedStep(self._wrappers, first_token=first_token)
 
-    def prefill(self, q: Tensor, kv: PagedKV, layer: int, metadata: PlannedStep) -> Tensor:
+    def prefill(
+        self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: PlannedStep
+    ) -> None:
         wrapper = metadata.wrappers[self._setting.shape.windows[layer]]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        return _run(wrapper, q, kv, out=out, enable_pdl=False)
+        first = metadata.first_token
+        _run(wrapper, out[first:], q[first:], kv, enable_pdl=False)
 
 
 class FlashInferDecode:
@@ -157,9 +162,11 @@ class FlashInferDecode:
         torch.sub(rows.lengths, self._positions_before_last, out=last_lengths)
         return PlannedStep(self._captured[size], rows.pdl)
 
-    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: PlannedStep) -> Tensor:
+    def decode(
+        self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: PlannedStep
+    ) -> None:
         wrapper = metadata.wrappers[self._setting.shape.windows[layer]]
-        return _run(wrapper, q, kv, enable_pdl=metadata.pdl)
+        _run(wrapper, out, q, kv, enable_pdl=metadata.pdl)
 
     def _plan_eagerly(self, rows: DecodeRows, lengths: IntArray) -> PlannedStep:
         setting = self._setting
@@ -265,11 +272,10 @@ def _options(setting: AttentionSetting, window: int | None) -> dict[str, Any]:
     }
 
 
-def _run(wrapper: Wrapper, q: Tensor, kv: PagedKV, **options: Any) -> Tensor:
+def _run(wrapper: Wrapper, out: Tensor, q: Tensor, kv: PagedKV, **options: Any) -> None:
     scale = kv.scale
     pages = (kv.keys, kv.values)
-    out: Tensor = wrapper.run(q, pages, k_scale=scale.k, v_scale=scale.v, **options)
-    return out
+    wrapper.run(q, pages, out=out, k_scale=scale.k, v_scale=scale.v, **options)
 
 
 def _workspace(setting: AttentionSetting) -> Tensor:

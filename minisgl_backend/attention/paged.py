@@ -70,18 +70,20 @@ class Chunks:
     """Prompt chunks of a step, one after another in the flat batch; int32 on the device.
 
     ``rows`` [num_chunks] of ``page_table`` [num_rows, max_pages]; ``offsets`` [num_chunks + 1] into
-    the tokens; ``ends`` [num_chunks]: positions of the row up to the chunk's last, included. On the
-    host are known: ``host_offsets`` and ``host_ends``, the largest length and the largest end.
+    the tokens, of which the first may belong to nobody; ``ends`` [num_chunks]: positions of the row
+    up to the chunk's last, included. On the host are known: the largest length, the largest end,
+    and ``host_offsets`` and ``host_ends``, which are the same as on the device. In a step to be
+    captured these two are None, the others the most that there can be, and chunks may be empty.
     """
 
     rows: Tensor
     offsets: Tensor
     ends: Tensor
     page_table: Tensor
-    host_offsets: IntArray
-    host_ends: IntArray
     max_length: int
     max_end: int
+    host_offsets: IntArray | None = None
+    host_ends: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,8 +108,11 @@ class PrefillAttention(Protocol):
     def plan_chunks(self, chunks: Chunks) -> Metadata:
         """What all layers of the step share; called once a step."""
 
-    def prefill(self, q: Tensor, kv: PagedKV, layer: int, metadata: Metadata) -> Tensor:
-        """[num_tokens, num_heads, head_dim] -> the same; heads of ``q`` may be strided by token."""
+    def prefill(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: Metadata) -> None:
+        """Fill the chunks' tokens of ``out``, [num_tokens, num_heads, head_dim] as ``q`` is.
+
+        Heads of ``q`` may be strided by token.
+        """
 
 
 class DecodeAttention(Protocol):
@@ -116,8 +121,11 @@ class DecodeAttention(Protocol):
     def plan_rows(self, rows: DecodeRows) -> Metadata:
         """What all layers of the step share; called once a step, inside the graph."""
 
-    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: Metadata) -> Tensor:
-        """[batch_size, num_heads, head_dim] -> the same; heads of ``q`` may be strided by row."""
+    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: Metadata) -> None:
+        """Fill ``out``, [batch_size, num_heads, head_dim] as ``q`` is.
+
+        Heads of ``q`` may be strided by row.
+        """
 
 
 @runtime_checkable
@@ -136,10 +144,12 @@ class ScheduledDecode(DecodeAttention, Protocol):
 class PagedAttention:
     """A backend: ``name`` is the option that chooses it.
 
-    ``can_capture``: whether a decode step can be captured in a CUDA graph.
+    ``can_capture``: whether a decode step can be captured in a CUDA graph; ``captures_chunks``:
+    whether a step with prompt chunks can be, too.
     """
 
     name: str
     prefill: PrefillAttention
     decode: DecodeAttention
     can_capture: bool = True
+    captures_chunks: bool = True

@@ -38,22 +38,27 @@ class PagedSdpa:
         self._shape = shape
 
     def plan_chunks(self, chunks: Chunks) -> _Sequences:
+        assert chunks.host_offsets is not None  # its steps are not captured
+        assert chunks.host_ends is not None
         table = chunks.page_table.index_select(0, chunks.rows)
         return _Sequences(table, chunks.host_offsets.tolist(), chunks.host_ends.tolist())
 
     def plan_rows(self, rows: DecodeRows) -> _Sequences:
-        assert rows.host_lengths is not None  # its steps are not captured
+        assert rows.host_lengths is not None
         table = rows.page_table.index_select(0, rows.rows)
         return _Sequences(table, list(range(len(table) + 1)), rows.host_lengths.tolist())
 
-    def prefill(self, q: Tensor, kv: PagedKV, layer: int, metadata: _Sequences) -> Tensor:
-        return self._attend(q, kv, layer, metadata)
+    def prefill(
+        self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Sequences
+    ) -> None:
+        self._attend(out, q, kv, layer, metadata)
 
-    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: _Sequences) -> Tensor:
-        return self._attend(q, kv, layer, metadata)
+    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Sequences) -> None:
+        self._attend(out, q, kv, layer, metadata)
 
-    def _attend(self, q: Tensor, kv: PagedKV, layer: int, sequences: _Sequences) -> Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    def _attend(
+        self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, sequences: _Sequences
+    ) -> None:
         runs = zip(sequences.page_table, pairwise(sequences.offsets), sequences.ends, strict=True)
         for pages, (first, last), end in runs:
             keys = _gather(kv.keys, pages, end, q.dtype, kv.k_scale)
@@ -69,7 +74,6 @@ class PagedSdpa:
                     scale=self._shape.scale,
                     enable_gqa=True,
                 ).transpose(0, 1)
-        return out
 
     def _seen(self, begin: int, stop: int, end: int, layer: int, device: torch.device) -> Tensor:
         """Which of ``end`` positions those from ``begin`` to ``stop`` see, bool[queries, end]."""

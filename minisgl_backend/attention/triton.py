@@ -20,8 +20,8 @@ class TritonPrefill:
     def plan_chunks(self, chunks: Chunks) -> Chunks:
         return chunks
 
-    def prefill(self, q: Tensor, kv: PagedKV, layer: int, metadata: Chunks) -> Tensor:
-        return prefill_attention(
+    def prefill(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: Chunks) -> None:
+        prefill_attention(
             q,
             kv.keys,
             kv.values,
@@ -34,6 +34,7 @@ class TritonPrefill:
             window=self._shape.windows[layer],
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            out=out,
         )
 
 
@@ -47,8 +48,8 @@ class TritonDecode:
     def plan_rows(self, rows: DecodeRows) -> DecodeRows:
         return rows
 
-    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: DecodeRows) -> Tensor:
-        return decode_attention(
+    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: DecodeRows) -> None:
+        decode_attention(
             q,
             kv.keys,
             kv.values,
@@ -60,5 +61,6 @@ class TritonDecode:
             window=self._shape.windows[layer],
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            out=out,
             pdl=metadata.pdl,
         )

@@ -45,9 +45,9 @@ class TrtllmDecode:
         table = rows.page_table.index_select(0, rows.rows)
         return _Call(table, rows.lengths, rows.pdl)
 
-    def decode(self, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> Tensor:
+    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> None:
         window = self._setting.shape.windows[layer]
-        out: Tensor = self._library.decode.trtllm_batch_decode_with_kv_cache(
+        self._library.decode.trtllm_batch_decode_with_kv_cache(
             q.contiguous(),
             (kv.keys, kv.values),
             self._workspace,
@@ -57,7 +57,7 @@ class TrtllmDecode:
             bmm1_scale=self._setting.shape.scale * kv.scale.k,
             bmm2_scale=kv.scale.v,
             window_left=-1 if window is None else window - 1,
+            out=out,
             kv_layout="NHD",
             enable_pdl=metadata.pdl,
         )
-        return out

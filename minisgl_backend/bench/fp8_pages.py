@@ -92,7 +92,9 @@ def logits_of(model: Decoder, pages: list[PagedKV], ids: Tensor) -> Tensor:
     )
 
     def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
-        return attention.prefill(q, kv, layer, chunks)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        attention.prefill(out, q, kv, layer, chunks)
+        return out
 
     decoder = FusedDecoder(model, pages)
     return decoder.logits(decoder.hidden(ids, positions, positions, attend))

@@ -24,7 +24,7 @@ class StepIndices:
     the keys and values of the tokens go. ``fresh_pages``, int64, are the pages whose first position
     is written in this step.
 
-    A run is what a step computes of one row: a chunk of its prompt, or one decoded token. For the
+    A run is what a step computes of one row: one decoded token, or a chunk of its prompt. For the
     runs there are, all int64[num_runs], their ``rows``, their first positions ``starts``, their
     ``lengths``, and ``offsets``, the flat indices of their first tokens.
     """
@@ -43,13 +43,13 @@ class StepIndices:
         flat = FlatBatch.of(plan)
         slots, fresh_pages = page_table.locate(flat.rows, flat.positions)
         ones = np.ones(len(plan.decode_rows), dtype=int)
-        lengths = np.concatenate([plan.prefill_lengths, ones])
+        lengths = np.concatenate([ones, plan.prefill_lengths])
         return cls(
             flat=flat,
             slots=slots,
             fresh_pages=fresh_pages,
-            rows=np.concatenate([plan.prefill_rows, plan.decode_rows], dtype=int),
-            starts=np.concatenate([plan.prefill_starts, plan.decode_positions], dtype=int),
+            rows=np.concatenate([plan.decode_rows, plan.prefill_rows], dtype=int),
+            starts=np.concatenate([plan.decode_positions, plan.prefill_starts], dtype=int),
             lengths=lengths,
             offsets=np.cumsum(lengths) - lengths,
         )

@@ -1,4 +1,4 @@
-"""Runs plans on a GPU: decode steps as CUDA graphs, all others by launching kernels one by one.
+"""Runs plans on a GPU: decode steps as CUDA graphs, and the layers of others, too, up to a size.
 
 What outlives a step is on the GPU, by row or page (``rows``), so a step is enqueued without knowing
 what the one before it sampled. Everything runs in the order of one stream.
@@ -30,6 +30,7 @@ from minisgl_backend.attention.paged import (
 )
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.chunk_graphs import LAST_TOKEN, ChunkGraphs, ChunkInbox
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.graphs import DecodeGraphs, StepOutput
 from minisgl_backend.execution.logprobs import RawLogprobs
@@ -50,8 +51,9 @@ class CudaExecutor:
     """A model, its pages and its rows on one GPU.
 
     Rows are numbered 0 .. max_rows - 1, pages 0 .. storage.num_pages - 1. ``graph_sizes`` are the
-    batch sizes of decode steps to capture; none turns CUDA graphs off. Raises ``ConfigError`` where
-    the memory left over does not hold a step of ``max_prefill_tokens``.
+    batch sizes of decode steps to capture, ``chunk_graph_sizes`` the numbers of tokens of steps
+    with prompt chunks; none turns these graphs off. Raises ``ConfigError`` where the memory left
+    over does not hold a step of ``max_prefill_tokens``.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class CudaExecutor:
         max_sequence_length: int,
         max_prefill_tokens: int,
         graph_sizes: list[int],
+        chunk_graph_sizes: list[int],
         fused_experts: bool = True,
     ):
         self._device = device
@@ -92,8 +95,9 @@ class CudaExecutor:
                 max_rows=max_rows, vocab_size=vocab_size, device=device.torch_device
             )
         self._request_ids = np.zeros(max_rows + 1, np.int64)
-        self._warm_up(min(max_prefill_tokens, max_sequence_length))
         self.graphs: DecodeGraphs | None = None
+        self.chunk_graphs: ChunkGraphs | None = None
+        self._warm_up(min(max_prefill_tokens, max_sequence_length))
         if graph_sizes:
             decode = attention.decode
             self.graphs = DecodeGraphs(
@@ -102,6 +106,10 @@ class CudaExecutor:
                 self._decode_step,
                 graph_sizes,
                 decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
+            )
+        if chunk_graph_sizes:
+            self.chunk_graphs = ChunkGraphs(
+                device, self._captured_layers, chunk_graph_sizes, max_rows=max_rows
             )
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -120,7 +128,7 @@ class CudaExecutor:
             else:
                 self._rows.grant(*grants)
                 batch = FlatBatch.of(plan)
-                output = self._eager_step(batch, plan.prefill_tokens)
+                output = self._step(batch, plan.prefill_tokens)
                 sample_rows, sample_positions = batch.sample_rows, batch.sample_positions
             special = np.flatnonzero(self._rows.is_special[sample_rows])
             logprobs = None
@@ -137,8 +145,9 @@ class CudaExecutor:
     def close(self) -> None:
         """Wait for the steps in the queue, then destroy the graphs. Idempotent."""
         self._device.close()
-        if self.graphs is not None:
-            self.graphs.close()
+        for graphs in (self.graphs, self.chunk_graphs):
+            if graphs is not None:
+                graphs.close()
 
     def mark_layers(self, mark: Callable[[str], AbstractContextManager[object]]) -> None:
         """Put ``mark`` around each layer of the steps that are not captured, for profilers."""
@@ -196,7 +205,9 @@ class CudaExecutor:
         )
 
         def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
-            return attention.decode(q, kv, layer, metadata)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            attention.decode(out, q, kv, layer, metadata)
+            return out
 
         hidden = self._model.hidden(inputs.tokens, inputs.positions, inputs.slots, attend)
         logits = self._model.logits(hidden, out=self._logits[:batch_size])
@@ -204,63 +215,93 @@ class CudaExecutor:
         finish_decode(table, inbox, inputs, tokens)
         return StepOutput(tokens, logits)
 
-    def _eager_step(self, batch: FlatBatch, prefill_tokens: IntArray) -> StepOutput:
-        """Any step: prompt chunks, then decoding rows."""
-        upload, rows = self._device.upload, self._rows
+    def _step(self, batch: FlatBatch, prefill_tokens: IntArray) -> StepOutput:
+        """Any step: the layers over its tokens, then head and sampling."""
         if not len(batch.positions):
             return self._no_output
-        token_rows, positions = upload(np.stack([batch.rows, batch.positions]))
-        last = rows.table.tokens[token_rows[batch.num_chunked :]]
-        tokens = torch.cat([upload(prefill_tokens), last])
-        slots = rows.slots(token_rows, positions)
-        hidden = self._model.hidden(tokens, positions, slots, self._attend_to(batch))
+        if self.chunk_graphs is not None and self.chunk_graphs.fits(batch):
+            hidden = self.chunk_graphs.replay(batch, prefill_tokens)
+        else:
+            hidden = self._eager_layers(batch, prefill_tokens)
         if not len(batch.samples):
             return self._no_output
-        samples, sample_rows, sample_positions = upload(
+        samples, sample_rows, sample_positions = self._device.upload(
             np.stack([batch.samples, batch.sample_rows, batch.sample_positions])
         )
         logits = self._model.logits(hidden.index_select(0, samples))
-        parameters = rows.sampling(sample_rows, sample_positions)
+        parameters = self._rows.sampling(sample_rows, sample_positions)
         sampled = self._group.broadcast(sample(logits, parameters, self._workspace))
-        rows.keep(sample_rows, sampled, sample_positions)
+        self._rows.keep(sample_rows, sampled, sample_positions)
         return StepOutput(sampled, logits)
 
-    def _attend_to(self, batch: FlatBatch) -> Attend:
-        """Attention of a batch's chunks, then of its decoding rows."""
-        upload, table = self._device.upload, self._rows.table.pages
-        prefill, decode = self._attention.prefill, self._attention.decode
-        num_chunked, chunks, rows = batch.num_chunked, None, None
+    def _eager_layers(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+        """The residual stream after the layers, [num_tokens, hidden_size]."""
+        upload, rows, num_decodes = self._device.upload, self._rows, batch.num_decodes
+        token_rows, positions = upload(np.stack([batch.rows, batch.positions]))
+        last = rows.table.tokens[token_rows[:num_decodes]]
+        tokens = torch.cat([last, upload(prefill_tokens)])
+        slots = rows.slots(token_rows, positions)
+        chunks = decodes = None
         if len(batch.chunk_rows):
-            chunks = prefill.plan_chunks(
-                Chunks(
-                    rows=upload(batch.chunk_rows),
-                    offsets=upload(batch.chunk_offsets),
-                    ends=upload(batch.chunk_ends),
-                    page_table=table,
-                    host_offsets=batch.chunk_offsets,
-                    host_ends=batch.chunk_ends,
-                    max_length=int(np.diff(batch.chunk_offsets).max()),
-                    max_end=int(batch.chunk_ends.max()),
-                )
+            chunks = Chunks(
+                rows=upload(batch.chunk_rows),
+                offsets=upload(batch.chunk_offsets),
+                ends=upload(batch.chunk_ends),
+                page_table=rows.table.pages,
+                max_length=int(np.diff(batch.chunk_offsets).max()),
+                max_end=int(batch.chunk_ends.max()),
+                host_offsets=batch.chunk_offsets,
+                host_ends=batch.chunk_ends,
             )
-        if num_chunked < len(batch.positions):
-            lengths = (batch.positions[num_chunked:] + 1).astype(np.int32)
-            rows = decode.plan_rows(
-                DecodeRows(
-                    rows=upload(batch.rows[num_chunked:].astype(np.int32)),
-                    lengths=upload(lengths),
-                    page_table=table,
-                    host_lengths=lengths,
-                )
+        if num_decodes:
+            lengths = (batch.positions[:num_decodes] + 1).astype(np.int32)
+            decodes = DecodeRows(
+                rows=upload(batch.rows[:num_decodes].astype(np.int32)),
+                lengths=upload(lengths),
+                page_table=rows.table.pages,
+                host_lengths=lengths,
             )
+        return self._model.hidden(tokens, positions, slots, self._attend_to(decodes, chunks))
+
+    def _captured_layers(self, inbox: ChunkInbox) -> Tensor:
+        """The same for all that an inbox may hold; this is what the chunks' graphs hold."""
+        table = self._rows.table
+        tokens = torch.where(
+            inbox.tokens == LAST_TOKEN, table.tokens[inbox.rows.long()], inbox.tokens
+        )
+        slots = self._rows.slots(inbox.rows.long(), inbox.positions.long()).to(torch.int32)
+        chunks = Chunks(
+            rows=inbox.chunk_rows,
+            offsets=inbox.chunk_offsets,
+            ends=inbox.chunk_ends,
+            page_table=table.pages,
+            max_length=len(inbox.tokens),
+            max_end=table.pages.shape[1] * self._rows.page_size,
+        )
+        decodes = DecodeRows(
+            rows=inbox.decode_rows, lengths=inbox.decode_lengths, page_table=table.pages
+        )
+        attend = self._attend_to(decodes, chunks)
+        return self._model.hidden(tokens, inbox.positions, slots, attend)
+
+    def _attend_to(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
+        """Attention of the decoding rows, which stand first, then of the chunks.
+
+        There may be more decoding rows than the flat batch has: then the chunks overwrite what the
+        padding left.
+        """
+        prefill, decode = self._attention.prefill, self._attention.decode
+        of_chunks = None if chunks is None else prefill.plan_chunks(chunks)
+        of_decodes = None if decodes is None else decode.plan_rows(decodes)
+        num_decodes = 0 if decodes is None else len(decodes.rows)
 
         def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
-            parts = []
-            if chunks is not None:
-                parts.append(prefill.prefill(q[:num_chunked], kv, layer, chunks))
-            if rows is not None:
-                parts.append(decode.decode(q[num_chunked:], kv, layer, rows))
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            if of_decodes is not None:
+                decode.decode(out[:num_decodes], q[:num_decodes], kv, layer, of_decodes)
+            if of_chunks is not None:
+                prefill.prefill(out, q, kv, layer, of_chunks)
+            return out
 
         return attend
 
@@ -288,7 +329,7 @@ class CudaExecutor:
             plan = self._dummy_plan(length)
             try:
                 with self._device.queue():
-                    self._eager_step(FlatBatch.of(plan), plan.prefill_tokens)
+                    self._step(FlatBatch.of(plan), plan.prefill_tokens)
                     self._rows.table.lengths.zero_()
             except torch.cuda.OutOfMemoryError as error:
                 raise ConfigError(

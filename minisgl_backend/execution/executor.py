@@ -150,12 +150,12 @@ class ModelExecutor:
             attention=self._backend,
             metadata=self._backend.prepare(batch),
         )
-        # token ids of the chunks, then those of the decoding rows: together int64[num_tokens]
+        # token ids of the decoding rows, then those of the chunks: together int64[num_tokens]
         known = self._device.upload(plan.prefill_tokens.astype(np.int64))
         sampled = self._last_tokens.index_select(
             0, self._device.upload(plan.decode_rows.astype(np.int64))
         )
-        hidden: Tensor = self._model(torch.cat([known, sampled]), ctx)
+        hidden: Tensor = self._model(torch.cat([sampled, known]), ctx)
         return hidden
 
 

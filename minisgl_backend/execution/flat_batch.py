@@ -1,4 +1,4 @@
-"""The tokens of a step as one flat batch: one chunk after the other, then the decoding rows.
+"""The tokens of a step as one flat batch: those of decoding rows, then one chunk after another.
 
 All arrays are on the host. Must not know pages: on a GPU their table is there, on a CPU ``batch``
 adds what depends on it.
@@ -22,9 +22,10 @@ class FlatBatch:
     int64[num_tokens]: ``rows``, ``positions``.
     int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one.
     int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then
-    the number of tokens in chunks.
+    the number of tokens.
     int64[num_samples]: ``samples``, the flat indices of the tokens whose logits are sampled, with
-    their ``sample_rows``; ``sample_positions``, the positions that the new tokens will have.
+    their ``sample_rows``; ``sample_positions``, the positions that the new tokens will have. Chunks
+    come first here, as in ``StepPlan.sample_rows``.
     """
 
     rows: HostArray
@@ -40,16 +41,16 @@ class FlatBatch:
     def of(cls, plan: StepPlan) -> FlatBatch:
         lengths = plan.prefill_lengths.astype(np.int64)
         ends = plan.prefill_starts + lengths
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        num_chunked, num_decodes = int(offsets[-1]), len(plan.decode_rows)
-        chunked = np.arange(num_chunked) + np.repeat(plan.prefill_starts - offsets[:-1], lengths)
+        decodes = np.arange(len(plan.decode_rows))
+        offsets = len(decodes) + np.concatenate([[0], np.cumsum(lengths)])
+        chunked = np.arange(offsets[0], offsets[-1])
+        chunked += np.repeat(plan.prefill_starts - offsets[:-1], lengths)
         sampled = plan.prefill_samples != 0
-        decodes = np.arange(num_chunked, num_chunked + num_decodes)
         return cls(
             rows=np.concatenate(
-                [np.repeat(plan.prefill_rows, lengths), plan.decode_rows], dtype=int
+                [plan.decode_rows, np.repeat(plan.prefill_rows, lengths)], dtype=int
             ),
-            positions=np.concatenate([chunked, plan.decode_positions], dtype=int),
+            positions=np.concatenate([plan.decode_positions, chunked], dtype=int),
             chunk_rows=plan.prefill_rows,
             chunk_offsets=offsets.astype(np.int32),
             chunk_ends=ends.astype(np.int32),
@@ -58,7 +59,13 @@ class FlatBatch:
             sample_positions=np.concatenate([ends[sampled], plan.decode_positions + 1], dtype=int),
         )
 
+    @classmethod
+    def empty(cls) -> FlatBatch:
+        """A step of no tokens."""
+        index, ints = np.empty(0, np.int64), np.empty(0, np.int32)
+        return cls(index, index, ints, np.zeros(1, np.int32), ints, index, index, index)
+
     @property
-    def num_chunked(self) -> int:
-        """How many tokens belong to chunks."""
-        return int(self.chunk_offsets[-1])
+    def num_decodes(self) -> int:
+        """How many rows decode: the first so many tokens are theirs."""
+        return int(self.chunk_offsets[0])

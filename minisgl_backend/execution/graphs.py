@@ -4,32 +4,25 @@ A graph holds a whole step for one batch size: look up the rows, run the layers,
 tokens and lengths back (``kernels.rows``). Between two replays the host writes nothing but the
 inbox, and that only when rows changed or pages were granted.
 
-Batches are padded to the next captured size with the dummy row. Graphs are captured largest first
-into one memory pool, so that the smaller ones reuse its blocks. Where kernels follow a schedule of
+Batches are padded to the next captured size with the dummy row. Where kernels follow a schedule of
 the host's (``attention.paged.ScheduledDecode``), it is written before each replay.
 """
 
 from __future__ import annotations
 
 import bisect
-import logging
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.capture import capture
 from minisgl_backend.kernels.rows import RowTable, StepInbox
 from minisgl_backend.request import IntArray
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,8 +75,13 @@ class DecodeGraphs:
         self._inbox.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
         self._schedule = schedule
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
-        self._capture(step)
+        self._graphs = capture(
+            device,
+            "batch size",
+            self._sizes,
+            lambda size: step(self._inbox, size),  # of dummy rows
+            prepare=self._schedule_padding,
+        )
 
     def fits(self, num_rows: int, num_grants: int) -> bool:
         """Whether a step of so many rows and grants can be replayed."""
@@ -124,43 +122,6 @@ class DecodeGraphs:
         """Destroy the graphs, which hold the addresses of everything they use."""
         self._graphs.clear()
 
-    def _capture(self, step: Callable[[StepInbox, int], StepOutput]) -> None:
-        pool = torch.cuda.graph_pool_handle()
-        stream = self._device.stream
-        with self._device.queue(), _progress(len(self._sizes)) as advance:
-            for size in reversed(self._sizes):
-                if self._schedule is not None:
-                    self._schedule(np.ones(size, np.int32))
-                step(self._inbox, size)  # compiles kernels and makes libraries allocate
-                stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(
-                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-                ):
-                    output = step(self._inbox, size)
-                self._graphs[size] = graph, output
-                graph.replay()  # of dummy rows: the first replay of a graph uploads it
-                advance(size, torch.cuda.mem_get_info(self._device.torch_device)[0])
-            stream.synchronize()
-
-
-@contextmanager
-def _progress(num_graphs: int) -> Iterator[Callable[[int, int], None]]:
-    """A callable for each graph's batch size and the free bytes after it; a bar on a terminal."""
-    if not sys.stderr.isatty():
-        logger.info("capturing %d CUDA graphs", num_graphs)
-
-        def log(size: int, free: int) -> None:
-            logger.debug("captured batch size %d, %.1f GiB free", size, free / 2**30)
-
-        yield log
-        return
-    columns = (
-        TextColumn("capturing CUDA graphs"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("batch size {task.fields[size]}, {task.fields[free]:.1f} GiB free"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=num_graphs, size=0, free=0.0)
-        yield lambda size, free: progress.update(task, advance=1, size=size, free=free / 2**30)
+    def _schedule_padding(self, size: int) -> None:
+        if self._schedule is not None:
+            self._schedule(np.ones(size, np.int32))

@@ -59,6 +59,7 @@ def decode_attention(
     window: int | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """softmax(q k^T * scale) v for one query a row.
@@ -69,11 +70,13 @@ def decode_attention(
     position included, at least 1; ``rows`` int [batch_size]: which row of the page table belongs to
     each query, by default its own index. ``window`` keeps the last so many positions. ``k_scale``,
     ``v_scale`` float32 [1] multiply what an fp8 cache holds. Returns [batch_size, num_heads,
-    head_dim] in the dtype of ``q``.
+    head_dim] in the dtype of ``q``, in ``out`` where that is given.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_jit(q):
-        return decode_attention_reference(
+        attended = decode_attention_reference(
             q,
             k_cache,
             v_cache,
@@ -85,9 +88,9 @@ def decode_attention(
             k_scale=k_scale,
             v_scale=v_scale,
         )
+        return out.copy_(attended)
     from minisgl_backend.kernels.jit import decode_attention as jit
 
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     jit.launch_decode_attention(
         out,
         q,

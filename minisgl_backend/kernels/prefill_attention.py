@@ -29,18 +29,21 @@ def prefill_attention(
     window: int | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of chunks, each the last positions before its end.
 
-    ``q`` [num_tokens, num_heads, head_dim], chunk after chunk, heads may be strided by token;
-    ``k_cache``, ``v_cache`` [num_pages, page_size, num_kv_heads, head_dim]; ``page_table`` int32
-    [num_rows, max_pages]. Per chunk, int32: ``rows`` [num_chunks] of the page table, ``offsets``
-    [num_chunks + 1] into the tokens, ``ends`` [num_chunks]: positions of the row up to the chunk's
-    last, which is included. ``max_length`` is the most tokens of a chunk. ``window`` keeps the last
-    so many positions of each query; ``k_scale``, ``v_scale`` float32 [1] multiply what an fp8 cache
-    holds. Returns [num_tokens, num_heads, head_dim].
+    ``q`` [num_tokens, num_heads, head_dim], heads may be strided by token. Chunks stand one after
+    another; other tokens before and behind them are left alone. ``k_cache``, ``v_cache``
+    [num_pages, page_size, num_kv_heads, head_dim]; ``page_table`` int32 [num_rows, max_pages]. Per
+    chunk, int32: ``rows`` [num_chunks] of the page table, ``offsets`` [num_chunks + 1] into the
+    tokens, ``ends`` [num_chunks]: positions of the row up to the chunk's last, which is included; a
+    chunk may be empty. ``max_length`` is the most tokens of a chunk. ``window`` keeps the last so
+    many positions of each query; ``k_scale``, ``v_scale`` float32 [1] multiply what an fp8 cache
+    holds. Returns [num_tokens, num_heads, head_dim], in ``out`` where that is given.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_jit(q):
         prefill_attention_reference(
             out,

@@ -169,7 +169,9 @@ class Prompts:
             max_end=max(self.ends),
         )
         prefill = backend.prefill
-        return prefill.prefill(self.q, self.paged.kv, 0, prefill.plan_chunks(chunks))
+        out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        prefill.prefill(out, self.q, self.paged.kv, 0, prefill.plan_chunks(chunks))
+        return out
 
     def expected(self) -> Tensor:
         runs = zip(self.rows, self.ends, pairwise(self.offsets.tolist()), strict=True)
@@ -229,7 +231,10 @@ class Decoding:
     def attend(self, backend: PagedAttention, host_lengths: IntArray | None) -> Tensor:
         """Without ``host_lengths`` as in a step to be captured."""
         metadata = backend.decode.plan_rows(self.rows(host_lengths))
-        return backend.decode.decode(self._now.q, self.paged.kv, 0, metadata)
+        q = self._now.q
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        backend.decode.decode(out, q, self.paged.kv, 0, metadata)
+        return out
 
     def expected(self, inputs: Inputs) -> Tensor:
         found = zip(inputs.q, inputs.rows.tolist(), inputs.lengths.tolist(), strict=True)

@@ -51,18 +51,18 @@ def test_indices_of_a_mixed_step() -> None:
     )
     table.grant(plan)
     found = StepIndices.of(plan, table)
-    assert found.flat.positions.tolist() == [2, 3, 4, 5, 0, 1, 2, 4]
-    assert found.slots.tolist() == [42, 43, 44, 45, 48, 49, 50, 56]
-    assert found.fresh_pages.tolist() == [11, 12, 14]
-    assert found.flat.samples.tolist() == [6, 7]
+    assert found.flat.positions.tolist() == [4, 2, 3, 4, 5, 0, 1, 2]
+    assert found.slots.tolist() == [56, 42, 43, 44, 45, 48, 49, 50]
+    assert found.fresh_pages.tolist() == [14, 11, 12]
+    assert found.flat.samples.tolist() == [7, 0]
     assert found.flat.sample_rows.tolist() == plan.sample_rows.tolist() == [1, 5]
     assert found.flat.sample_positions.tolist() == [3, 5]
     device = CpuDevice()
     batch = found.batch(table, device)
     device.close()
     assert batch.num_tokens == plan.num_tokens == 8
-    assert batch.offsets.tolist() == [0, 4, 7]
-    assert batch.page_table.tolist() == [[10, 11], [12, 99], [13, 14]]
+    assert batch.offsets.tolist() == [0, 1, 5]
+    assert batch.page_table.tolist() == [[13, 14], [10, 11], [12, 99]]
 
 
 def test_indices_of_a_decode_step() -> None:

@@ -43,8 +43,8 @@ def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, in
         (
             [(1, 0, 3, 0), (0, 16, 1, 1), (5, 3, 2, 1)],
             [(2, 9), (4, 30)],
-            [0, 1, 2, 16, 3, 4, 9, 30],
-            [3, 5, 6, 7],
+            [9, 30, 0, 1, 2, 16, 3, 4],
+            [5, 7, 0, 1],
         ),
         ([], [(2, 9), (0, 0)], [9, 0], [0, 1]),
     ],
@@ -62,8 +62,8 @@ def test_tokens_and_samples_of_a_step(
     assert flat.sample_rows.tolist() == plan.sample_rows.tolist()
     assert flat.sample_positions.tolist() == [positions[index] + 1 for index in samples]
     rows = [row for row, _, length, _ in chunks for _ in range(length)]
-    assert flat.rows.tolist() == rows + [row for row, _ in decodes]
-    assert flat.num_chunked == len(plan.prefill_tokens)
+    assert flat.rows.tolist() == [row for row, _ in decodes] + rows
+    assert flat.num_decodes == len(decodes)
     assert flat.chunk_ends.tolist() == [start + length for _, start, length, _ in chunks]
     assert np.diff(flat.chunk_offsets).tolist() == [length for _, _, length, _ in chunks]
     assert {array.dtype.itemsize for array in (flat.rows, flat.positions, flat.samples)} == {8}
@@ -72,4 +72,4 @@ def test_tokens_and_samples_of_a_step(
 
 def test_an_empty_plan() -> None:
     flat = FlatBatch.of(plan_of([], []))
-    assert len(flat.positions) == len(flat.samples) == flat.num_chunked == 0
+    assert len(flat.positions) == len(flat.samples) == flat.num_decodes == 0

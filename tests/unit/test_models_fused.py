@@ -117,7 +117,9 @@ def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table:
         slots = table[1, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
         def of_chunk(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
-            return prefill.prefill(q, layer_kv, layer, chunks)
+            out = torch.empty(q.shape, dtype=q.dtype)
+            prefill.prefill(out, q, layer_kv, layer, chunks)
+            return out
 
         hidden = fused.hidden(ids[:-1], positions, slots, of_chunk)
         torch.testing.assert_close(fused.logits(hidden), expected[:-1], atol=2e-3, rtol=2e-3)
@@ -134,7 +136,9 @@ def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table:
         slot = table[1, last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
 
         def of_row(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
-            return decode.decode(q, layer_kv, layer, rows)
+            out = torch.empty(q.shape, dtype=q.dtype)
+            decode.decode(out, q, layer_kv, layer, rows)
+            return out
 
         hidden = fused.hidden(ids[-1:], last, slot, of_row)
         torch.testing.assert_close(fused.logits(hidden), expected[-1:], atol=2e-3, rtol=2e-3)

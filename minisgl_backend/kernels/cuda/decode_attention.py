@@ -195,6 +195,7 @@ class DecodeAttentionKernel:
         window: int | None,
         k_scale: Tensor | None,
         v_scale: Tensor | None,
+        out: Tensor | None = None,
         pdl: bool,
     ) -> Tensor:
         """See ``minisgl_backend.kernels.decode_attention.decode_attention``; int32 tensors only.
@@ -203,7 +204,8 @@ class DecodeAttentionKernel:
         """
         assert keys.stride() == values.stride() and keys.stride(3) == 1
         assert q.stride(1) == q.shape[2] and q.stride(2) == 1
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         item = keys.element_size()
         arguments = _Arguments(
             out=out.data_ptr(),

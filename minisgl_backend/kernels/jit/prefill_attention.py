@@ -1,11 +1,17 @@
-"""Chunked prefill over pages: a program per block of queries of a chunk and KV head."""
+"""Chunked prefill over pages: a program per block of queries of a chunk and KV head.
+
+A program finds its chunk by the offsets, on the GPU, so that a launch may be captured.
+"""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+_CHUNKS = tl.constexpr(128)  # looked at together
+
 
 @triton.jit(
+    do_not_specialize=["num_chunks"],
     do_not_specialize_on_alignment=[
         "table_ptr",
         "rows_ptr",
@@ -13,7 +19,7 @@ from torch import Tensor
         "ends_ptr",
         "k_scale_ptr",
         "v_scale_ptr",
-    ]
+    ],
 )
 def _prefill_attention(
     out_ptr,
@@ -26,6 +32,7 @@ def _prefill_attention(
     ends_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    num_chunks,
     q_stride,
     table_stride,
     page_stride,
@@ -44,11 +51,20 @@ def _prefill_attention(
     STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
-    chunk = tl.program_id(2)
+    # a chunk's last blocks see the most keys, so they begin first
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    # chunk i has the programs from offsets[i] // QUERIES + i on, counted from the first chunk: as
+    # many as it can need, however it lies
+    origin = tl.load(offsets_ptr)
+    chunk = -1
+    for start in tl.range(0, num_chunks, _CHUNKS):
+        i = start + tl.arange(0, _CHUNKS)
+        offset = tl.load(offsets_ptr + i, mask=i < num_chunks, other=0) - origin
+        begun = (i < num_chunks) & (offset // QUERIES + i <= program)
+        chunk += tl.sum(begun.to(tl.int32), axis=0)
     first_token = tl.load(offsets_ptr + chunk)
     length = tl.load(offsets_ptr + chunk + 1) - first_token
-    # the last blocks see the most keys, so they begin first
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = program - ((first_token - origin) // QUERIES + chunk)
     if block * QUERIES >= length:
         return
     end = tl.load(ends_ptr + chunk)
@@ -125,7 +141,7 @@ def launch_prefill_attention(
     v_scale: Tensor | None,
 ) -> None:
     """See ``minisgl_backend.kernels.prefill_attention.prefill_attention``."""
-    _, num_heads, head_dim = q.shape
+    num_tokens, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     assert q.stride(1) == head_dim and q.stride(2) == 1
@@ -133,7 +149,7 @@ def launch_prefill_attention(
     block_group = triton.next_power_of_2(group)
     # the tile of queries has 128 rows, or 16 where 4 tokens are the most that there are
     queries = max((128 if max_length > 4 else 16) // block_group, 1)
-    grid = (triton.cdiv(max_length, queries), num_kv_heads, len(rows))
+    grid = (num_tokens // queries + len(rows), num_kv_heads)
     _prefill_attention[grid](
         out,
         q,
@@ -145,6 +161,7 @@ def launch_prefill_attention(
         ends,
         k_scale,
         v_scale,
+        len(rows),
         q.stride(0),
         page_table.stride(0),
         k_cache.stride(0),

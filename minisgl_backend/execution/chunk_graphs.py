@@ -1,0 +1,164 @@
+"""CUDA graphs of the layers of steps with prompt chunks, decoding rows beside them or not.
+
+To launch the kernels of all layers one by one takes a host longer than a GPU needs for some
+hundreds of tokens, of a small model for thousands. So the layers are captured for several numbers
+of tokens. A step takes the smallest graph that holds it; the dummy row fills what is left of it.
+Head and sampling depend on how many tokens are sampled: they are launched while the layers run.
+
+Must not know models or attention: what is captured is a function of a ``ChunkInbox``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.execution.capture import capture
+from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.request import IntArray
+
+LAST_TOKEN = -1
+"""In the place of a token id: what the row sampled last."""
+
+_TOKENS_A_CHUNK = 16
+"""A graph of so many times as many tokens has room for a chunk more."""
+
+
+def token_counts(whole_step: int, most: int) -> list[int]:
+    """Sizes to capture, ascending: 16, 32, 64, then four to each doubling, and a whole step.
+
+    None of them is larger than ``most``.
+    """
+    sizes, base = [16, 32, 64], 128
+    while base < whole_step:
+        sizes += [base, base * 5 // 4, base * 6 // 4, base * 7 // 4]
+        base *= 2
+    return [size for size in sizes if size < whole_step and size <= most] + (
+        [whole_step] if whole_step <= most else []
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkInbox:
+    """What the host tells the layers of such a step, in one buffer; int32 on the device.
+
+    As in ``FlatBatch`` the tokens of decoding rows come first, then those of chunks: ``tokens``
+    [num_tokens], a token id or ``LAST_TOKEN``, with their ``rows`` and ``positions``;
+    ``chunk_rows`` [max_chunks], ``chunk_offsets`` [max_chunks + 1] and ``chunk_ends`` [max_chunks];
+    and again the decoding rows alone, ``decode_rows`` [max_decodes] and their ``decode_lengths``,
+    the new position included. Behind what there is stand the dummy row and empty chunks.
+    """
+
+    buffer: Tensor
+    tokens: Tensor
+    rows: Tensor
+    positions: Tensor
+    chunk_rows: Tensor
+    chunk_offsets: Tensor
+    chunk_ends: Tensor
+    decode_rows: Tensor
+    decode_lengths: Tensor
+
+    @classmethod
+    def of(cls, buffer: Tensor, num_tokens: int, max_rows: int) -> ChunkInbox:
+        """The first part of ``buffer``, for so many tokens."""
+        borders = [0, *accumulate(_lengths(num_tokens, max_rows))]
+        return cls(buffer[: borders[-1]], *(buffer[a:b] for a, b in pairwise(borders)))
+
+
+def _lengths(num_tokens: int, max_rows: int) -> list[int]:
+    """How long the parts of a ``ChunkInbox`` are."""
+    chunks, decodes = max_chunks(num_tokens, max_rows), min(num_tokens, max_rows)
+    return [num_tokens] * 3 + [chunks, chunks + 1, chunks] + [decodes] * 2
+
+
+def max_chunks(num_tokens: int, max_rows: int) -> int:
+    """How many chunks a graph of so many tokens has room for."""
+    return min(-(-num_tokens // _TOKENS_A_CHUNK), max_rows)
+
+
+def fill(num_tokens: int, max_rows: int, batch: FlatBatch, prefill_tokens: IntArray) -> IntArray:
+    """The content of a ``ChunkInbox`` for ``batch``; the dummy row is row ``max_rows``."""
+    num_decodes, end = batch.num_decodes, len(batch.rows)
+    last = np.full(num_decodes, LAST_TOKEN, np.int32)
+    parts = (
+        (0, np.concatenate([last, prefill_tokens])),
+        (max_rows, batch.rows),
+        (0, batch.positions),
+        (max_rows, batch.chunk_rows),
+        (end, batch.chunk_offsets),
+        (0, batch.chunk_ends),
+        (max_rows, batch.rows[:num_decodes]),
+        (1, batch.positions[:num_decodes] + 1),
+    )
+    lengths = _lengths(num_tokens, max_rows)
+    content = np.empty(sum(lengths), np.int32)
+    begin = 0
+    for length, (padding, values) in zip(lengths, parts, strict=True):
+        content[begin : begin + len(values)] = values
+        content[begin + len(values) : begin + length] = padding
+        begin += length
+    return content
+
+
+class ChunkGraphs:
+    """The captured layers, and the buffer they read."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        layers: Callable[[ChunkInbox], Tensor],
+        sizes: Sequence[int],
+        *,
+        max_rows: int,
+    ):
+        """``layers`` enqueues all layers over the tokens of an inbox, and returns the residual
+        stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending."""
+        self._device = device
+        self._sizes = list(sizes)
+        self._max_rows = max_rows
+        most = sum(_lengths(self._sizes[-1], max_rows))
+        self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
+
+        self._graphs = capture(
+            device,
+            "number of tokens",
+            self._sizes,
+            lambda size: layers(ChunkInbox.of(self._buffer, size, max_rows)),
+            prepare=lambda size: self._write(size, FlatBatch.empty(), np.empty(0, np.int32)),
+        )
+
+    def fits(self, batch: FlatBatch) -> bool:
+        """Whether there is a graph for this step."""
+        return self._size_of(batch) is not None
+
+    def replay(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+        """Enqueue the layers of a step that ``fits``; the residual stream after them, which the
+        next replay overwrites: [num_tokens, hidden_size] and rows of padding."""
+        size = self._size_of(batch)
+        assert size is not None
+        self._write(size, batch, prefill_tokens)
+        graph, hidden = self._graphs[size]
+        graph.replay()
+        return hidden
+
+    def close(self) -> None:
+        """Destroy the graphs, which hold the addresses of everything they use."""
+        self._graphs.clear()
+
+    def _size_of(self, batch: FlatBatch) -> int | None:
+        num_tokens, num_chunks = len(batch.rows), len(batch.chunk_rows)
+        for size in self._sizes:
+            if num_tokens <= size and num_chunks <= max_chunks(size, self._max_rows):
+                return size
+        return None
+
+    def _write(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> None:
+        content = torch.from_numpy(fill(size, self._max_rows, batch, prefill_tokens))
+        self._buffer[: len(content)].copy_(content.pin_memory(), non_blocking=True)

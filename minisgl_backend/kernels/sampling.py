@@ -1,11 +1,15 @@
 """The next token of each row from its logits, inside a CUDA graph: all parameters are GPU tensors.
 
 Greedy rows are an argmax. Random rows add Gumbel noise (``noise``) to logits / temperature and take
-the largest; no softmax is written. Filters are thresholds on the weight w = exp((x - max) /
-temperature) of a token, found by search instead of sorting: top-k keeps w of the k-th largest and
-above; top-p (arXiv 1904.09751) then keeps the largest threshold whose tokens reach the share p of
-what top-k kept; min-p (arXiv 2407.01082) keeps w >= min_p. Tokens that tie with the last kept one
-are kept too. The most likely token always passes.
+the largest; no softmax is written. Where all tokens may be drawn, this is done twice: one of
+``SPLITS`` parts of the vocabulary is drawn by the sums of their weights, then a token of that part,
+so that few tokens need noise.
+
+Filters are thresholds on the weight w = exp((x - max) / temperature) of a token, found by search
+instead of sorting: top-k keeps w of the k-th largest and above; top-p (arXiv 1904.09751) then keeps
+the largest threshold whose tokens reach the share p of what top-k kept; min-p (arXiv 2407.01082)
+keeps w >= min_p. Tokens that tie with the last kept one are kept too. The most likely token always
+passes.
 """
 
 from __future__ import annotations
@@ -106,10 +110,31 @@ def sample_reference(
     key = noise.keys(rows.seeds, rows.positions)[:, None]
     tokens = torch.arange(x.shape[1], device=x.device)
     noisy = scaled + noise.gumbel(key, tokens)
-    noisy = noisy.masked_fill(weights < threshold, -torch.inf)
+    split = _split_reference(scaled, key)
+    is_filtered = ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))[:, None]
+    excluded = torch.where(
+        is_filtered, weights < threshold, tokens // split_size(x.shape[1]) != split
+    )
+    noisy = noisy.masked_fill(excluded, -torch.inf)
     scores = torch.where(greedy[:, None], x, noisy)
     chosen = scores.argmax(dim=-1)
     return torch.where(best.squeeze(1).isfinite(), chosen, NO_TOKEN).int()
+
+
+def split_size(vocab_size: int) -> int:
+    """Tokens of a split, a multiple of 16; the last ones may have fewer, or none."""
+    return -(-vocab_size // (16 * SPLITS)) * 16
+
+
+def _split_reference(scaled: Tensor, key: Tensor) -> Tensor:
+    """int64 [batch_size, 1]: the split of each row's token, drawn by keys [batch_size, 1]."""
+    vocab_size = scaled.shape[1]
+    size = split_size(vocab_size)
+    padded = torch.nn.functional.pad(scaled, (0, SPLITS * size - vocab_size), value=-torch.inf)
+    masses = padded.unflatten(1, (SPLITS, size)).logsumexp(dim=-1)  # [batch_size, SPLITS]
+    # ids behind the vocabulary stand for the splits
+    ids = vocab_size + torch.arange(SPLITS, device=scaled.device)
+    return (masses + noise.gumbel(key, ids)).argmax(dim=-1, keepdim=True)
 
 
 def filter_threshold_reference(weights: Tensor, rows: RowParameters) -> Tensor:

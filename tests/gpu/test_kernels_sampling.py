@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels import noise, sampling
+from minisgl_backend.kernels import sampling
 from minisgl_backend.kernels.dispatch import is_interpreted
 
 VOCAB = 3000 if is_interpreted() else 151_936
@@ -118,10 +118,19 @@ def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
 
 
 def test_frequencies_are_those_of_the_softmax(device: torch.device) -> None:
-    draws = 500 if is_interpreted() else 100_000
-    key = noise.keys(torch.arange(draws, device=device), torch.zeros(draws, device=device).int())
-    logits = torch.tensor([1.0, 0.0, -1.0, 2.0], device=device)
-    tokens = torch.arange(4, device=device)
-    chosen = (logits + noise.gumbel(key[:, None], tokens)).argmax(dim=-1)
-    frequency = torch.bincount(chosen, minlength=4) / draws
-    assert torch.allclose(frequency, logits.softmax(dim=-1), atol=5 * (0.25 / draws) ** 0.5)
+    """Of 50 tokens, 16 each are in one split, and 2 in the last."""
+    draws = 200 if is_interpreted() else 100_000
+    one = torch.ones(draws, device=device)
+    rows = sampling.RowParameters(
+        temperature=0.7 * one,
+        top_k=torch.zeros_like(one, dtype=torch.int32),
+        top_p=one,
+        min_p=torch.zeros_like(one),
+        seeds=torch.arange(draws, device=device),
+        positions=torch.zeros_like(one, dtype=torch.int32),
+    )
+    logits = torch.linspace(2.0, -1.0, 50, device=device)
+    tokens = sampled(logits.repeat(draws, 1), rows)
+    frequency = torch.bincount(tokens, minlength=50) / draws
+    expected = (logits / 0.7).softmax(dim=0)
+    assert ((frequency - expected).abs() < 6 * (expected / draws).sqrt()).all()

@@ -75,13 +75,15 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
     assert draw(logits, rows(2, temperature=0.0)) == [1, 0]
 
 
-def test_frequencies_are_those_of_the_softmax() -> None:
+@pytest.mark.parametrize("vocab_size", [3, 50])
+def test_frequencies_are_those_of_the_softmax(vocab_size: int) -> None:
+    """Of 50 tokens, 16 each are in one split, and 2 in the last."""
     num_rows = 20_000
-    logits = torch.tensor([0.5, 2.0, -1.0]).expand(num_rows, 3)
-    tokens = draw(logits, rows(num_rows, temperature=0.7))
-    frequency = torch.bincount(torch.tensor(tokens), minlength=3) / num_rows
-    expected = (torch.tensor([0.5, 2.0, -1.0]) / 0.7).softmax(dim=0)
-    assert torch.allclose(frequency, expected, atol=5 * 0.5 / num_rows**0.5)
+    logits = torch.linspace(2.0, -1.0, vocab_size)
+    tokens = draw(logits.expand(num_rows, vocab_size), rows(num_rows, temperature=0.7))
+    frequency = torch.bincount(torch.tensor(tokens), minlength=vocab_size) / num_rows
+    expected = (logits / 0.7).softmax(dim=0)
+    assert ((frequency - expected).abs() < 5 * (expected / num_rows).sqrt()).all()
 
 
 @pytest.mark.parametrize(

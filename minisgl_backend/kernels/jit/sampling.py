@@ -1,8 +1,8 @@
 """Sampling in two launches: splits of each row in parallel, then a program per row.
 
-The first finds the best score of each split: of noisy logits for rows that draw from all tokens, of
-logits for the others. The second takes the best split, or for rows with filters draws anew among
-what passes.
+The first scores each split by its largest logit; or for rows that draw from all tokens, by the
+logarithm of the sum of their weights and noise. The second takes the best split, and in it the best
+token or one drawn from it; for rows with filters it draws among what passes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from minisgl_backend.kernels.jit.filters import choose_filtered
 from minisgl_backend.kernels.jit.logits import load_logits, load_penalty
 from minisgl_backend.kernels.jit.noise import gumbel, noise_key
 from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.kernels.sampling import split_size
 
 if TYPE_CHECKING:
     from minisgl_backend.kernels.sampling import Penalties, RowParameters, SamplingWorkspace
 
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LEAST = tl.constexpr(-3.0e38)  # finite, so that nothing that is -inf is taken from -inf
 
 BY_ROW = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "positions_ptr"]
 """Arguments that are ``RowParameters``, in all alignments."""
@@ -46,6 +50,7 @@ def _best_of_split(
     frequency_ptr,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
@@ -63,7 +68,6 @@ def _best_of_split(
     )
     noisy = (temperature > 0) & (filtered == 0)
     inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
-    key = noise_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
     penalty = load_penalty(
         row,
         lines_ptr,
@@ -75,28 +79,73 @@ def _best_of_split(
         VOCAB,
         PENALTIES,
     )
-    PER_SPLIT: tl.constexpr = (VOCAB + SPLITS - 1) // SPLITS
     begin = split * PER_SPLIT
     end = tl.minimum(begin + PER_SPLIT, VOCAB)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], VOCAB, tl.int32)
     broken = tl.zeros([BLOCK], tl.int32)
+    if noisy:
+        # Weights are exp2(x * scale - best), sums of them online (arXiv 1805.02867).
+        scale = inverse * _LOG2_E
+        best = tl.full([BLOCK], _LEAST, tl.float32)
+        mass = tl.zeros([BLOCK], tl.float32)
+        for start in tl.static_range(0, PER_SPLIT, BLOCK):
+            at = begin + start + tl.arange(0, BLOCK)
+            x = load_logits(logits_ptr + row * stride, at, at < end, penalty, VOCAB, PENALTIES)
+            broken |= tl.where(x < float("inf"), 0, 1)  # inf or NaN
+            x = x * scale
+            new_best = tl.maximum(best, x)
+            mass = mass * tl.exp2(best - new_best) + tl.exp2(x - new_best)
+            best = new_best
+        top = tl.max(best, axis=0)
+        whole = tl.sum(mass * tl.exp2(best - top), axis=0)
+        key = noise_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        # ids behind the vocabulary stand for the splits
+        drawn = gumbel(key, VOCAB + split + tl.zeros([1], tl.int32))
+        score = (top + tl.log2(whole)) / _LOG2_E + tl.max(drawn, axis=0)
+        chosen = VOCAB
+    else:
+        for start in tl.static_range(0, PER_SPLIT, BLOCK):
+            at = begin + start + tl.arange(0, BLOCK)
+            x = load_logits(logits_ptr + row * stride, at, at < end, penalty, VOCAB, PENALTIES)
+            broken |= tl.where(x < float("inf"), 0, 1)
+            better = x > best
+            best = tl.where(better, x, best)
+            token = tl.where(better, at, token)
+        score = tl.max(best, axis=0)
+        # the least token among equals
+        chosen = tl.min(tl.where(best == score, token, VOCAB), axis=0)
+    if tl.max(broken, axis=0) > 0:
+        score = float("inf")
+    tl.store(best_ptr + row * SPLITS + split, score)
+    tl.store(token_ptr + row * SPLITS + split, chosen)
+
+
+@triton.jit
+def _draw(
+    row_ptr,
+    split,
+    penalty,
+    inverse,
+    key,
+    VOCAB: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PENALTIES: tl.constexpr,
+):
+    """A token of the split, drawn from the softmax over it."""
+    begin = split * PER_SPLIT
+    end = tl.minimum(begin + PER_SPLIT, VOCAB)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    token = tl.full([BLOCK], VOCAB, tl.int32)
     for start in tl.static_range(0, PER_SPLIT, BLOCK):
         at = begin + start + tl.arange(0, BLOCK)
-        x = load_logits(logits_ptr + row * stride, at, at < end, penalty, VOCAB, PENALTIES)
-        broken |= tl.where(x < float("inf"), 0, 1)  # inf or NaN
-        if noisy:
-            x = x * inverse + gumbel(key, at)
+        x = load_logits(row_ptr, at, at < end, penalty, VOCAB, PENALTIES)
+        x = x * inverse + gumbel(key, at)
         better = x > best
         best = tl.where(better, x, best)
         token = tl.where(better, at, token)
-    top = tl.max(best, axis=0)
-    # the least token among equals
-    token = tl.min(tl.where(best == top, token, VOCAB), axis=0)
-    if tl.max(broken, axis=0) > 0:
-        top = float("inf")
-    tl.store(best_ptr + row * SPLITS + split, top)
-    tl.store(token_ptr + row * SPLITS + split, token)
+    return tl.min(tl.where(best == tl.max(best, axis=0), token, VOCAB), axis=0)
 
 
 @triton.jit(do_not_specialize_on_alignment=BY_ROW)
@@ -122,6 +171,7 @@ def _choose(
     frequency_ptr,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
     PENALTIES: tl.constexpr,
@@ -142,7 +192,7 @@ def _choose(
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    if finite & filtered & (temperature > 0):
+    if finite & (temperature > 0):
         penalty = load_penalty(
             row,
             lines_ptr,
@@ -154,22 +204,28 @@ def _choose(
             VOCAB,
             PENALTIES,
         )
-        token = choose_filtered(
-            logits_ptr + row * stride,
-            penalty,
-            best,
-            1.0 / temperature,
-            top_k,
-            top_p,
-            min_p,
-            noise_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)),
-            scaled_ptr + row * CANDIDATES,
-            candidates_ptr + row * CANDIDATES,
-            VOCAB,
-            BLOCK,
-            CANDIDATES,
-            PENALTIES,
-        )
+        row_ptr, inverse = logits_ptr + row * stride, 1.0 / temperature
+        key = noise_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        if filtered:
+            token = choose_filtered(
+                row_ptr,
+                penalty,
+                best,
+                inverse,
+                top_k,
+                top_p,
+                min_p,
+                key,
+                scaled_ptr + row * CANDIDATES,
+                candidates_ptr + row * CANDIDATES,
+                VOCAB,
+                BLOCK,
+                CANDIDATES,
+                PENALTIES,
+            )
+        else:
+            split = tl.min(tl.where(bests == best, s, SPLITS), axis=0)
+            token = _draw(row_ptr, split, penalty, inverse, key, VOCAB, PER_SPLIT, BLOCK, PENALTIES)
     tl.store(out_ptr + row, tl.where(finite, token, -1))
 
 
@@ -192,7 +248,12 @@ def launch_sample(
     else:
         inputs += [penalties.lines, penalties.output_counts, penalties.in_prompt]
         inputs += [penalties.repetition, penalties.presence, penalties.frequency]
-    shared = {"VOCAB": vocab_size, "SPLITS": splits, "PENALTIES": penalties is not None}
+    shared = {
+        "VOCAB": vocab_size,
+        "SPLITS": splits,
+        "PER_SPLIT": split_size(vocab_size),
+        "PENALTIES": penalties is not None,
+    }
     _best_of_split[(batch_size, splits)](
         workspace.best,
         workspace.tokens,

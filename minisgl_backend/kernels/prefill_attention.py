@@ -105,8 +105,7 @@ def prefill_attention_reference(
         v = v_cache[pages].flatten(0, 1)[:end].float()
         if k_scale is not None and v_scale is not None:
             k, v = k * k_scale, v * v_scale
-        chunk_q = q[tokens].float()
-        grouped = chunk_q.reshape(len(chunk_q), num_kv_heads, -1, q.shape[-1])
+        grouped = q[tokens].float().unflatten(1, (num_kv_heads, -1))
         scores = torch.einsum("thgd,nhd->hgtn", grouped, k) * scale
         key = torch.arange(end, device=q.device)
         query = key[end - grouped.shape[0] :, None]

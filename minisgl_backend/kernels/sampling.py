@@ -131,7 +131,7 @@ def _split_reference(scaled: Tensor, key: Tensor) -> Tensor:
     vocab_size = scaled.shape[1]
     size = split_size(vocab_size)
     padded = torch.nn.functional.pad(scaled, (0, SPLITS * size - vocab_size), value=-torch.inf)
-    masses = padded.unflatten(1, (SPLITS, size)).logsumexp(dim=-1)  # [batch_size, SPLITS]
+    masses = padded.view(-1, SPLITS, size).logsumexp(dim=-1)  # [batch_size, SPLITS]
     # ids behind the vocabulary stand for the splits
     ids = vocab_size + torch.arange(SPLITS, device=scaled.device)
     return (masses + noise.gumbel(key, ids)).argmax(dim=-1, keepdim=True)

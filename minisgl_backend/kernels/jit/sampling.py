@@ -102,7 +102,8 @@ def _best_of_split(
         key = noise_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
         # ids behind the vocabulary stand for the splits
         drawn = gumbel(key, VOCAB + split + tl.zeros([1], tl.int32))
-        score = (top + tl.log2(whole)) / _LOG2_E + tl.max(drawn, axis=0)
+        score = (top + tl.log2(tl.maximum(whole, 1.0))) / _LOG2_E + tl.max(drawn, axis=0)
+        score = tl.where(whole > 0, score, float("-inf"))
         chosen = VOCAB
     else:
         for start in tl.static_range(0, PER_SPLIT, BLOCK):

@@ -4,12 +4,14 @@ To launch the kernels of all layers one by one takes a host longer than a GPU ne
 hundreds of tokens, of a small model for thousands. So the layers are captured for several numbers
 of tokens. A step takes the smallest graph that holds it; the dummy row fills what is left of it.
 Head and sampling depend on how many tokens are sampled: they are launched while the layers run.
+Every rank finds the same graphs and takes the same one: that depends on nothing but the plan.
 
 Must not know models or attention: what is captured is a function of a ``ChunkInbox``.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -31,17 +33,18 @@ _TOKENS_A_CHUNK = 16
 
 
 def token_counts(whole_step: int, most: int) -> list[int]:
-    """Sizes to capture, ascending: 16, 32, 64, then four to each doubling, and a whole step.
+    """Sizes to capture, ascending: 16, 32, 64, then four to each doubling, and the largest.
 
-    None of them is larger than ``most``.
+    That is ``most``, but never more than a ``whole_step``; without it there are none.
     """
+    largest = min(whole_step, most)
+    if largest == 0:
+        return []
     sizes, base = [16, 32, 64], 128
-    while base < whole_step:
+    while base < largest:
         sizes += [base, base * 5 // 4, base * 6 // 4, base * 7 // 4]
         base *= 2
-    return [size for size in sizes if size < whole_step and size <= most] + (
-        [whole_step] if whole_step <= most else []
-    )
+    return [size for size in sizes if size < largest] + [largest]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +110,13 @@ def fill(num_tokens: int, max_rows: int, batch: FlatBatch, prefill_tokens: IntAr
     return content
 
 
+def fitting(sizes: Sequence[int], batch: FlatBatch) -> int | None:
+    """The smallest of ``sizes``, ascending, that holds ``batch``; None where none does."""
+    least_for_chunks = (len(batch.chunk_rows) - 1) * _TOKENS_A_CHUNK + 1
+    index = bisect.bisect_left(sizes, max(len(batch.rows), least_for_chunks))
+    return sizes[index] if index < len(sizes) else None
+
+
 class ChunkGraphs:
     """The captured layers, and the buffer they read."""
 
@@ -136,12 +146,12 @@ class ChunkGraphs:
 
     def fits(self, batch: FlatBatch) -> bool:
         """Whether there is a graph for this step."""
-        return self._size_of(batch) is not None
+        return fitting(self._sizes, batch) is not None
 
     def replay(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
         """Enqueue the layers of a step that ``fits``; the residual stream after them, which the
         next replay overwrites: [num_tokens, hidden_size] and rows of padding."""
-        size = self._size_of(batch)
+        size = fitting(self._sizes, batch)
         assert size is not None
         self._write(size, batch, prefill_tokens)
         graph, hidden = self._graphs[size]
@@ -151,13 +161,6 @@ class ChunkGraphs:
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""
         self._graphs.clear()
-
-    def _size_of(self, batch: FlatBatch) -> int | None:
-        num_tokens, num_chunks = len(batch.rows), len(batch.chunk_rows)
-        for size in self._sizes:
-            if num_tokens <= size and num_chunks <= max_chunks(size, self._max_rows):
-                return size
-        return None
 
     def _write(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> None:
         content = torch.from_numpy(fill(size, self._max_rows, batch, prefill_tokens))

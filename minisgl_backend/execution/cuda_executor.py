@@ -21,17 +21,12 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import HostArray
-from minisgl_backend.attention.paged import (
-    Chunks,
-    DecodeRows,
-    PagedAttention,
-    PagedKV,
-    ScheduledDecode,
-)
+from minisgl_backend.attention.paged import DecodeRows, PagedAttention, PagedKV, ScheduledDecode
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.chunk_graphs import LAST_TOKEN, ChunkGraphs, ChunkInbox
+from minisgl_backend.execution.chunk_graphs import ChunkGraphs
 from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.flat_layers import FlatLayers
 from minisgl_backend.execution.graphs import DecodeGraphs, StepOutput
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.rows import Rows
@@ -40,7 +35,7 @@ from minisgl_backend.execution.storage import KVStorage, paged_layers
 from minisgl_backend.kernels.rows import StepInbox, begin_decode, finish_decode
 from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.fused import Attend, FusedDecoder
+from minisgl_backend.models.fused import FusedDecoder
 from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
 from minisgl_backend.request import IntArray, TokenLogprobs
 
@@ -86,6 +81,7 @@ class CudaExecutor:
                 page_size=storage.page_size,
                 dummy_page=storage.dummy_page,
             )
+            self._layers = FlatLayers(self._model, self._rows, attention, device)
             self._workspace = SamplingWorkspace(max_rows, device.torch_device)
             vocab_size = model.spec.vocab_size
             self._logits = torch.empty(
@@ -109,7 +105,7 @@ class CudaExecutor:
             )
         if chunk_graph_sizes:
             self.chunk_graphs = ChunkGraphs(
-                device, self._captured_layers, chunk_graph_sizes, max_rows=max_rows
+                device, self._layers.over, chunk_graph_sizes, max_rows=max_rows
             )
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -222,7 +218,7 @@ class CudaExecutor:
         if self.chunk_graphs is not None and self.chunk_graphs.fits(batch):
             hidden = self.chunk_graphs.replay(batch, prefill_tokens)
         else:
-            hidden = self._eager_layers(batch, prefill_tokens)
+            hidden = self._layers.launched(batch, prefill_tokens)
         if not len(batch.samples):
             return self._no_output
         samples, sample_rows, sample_positions = self._device.upload(
@@ -233,77 +229,6 @@ class CudaExecutor:
         sampled = self._group.broadcast(sample(logits, parameters, self._workspace))
         self._rows.keep(sample_rows, sampled, sample_positions)
         return StepOutput(sampled, logits)
-
-    def _eager_layers(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
-        """The residual stream after the layers, [num_tokens, hidden_size]."""
-        upload, rows, num_decodes = self._device.upload, self._rows, batch.num_decodes
-        token_rows, positions = upload(np.stack([batch.rows, batch.positions]))
-        last = rows.table.tokens[token_rows[:num_decodes]]
-        tokens = torch.cat([last, upload(prefill_tokens)])
-        slots = rows.slots(token_rows, positions)
-        chunks = decodes = None
-        if len(batch.chunk_rows):
-            chunks = Chunks(
-                rows=upload(batch.chunk_rows),
-                offsets=upload(batch.chunk_offsets),
-                ends=upload(batch.chunk_ends),
-                page_table=rows.table.pages,
-                max_length=int(np.diff(batch.chunk_offsets).max()),
-                max_end=int(batch.chunk_ends.max()),
-                host_offsets=batch.chunk_offsets,
-                host_ends=batch.chunk_ends,
-            )
-        if num_decodes:
-            lengths = (batch.positions[:num_decodes] + 1).astype(np.int32)
-            decodes = DecodeRows(
-                rows=upload(batch.rows[:num_decodes].astype(np.int32)),
-                lengths=upload(lengths),
-                page_table=rows.table.pages,
-                host_lengths=lengths,
-            )
-        return self._model.hidden(tokens, positions, slots, self._attend_to(decodes, chunks))
-
-    def _captured_layers(self, inbox: ChunkInbox) -> Tensor:
-        """The same for all that an inbox may hold; this is what the chunks' graphs hold."""
-        table = self._rows.table
-        tokens = torch.where(
-            inbox.tokens == LAST_TOKEN, table.tokens[inbox.rows.long()], inbox.tokens
-        )
-        slots = self._rows.slots(inbox.rows.long(), inbox.positions.long()).to(torch.int32)
-        chunks = Chunks(
-            rows=inbox.chunk_rows,
-            offsets=inbox.chunk_offsets,
-            ends=inbox.chunk_ends,
-            page_table=table.pages,
-            max_length=len(inbox.tokens),
-            max_end=table.pages.shape[1] * self._rows.page_size,
-        )
-        decodes = DecodeRows(
-            rows=inbox.decode_rows, lengths=inbox.decode_lengths, page_table=table.pages
-        )
-        attend = self._attend_to(decodes, chunks)
-        return self._model.hidden(tokens, inbox.positions, slots, attend)
-
-    def _attend_to(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
-        """Attention of the decoding rows, which stand first, then of the chunks.
-
-        There may be more decoding rows than the flat batch has: then the chunks overwrite what the
-        padding left.
-        """
-        prefill, decode = self._attention.prefill, self._attention.decode
-        of_chunks = None if chunks is None else prefill.plan_chunks(chunks)
-        of_decodes = None if decodes is None else decode.plan_rows(decodes)
-        num_decodes = 0 if decodes is None else len(decodes.rows)
-
-        def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            if of_decodes is not None:
-                decode.decode(out[:num_decodes], q[:num_decodes], kv, layer, of_decodes)
-            if of_chunks is not None:
-                prefill.prefill(out, q, kv, layer, of_chunks)
-            return out
-
-        return attend
 
     def _sample_special(
         self, output: StepOutput, special: HostArray, rows: HostArray, positions: HostArray

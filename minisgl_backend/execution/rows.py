@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.device.base import Device
 from minisgl_backend.kernels.rows import RowTable
 from minisgl_backend.kernels.sampling import RowParameters
 from minisgl_backend.plan import Admission
@@ -24,7 +24,7 @@ class Rows:
 
     def __init__(
         self,
-        device: CudaDevice,
+        device: Device,
         *,
         max_rows: int,
         max_sequence_length: int,

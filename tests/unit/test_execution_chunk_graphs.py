@@ -1,0 +1,267 @@
+"""Graphs of steps with prompt chunks: their sizes, what they are told and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl_backend.attention import choose
+from minisgl_backend.attention.paged import AttentionSetting
+from minisgl_backend.device.cpu import CpuDevice
+from minisgl_backend.execution.chunk_graphs import (
+    LAST_TOKEN,
+    ChunkInbox,
+    fill,
+    fitting,
+    max_chunks,
+    token_counts,
+)
+from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.flat_layers import FlatLayers
+from minisgl_backend.execution.rows import Rows
+from minisgl_backend.execution.storage import KVStorage, paged_layers
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.fused import FusedDecoder
+from minisgl_backend.parallel.group import OneRank
+from minisgl_backend.plan import StepPlan
+from minisgl_backend.request import IntArray
+from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
+from tests.unit.test_execution_flat_batch import ints, plan_of
+
+MAX_ROWS = 9
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    """Some of ``MAX_ROWS`` rows decode and others prefill, in any order."""
+    rows = draw(st.permutations(range(MAX_ROWS)))
+    num_decodes = draw(st.integers(0, MAX_ROWS))
+    num_chunks = draw(st.integers(0, MAX_ROWS - num_decodes))
+    starts, lengths = st.integers(0, 90), st.integers(1, 70)
+    decodes = [(row, draw(starts)) for row in rows[:num_decodes]]
+    chunks = [(row, draw(starts), draw(lengths), 1) for row in rows[-num_chunks:]]
+    return plan_of(chunks if num_chunks else [], decodes)
+
+
+@pytest.mark.parametrize(
+    ("whole_step", "most", "sizes"),
+    [
+        (1000, 0, []),
+        (1, 1000, [1]),
+        (10, 1000, [10]),
+        (16, 1000, [16]),
+        (80, 1000, [16, 32, 64, 80]),
+        (80, 40, [16, 32, 40]),
+        (8448, 256, [16, 32, 64, 128, 160, 192, 224, 256]),
+        (300, 8448, [16, 32, 64, 128, 160, 192, 224, 256, 300]),
+    ],
+)
+def test_sizes_to_capture(whole_step: int, most: int, sizes: list[int]) -> None:
+    assert token_counts(whole_step, most) == sizes
+
+
+@given(st.integers(1, 20_000), st.integers(1, 20_000))
+def test_sizes_leave_little_to_padding(whole_step: int, most: int) -> None:
+    sizes = token_counts(whole_step, most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(whole_step, most)
+    for smaller, size in pairwise(sizes):
+        assert size <= (2 if size <= 128 else 1.25) * smaller
+
+
+@given(plans(), st.lists(st.integers(1, 500), min_size=1, unique=True).map(sorted))
+def test_a_step_takes_the_smallest_size_that_holds_it(plan: StepPlan, sizes: list[int]) -> None:
+    holding = [
+        size
+        for size in sizes
+        if size >= plan.num_tokens and max_chunks(size, MAX_ROWS) >= len(plan.prefill_rows)
+    ]
+    assert fitting(sizes, FlatBatch.of(plan)) == min(holding, default=None)
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "chunk_lengths", "size"),
+    [
+        (16, [], 16),
+        (17, [], 32),
+        (65, [], None),
+        (0, [16], 16),
+        (1, [16], 32),
+        (0, [1, 1], 32),
+        (0, [1, 1, 1], 64),
+        (60, [1, 1, 1, 1], 64),
+        (0, [1, 1, 1, 1, 1], None),
+    ],
+)
+def test_sizes_of_steps(num_decodes: int, chunk_lengths: list[int], size: int | None) -> None:
+    decodes = [(row, 5) for row in range(num_decodes)]
+    chunks = [(num_decodes + i, 0, length, 1) for i, length in enumerate(chunk_lengths)]
+    assert fitting([16, 32, 64], FlatBatch.of(plan_of(chunks, decodes))) == size
+
+
+def test_room_for_chunks() -> None:
+    assert [max_chunks(size, 8) for size in (1, 16, 17, 64, 112, 113, 4096)] == [
+        1,
+        1,
+        2,
+        4,
+        7,
+        8,
+        8,
+    ]
+
+
+@given(plans(), st.integers(0, 200))
+def test_an_inbox_holds_the_step_and_padding(plan: StepPlan, more: int) -> None:
+    batch = FlatBatch.of(plan)
+    num_decodes, num_chunks = len(plan.decode_rows), len(plan.prefill_rows)
+    size = max(plan.num_tokens, 16 * num_chunks, 1) + more
+    content = fill(size, MAX_ROWS, batch, plan.prefill_tokens)
+    assert content.dtype == np.int32
+    inbox = ChunkInbox.of(torch.from_numpy(np.append(content, ints(7, 7))), size, MAX_ROWS)
+    assert inbox.buffer.tolist() == content.tolist()
+
+    def padded(values: list[int], padding: int, length: int) -> list[int]:
+        return values + [padding] * (length - len(values))
+
+    tokens = [LAST_TOKEN] * num_decodes + plan.prefill_tokens.tolist()
+    assert inbox.tokens.tolist() == padded(tokens, 0, size)
+    assert inbox.rows.tolist() == padded(batch.rows.tolist(), MAX_ROWS, size)
+    assert inbox.positions.tolist() == padded(batch.positions.tolist(), 0, size)
+
+    room = max_chunks(size, MAX_ROWS)
+    assert inbox.chunk_rows.tolist() == padded(plan.prefill_rows.tolist(), MAX_ROWS, room)
+    ends = (plan.prefill_starts + plan.prefill_lengths).tolist()
+    assert inbox.chunk_ends.tolist() == padded(ends, 0, room)
+    assert int(inbox.chunk_offsets[0]) == num_decodes
+    lengths = padded(plan.prefill_lengths.tolist(), 0, room)
+    assert inbox.chunk_offsets.diff().tolist() == lengths
+
+    room = min(size, MAX_ROWS)
+    assert inbox.decode_rows.tolist() == padded(plan.decode_rows.tolist(), MAX_ROWS, room)
+    assert inbox.decode_lengths.tolist() == padded((plan.decode_positions + 1).tolist(), 1, room)
+
+
+# --- what is captured, by the kernels' twins ---------------------------------------------------
+
+PAGE_SIZE = 4
+NUM_PAGES = 64
+
+
+class Layers:
+    """A model with pages for ``MAX_ROWS`` rows, which hold 16 pages each in shuffled order."""
+
+    def __init__(self, folder: Path) -> None:
+        spec, self.device = load_spec(folder), CpuDevice()
+        cpu, shape = self.device.torch_device, spec.attention_shape(1)
+        model = build_model(
+            spec,
+            folder,
+            dtype=torch.float32,
+            device=cpu,
+            group=OneRank(),
+            max_sequence_length=CONTEXT,
+        )
+        self.storage = KVStorage(
+            shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=torch.float32, device=cpu
+        )
+        self.rows = Rows(
+            self.device,
+            max_rows=MAX_ROWS,
+            max_sequence_length=CONTEXT,
+            page_size=PAGE_SIZE,
+            dummy_page=self.storage.dummy_page,
+        )
+        pages = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(0))
+        self.rows.table.pages[:4, :16] = pages.view(4, 16).int()
+        setting = AttentionSetting(
+            shape=shape,
+            page_size=PAGE_SIZE,
+            max_sequence_length=CONTEXT,
+            dtype=torch.float32,
+            kv_dtype=torch.float32,
+            max_batch_size=MAX_ROWS,
+            max_captured_batch_size=MAX_ROWS,
+            device=cpu,
+        )
+        attention = choose.choose_attention("triton", setting)
+        self.flat = FlatLayers(
+            FusedDecoder(model, paged_layers(self.storage)), self.rows, attention, self.device
+        )
+
+    def launched(self, plan: StepPlan) -> torch.Tensor:
+        return self.flat.launched(FlatBatch.of(plan), plan.prefill_tokens)
+
+    def over_inbox(self, size: int, plan: StepPlan) -> torch.Tensor:
+        content = fill(size, MAX_ROWS, FlatBatch.of(plan), plan.prefill_tokens)
+        return self.flat.over(ChunkInbox.of(torch.from_numpy(content), size, MAX_ROWS))
+
+
+@pytest.fixture
+def nan_where_unwritten() -> Iterator[None]:
+    """What ``torch.empty`` makes is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "mistral-window", "qwen3-moe"])
+@pytest.mark.usefixtures("nan_where_unwritten")
+@torch.inference_mode()
+def test_padding_changes_nothing(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows decode, one begins its prompt and one goes on, in graphs of several sizes."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_checkpoint(case, tmp_path)
+    layers = Layers(tmp_path)
+    rng = np.random.default_rng(0)
+
+    def with_tokens(plan: StepPlan) -> StepPlan:
+        plan.prefill_tokens[:] = rng.integers(0, VOCAB_SIZE, len(plan.prefill_tokens))
+        return plan
+
+    layers.launched(with_tokens(plan_of([(0, 0, 30, 1), (3, 0, 9, 1), (1, 0, 21, 0)], [])))
+    layers.rows.table.tokens[:4] = torch.tensor([11, 99, 98, 13], dtype=torch.int32)
+    plan = with_tokens(plan_of([(1, 21, 7, 1), (2, 0, 13, 0)], [(3, 9), (0, 30)]))
+    before = layers.storage.pages.clone()
+    expected = layers.launched(plan)
+    assert expected.shape[0] == plan.num_tokens == 22
+    pages = layers.storage.pages.clone()
+    assert not torch.equal(pages, before)
+    for size in (22, 32, 100):
+        layers.storage.pages.copy_(before)
+        hidden = layers.over_inbox(size, plan)
+        assert hidden.shape == (size, expected.shape[1])
+        torch.testing.assert_close(hidden[:22], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            layers.storage.pages[:, :, :NUM_PAGES], pages[:, :, :NUM_PAGES], atol=1e-4, rtol=1e-4
+        )
+        assert layers.storage.pages.isfinite().all()
+        assert hidden.isfinite().all()
+
+
+@pytest.mark.usefixtures("nan_where_unwritten")
+@torch.inference_mode()
+def test_steps_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts alone, decoding rows alone, and no token at all, as graphs are captured with."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_checkpoint("qwen3", tmp_path)
+    layers = Layers(tmp_path)
+    prompts = plan_of([(2, 0, 20, 1), (0, 0, 3, 1)], [])
+    hidden = layers.over_inbox(64, prompts)
+    torch.testing.assert_close(hidden[:23], layers.launched(prompts), atol=1e-4, rtol=1e-4)
+    decodes = plan_of([], [(0, 3), (2, 20)])
+    hidden = layers.over_inbox(16, decodes)
+    torch.testing.assert_close(hidden[:2], layers.launched(decodes), atol=1e-4, rtol=1e-4)
+    content: IntArray = fill(16, MAX_ROWS, FlatBatch.empty(), ints())
+    hidden = layers.flat.over(ChunkInbox.of(torch.from_numpy(content), 16, MAX_ROWS))
+    assert hidden.isfinite().all()

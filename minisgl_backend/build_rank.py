@@ -14,8 +14,9 @@ import torch
 
 from minisgl_backend.attention.base import KVScale
 from minisgl_backend.attention.choose import choose_attention
-from minisgl_backend.attention.paged import AttentionSetting
+from minisgl_backend.attention.paged import AttentionSetting, PagedAttention
 from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.chunk_graphs import token_counts
@@ -147,19 +148,12 @@ def _cuda_executor(
             device=device.torch_device,
         ),
     )
-    if not attention.can_capture:
-        if options.cuda_graph_max_batch_size or options.cuda_graph_batch_sizes:
-            raise ConfigError(
-                f"attention_backend {attention.name} cannot be captured in CUDA graphs: leave out "
-                "cuda_graph_max_batch_size and cuda_graph_batch_sizes, or take another backend"
-            )
-        logger.warning("attention_backend %s runs without CUDA graphs", attention.name)
-        most = 0
-    if options.cuda_graph_max_tokens and not (most and attention.captures_chunks):
-        raise ConfigError(
-            f"cuda_graph_max_tokens: steps with prompts cannot be captured with attention_backend "
-            f"{attention.name}" + ("" if most else " and without CUDA graphs")
-        )
+    decode_sizes, chunk_sizes = graph_sizes(
+        options,
+        attention,
+        max_batch_size=most,
+        num_weights=sum(weight.numel() for weight in model.model.layers.parameters()),
+    )
     executor = CudaExecutor(
         model,
         storage=storage,
@@ -168,22 +162,48 @@ def _cuda_executor(
         max_rows=options.max_running_requests,
         max_sequence_length=facts.context,
         max_prefill_tokens=options.max_prefill_tokens,
-        graph_sizes=batch_sizes(most, options.cuda_graph_batch_sizes),
-        chunk_graph_sizes=_chunk_sizes(facts, model) if most and attention.captures_chunks else [],
+        graph_sizes=decode_sizes,
+        chunk_graph_sizes=chunk_sizes,
         fused_experts=options.moe_backend != "torch",
     )
     return executor, attention.name
 
 
-def _chunk_sizes(facts: Resolved, model: Decoder) -> list[int]:
-    """The numbers of tokens for which the layers of steps with prompts are captured."""
-    options = facts.options
+def graph_sizes(
+    options: EngineOptions, attention: PagedAttention, *, max_batch_size: int, num_weights: int
+) -> tuple[list[int], list[int]]:
+    """What is captured: decode steps of so many rows, and steps with prompts of so many tokens.
+
+    ``num_weights`` are those of this rank's layers. Raises ``ConfigError`` where an option asks for
+    graphs that cannot be.
+    """
+    most_tokens = options.cuda_graph_max_tokens
+    if not attention.can_capture:
+        if options.cuda_graph_max_batch_size or options.cuda_graph_batch_sizes or most_tokens:
+            raise ConfigError(
+                f"attention_backend {attention.name} cannot be captured in CUDA graphs: leave out "
+                "cuda_graph_max_batch_size, cuda_graph_batch_sizes and cuda_graph_max_tokens, or "
+                "take another backend"
+            )
+        logger.warning("attention_backend %s runs without CUDA graphs", attention.name)
+        return [], []
+    decode_sizes = batch_sizes(max_batch_size, options.cuda_graph_batch_sizes)
+    if most_tokens and not decode_sizes:
+        raise ConfigError(
+            f"cuda_graph_max_tokens={most_tokens} does not go with cuda_graph_max_batch_size=0, "
+            "which turns all CUDA graphs off"
+        )
+    if most_tokens and not attention.captures_chunks:
+        raise ConfigError(
+            f"attention_backend {attention.name} cannot be captured in steps with prompts: leave "
+            "out cuda_graph_max_tokens, or take another backend"
+        )
+    if not decode_sizes or not attention.captures_chunks:
+        return decode_sizes, []
+    if most_tokens is None:
+        most_tokens = max(_CAPTURED_TOKENS, _CAPTURED_PRODUCTS // num_weights)
     whole_step = options.max_prefill_tokens + options.max_running_requests
-    most = options.cuda_graph_max_tokens
-    if most is None:
-        num_elements = sum(weight.numel() for weight in model.model.layers.parameters())
-        most = max(_CAPTURED_TOKENS, _CAPTURED_PRODUCTS // num_elements)
-    return token_counts(whole_step, most)
+    return decode_sizes, token_counts(whole_step, most_tokens)
 
 
 def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:

@@ -68,6 +68,7 @@ def check_options(options: EngineOptions, device: str | None) -> None:
             "moe_backend": options.moe_backend not in (None, "torch"),
             "cuda_graph_max_batch_size": bool(options.cuda_graph_max_batch_size),
             "cuda_graph_batch_sizes": options.cuda_graph_batch_sizes is not None,
+            "cuda_graph_max_tokens": bool(options.cuda_graph_max_tokens),
         }
         where = "CPUs, with attention_backend sdpa and moe_backend torch"
     else:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -30,25 +31,33 @@ def capture(
     work: Callable[[int], T],
     *,
     prepare: Callable[[int], None],
+    option: str,
 ) -> dict[int, tuple[torch.cuda.CUDAGraph, T]]:
     """A graph of ``work`` for each size, with what it returned: tensors that replays fill anew.
 
     ``prepare`` enqueues what the host does before work of that size, and is not captured. Then the
     work is enqueued once, which compiles kernels and makes libraries allocate, and captured; the
-    graph is replayed, since the first replay uploads it. ``what`` names the sizes to the operator.
+    graph is replayed, since the first replay uploads it. ``what`` names the sizes to the operator,
+    and ``option`` what limits them. Raises ``ConfigError`` where the memory left over is too small.
     """
     pool, stream = torch.cuda.graph_pool_handle(), device.stream
     graphs = {}
     with device.queue(), _progress(what, len(sizes)) as advance:
         for size in sorted(sizes, reverse=True):
-            prepare(size)
-            work(size)
-            stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                output = work(size)
+            try:
+                prepare(size)
+                work(size)
+                stream.synchronize()
+                with torch.cuda.graph(
+                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ):
+                    output = work(size)
+            except torch.cuda.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"the CUDA graph of {what} {size} does not fit beside the KV pages: lower "
+                    f"memory_ratio, num_pages or {option}"
+                ) from error
             graphs[size] = graph, output
             graph.replay()
             advance(size, torch.cuda.mem_get_info(device.torch_device)[0])

@@ -142,6 +142,7 @@ class ChunkGraphs:
             self._sizes,
             lambda size: layers(ChunkInbox.of(self._buffer, size, max_rows)),
             prepare=lambda size: self._write(size, FlatBatch.empty(), np.empty(0, np.int32)),
+            option="cuda_graph_max_tokens",
         )
 
     def fits(self, batch: FlatBatch) -> bool:

@@ -81,6 +81,7 @@ class DecodeGraphs:
             self._sizes,
             lambda size: step(self._inbox, size),  # of dummy rows
             prepare=self._schedule_padding,
+            option="cuda_graph_max_batch_size",
         )
 
     def fits(self, num_rows: int, num_grants: int) -> bool:

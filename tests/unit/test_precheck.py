@@ -55,6 +55,7 @@ def test_the_device_is_known_where_it_is_named() -> None:
         ({"tensor_parallel_size": 2, "comm": "gloo"}, "cuda", "comm=gloo does not work on cuda"),
         ({"moe_backend": "fused"}, "cpu", "moe_backend=fused is not supported"),
         ({"cuda_graph_batch_sizes": "1,2"}, "cpu", "cuda_graph_batch_sizes=1,2 is not supported"),
+        ({"cuda_graph_max_tokens": 8}, "cpu", "cuda_graph_max_tokens=8 is not supported"),
         ({"dtype": "float64"}, "cuda", "dtype=float64 is not supported"),
         ({"moe_backend": "torch"}, "cuda", "moe_backend=torch is not supported"),
     ],

@@ -173,6 +173,28 @@ class Prompts:
         prefill.prefill(out, self.q, self.paged.kv, 0, prefill.plan_chunks(chunks))
         return out
 
+    def attend_as_captured(self, backend: PagedAttention, between: Tensor) -> Tensor:
+        """As in a step to be captured: the host knows no lengths, ``between`` (0 or more tokens,
+        which are not the chunks') stands before the chunks and behind them, and behind each chunk
+        there is an empty one. Returns all tokens."""
+        num_tokens, count = len(self.q), len(between)
+        q = self.paged.queries(num_tokens + 2 * count)
+        q[count : count + num_tokens] = self.q
+        with_empty = np.stack([self.rows, self.ends], axis=1)
+        with_empty = np.stack([with_empty, np.zeros_like(with_empty)], axis=1).reshape(-1, 2)
+        chunks = Chunks(
+            rows=self.paged.int32(with_empty[:, 0]),
+            offsets=self.paged.int32(count + np.repeat(self.offsets, 2)[1:]),
+            ends=self.paged.int32(with_empty[:, 1]),
+            page_table=self.paged.page_table,
+            max_length=len(q),
+            max_end=self.paged.setting.max_pages * self.paged.setting.page_size,
+        )
+        out = torch.cat([between, torch.full_like(self.q, torch.nan), between])
+        prefill = backend.prefill
+        prefill.prefill(out, q, self.paged.kv, 0, prefill.plan_chunks(chunks))
+        return out
+
     def expected(self) -> Tensor:
         runs = zip(self.rows, self.ends, pairwise(self.offsets.tolist()), strict=True)
         parts = [self.paged.expected(self.q[a:b], row, end) for row, end, (a, b) in runs]

@@ -91,6 +91,22 @@ def test_ragged_chunks_and_extensions(
 
 
 @every_backend
+def test_chunks_of_captured_steps(
+    name: str, case: Case, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Decoding rows stand before the chunks, padding behind them: neither may be overwritten."""
+    backend = make_backend(name, case, dtype, device)
+    if not backend.captures_chunks:
+        return
+    prompts = Prompts.of(case.setting(dtype, device))
+    between = torch.randn_like(prompts.q[:13])
+    out = prompts.attend_as_captured(backend, between)
+    assert torch.equal(out[:13], between)
+    assert torch.equal(out[-13:], between)
+    assert_tokens_close(out[13:-13], prompts.expected(), limit=0.015)
+
+
+@every_backend
 @pytest.mark.parametrize("num_rows", [5, 20])
 def test_decode(
     name: str, case: Case, num_rows: int, device: torch.device, dtype: torch.dtype

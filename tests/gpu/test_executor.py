@@ -6,6 +6,7 @@ held against the fp32 logits of what came before it: it must be the best one wit
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ import pytest
 import torch
 
 from minisgl_backend.bench.offline import Collector
-from minisgl_backend.build import build_engine
+from minisgl_backend.build import build_engine, build_executor, build_scheduler
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.execution.cuda_executor import CudaExecutor, PendingStep
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.request import IntArray, Request, SamplingParams
+from minisgl_backend.plan import StepPlan
+from minisgl_backend.request import Event, IntArray, Request, SamplingParams
+from minisgl_backend.runtime.engine import Engine
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
@@ -41,6 +45,18 @@ CASES = [
     "qwen3-moe",
     "qwen3-moe-sparse",
 ]
+
+
+class StartedCollector(Collector):
+    """Tells when the first token is there, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        self.started.set()
 
 
 def serve(
@@ -137,6 +153,58 @@ def test_tokens_with_and_without_prefix_cache(
     reference = write_checkpoint("qwen3", tmp_path).bfloat16().float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, page_size=page_size, cache=cache)
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.1
+    assert below.max() < 0.15
+
+
+@pytest.mark.parametrize("attention", [None, "triton"])
+@pytest.mark.parametrize("most", [None, 0, 20])
+def test_prompts_beside_decoding_rows(
+    attention: str | None,
+    most: int | None,
+    prompts: list[IntArray],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts in chunks come while others decode: in graphs, outside of them, and now and then."""
+    reference = write_broad_checkpoint(tmp_path).bfloat16().float()
+    options = EngineOptions(
+        model=str(tmp_path),
+        device="cuda",
+        max_running_requests=16,
+        num_pages=4096,
+        max_prefill_tokens=48,
+        max_sequence_length=CONTEXT,
+        attention_backend=attention,
+        cuda_graph_max_tokens=most,
+    )
+    info, executor = build_executor(options)
+    assert isinstance(executor, CudaExecutor)
+    assert (executor.chunk_graphs is None) == (most == 0)
+    mixed = []
+    launch = executor.launch
+
+    def watched(plan: StepPlan) -> PendingStep:
+        if len(plan.decode_rows) and len(plan.prefill_rows):
+            mixed.append(plan.num_tokens)
+        return launch(plan)
+
+    monkeypatch.setattr(executor, "launch", watched)
+    engine = Engine(info, build_scheduler(options, info), executor, overlap=options.overlap)
+    sinks = [StartedCollector() for _ in prompts]
+    sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    try:
+        for index, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
+            if index % 4 == 0 and index:
+                assert sinks[index - 1].started.wait(120)
+            engine.submit(Request(id=engine.new_id(), prompt=prompt, sampling=sampling), sink)
+        for sink in sinks:
+            assert sink.done.wait(120)
+            assert sink.error is None
+    finally:
+        engine.close(drain_s=0)
+    assert mixed
+    below = np.array(shortfalls(reference, prompts, [sink.tokens for sink in sinks]))
     assert np.mean(below > 0) < 0.1
     assert below.max() < 0.15
 

@@ -1,4 +1,4 @@
-"""Decode attention and the store before it against their twins."""
+"""Attention of prompt chunks and of decoding rows, and the store before it, against their twins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels import decode_attention, rope_store
+from minisgl_backend.kernels import decode_attention, prefill_attention, rope_store
 from minisgl_backend.kernels.dispatch import is_interpreted
 from tests.gpu.compare import assert_close
 
@@ -108,6 +108,39 @@ def test_decode_attention_of_fp8(device: torch.device, dtype: torch.dtype) -> No
     expected = decode_attention.decode_attention_reference(q, k, v, table, lengths, **scales)
     # fp8 is multiplied in float16, whatever the dtype of q
     assert_close(actual, expected, tolerance=8e-3)
+
+
+@pytest.mark.parametrize("first", [0, 7, 64])
+@pytest.mark.parametrize("window", [None, 40])
+def test_prefill_attention_finds_each_chunk(
+    device: torch.device, dtype: torch.dtype, first: int, window: int | None
+) -> None:
+    """More chunks than a program looks at together, of lengths around the 16 queries of its block,
+    empty ones between them and behind them."""
+    k, v, table = paged_cache(
+        [70, 50, 33], page_size=16, num_kv_heads=1, head_dim=64, dtype=dtype, device=device
+    )
+    lengths = [16, 0, 1, 15, 0, 0, 17, 33, 32, *[1, 0, 3] * 50, 16, *[0] * 9]
+    rows = torch.arange(len(lengths), dtype=torch.int32, device=device) % 3
+    ends = [50 if length == 0 else min(length + 17, 33) for length in lengths]
+    offsets = torch.tensor([first, *lengths], dtype=torch.int32).cumsum(0).int().to(device)
+    q = torch.randn(first + sum(lengths) + 40, 8, 64, device=device).to(dtype)
+    arguments: dict[str, Any] = {
+        "rows": rows,
+        "offsets": offsets,
+        "ends": torch.tensor(ends, dtype=torch.int32, device=device),
+        "scale": 0.125,
+        "window": window,
+    }
+    before = torch.randn_like(q)
+    actual, expected = before.clone(), before.clone()
+    prefill_attention.prefill_attention(q, k, v, table, max_length=len(q), out=actual, **arguments)
+    prefill_attention.prefill_attention_reference(expected, q, k, v, table, **arguments)
+    assert_close(actual, expected)
+    tokens = torch.arange(len(q), device=device)
+    others = (tokens < first) | (tokens >= first + sum(lengths))
+    assert torch.equal(actual[others], before[others])
+    assert not (actual[~others] == before[~others]).all(dim=(1, 2)).any()
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (3, 1), (10, 2)])

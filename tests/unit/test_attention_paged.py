@@ -32,6 +32,19 @@ def test_ragged_chunks_and_extensions(name: str, case: Case) -> None:
     assert_tokens_close(prompts.attend(backend), prompts.expected(), limit=1e-5)
 
 
+def test_chunks_of_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    prompts = Prompts.of(CASES[0].setting(torch.float32, CPU))
+    between = torch.randn_like(prompts.q[:13])
+    out = prompts.attend_as_captured(
+        choose.choose_attention("triton", prompts.paged.setting), between
+    )
+    assert torch.equal(out[:13], between)
+    assert torch.equal(out[-13:], between)
+    assert_tokens_close(out[13:-13], prompts.expected(), limit=1e-5)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode(name: str, case: Case) -> None:
     torch.manual_seed(0)

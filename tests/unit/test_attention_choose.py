@@ -42,6 +42,7 @@ def test_own_kernels_need_nothing(option: str | None) -> None:
     attention = choice(option)
     assert attention.name == "triton"
     assert attention.can_capture
+    assert attention.captures_chunks
     assert isinstance(attention.prefill, TritonPrefill)
     assert isinstance(attention.decode, TritonDecode)
 
@@ -52,6 +53,7 @@ def test_the_reference_needs_nothing_and_is_not_captured() -> None:
     assert not attention.can_capture
     assert isinstance(attention.decode, PagedSdpa)
     assert choice("sdpa,triton").can_capture
+    assert not choice("sdpa,triton").captures_chunks
 
 
 @pytest.mark.parametrize("option", ["tritn", "triton,flash", ""])

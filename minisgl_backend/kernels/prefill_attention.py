@@ -97,6 +97,8 @@ def prefill_attention_reference(
 ) -> None:
     """The twin of ``prefill_attention``, chunk after chunk with a dense softmax; fills ``out``."""
     page_size, num_kv_heads = k_cache.shape[1:3]
+    group = q.shape[1] // num_kv_heads
+    grouped_q = q.reshape(len(q), num_kv_heads, group, q.shape[2])
     borders = offsets.tolist()
     for chunk, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
         tokens = slice(borders[chunk], borders[chunk + 1])
@@ -105,7 +107,7 @@ def prefill_attention_reference(
         v = v_cache[pages].flatten(0, 1)[:end].float()
         if k_scale is not None and v_scale is not None:
             k, v = k * k_scale, v * v_scale
-        grouped = q[tokens].float().unflatten(1, (num_kv_heads, -1))
+        grouped = grouped_q[tokens].float()
         scores = torch.einsum("thgd,nhd->hgtn", grouped, k) * scale
         key = torch.arange(end, device=q.device)
         query = key[end - grouped.shape[0] :, None]

@@ -37,9 +37,15 @@ class StepOutput:
 def batch_sizes(most: int, chosen: str | None) -> list[int]:
     """Sizes to capture, ascending: 1, 2, 4, then every eighth up to ``most``; or those ``chosen``.
 
-    ``chosen`` is the option cuda_graph_batch_sizes; raises ``ConfigError`` where it is malformed.
+    ``chosen`` is the option cuda_graph_batch_sizes; raises ``ConfigError`` where it is malformed,
+    or given although there are to be no graphs.
     """
     if most == 0:
+        if chosen is not None:
+            raise ConfigError(
+                f"cuda_graph_batch_sizes={chosen} does not go with cuda_graph_max_batch_size=0, "
+                "which turns all CUDA graphs off"
+            )
         return []
     if chosen is None:
         return sorted({size for size in (1, 2, 4, *range(8, most, 8), most) if size <= most})

@@ -78,6 +78,11 @@ def test_what_cannot_be_captured_is_not(
             {"cuda_graph_max_tokens": 64, "cuda_graph_max_batch_size": 0},
             "cuda_graph_max_tokens=64 does not go with cuda_graph_max_batch_size=0",
         ),
+        (
+            TRITON,
+            {"cuda_graph_batch_sizes": "1,2", "cuda_graph_max_batch_size": 0},
+            "cuda_graph_batch_sizes=1,2 does not go with cuda_graph_max_batch_size=0",
+        ),
     ],
 )
 def test_options_that_ask_for_it_are_refused(

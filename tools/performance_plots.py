@@ -4,6 +4,7 @@ FOLDER (docs/figures) holds what ``minisgl bench ... --json`` wrote, under these
 is any word and each file may be missing:
 
     offline-MODEL.json, server-MODEL.json    throughput.png   bench offline, bench server-share
+    prefill-MODEL.json                       prefill.png      bench prefill
     decode-MODEL.json                        decode.png       bench decode
     trace-MODEL-CASE.json                    breakdown.png    bench trace-table
     scaling-MODEL.json                       scaling.png      bench scaling
@@ -64,6 +65,26 @@ def _throughput(name: str, files: Files, goals: Files) -> dict[str, float]:
         "goal": wanted,
         "mini-sglang": goal.get("mini_sglang", 0.0),
     }
+
+
+def prefill_figure(files: Files, goals: Files) -> Figure:
+    """Time to the first token of a lone request by prompt length, a panel a model."""
+    names = [name for name in sorted(files) if name.startswith("prefill-")]
+    figure = Figure(figsize=(10, 3.5), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        lengths = [row["prompt_tokens"] for row in files[name]["rows"]]
+        others = goals.get(name, {}).get("mini_sglang_ms", {})
+        sides = {
+            "here": [row["median_ms"] for row in files[name]["rows"]],
+            "mini-sglang": [others.get(str(length), 0) for length in lengths],
+        }
+        for index, (side, times) in enumerate(sides.items()):
+            places = [place + 0.4 * (index - 0.5) for place in range(len(lengths))]
+            bars = axes.bar(places, times, width=0.38, label=side)
+            axes.bar_label(bars, fmt="{:.1f}", fontsize=8)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        _finish(axes, f"first token, {_label(name)}", "prompt length", "ms")
+    return figure
 
 
 def decode_figure(files: Files, goals: Files) -> Figure:
@@ -178,6 +199,7 @@ def write_plots(folder: Path) -> list[Path]:
     goals = files.pop("goals", {})
     figures: dict[str, tuple[tuple[str, ...], Callable[[], Figure]]] = {
         "throughput": (("offline-", "server-"), lambda: throughput_figure(files, goals)),
+        "prefill": (("prefill-",), lambda: prefill_figure(files, goals)),
         "decode": (("decode-",), lambda: decode_figure(files, goals)),
         "breakdown": (("trace-",), lambda: breakdown_figure(files)),
         "scaling": (("scaling-",), lambda: scaling_figure(files)),

@@ -13,6 +13,7 @@ from tools.performance_plots import (
     breakdown_figure,
     decode_figure,
     main,
+    prefill_figure,
     scaling_figure,
     throughput_figure,
 )
@@ -20,6 +21,12 @@ from tools.performance_plots import (
 FILES: dict[str, dict[str, Any]] = {
     "offline-small": {"tokens_per_s": 24_000.0},
     "server-small": {"tokens_per_s": 21_000.0, "offline_tokens_per_s": 24_000.0},
+    "prefill-small": {
+        "rows": [
+            {"prompt_tokens": 128, "median_ms": 2.5},
+            {"prompt_tokens": 4000, "median_ms": 12.3},
+        ]
+    },
     "decode-small": {
         "rows": [
             {"batch": 1, "mean_ms": 0.8, "replay_ms": 0.7},
@@ -39,6 +46,7 @@ FILES: dict[str, dict[str, Any]] = {
 GOALS: dict[str, dict[str, Any]] = {
     "offline-small": {"tokens_per_s": 30_000, "mini_sglang": 21_800},
     "server-small": {"share": 0.85},
+    "prefill-small": {"mini_sglang_ms": {"128": 8.9}},
     "decode-small": {"mini_sglang_ms": {"1": 1.7}},
 }
 
@@ -47,6 +55,13 @@ def test_bars_are_here_goal_and_the_other_engine() -> None:
     (axes,) = throughput_figure(FILES, GOALS).axes
     heights = [bar.get_height() for bars in axes.containers for bar in bars]
     assert heights == [24_000, 21_000, 30_000, 20_400, 21_800, 0]
+
+
+def test_first_tokens_stand_beside_those_of_the_other_engine() -> None:
+    (axes,) = prefill_figure(FILES, GOALS).axes
+    heights = [bar.get_height() for bars in axes.containers for bar in bars]
+    assert heights == [2.5, 12.3, 8.9, 0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["128", "4,000"]
 
 
 def test_steps_without_a_graph_have_no_replay() -> None:

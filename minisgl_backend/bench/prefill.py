@@ -18,20 +18,32 @@ from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import MiniSGLError
-from minisgl_backend.request import Event, Failed, Finished, Generated, Request, SamplingParams
+from minisgl_backend.request import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    Generated,
+    IntArray,
+    Request,
+    SamplingParams,
+)
 from minisgl_backend.runtime.engine import Engine
 
 
 class _FirstToken:
-    """The sink of one request: when its first token came."""
+    """The sink of one request: when its first token came, and what the prefix cache knew."""
 
     def __init__(self) -> None:
         self.came_s = 0.0
+        self.num_cached_tokens = 0
         self.error: MiniSGLError | None = None
         self.done = threading.Event()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Generated):
+        if isinstance(event, Admitted):
+            self.num_cached_tokens = event.num_cached_tokens
+        elif isinstance(event, Generated):
             self.came_s = time.perf_counter()
         elif isinstance(event, Failed):
             self.error = event.error
@@ -40,10 +52,16 @@ class _FirstToken:
             self.done.set()
 
 
-def first_token_ms(engine: Engine, length: int, *, seed: int) -> float:
-    """Milliseconds from submitting a prompt of random tokens to its first token."""
-    rng = np.random.default_rng(seed)
-    prompt = rng.integers(0, engine.info.vocab_size, length).astype(np.int32)
+def prompt_of(length: int, num_shared: int, *, seed: int, vocab_size: int) -> IntArray:
+    """Random tokens, of which all prompts of that length share the first so many."""
+    shared = np.random.default_rng(length).integers(0, vocab_size, num_shared)
+    rest = np.random.default_rng(seed).integers(0, vocab_size, length - num_shared)
+    prompt: IntArray = np.concatenate([shared, rest]).astype(np.int32)
+    return prompt
+
+
+def first_token_ms(engine: Engine, prompt: IntArray) -> tuple[float, int]:
+    """Milliseconds from submitting a prompt to its first token, and how many tokens were cached."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     sink = _FirstToken()
     started = time.perf_counter()
@@ -51,12 +69,18 @@ def first_token_ms(engine: Engine, length: int, *, seed: int) -> float:
     sink.done.wait()
     if sink.error is not None:
         raise sink.error
-    return (sink.came_s - started) * 1e3
+    return (sink.came_s - started) * 1e3, sink.num_cached_tokens
 
 
 @click.command()
 @engine_options
 @click.option("--length", "lengths", multiple=True, type=int, help="[default: 128 1024 4000]")
+@click.option(
+    "--shared-tokens",
+    default=0,
+    show_default=True,
+    help="how many tokens prompts begin with that the prefix cache knows, as in a conversation",
+)
 @click.option("--repeats", default=15, show_default=True, help="requests of a length")
 @compare_option
 @nvtx_option
@@ -65,6 +89,7 @@ def first_token_ms(engine: Engine, length: int, *, seed: int) -> float:
 def prefill(
     options: EngineOptions,
     lengths: tuple[int, ...],
+    shared_tokens: int,
     repeats: int,
     compare: str | None,
     nvtx: bool,
@@ -73,17 +98,29 @@ def prefill(
 ) -> None:
     """Time to the first token by prompt length, one request at a time."""
     lengths = lengths or (128, 1024, 4000)
+    if not 0 <= shared_tokens < min(lengths):
+        raise click.UsageError("--shared-tokens must be less than every length")
 
     def measure(options: EngineOptions, trace: Path | None) -> Report:
         with running_engine(options, nvtx=nvtx) as (engine, _):
             report = Report("time to the first token", info=engine_facts(engine.info, options))
             for length in lengths:
-                first_token_ms(engine, length, seed=length)
-                # each prompt is new, so that the prefix cache does not know it
-                seeds = range(length * 1000, length * 1000 + repeats)
-                times = [first_token_ms(engine, length, seed=seed) for seed in seeds]
+                # each prompt is new but for what it shares, so that the prefix cache knows no more
+                prompts = [
+                    prompt_of(
+                        length,
+                        shared_tokens,
+                        seed=length * 1000 + index,
+                        vocab_size=engine.info.vocab_size,
+                    )
+                    for index in range(repeats + 2)
+                ]
+                first_token_ms(engine, prompts[0])
+                measured = [first_token_ms(engine, prompt) for prompt in prompts[1:-1]]
+                times = [ms for ms, _ in measured]
                 report.add(
                     prompt_tokens=length,
+                    cached_tokens=min(num_cached for _, num_cached in measured),
                     median_ms=round(statistics.median(times), 3),
                     least_ms=round(min(times), 3),
                     tokens_per_s=round(length / statistics.median(times) * 1e3),
@@ -91,9 +128,14 @@ def prefill(
                 if trace is not None:
                     path = labelled(trace, str(length)) if len(lengths) > 1 else trace
                     with profiled(path):
-                        first_token_ms(engine, length, seed=seeds.stop)
+                        first_token_ms(engine, prompts[-1])
         return report
 
     measure_both(
-        measure, options, compare, keys=("prompt_tokens",), trace=profile_path, json_path=json_path
+        measure,
+        options,
+        compare,
+        keys=("prompt_tokens", "cached_tokens"),
+        trace=profile_path,
+        json_path=json_path,
     )

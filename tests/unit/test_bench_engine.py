@@ -45,6 +45,18 @@ def test_commands_report_what_they_measured(
     assert figures["info"]["attention"] == "sdpa"
 
 
+def test_prompts_begin_with_what_the_prefix_cache_knows(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    command = ["bench", "prefill", "--length", "40", "--shared-tokens", "32", "--repeats", "2"]
+    result = CliRunner().invoke(main, [*command, *SMALL, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert (row["prompt_tokens"], row["cached_tokens"]) == (40, 32)
+    result = CliRunner().invoke(main, [*command[:-4], "--shared-tokens", "40", *SMALL])
+    assert result.exit_code == 2
+    assert "--shared-tokens must be less" in result.output
+
+
 def test_a_batch_beyond_the_rows_is_refused() -> None:
     command = ["bench", "decode", "--batch-size", "9", "--max-running-requests", "8", *SMALL]
     result = CliRunner().invoke(main, command)

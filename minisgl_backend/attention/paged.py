@@ -1,8 +1,8 @@
 """Attention on a GPU: keys and values stand in their pages already, lengths and page table too.
 
-Unlike ``base.AttentionBackend`` it never sees host arrays of a decode step, so that the step can be
-captured in a CUDA graph. Prefill and decode are separate, and a pair of them makes a backend: they
-may come from different libraries.
+Unlike ``base.AttentionBackend`` it is given no host arrays of a step that is to be captured in a
+CUDA graph. Prefill and decode are separate, and a pair of them makes a backend: they may come from
+different libraries.
 
 Must not know requests, plans or how pages are given out.
 """
@@ -70,10 +70,11 @@ class Chunks:
     """Prompt chunks of a step, one after another in the flat batch; int32 on the device.
 
     ``rows`` [num_chunks] of ``page_table`` [num_rows, max_pages]; ``offsets`` [num_chunks + 1] into
-    the tokens, of which the first may belong to nobody; ``ends`` [num_chunks]: positions of the row
-    up to the chunk's last, included. On the host are known: the largest length, the largest end,
-    and ``host_offsets`` and ``host_ends``, which are the same as on the device. In a step to be
-    captured these two are None, the others the most that there can be, and chunks may be empty.
+    the tokens, of which the first and the last may be no chunk's; ``ends`` [num_chunks]: positions
+    of the row up to the chunk's last, included. On the host are known: the largest length, the
+    largest end, and ``host_offsets`` and ``host_ends``, which are the same as on the device. In a
+    step to be captured these two are None, the others the most that there can be, and chunks may be
+    empty.
     """
 
     rows: Tensor

@@ -130,7 +130,6 @@ class ChunkGraphs:
     ):
         """``layers`` enqueues all layers over the tokens of an inbox, and returns the residual
         stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending."""
-        self._device = device
         self._sizes = list(sizes)
         self._max_rows = max_rows
         most = sum(_lengths(self._sizes[-1], max_rows))

@@ -73,7 +73,6 @@ class DecodeGraphs:
     ):
         """``step`` enqueues a decode step of the first so many rows of an inbox; ``schedule`` is
         told the rows' lengths, int32 [batch_size], before a step of that size is enqueued."""
-        self._device = device
         self._table = table
         most = max(sizes)
         self._sizes = sorted(sizes)

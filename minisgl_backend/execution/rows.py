@@ -20,7 +20,8 @@ from minisgl_backend.request import IntArray, SamplingParams
 
 
 class Rows:
-    """Writes admissions and grants into a ``RowTable``, and reads rows of it for eager steps."""
+    """Writes admissions and grants into a ``RowTable``, and reads rows of it: for all steps but
+    captured decode steps, which do so themselves."""
 
     def __init__(
         self,

@@ -100,7 +100,8 @@ class FusedDecoder:
                 yield index, layer
 
     def launches_early(self, num_tokens: int) -> bool:
-        """Whether attention of a captured step may start before its predecessor ends, and does."""
+        """Whether attention of a captured decode step may, and does, start before its predecessor
+        ends."""
         if self._tensor_core_for(num_tokens) is not None:
             return self._group.size == 1 or self._sums_are_fused(num_tokens)
         return self._gains_early(num_tokens)

@@ -1,15 +1,18 @@
 """What tritonserver is asked over HTTP: whether it is ready, how many wait, to load a model again.
 
-Knows Triton's routes and metrics. Must not know processes.
+Knows Triton's routes and metrics. Must not know the models' processes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import select
 import urllib.error
-import urllib.request
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from typing import Final
+from urllib.parse import urlsplit
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.loopback import open_local
@@ -29,20 +32,32 @@ def is_ready(server_url: str, *, timeout_s: float) -> bool | None:
         return None
 
 
-def load_model(server_url: str, model: str, *, admin_key: str, timeout_s: float) -> None:
-    """Load a model, and with it the ensembles that it is part of; ``ConfigError`` if that fails."""
-    request = urllib.request.Request(
-        f"{server_url}/v2/repository/models/{model}/load",
-        data=b"{}",
-        headers={ADMIN_KEY_HEADER: admin_key},
-    )
-    try:
-        with open_local(request, timeout_s=timeout_s):
-            pass
-    except urllib.error.HTTPError as error:
-        raise ConfigError(f"{model}: {error.read().decode(errors='replace')}") from None
-    except OSError as error:
-        raise ConfigError(f"{model}: Triton did not load it: {error}") from None
+def load_model(server_url: str, model: str, admin_key: str, *, pid: int, timeout_s: float) -> None:
+    """Load a model, and with it the ensembles that it is part of; ``ConfigError`` if that fails.
+
+    ``pid`` is tritonserver's. The connection does not tell of its end: the process that it has
+    started for the model holds that, too, and may wait for tritonserver for ever.
+    """
+    address = urlsplit(server_url)
+    with contextlib.ExitStack() as open_until_then:
+        connection = HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
+        open_until_then.callback(connection.close)
+        try:
+            ended = os.pidfd_open(pid)
+            open_until_then.callback(os.close, ended)
+            path = f"/v2/repository/models/{model}/load"
+            connection.request("POST", path, b"{}", {ADMIN_KEY_HEADER: admin_key})
+            told, _, _ = select.select([connection.sock, ended], [], [], timeout_s)
+            if ended in told:
+                raise ConfigError(f"{model}: tritonserver ended while it loaded it")
+            if not told:
+                raise ConfigError(f"{model}: Triton did not load it in {timeout_s:.0f} s")
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+        except (OSError, HTTPException) as error:
+            raise ConfigError(f"{model}: Triton did not load it: {error}") from None
+    if response.status != 200:
+        raise ConfigError(f"{model}: {text}")
 
 
 def num_waiting(metrics_url: str, model: str) -> int:

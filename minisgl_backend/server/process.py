@@ -173,7 +173,7 @@ class TritonServer:
         """
         for source in self.repository.glob(f"{model}/*/model.py"):
             source.touch()  # Triton does nothing for a model whose files are as they were
-        asking.load_model(self.url(), model, admin_key=self.admin_key, timeout_s=timeout_s)
+        asking.load_model(self.url(), model, self.admin_key, pid=self.pid, timeout_s=timeout_s)
         self._protect_shared_memory()
 
     def num_waiting(self, model: str) -> int:

@@ -44,8 +44,9 @@ MAX_RELOADS: Final = 20
 FEW_WAIT: Final = 8
 """Requests that may be ended one a second."""
 _LOOK_EVERY_S: Final = 0.1
-_RELOAD_S: Final = 120.0
-"""The least patience with the load of one model; three times what all of them took is the most."""
+RELOAD_S: Final = 30.0
+"""Patience with the load of one model, besides twice the time that the start of all of them took.
+Loads of 4 s were seen to take 20 on a machine that had become busy."""
 
 
 class Phase(Enum):
@@ -241,7 +242,7 @@ class Supervisor:
 
     def _reload(self, model: str) -> None:
         self._num_reloads += 1
-        self.server.reload(model, timeout_s=max(_RELOAD_S, 3 * self._load_s))
+        self.server.reload(model, timeout_s=RELOAD_S + 2 * self._load_s)
 
     def _restart(self, stopping: threading.Event) -> None:
         old = self.server

@@ -70,6 +70,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
     def do_POST(self):
+        if (place / "die").exists():
+            os.set_inheritable(self.connection.fileno(), True)
+            subprocess.Popen(["sleep", "600"], close_fds=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while (place / "hang").exists():
+            signal.pause()
         good = self.headers["minisgl-admin-key"] and not (place / "refuse").exists()
         if good:
             load(self.path.split("/")[-2])
@@ -368,11 +374,29 @@ def test_a_start_that_hangs_is_begun_again(tmp_path: Path, monkeypatch: pytest.M
     world.close()
 
 
-def test_a_reload_that_fails_becomes_a_restart(world: World) -> None:
-    (world.supervisor.server.directory / "refuse").touch()
+@pytest.mark.parametrize(
+    ("fate", "why"),
+    [
+        ("refuse", "recovery failed: tokenizer: "),
+        ("hang", "recovery failed: tokenizer: Triton did not load it in "),
+        # a process that outlives it has the connection, too
+        ("die", "recovery failed: tokenizer: tritonserver ended while it loaded it"),
+    ],
+)
+def test_a_reload_that_fails_becomes_a_restart(
+    world: World,
+    fate: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if fate == "hang":
+        monkeypatch.setattr("minisgl_backend.server.supervisor.RELOAD_S", 0.5)
+    (world.supervisor.server.directory / fate).touch()
     os.kill(world.pids()["tokenizer"], signal.SIGKILL)
     world.wait_ready(2)
     assert len(world.servers) == 2
+    assert any(record.message.startswith(why) for record in caplog.records)
 
 
 def test_it_gives_up_after_too_many_recoveries_and_says_so(world: World) -> None:

@@ -48,7 +48,7 @@ class CudaExecutor:
     Rows are numbered 0 .. max_rows - 1, pages 0 .. storage.num_pages - 1. ``graph_sizes`` are the
     batch sizes of decode steps to capture, ``chunk_graph_sizes`` the numbers of tokens of steps
     with prompt chunks; none turns these graphs off. Raises ``ConfigError`` where the memory left
-    over does not hold a step of ``max_prefill_tokens`` or the graphs.
+    over does not hold a step of ``max_prefill_tokens`` beside the graphs.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class CudaExecutor:
         self._request_ids = np.zeros(max_rows + 1, np.int64)
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
-        self._warm_up(min(max_prefill_tokens, max_sequence_length))
+        longest = min(max_prefill_tokens, max_sequence_length)
+        self._warm_up(longest, min(longest, 64), 1, 0)
         if graph_sizes:
             decode = attention.decode
             self.graphs = DecodeGraphs(
@@ -107,6 +108,7 @@ class CudaExecutor:
             self.chunk_graphs = ChunkGraphs(
                 device, self._layers.over, chunk_graph_sizes, max_rows=max_rows
             )
+        self._warm_up(longest)  # again, since it has to fit beside the graphs
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Enqueue the step."""
@@ -247,10 +249,10 @@ class CudaExecutor:
         nothing = torch.empty(0, dtype=torch.int32, device=self._device.torch_device)
         return StepOutput(nothing, self._logits[:0])
 
-    def _warm_up(self, longest: int) -> None:
-        """Compile what eager steps launch, by steps of the dummy row, and find out whether the
-        longest chunk has the memory it needs."""
-        for length in (longest, min(longest, 64), 1, 0):
+    def _warm_up(self, *lengths: int) -> None:
+        """Compile what steps of so many tokens launch, by steps of the dummy row, and find out
+        whether they have the memory they need."""
+        for length in lengths:
             plan = self._dummy_plan(length)
             try:
                 with self._device.queue():

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from minisgl_backend.attention import choose
 from minisgl_backend.attention.paged import AttentionSetting
 from minisgl_backend.device.cpu import CpuDevice
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution import cuda_executor
 from minisgl_backend.execution.chunk_graphs import (
     LAST_TOKEN,
     ChunkInbox,
@@ -162,7 +166,7 @@ class Layers:
     def __init__(self, folder: Path) -> None:
         spec, self.device = load_spec(folder), CpuDevice()
         cpu, shape = self.device.torch_device, spec.attention_shape(1)
-        model = build_model(
+        self.model = build_model(
             spec,
             folder,
             dtype=torch.float32,
@@ -192,10 +196,9 @@ class Layers:
             max_captured_batch_size=MAX_ROWS,
             device=cpu,
         )
-        attention = choose.choose_attention("triton", setting)
-        self.flat = FlatLayers(
-            FusedDecoder(model, paged_layers(self.storage)), self.rows, attention, self.device
-        )
+        self.attention = choose.choose_attention("triton", setting)
+        decoder = FusedDecoder(self.model, paged_layers(self.storage))
+        self.flat = FlatLayers(decoder, self.rows, self.attention, self.device)
 
     def launched(self, plan: StepPlan) -> torch.Tensor:
         return self.flat.launched(FlatBatch.of(plan), plan.prefill_tokens)
@@ -265,3 +268,49 @@ def test_steps_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     content: IntArray = fill(16, MAX_ROWS, FlatBatch.empty(), ints())
     hidden = layers.flat.over(ChunkInbox.of(torch.from_numpy(content), 16, MAX_ROWS))
     assert hidden.isfinite().all()
+
+
+# --- what has to fit beside the graphs -----------------------------------------------------------
+
+
+class NoGraphs:
+    """``ChunkGraphs`` that hold no step."""
+
+    def __init__(self, *arguments: object, **options: object) -> None: ...
+
+    def fits(self, batch: FlatBatch) -> bool:
+        return False
+
+
+def test_the_longest_step_has_to_fit_beside_the_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    monkeypatch.setattr(cuda_executor, "ChunkGraphs", NoGraphs)
+    write_checkpoint("qwen3", tmp_path)
+    layers = Layers(tmp_path)
+    device: Any = layers.device
+    device.queue = torch.inference_mode
+    launched = FlatLayers.launched
+    lengths = []
+
+    def short_of_memory(self: FlatLayers, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+        lengths.append(len(batch.rows))
+        if len(lengths) == 5:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return launched(self, batch, prefill_tokens)
+
+    monkeypatch.setattr(FlatLayers, "launched", short_of_memory)
+    with pytest.raises(ConfigError, match="a step of 100 tokens does not fit"):
+        cuda_executor.CudaExecutor(
+            layers.model,
+            storage=layers.storage,
+            attention=layers.attention,
+            device=device,
+            max_rows=MAX_ROWS,
+            max_sequence_length=CONTEXT,
+            max_prefill_tokens=100,
+            graph_sizes=[],
+            chunk_graph_sizes=[16],
+        )
+    assert lengths == [100, 64, 1, 1, 100]

@@ -62,11 +62,14 @@ def _follow(parent: int) -> None:
 
 
 def _is_child_of_main_thread(parent: int) -> bool:
+    own = str(os.getpid())
     try:
+        if os.readlink("/proc/self") != own:  # it shows another namespace, whose ids are others
+            return False
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text("ascii")
     except OSError:
         return False
-    return str(os.getpid()) in children.split()
+    return own in children.split()
 
 
 def _signal_at_end_of_parent(number: int) -> None:

@@ -9,6 +9,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minisgl_backend.tritonserver import parent
 
 STARTER = """\
 import subprocess, sys, threading
@@ -137,3 +142,13 @@ def test_nothing_is_loaded_where_the_parent_is_gone() -> None:
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert "loading" not in ended.stdout
+
+
+def test_the_first_thread_is_told_by_the_own_namespace_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In others the numbers of this process and of its parent are those of any two processes."""
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: f"7 {os.getpid()} 8 ")
+    assert parent._is_child_of_main_thread(os.getppid())
+    monkeypatch.setattr(os, "readlink", lambda path: "7")
+    assert not parent._is_child_of_main_thread(os.getppid())

@@ -29,7 +29,7 @@ LAST_TOKEN = -1
 """In the place of a token id: what the row sampled last."""
 
 _TOKENS_A_CHUNK = 16
-"""A graph of so many times as many tokens has room for a chunk more."""
+"""A graph has room for one chunk for so many of its tokens; more chunks take a larger graph."""
 
 
 def token_counts(whole_step: int, most: int) -> list[int]:

@@ -18,7 +18,8 @@ import numpy as np
 
 from minisgl_backend.bench.planner import decoding_plan
 from minisgl_backend.bench.report import Report, json_option
-from minisgl_backend.execution.followers import Followers, Leader, end_with
+from minisgl_backend.death_signal import end_with
+from minisgl_backend.execution.followers import Followers, Leader
 from minisgl_backend.execution.plan_channel import PlanReceiver, PlanSender
 from minisgl_backend.execution.plan_words import decode_plan, encode_plan
 from minisgl_backend.parallel.place import Place

@@ -15,8 +15,9 @@ import sys
 
 from minisgl_backend.build import build_follower
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.death_signal import end_with
 from minisgl_backend.errors import MiniSGLError
-from minisgl_backend.execution.followers import Leader, end_with
+from minisgl_backend.execution.followers import Leader
 from minisgl_backend.execution.plan_channel import PlanReceiver
 from minisgl_backend.execution.ranks import Follower
 from minisgl_backend.parallel.place import Place

@@ -11,11 +11,9 @@ replaced: all others are ended, and the function given to ``on_lost`` is called.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -39,7 +37,6 @@ _END_S: Final = 10.0
 """How long followers have to end by themselves at a stop."""
 _MOST_BYTES: Final = 2**16
 _LOOK_EVERY_S: Final = 0.5
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class Followers:
@@ -228,10 +225,3 @@ class Leader:
         """Tell rank 0 why this rank cannot start."""
         with contextlib.suppress(OSError):  # rank 0 may be the reason
             self.connection.send(f"{error}".encode()[:_MOST_BYTES] or b"failed")
-
-
-def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its ``parent`` ends, even while it is stopped."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
-        os.kill(os.getpid(), signal.SIGKILL)

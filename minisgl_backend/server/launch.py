@@ -5,15 +5,14 @@ Knows what the models are told through the environment. Must not know what becom
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from minisgl_backend.death_signal import asking_for
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.options import ServerOptions, command_line
@@ -25,7 +24,6 @@ _LEAST_DESCRIPTORS: Final = 256
 """A start takes some 80, and each connection one."""
 
 _NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def launch(
@@ -71,7 +69,8 @@ def launch(
         errors="replace",
         # a Ctrl-C in the terminal is for this process alone, which passes it on
         start_new_session=True,
-        preexec_fn=_end_with_parent(),
+        # it ends with the thread that starts it
+        preexec_fn=asking_for(signal.SIGTERM),
         pass_fds=(lock,),
     )
 
@@ -90,13 +89,3 @@ def raise_descriptor_limit() -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _end_with_parent() -> Callable[[], None]:
-    """For the child, before exec: SIGTERM when the thread that started it ends."""
-    prctl = ctypes.CDLL(None).prctl  # looked up here: in the child the loader's locks may be held
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    return ask

@@ -15,16 +15,15 @@ parent has changed: for ever where /proc does not tell, or tritonserver keeps th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-_PR_SET_PDEATHSIG: Final = 1
+from minisgl_backend.death_signal import asking_for, end_with, end_without
+
 _LOOK_EVERY_S: Final = 0.05
 _STUB: Final = "triton_python_backend_stub"
 _PARENT_ARGUMENT: Final = 5
@@ -43,21 +42,19 @@ def ending_with(parent: int) -> Iterator[None]:
 
     The thread of ``parent`` that started this process must stay until the block is left.
     """
-    _signal_at_end_of_parent(signal.SIGKILL)
-    _end_without(parent)
+    end_with(parent)
     try:
         yield
     finally:
-        _signal_at_end_of_parent(0)
+        asking_for(0)()
         threading.Thread(target=_follow, args=(parent,), name="parent", daemon=True).start()
 
 
 def _follow(parent: int) -> None:
     while not _is_child_of_main_thread(parent):
-        _end_without(parent)
+        end_without(parent)
         time.sleep(_LOOK_EVERY_S)
-    _signal_at_end_of_parent(signal.SIGKILL)
-    _end_without(parent)
+    end_with(parent)
     threading.Event().wait()  # the kernel forgets what a thread asked for when that thread ends
 
 
@@ -70,12 +67,3 @@ def _is_child_of_main_thread(parent: int) -> bool:
     except OSError:
         return False
     return own in children.split()
-
-
-def _signal_at_end_of_parent(number: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def _end_without(parent: int) -> None:
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -46,14 +46,14 @@ with parent.ending_with(os.getppid()):
 """
 STUCK_WHEN_LOADED = """
 is_asked = threading.Event()
-ask = parent._signal_at_end_of_parent
+end_with = parent.end_with
 
 def listen(number):
-    ask(number)
+    end_with(number)
     if threading.current_thread() is not threading.main_thread():
         is_asked.set()
 
-parent._signal_at_end_of_parent = listen
+parent.end_with = listen
 with parent.ending_with(os.getppid()):
     pass
 print("loaded", flush=True)

@@ -108,7 +108,8 @@ class CudaExecutor:
             self.chunk_graphs = ChunkGraphs(
                 device, self._layers.over, chunk_graph_sizes, max_rows=max_rows
             )
-        self._warm_up(longest)  # again, since it has to fit beside the graphs
+        if graph_sizes or chunk_graph_sizes:
+            self._warm_up(longest)  # again, since it has to fit beside the graphs
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Enqueue the step."""

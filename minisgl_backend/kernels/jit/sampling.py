@@ -81,8 +81,6 @@ def _best_of_split(
     )
     begin = split * PER_SPLIT
     end = tl.minimum(begin + PER_SPLIT, VOCAB)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    token = tl.full([BLOCK], VOCAB, tl.int32)
     broken = tl.zeros([BLOCK], tl.int32)
     if noisy:
         # Weights are exp2(x * scale - best), sums of them online (arXiv 1805.02867).
@@ -106,6 +104,8 @@ def _best_of_split(
         score = tl.where(whole > 0, score, float("-inf"))
         chosen = VOCAB
     else:
+        best = tl.full([BLOCK], float("-inf"), tl.float32)
+        token = tl.full([BLOCK], VOCAB, tl.int32)
         for start in tl.static_range(0, PER_SPLIT, BLOCK):
             at = begin + start + tl.arange(0, BLOCK)
             x = load_logits(logits_ptr + row * stride, at, at < end, penalty, VOCAB, PENALTIES)

@@ -12,6 +12,8 @@ the device, reads a value back or allocates by value, so it may be captured in a
 are contiguous in their last dimension; importing this package needs neither a GPU nor Triton.
 
 With ``pdl=True`` a kernel may start before its predecessor on the stream has finished, and waits
-for it itself (programmatic dependent launch). Each waits for all of its predecessor, which had
-waited for its own; so kernels launched this way and others may follow each other in any order.
+for it itself (programmatic dependent launch). All of them wait, so whatever follows finds what was
+written before. Ahead of its wait a kernel reads weights, and decode attention of ``kernels.cuda``
+also runs, page table and pages, but for each row's newest position: what is launched right before
+it writes none of these, and lets it start only when all launches before have ended.
 """

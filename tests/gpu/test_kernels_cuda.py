@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ HEADS = [
     Heads(32, 8, 64),
     Heads(9, 3, 64),
     Heads(14, 2, 64),
+    Heads(8, 8, 64),
 ]
 
 
@@ -98,9 +99,14 @@ class Decoding:
                 for freed in self.table[row, page + bool(offset) :].tolist():
                     cache[freed] = float("nan")
 
-    def attend(self) -> Tensor:
-        shared: dict[str, Any] = {"rows": self.rows, "window": self.window, "pdl": False}
-        runs = self.kernel.plan(self.table, self.lengths, **shared)
+    def plan(self) -> Tensor:
+        return self.kernel.plan(
+            self.table, self.lengths, rows=self.rows, window=self.window, pdl=False
+        )
+
+    def attend(self, runs: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+        if runs is None:
+            runs = self.plan()
         return self.kernel(
             self.q,
             self.keys,
@@ -108,10 +114,12 @@ class Decoding:
             self.table,
             self.lengths,
             runs,
+            rows=self.rows,
             scale=self.q.shape[-1] ** -0.5,
+            window=self.window,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
-            **shared,
+            pdl=pdl,
         )
 
     def expected(self) -> Tensor:
@@ -184,6 +192,49 @@ def test_ways_to_cut_the_work(
             HEADS[0], ragged(40, 700), device=device, kv_dtype=kv_dtype, window=window, cut=cut
         )
         assert_close(case.attend(), case.expected(), tolerance=1e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[5]], ids=str)
+@pytest.mark.parametrize("batch_size", [1, 9, 200])
+def test_launches_right_after_each_other_give_the_same_bits(
+    device: torch.device, heads: Heads, batch_size: int
+) -> None:
+    case = Decoding(heads, ragged(batch_size, 2000), device=device)
+    runs, first = case.plan(), case.attend()
+    assert_close(first, case.expected(), tolerance=1e-2)
+    others = [case.attend(runs, pdl=True) for _ in range(50)]
+    assert all(torch.equal(first, other) for other in others)
+
+
+@needs_gpu
+@pytest.mark.parametrize("leaving", [0, 3])
+def test_runs_without_a_tile(device: torch.device, leaving: int) -> None:
+    from minisgl_backend.kernels.cuda.decode_attention import Tuning
+
+    cut = Tuning(parts=1, stages=2, per_processor=1, leaving=leaving, least=1)
+    case = Decoding(HEADS[0], [1] * 60 + [300] + [1] * 60, device=device, cut=cut)
+    for _ in range(2):
+        assert_close(case.attend(), case.expected(), tolerance=1e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[3], HEADS[5]], ids=str)
+def test_no_value_keeps_thread_blocks_waiting(
+    device: torch.device, heads: Heads, kv_dtype: torch.dtype
+) -> None:
+    case = Decoding(heads, [30_000, 40], device=device, kv_dtype=kv_dtype)
+    sound = case.attend()
+    patterns = [0x7F, 0xFF] if kv_dtype == FP8 else [0x7FFF, -1, 0x7F80, -0x80]  # NaN, infinity
+    words = torch.uint8 if kv_dtype == FP8 else torch.int16
+    for cache in (case.keys, case.values):
+        for pattern in patterns:
+            kept = cache.clone()
+            cache.view(words)[case.table[case.rows[0], ::300]] = pattern
+            assert not case.attend()[0].isfinite().all()
+            cache.copy_(kept)
+            assert torch.equal(case.attend(), sound)
 
 
 @needs_gpu

@@ -3,8 +3,14 @@
 // Work is cut by bytes, not by rows ("stream-K", arXiv 2301.03598; for attention arXiv 2405.10480):
 // the tiles of 16 or 32 positions of all rows stand in one sequence, of which each thread block takes an
 // equal run. So ragged lengths balance, and no stream of loads drains between rows. Where a run begins
-// or ends inside a row, the pieces are merged by their log-sum-exp (arXiv 2205.14135), by whoever
-// finishes last. `plan_decode_attention` computes the runs, once a step for all layers.
+// or ends inside a row, the pieces are merged by their maxima and sums (arXiv 2205.14135).
+// `plan_decode_attention` computes the runs, once a step for all layers.
+//
+// The run that has a row's first tiles merges them, when it ends. Later runs write their pieces as soon as
+// they leave the row. There are no fences and counters, since a fence would wait for the warp's own loads:
+// each word of a piece is EMPTY until it is written, and who reads it makes it EMPTY again. The grid is no
+// larger than what runs at once; and as a thread block waits only for those of smaller index, which GPUs
+// start first, the waiting ends even where fewer do.
 //
 // The warps of a thread block take neighbouring KV heads of the same positions, since these lie side
 // by side in memory; each reads into a ring of its own in shared memory (cp.async), waits for no other.
@@ -15,8 +21,9 @@
 //
 // Compiled with: HEAD_DIM (64 or 128), GROUP (query heads of a KV head), KV_HEADS, PAGE_SIZE (a
 // multiple of 16), FP8, BFLOAT16 (q and out; else float16), WARPS (of a thread block; they divide
-// KV_HEADS), STAGES (of a ring), PER_PROCESSOR (thread blocks of a multiprocessor), LEAVING (what the
-// end of a row costs, in tiles), LEAST (tiles of a run), PARTS (of 16 positions in a tile).
+// KV_HEADS), STAGES (of a ring), PER_PROCESSOR (thread blocks of a multiprocessor), LEAVING (what a
+// row costs beside its tiles, in tiles), LEAST (tiles of a run), PARTS (of 16 positions in a tile), COLUMNS
+// (pairs of a fragment's columns that hold query heads, rounded up to 1, 2 or 4).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -31,10 +38,12 @@ constexpr int CHUNKS = ROW_BYTES / 16;                  // what cp.async copies 
 constexpr int TILE_BYTES = TILE * ROW_BYTES;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;             // keys, then values
 constexpr int TURNS = KV_HEADS / WARPS;                 // in which a row's heads are gone through
-constexpr int AT_ONCE = GROUP <= 2 ? 4 : 2;             // pieces that a merge reads together
 constexpr int STEPS = HEAD_DIM / 16;                    // products along or across HEAD_DIM
+constexpr int SIDES = 4 / COLUMNS;                      // pieces that a warp merges side by side
+constexpr int QUADS = STEPS + 1;                        // float4 of a lane's piece
 #define NOTHING __int_as_float(0xff800000)   // -infinity
 constexpr u32 ALL = 0xffffffffu;
+constexpr u32 EMPTY = 0xffffffffu;           // a NaN, which `written` excludes
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "");
 static_assert(GROUP <= HEADS && PAGE_SIZE % PART == 0 && KV_HEADS % WARPS == 0, "");
@@ -50,9 +59,7 @@ struct Arguments {
     const int4* runs;       // [1 + 2 * grid], see `plan_decode_attention`
     const float* k_scale;   // [1], or null
     const float* v_scale;
-    float* partial;         // [grid * WARPS, 2, GROUP, HEAD_DIM]
-    float* lse;             // [grid * WARPS, 2, GROUP]
-    int* counters;          // [batch * KV_HEADS], zero between launches
+    float4* pieces;         // [grid, WARPS, QUADS, COLUMNS, 8], EMPTY between launches
     u64 page_stride;
     u32 slot_stride;
     u32 head_stride;
@@ -79,9 +86,13 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);
 }
 
+// Few keys and values are read twice in a launch: they leave the L2 cache first, and what kernels write
+// for each other stays there.
 __device__ __forceinline__ void copy_16(u32 to, const void* from, bool keep) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(to), "l"(from), "r"(keep ? 16 : 0) : "memory");
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+                 :: "r"(to), "l"(from), "r"(keep ? 16 : 0), "l"(policy) : "memory");
 }
 
 template <bool TRANSPOSED>
@@ -161,20 +172,27 @@ __device__ __forceinline__ float exp2_of(float x) {
     return out;
 }
 
-__device__ __forceinline__ float load_past_l1(const float* p) {
-    float out;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(out) : "l"(p) : "memory");
+// Relaxed, since words need no order: each says itself whether it is there.
+__device__ __forceinline__ float4 load_quad(const float4* p) {
+    float4 out;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "l"(p) : "memory");
     return out;
 }
 
-template <int N>
-__device__ __forceinline__ void load_past_l1(float (&to)[N], const float* p) {
-    static_assert(N == 2 || N == 4, "");
-    if constexpr (N == 4)
-        asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
-                     : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "l"(p) : "memory");
-    else
-        asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "l"(p) : "memory");
+__device__ __forceinline__ void store_quad(float4* p, float4 quad) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};"
+                 :: "l"(p), "f"(quad.x), "f"(quad.y), "f"(quad.z), "f"(quad.w) : "memory");
+}
+
+// the same, or another NaN, so that nobody waits for it for ever
+__device__ __forceinline__ float written(float x) {
+    return __uint_as_float(min(__float_as_uint(x), EMPTY - 1));
+}
+
+__device__ __forceinline__ u32 largest_word(float4 quad) {
+    return max(max(__float_as_uint(quad.x), __float_as_uint(quad.y)),
+               max(__float_as_uint(quad.z), __float_as_uint(quad.w)));
 }
 
 template <class Combine>
@@ -230,23 +248,28 @@ struct Shares {
 // ---- kernels
 
 // A query goes through TURNS turns, each of which costs its tiles and LEAVING before them. runs[0] =
-// {cost of all, number of runs, -, -}; of run i: runs[1 + 2i] = {query, turn, offset, tiles}, where
-// `offset` counts the cost from the turn's begin, and runs[2 + 2i] = {the query's length, its row,
-// the pages of the first tile's first and last part}, which spares the run's first loads two others that it would wait for.
+// {cost of all, number of runs, -, -}. Thread block i takes the i-th run from the end: runs[1 + 2i] =
+// {query, turn, offset, tiles}, where `offset` counts the cost from the turn's begin, and runs[2 + 2i] =
+// {the query's length, its row, the pages of the first tile's first and last part}, which spares the
+// run's first loads two others that it would wait for.
 extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const PlanArguments args) {
     extern __shared__ int ends[];   // [batch]: what a turn of the queries up to each costs
-    __shared__ int scan[32];
+    __shared__ int scan[32], longest_of_warps[32];   // in tiles
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 
     const int each = (args.batch + blockDim.x - 1) / blockDim.x;
     const int from = min((int)threadIdx.x * each, args.batch), to = min(from + each, args.batch);
-    int sum = 0;
+    int sum = 0, longest = 0;
     for (int i = from; i < to; ++i) {
-        sum += num_tiles(args.lengths[i], args.window) + LEAVING;
+        const int tiles = num_tiles(args.lengths[i], args.window);
+        longest = max(longest, tiles);
+        sum += tiles + LEAVING;
         ends[i] = sum;
     }
+    longest = __reduce_max_sync(ALL, longest);
+    if (lane == 0) longest_of_warps[warp] = longest;
     int before = sum;
     for (int lanes = 1; lanes < 32; lanes *= 2) {
         const int other = __shfl_up_sync(ALL, before, lanes);
@@ -257,10 +280,14 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
     __syncthreads();
     for (int w = 0; w < warp; ++w) before += scan[w];
     for (int i = from; i < to; ++i) ends[i] += before;
+    for (int w = 0; w < (int)blockDim.x / 32; ++w) longest = max(longest, longest_of_warps[w]);
     __syncthreads();
 
     const u32 cost = (u32)ends[args.batch - 1] * TURNS;
-    const u32 num_runs = min((u32)args.max_runs, max(cost / LEAST, 1u));
+    // A row of T tiles in runs of L takes the time of L tiles, then that of merging T / L pieces, of which
+    // SIDES take about as long as a tile: it is done soonest with L = sqrt(T / SIDES).
+    const u32 least = max((u32)LEAST, (u32)sqrtf((float)longest / SIDES));
+    const u32 num_runs = min((u32)args.max_runs, max(cost / least, 1u));
     const Shares shares(cost, num_runs);
     if (threadIdx.x == 0) args.runs[0] = make_int4(cost, num_runs, 0, 0);
     struct Place { int query, turn, offset; u32 index; };   // index: the tiles before it
@@ -286,9 +313,10 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
         const int row = args.rows ? args.rows[at.query] : at.query;
         const int position = tile_position(length, args.window, max(at.offset - LEAVING, 0));
         const int* pages = args.table + (u64)row * args.table_stride;
-        args.runs[1 + 2 * run] = make_int4(at.query, at.turn, at.offset, end - at.index);
-        args.runs[2 + 2 * run] = make_int4(length, row, pages[position / PAGE_SIZE],
-                                           pages[last_part(position, length) / PAGE_SIZE]);
+        int4* out = args.runs + 1 + 2 * (num_runs - 1 - run);
+        out[0] = make_int4(at.query, at.turn, at.offset, end - at.index);
+        out[1] = make_int4(length, row, pages[position / PAGE_SIZE],
+                           pages[last_part(position, length) / PAGE_SIZE]);
     }
 }
 
@@ -297,7 +325,6 @@ decode_attention(const Arguments args) {
     extern __shared__ __align__(128) u8 rings[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, j = lane % 4;   // a fragment's row and pair of columns
-    const u32 run = blockIdx.x;
     // It begins when its predecessor does, which has waited for all others: what they wrote may be read,
     // and that is all but the newest position of each row, and q.
     asm volatile("griddepcontrol.launch_dependents;");
@@ -306,9 +333,11 @@ decode_attention(const Arguments args) {
         if (!waited) asm volatile("griddepcontrol.wait;" ::: "memory");
         waited = true;
     };
-    const int4 all = args.runs[0], own = args.runs[1 + 2 * run], start = args.runs[2 + 2 * run];
+    const int4* entry = args.runs + 1 + 2 * blockIdx.x;
+    const int4 all = args.runs[0], own = entry[0], start = entry[1];
     const int tiles_of_run = own.w;
-    if (run >= all.y || tiles_of_run == 0) return wait_previous();   // ends after its predecessor
+    if (blockIdx.x >= all.y || tiles_of_run == 0) return wait_previous();   // ends after its predecessor
+    const u32 run = all.y - 1 - blockIdx.x;
     const Shares shares(all.x, all.y);
 
     // Where the run stands.
@@ -381,7 +410,6 @@ decode_attention(const Arguments args) {
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
     for (int stage = 0; stage < STAGES; ++stage) load_next(stage);
-    wait_previous();
 
     const float scale = args.scale_log2 * (FP8 ? *args.k_scale : 1.0f);
     const float v_scale = FP8 ? *args.v_scale : 1.0f;
@@ -506,84 +534,101 @@ decode_attention(const Arguments args) {
         }
     };
 
-    // a head's pieces, if it has more than one, are merged by the warp that comes last
-    const auto leave_turn = [&] {
-        const auto sum = [](float x, float y) { return x + y; };
-        const u32 of_batch = at.query * KV_HEADS + at.turn * WARPS + warp;
-        u16* out = args.out + (u64)of_batch * GROUP * HEAD_DIM;
-        const bool alone = from == 0 && at.tile + 1 == at.tiles;
-        const auto piece_of = [&](u32 run, bool first) {
-            return ((u64)(run * WARPS + warp) * 2 + first) * GROUP;
-        };
-        const u64 piece = piece_of(run, from == 0);
+    // What a lane has of a piece: quad `step` is o[step], the last one its heads' `best` and `total`.
+    const auto merge = [&](const float4 (&quads)[QUADS]) {
+        const float4 sums = quads[STEPS];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float weight = over_positions(total[h], sum);
-            const int head = 2 * j + h;
-            if (head >= GROUP) continue;
-            const float inverse = 1.0f / weight;
+            const float its_best = h ? sums.y : sums.x, top = fmaxf(best[h], its_best);
+            const float keep = best[h] == top ? 1.0f : exp2_of(best[h] - top);   // both may be NOTHING
+            const float more = its_best == top ? 1.0f : exp2_of(its_best - top);
+            best[h] = top;
+            total[h] = total[h] * keep + (h ? sums.w : sums.z) * more;
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                o[step][h] = o[step][h] * keep + (h ? quads[step].y : quads[step].x) * more;
+                o[step][h + 2] = o[step][h + 2] * keep + (h ? quads[step].w : quads[step].z) * more;
+            }
+        }
+    };
+    const auto place_of = [&](u32 block, int quad, int column) {
+        return args.pieces + ((((u64)block * WARPS + warp) * QUADS + quad) * COLUMNS + column) * 8 + g;
+    };
+    const auto leave_piece = [&] {
+        if (j >= COLUMNS) return;
+        const auto leave = [&](int quad, float a, float b, float c, float d) {
+            store_quad(place_of(blockIdx.x, quad, j),
+                       make_float4(written(a), written(b), written(c), written(d)));
+        };
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+            leave(step, o[step][0], o[step][1], o[step][2], o[step][3]);
+        leave(STEPS, best[0], best[1], total[0], total[1]);
+    };
+    // Adds the pieces of the next runs. Lanes whose columns hold no heads take every SIDES-th piece; what
+    // they have is added at the end.
+    const auto take_pieces = [&](int num_pieces) {
+        const int side = j / COLUMNS, column = j % COLUMNS;
+        if (side > 0) {
+            best[0] = best[1] = NOTHING;
+            total[0] = total[1] = 0;
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
-                for (int half = 0; half < 2; ++half) {
-                    const int i = head * HEAD_DIM + dimension(step, g + 8 * half);
-                    const float value = o[step][h + 2 * half] * inverse;
-                    if (alone) out[i] = (u16)pack(value * v_scale, 0, BFLOAT16);
-                    else args.partial[piece * HEAD_DIM + i] = value;
-                }
-            if (!alone && g == 0) args.lse[piece + head] = best[h] + log2f(weight);
+                for (int i = 0; i < 4; ++i) o[step][i] = 0;
         }
-        if (alone) return;
-        const u32 first_unit = turn_begin + LEAVING;
-        const int first = shares.owner(first_unit), last = shares.owner(first_unit + at.tiles - 1);
-        int done = 0;
-        __threadfence();
-        __syncwarp();
-        if (lane == 0) done = atomicAdd(args.counters + of_batch, 1);
-        if (__shfl_sync(ALL, done, 0) != last - first) return;
-        __threadfence();
-        if (lane == 0) args.counters[of_batch] = 0;
-        constexpr int PER_LANE = HEAD_DIM / 32;
-        float tops[GROUP], weights[GROUP], values[GROUP][PER_LANE];
+        float4 quads[QUADS];
+        const auto are_there = [&] {
+            u32 most = 0;
 #pragma unroll
-        for (int head = 0; head < GROUP; ++head) {
-            tops[head] = NOTHING;
-            weights[head] = 0;
-            for (int i = 0; i < PER_LANE; ++i) values[head][i] = 0;
+            for (int i = 0; i < QUADS; ++i) most = max(most, largest_word(quads[i]));
+            return most != EMPTY;
+        };
+        const float empty = __uint_as_float(EMPTY);
+#pragma unroll 1
+        for (int n = side; n < num_pieces; n += SIDES) {
+            const u32 block = blockIdx.x - 1 - n;
+            do {
+#pragma unroll
+                for (int i = 0; i < QUADS; ++i) quads[i] = load_quad(place_of(block, i, column));
+            } while (!are_there());
+#pragma unroll
+            for (int i = 0; i < QUADS; ++i)
+                store_quad(place_of(block, i, column), make_float4(empty, empty, empty, empty));
+            merge(quads);
         }
-        for (int next = first; next <= last; next += AT_ONCE) {
-            float lse[AT_ONCE][GROUP], part[AT_ONCE][GROUP][PER_LANE];
+        if (num_pieces == 1) return;
+#pragma unroll 1
+        for (int away = COLUMNS; away < 4; away *= 2) {
+            const auto other = [&](float x) { return __shfl_xor_sync(ALL, x, away); };
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; ++n) {
-                // the first one's piece is the end of its run, all others' the begin
-                const u64 of = piece_of(min(next + n, last), next + n == first);
-#pragma unroll
-                for (int head = 0; head < GROUP; ++head) {
-                    lse[n][head] = load_past_l1(args.lse + of + head);
-                    load_past_l1(part[n][head], args.partial + (of + head) * HEAD_DIM + lane * PER_LANE);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < AT_ONCE; ++n)
-#pragma unroll
-                for (int head = 0; head < GROUP; ++head) {
-                    const float more_lse = next + n > last ? NOTHING : lse[n][head];
-                    const float top = fmaxf(tops[head], more_lse);
-                    const float keep = exp2_of(tops[head] - top), more = exp2_of(more_lse - top);
-                    tops[head] = top;
-                    weights[head] = weights[head] * keep + more;
-                    for (int i = 0; i < PER_LANE; ++i)
-                        values[head][i] = values[head][i] * keep + part[n][head][i] * more;
-                }
+            for (int step = 0; step < STEPS; ++step)
+                quads[step] = make_float4(other(o[step][0]), other(o[step][1]),
+                                          other(o[step][2]), other(o[step][3]));
+            quads[STEPS] = make_float4(other(best[0]), other(best[1]), other(total[0]), other(total[1]));
+            merge(quads);
         }
+    };
+    const auto leave_turn = [&] {
+        for (int h = 0; h < 2; ++h)
+            total[h] = over_positions(total[h], [](float x, float y) { return x + y; });
+        if (from > 0) return leave_piece();
+        if (at.tile + 1 < at.tiles)
+            take_pieces(shares.owner(turn_begin + LEAVING + at.tiles - 1) - run);
+        u16* out = args.out + (u64)(at.query * KV_HEADS + at.turn * WARPS + warp) * GROUP * HEAD_DIM;
 #pragma unroll
-        for (int head = 0; head < GROUP; ++head) {
-            const float inverse = v_scale / weights[head];
-            u32* to = reinterpret_cast<u32*>(out + head * HEAD_DIM + lane * PER_LANE);
-            for (int i = 0; i < PER_LANE; i += 2)
-                to[i / 2] = pack(values[head][i] * inverse, values[head][i + 1] * inverse, BFLOAT16);
+        for (int h = 0; h < 2; ++h) {
+            const int head = 2 * j + h;
+            if (head >= GROUP) continue;
+            const float factor = v_scale / total[h];
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+                for (int half = 0; half < 2; ++half)
+                    out[head * HEAD_DIM + dimension(step, g + 8 * half)]
+                        = (u16)pack(o[step][h + 2 * half] * factor, 0, BFLOAT16);
         }
     };
 
+    wait_previous();
     enter_turn();
     for (int n = 0; n < tiles_of_run; ++n) {
         asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");

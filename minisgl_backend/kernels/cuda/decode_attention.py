@@ -18,18 +18,20 @@ _WARPS: Final = 4
 
 _PART: Final = 16
 _HEADS: Final = 8
+_EMPTY: Final = -1
+"""The bits of what is not there yet, ``EMPTY`` of the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """``parts`` of 16 positions in a tile, ``stages`` of a warp's ring, ``per_processor`` thread
-    blocks that share a multiprocessor, ``leaving``: what the end of a row costs, in tiles, and the
-    ``least`` tiles of a run."""
+    blocks that share a multiprocessor, ``leaving``: what a row costs beside its tiles, in tiles,
+    and the ``least`` tiles of a run."""
 
     parts: int
     stages: int
     per_processor: int
-    leaving: int = 2
+    leaving: int = 1
     least: int = 4
 
 
@@ -54,9 +56,7 @@ class _Arguments(ctypes.Structure):
         ("runs", ctypes.c_void_p),
         ("k_scale", ctypes.c_void_p),
         ("v_scale", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        ("counters", ctypes.c_void_p),
+        ("pieces", ctypes.c_void_p),
         ("page_stride", ctypes.c_uint64),
         ("slot_stride", ctypes.c_uint32),
         ("head_stride", ctypes.c_uint32),
@@ -106,7 +106,8 @@ class DecodeAttentionKernel:
     """softmax(q k^T * scale) v for one query a row, for one shape and one stream.
 
     Its workspace holds what thread blocks leave for each other, so calls must not overlap. Shapes
-    for which ``why_not`` has a reason are not to be given.
+    for which ``why_not`` has a reason are not to be given, nor lengths below 1, nor other lengths
+    than those that were planned: thread blocks would wait for each other for ever.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class DecodeAttentionKernel:
         cut = cut or tuning(kv_dtype)
         self._num_warps = math.gcd(num_kv_heads, _WARPS)
         per_processor = cut.per_processor * _WARPS // self._num_warps
+        columns = 1 if group <= 2 else 2 if group <= 4 else 4
         constants = {
             "HEAD_DIM": head_dim,
             "GROUP": group,
@@ -139,6 +141,7 @@ class DecodeAttentionKernel:
             "LEAVING": cut.leaving,
             "LEAST": cut.least,
             "PARTS": cut.parts,
+            "COLUMNS": columns,
         }
         ring_bytes = (
             self._num_warps * cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
@@ -150,11 +153,12 @@ class DecodeAttentionKernel:
         self._plan = module.kernel("plan_decode_attention", shared_bytes=4 * max_batch_size)
         self._attend = module.kernel("decode_attention", shared_bytes=shared_bytes)
         self._grid = per_processor * num_processors(device)
-        pieces = (self._grid * self._num_warps, 2, group)
-        self._partial = torch.empty((*pieces, head_dim), dtype=torch.float32, device=device)
-        self._lse = torch.empty(pieces, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(
-            max_batch_size * num_kv_heads, dtype=torch.int32, device=device
+        quads = head_dim // 16 + 1
+        self._pieces = torch.full(
+            (self._grid, self._num_warps, quads, columns, 8, 4),
+            _EMPTY,
+            dtype=torch.int32,
+            device=device,
         )
 
     def plan(
@@ -200,7 +204,9 @@ class DecodeAttentionKernel:
     ) -> Tensor:
         """See ``minisgl_backend.kernels.decode_attention.decode_attention``; int32 tensors only.
 
-        ``runs`` is what ``plan`` made of them.
+        ``runs`` is what ``plan`` made of them. With ``pdl`` the launch right before may write only
+        ``q`` and each row's newest position, and must let this one start only after all launches
+        before it have ended.
         """
         assert keys.stride() == values.stride() and keys.stride(3) == 1
         assert q.stride(1) == q.shape[2] and q.stride(2) == 1
@@ -218,9 +224,7 @@ class DecodeAttentionKernel:
             runs=runs.data_ptr(),
             k_scale=address(k_scale),
             v_scale=address(v_scale),
-            partial=self._partial.data_ptr(),
-            lse=self._lse.data_ptr(),
-            counters=self._counters.data_ptr(),
+            pieces=self._pieces.data_ptr(),
             page_stride=keys.stride(0) * item,
             slot_stride=keys.stride(1) * item,
             head_stride=keys.stride(2) * item,

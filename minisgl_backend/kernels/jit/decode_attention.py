@@ -83,7 +83,7 @@ def _decode_attention(
     q_at = q_ptr + batch * q_stride + heads[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_at, mask=in_group[:, None], other=0.0)  # [BLOCK_GROUP, HEAD_DIM]
     if FP8:
-        # float8 converts to float16 in one instruction, and not to bfloat16
+        # one instruction converts two float8 to float16; to bfloat16 it takes several
         q = q.to(tl.float16)
         scale_log2 = scale_log2 * tl.load(k_scale_ptr)
     k_head_ptr = k_ptr + kv_head * head_stride + d

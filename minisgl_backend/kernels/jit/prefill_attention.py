@@ -82,7 +82,7 @@ def _prefill_attention(
     q_at = q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + d[None, :]
     q = tl.load(q_at, mask=inside[:, None], other=0.0)  # [QUERIES * BLOCK_GROUP, HEAD_DIM]
     if FP8:
-        # one instruction takes two float8 to float16, but several to bfloat16
+        # one instruction converts two float8 to float16; to bfloat16 it takes several
         q = q.to(tl.float16)
         scale_log2 = scale_log2 * tl.load(k_scale_ptr)
     k_head_ptr = k_ptr + kv_head * head_stride + d

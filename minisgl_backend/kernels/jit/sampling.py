@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_NEIGHBOURS = tl.constexpr(8)  # tokens that a thread loads at once, of bf16 logits
+_DRAW_BLOCK = tl.constexpr(1024)  # a split has some thousand tokens: of more, many would be masked
 _LEAST = tl.constexpr(-3.0e38)  # finite, so that nothing that is -inf is taken from -inf
 
 BY_ROW = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "positions_ptr"]
@@ -83,20 +85,22 @@ def _best_of_split(
     end = tl.minimum(begin + PER_SPLIT, VOCAB)
     broken = tl.zeros([BLOCK], tl.int32)
     if noisy:
-        # Weights are exp2(x * scale - best), sums of them online (arXiv 1805.02867).
+        # Weights are exp2(x * scale - best), sums of them online (arXiv 1805.02867). Neighbours
+        # share a best, so that a token takes one exp2, not two.
         scale = inverse * _LOG2_E
-        best = tl.full([BLOCK], _LEAST, tl.float32)
-        mass = tl.zeros([BLOCK], tl.float32)
+        bests = tl.full([BLOCK // _NEIGHBOURS], _LEAST, tl.float32)
+        mass = tl.zeros([BLOCK // _NEIGHBOURS], tl.float32)
         for start in tl.static_range(0, PER_SPLIT, BLOCK):
             at = begin + start + tl.arange(0, BLOCK)
             x = load_logits(logits_ptr + row * stride, at, at < end, penalty, VOCAB, PENALTIES)
             broken |= tl.where(x < float("inf"), 0, 1)  # inf or NaN
-            x = x * scale
-            new_best = tl.maximum(best, x)
-            mass = mass * tl.exp2(best - new_best) + tl.exp2(x - new_best)
-            best = new_best
-        top = tl.max(best, axis=0)
-        whole = tl.sum(mass * tl.exp2(best - top), axis=0)
+            scaled = tl.reshape(x * scale, [BLOCK // _NEIGHBOURS, _NEIGHBOURS])
+            new_bests = tl.maximum(bests, tl.max(scaled, axis=1))
+            weights = tl.exp2(scaled - new_bests[:, None])
+            mass = mass * tl.exp2(bests - new_bests) + tl.sum(weights, axis=1)
+            bests = new_bests
+        top = tl.max(bests, axis=0)
+        whole = tl.sum(mass * tl.exp2(bests - top), axis=0)
         key = noise_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
         # ids behind the vocabulary stand for the splits
         drawn = gumbel(key, VOCAB + split + tl.zeros([1], tl.int32))
@@ -226,7 +230,9 @@ def _choose(
             )
         else:
             split = tl.min(tl.where(bests == best, s, SPLITS), axis=0)
-            token = _draw(row_ptr, split, penalty, inverse, key, VOCAB, PER_SPLIT, BLOCK, PENALTIES)
+            token = _draw(
+                row_ptr, split, penalty, inverse, key, VOCAB, PER_SPLIT, _DRAW_BLOCK, PENALTIES
+            )
     tl.store(out_ptr + row, tl.where(finite, token, -1))
 
 

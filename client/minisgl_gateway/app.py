@@ -34,7 +34,7 @@ _PAGE_HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_ERRORS: Final = (400, 401, 404, 405, 408, 413, 415, 429, 431, 500, 503, 504)
+_ERRORS: Final = (400, 401, 404, 405, 408, 413, 415, 429, 431, 499, 500, 503, 504)
 _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": schema.ErrorAnswer} for status in _ERRORS
 }

@@ -63,17 +63,9 @@ class Batch:
     offsets: HostArray
     page_table: HostArray
 
-    @property
-    def num_tokens(self) -> int:
-        return self.positions.shape[0]
-
 
 class KVPages(Protocol):
     """Keys and values of all layers. What lies behind a sequence's end in its pages is finite."""
-
-    @property
-    def page_size(self) -> int:
-        """Token positions a page."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim]."""

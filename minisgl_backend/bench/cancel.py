@@ -12,8 +12,8 @@ processes share. The client leaves at a random moment within the phase, up to 0.
 
     queued        two other requests hold all rows
     prefill       the prompt is being computed, 16 tokens a step
-    first token   the client has had the first response
-    later token   the client has had ten
+    first-token   the client has had the first response
+    later-token   the client has had ten
 """
 
 from __future__ import annotations

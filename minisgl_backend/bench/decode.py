@@ -141,8 +141,7 @@ def decode(
                 )
                 if trace is not None:
                     path = labelled(trace, f"batch-{size}") if len(sizes) > 1 else trace
-                    captured = isinstance(executor, CudaExecutor) and executor.can_replay(size)
-                    with profiled(path, step=_FIRST_KERNEL if captured else None):
+                    with profiled(path, step=None if replay is None else _FIRST_KERNEL):
                         times_of(steps=steps)
         return report
 

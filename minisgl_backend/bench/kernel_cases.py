@@ -1,4 +1,4 @@
-"""What `minisgl bench kernels` measures: calls over a model's shapes, each beside its torch twin.
+"""What `minisgl bench kernels` measures: calls over a model's shapes, some beside their twins.
 
 Here are the products, what stands between them, sampling and experts; ``kernel_attention`` has
 attention and a whole layer. Must not know how calls are timed.

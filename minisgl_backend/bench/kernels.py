@@ -1,9 +1,10 @@
-"""`minisgl bench kernels`: each kernel against its torch twin, a library and the bandwidth bound.
+"""`minisgl bench kernels`: each kernel beside the bandwidth bound, some beside a twin or a library.
 
 Times are of one call inside a CUDA graph of many calls that rotate through enough buffers to keep
 their data out of the L2 cache: the median of several replays, divided by the calls. The bound is
 the bytes that must move (weights and KV once, activations where they matter) over the rate that a
-large copy reaches on this GPU.
+large copy reaches on this GPU. A kernel that hardly writes may go a little beyond it, since memory
+is read faster than it is copied.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def kernels(
     only: str | None,
     json_path: Path | None,
 ) -> None:
-    """Time of each GPU kernel against its twin, a library's and the bandwidth bound."""
+    """Time of each GPU kernel, of its twin and a library's where there is one, and the bound."""
     if not (torch.cuda.is_available() and has_triton()):
         raise ConfigError("bench kernels needs an NVIDIA GPU and Triton")
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ from minisgl_backend.bench.serve.command import address_of, numbers
 from minisgl_backend.bench.serve.figures import figures_of, objectives_of
 from minisgl_backend.bench.serve.loads import Load
 from minisgl_backend.bench.serve.outcome import Chunk, Outcome
-from minisgl_backend.bench.serve.show import Measured, print_table, write_json
+from minisgl_backend.bench.serve.show import Measured, print_table, write_measured
 from minisgl_backend.errors import ConfigError
 
 Style: TypeAlias = Literal["vllm", "tensorrtllm"]
@@ -149,7 +149,7 @@ def perf_analyzer(
     }
     print_table(measured, info, title="perf_analyzer")
     if json_path is not None:
-        write_json(json_path, measured, info, title="perf_analyzer")
+        write_measured(json_path, measured, info, title="perf_analyzer")
 
 
 def flags(style: Style, parameters: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the planner costs: steady steps, admission, eviction, prefix matching. No model, no device.
+"""`minisgl bench planner`: steady steps, admission, eviction, prefix matching; no model, no device.
 
 Times are wall clock of one process, in microseconds. Sampled tokens are made up outside of the
 measured spans.
@@ -7,7 +7,6 @@ measured spans.
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from minisgl_backend.bench.report import json_option
+from minisgl_backend.bench.report import json_option, write_json
 from minisgl_backend.cache.kv import RadixCache
 from minisgl_backend.execution.plan_words import encode_plan
 from minisgl_backend.plan import SampledTokens, StepPlan
@@ -84,7 +83,7 @@ def planner(json_path: Path | None) -> None:
         table.add_row(name, f"{value:,.1f}", "" if goal is None else f"{goal:,.0f}")
     Console().print(table)
     if json_path is not None:
-        json_path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_json(json_path, figures)
 
 
 def _step_spans(page_size: int, num_requests: int, num_steps: int) -> list[float]:

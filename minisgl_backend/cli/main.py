@@ -109,7 +109,7 @@ bench = LazyGroup(
         "dummy-model": "minisgl_backend.bench.dummy_model:dummy_model",
         "trace-table": "minisgl_backend.bench.trace_table:trace_table",
     },
-    help="Measure; every command prints a table and takes --json FILE.",
+    help="Measure; every command but dummy-model prints a table and takes --json FILE.",
 )
 
 main = LazyGroup(

@@ -3,9 +3,10 @@
 What outlives a step is on the GPU, by row or page (``rows``), so a step is enqueued without knowing
 what the one before it sampled. Everything runs in the order of one stream.
 
-Rows that ask for penalties, a logit bias, stop tokens out of reach or logprobs are *special*: they
-are sampled once more by ``sampler``, from the logits of the step. That waits for the device, so
-steps with such rows do not overlap; a row's tokens do not depend on its neighbours either way.
+Rows that ask for penalties, a logit bias, logprobs, or stop tokens after ``min_tokens`` are
+*special*: they are sampled once more by ``sampler``, from the logits of the step. That waits for
+the device, so steps with such rows do not overlap; a row's tokens do not depend on its neighbours
+either way.
 
 Must not know queues, caches or why rows and pages are granted.
 """

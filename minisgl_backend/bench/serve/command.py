@@ -20,7 +20,7 @@ from minisgl_backend.bench.serve.figures import figures_of, objectives_of
 from minisgl_backend.bench.serve.loads import Load
 from minisgl_backend.bench.serve.outcome import Outcome
 from minisgl_backend.bench.serve.run import run
-from minisgl_backend.bench.serve.show import Measured, print_table, write_json
+from minisgl_backend.bench.serve.show import Measured, print_table, write_measured
 from minisgl_backend.bench.serve.targets import OpenAITarget, Sampling, Target, TritonTarget
 from minisgl_backend.bench.serve.workload import Workload
 from minisgl_backend.bench.servers import started
@@ -207,7 +207,7 @@ def _emit(
     }
     print_table(measured, info)
     if json_path is not None:
-        write_json(json_path, measured, info)
+        write_measured(json_path, measured, info)
     if plots is not None:
         from minisgl_backend.bench.serve.plots import write_plots
 

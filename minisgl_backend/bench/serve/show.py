@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from minisgl_backend.bench.report import write_json
 from minisgl_backend.bench.serve.figures import PERCENTILES
 from minisgl_backend.bench.serve.loads import Load
 from minisgl_backend.bench.serve.outcome import Outcome
@@ -69,13 +69,13 @@ def print_table(
     console.print(", ".join(f"{name} {value}" for name, value in info.items()), style="dim")
 
 
-def write_json(
+def write_measured(
     path: Path, measured: Sequence[Measured], info: Mapping[str, Any], *, title: str = "serve"
 ) -> None:
     """A row a load, each with its figures."""
     rows = [{"load": one.load.name, "level": one.load.level, **one.figures} for one in measured]
     content = {"title": title, "info": info, "rows": rows}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(path, content)
 
 
 def _shown(value: float | None) -> str:

@@ -117,7 +117,8 @@ def _draw_steps(
 
 def breakdown_figure(files: Files) -> Figure:
     """What the GPU's time went to: a bar a trace, shares of the wall time."""
-    names = [name for name in sorted(files, reverse=True) if name.startswith("trace-")]
+    traces = [name for name in files if name.startswith("trace-")]
+    names = sorted(traces, key=_natural, reverse=True)  # bars are drawn from below
     figure = Figure(figsize=(9, 1.2 + 0.5 * len(names)), layout="constrained")
     axes = figure.subplots()
     lefts = [0.0] * len(names)
@@ -175,6 +176,11 @@ def _draw_scaled_steps(axes: Axes, name: str, rows: list[dict[str, Any]]) -> Non
         axes.bar_label(bars, fmt="{:.1f}", fontsize=7)
     axes.set_xticks(range(len(columns)), [column.split("_")[1] for column in columns])
     _finish(axes, f"decode, {_label(name)}", "batch size", "ms a step")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts batch-64 before batch-256."""
+    return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _label(name: str) -> str:

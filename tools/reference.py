@@ -22,10 +22,10 @@ Written by `make docs` from the tables in the code.
 
 ## Inputs of the ensembles `minisgl` and `minisgl_batched`
 Exactly one of `text_input`, `messages`, `input_ids` and `stop_request`; all else is optional. A
-value may come as a tensor, as a request parameter of the same name, or inside
-`sampling_parameters`; given twice, the values must be equal. `minisgl` takes shape [1] (or [n] for
-lists), `minisgl_batched` the same behind a batch dimension of 1. `llm_engine` alone takes the names
-that are about tokens.
+value may come as a tensor, as a request parameter of the same name, or, if its row stands below
+that of `sampling_parameters`, inside this; given twice, the values must be equal. `minisgl` takes
+shape [1] (or [n] for lists), `minisgl_batched` the same behind a batch dimension of 1. `llm_engine`
+alone takes the names that are about tokens.
 
 What is JSON goes as a string that holds it. To a value of another type, an object for a string or a
 string for a number, Triton itself answers over HTTP, with status 500 and `Unable to parse`. Its own
@@ -40,8 +40,9 @@ is not known at all is refused with the nearest known one.
 
 _ERRORS: Final = """\
 ## Errors
-One short sentence that starts with its code. HTTP answers 400 whatever the code; gRPC clients that
-send the header `triton_grpc_error: true` get the code as the status.
+One short sentence that starts with its code; of an ensemble Triton writes
+`in ensemble 'minisgl', ` before it. HTTP answers 400 whatever the code; gRPC clients that send the
+header `triton_grpc_error: true` get the code as the status.
 
 | code | meaning |
 | --- | --- |
@@ -58,7 +59,8 @@ A deadline ends a request with finish_reason `timeout` where a token exists, els
 _OPTIONS: Final = """\
 ## Options
 `minisgl serve --name-with-dashes VALUE`, or `parameters` of the same names in `config.pbtxt` of
-`llm_engine`. An unknown name fails the load with the nearest known one.
+`llm_engine`. An unknown name fails the load with the nearest known one. `minisgl serve --help` has
+those of the server, too: addresses, ports, `--allow-remote`, `--tritonserver`, `--log-verbose`.
 """
 
 
@@ -106,7 +108,8 @@ def _input_row(entry: Input) -> tuple[str, str, str, str]:
     if entry.parameter_synonyms:
         synonyms = ", ".join(f"`{name}`" for name in entry.parameter_synonyms)
         names += f" (as a parameter also {synonyms})"
-    return names, _type(entry.tensors[0]), _default(entry.default), entry.meaning
+    types = ", ".join(dict.fromkeys(map(_type, entry.tensors)))
+    return names, types, _default(entry.default), entry.meaning
 
 
 def _option_row(spec: Any) -> tuple[str, str, str, str]:

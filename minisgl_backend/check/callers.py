@@ -43,10 +43,11 @@ _NUM_CONNECTIONS: Final = 40
 def deadline_in_the_queue(stage: Stage, case: Case) -> None:
     """Who has waited until the deadline is refused, and was never prefilled."""
     case.count = 1
+    prompt = [7] * 99
     with _rows_taken(stage) as client:
         before = stage.own.stats().engine["num_prompt_tokens"]
         try:
-            client.generate(input_ids=[7] * 99, max_tokens=1, timeout_ms=200)
+            client.generate(input_ids=prompt, max_tokens=1, timeout_ms=200)
             case.expect(False, "was answered")
         except MinisglError as error:
             case.ended["refused"] += 1
@@ -54,7 +55,8 @@ def deadline_in_the_queue(stage: Stage, case: Case) -> None:
             case.expect(error.code in expected, f"ended with {error.code}")
             case.what = str(error)
         computed = stage.own.stats().engine["num_prompt_tokens"] - before
-    case.expect(computed == 0, f"{computed} prompt tokens were computed meanwhile")
+    # a prompt counts as a whole; the short ones of who takes the rows may count only now
+    case.expect(computed < len(prompt), f"{computed} prompt tokens were computed meanwhile")
 
 
 def one_id_twice(stage: Stage, case: Case) -> None:

@@ -12,6 +12,9 @@ from typing import Final, cast
 DIRECT: Final = (("grpc.enable_http_proxy", 0),)
 """Options of a gRPC channel."""
 
+STREAM_INFER: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
+"""tritonserver's method for streams; a channel that gets no serializers takes and gives bytes."""
+
 
 def open_local(request: str | urllib.request.Request, *, timeout_s: float) -> HTTPResponse:
     """As ``urllib.request.urlopen``; whatever goes wrong is an ``OSError``."""

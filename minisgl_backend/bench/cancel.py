@@ -32,7 +32,6 @@ from typing import Any, Final
 import click
 from rich.progress import Progress
 
-from minisgl_backend.bench.gateway import started_gateway
 from minisgl_backend.bench.journal import Entry, Journal
 from minisgl_backend.bench.leaving import (
     EventStreamClose,
@@ -41,6 +40,7 @@ from minisgl_backend.bench.leaving import (
     Leaving,
     grpc_message,
 )
+from minisgl_backend.bench.own_gateway import Gateway, gateway_of
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started_paced
 from minisgl_backend.errors import EngineFailure
@@ -107,11 +107,11 @@ def cancel(
         server = stack.enter_context(
             started_paced(options, step_s=step_ms / 1000, journal=path, tritonserver=tritonserver)
         )
-        gateway_port = None
+        own_gateway = None
         if any(way == "gateway-close" for way, _ in pairs):
             address = f"127.0.0.1:{server.grpc_port}"
-            gateway_port = stack.enter_context(started_gateway(address))
-        bench = Bench(server, gateway_port, journal, random.Random(seed), patience)
+            own_gateway = stack.enter_context(gateway_of(address))
+        bench = Bench(server, own_gateway, journal, random.Random(seed), patience)
         with Progress(transient=True) as progress:
             task = progress.add_task("leaving", total=len(pairs) * repeats)
             for way, phase in pairs:
@@ -144,13 +144,13 @@ class Bench:
     def __init__(
         self,
         server: TritonServer,
-        gateway_port: int | None,
+        gateway: Gateway | None,
         journal: Journal,
         moments: random.Random,
         patience_s: float,
     ) -> None:
         self._server = server
-        self._gateway_port = gateway_port
+        self._gateway = gateway
         self._journal = journal
         self._moments = moments
         self._patience_s = patience_s
@@ -209,9 +209,9 @@ class Bench:
             body = {"id": name, "input_ids": prompt, **values}
             return EventStreamClose(address, "/v2/models/minisgl/generate_stream", body)
         if way == "gateway-close":
-            address = f"127.0.0.1:{self._gateway_port}"
+            assert self._gateway is not None
             body = {"model": "minisgl", "prompt": prompt, **values}
-            return EventStreamClose(address, "/v1/completions", body)
+            return EventStreamClose(self._gateway.address, "/v1/completions", body)
         client = GrpcKill if way == "grpc-kill" else GrpcCancel
         address = f"127.0.0.1:{self._server.grpc_port}"
         return client(address, grpc_message(name, prompt, _MAX_TOKENS))

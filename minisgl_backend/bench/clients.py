@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
-from typing import Any, Final
+from typing import Final
 
 from minisgl_backend.bench.prompts import Prompt
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.loopback import DIRECT
+from minisgl_backend.loopback import DIRECT, STREAM_INFER
 
-_METHOD: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 _CONNECT_S: Final = 120.0
 """Patience with processes that start and connect."""
 
@@ -118,9 +117,7 @@ async def _ask_all(address: str, requests: list[bytes], barrier: Barrier) -> lis
     import grpc.aio
 
     async with grpc.aio.insecure_channel(address, options=DIRECT) as channel:
-        method = channel.unary_stream(
-            _METHOD, request_serializer=_same, response_deserializer=_same
-        )
+        method = channel.unary_stream(STREAM_INFER)
 
         async def ask(request: bytes) -> _Exchange:
             arrived_s: list[float] = []
@@ -137,7 +134,3 @@ async def _ask_all(address: str, requests: list[bytes], barrier: Barrier) -> lis
         await asyncio.wait_for(channel.channel_ready(), _CONNECT_S)
         await asyncio.to_thread(barrier.wait, _CONNECT_S)
         return list(await asyncio.gather(*map(ask, requests)))
-
-
-def _same(message: Any) -> Any:
-    return message

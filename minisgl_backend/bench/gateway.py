@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
+from minisgl_backend.bench.own_gateway import gateway_of
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.response_path import STOP, Exchange, run_grpc, run_streams, summary
 from minisgl_backend.bench.servers import started_paced
@@ -33,7 +30,6 @@ from minisgl_backend.errors import EngineFailure
 
 _END: Final = b"0\r\n\r\n"
 """The last chunk of a body."""
-_COMMAND: Final = "from minisgl_backend.cli.main import main; main()"
 
 
 @click.command()
@@ -62,41 +58,20 @@ def gateway(
         started_paced(
             {"overlap": "false"}, step_s=step_ms / 1000, tritonserver=tritonserver
         ) as server,
-        started_gateway(f"127.0.0.1:{server.grpc_port}") as port,
+        gateway_of(f"127.0.0.1:{server.grpc_port}") as own_gateway,
     ):
         grpc_address = f"127.0.0.1:{server.grpc_port}"
         warm_up = {"num_streams": 8, "num_requests": 1, "num_tokens": 64}
         asyncio.run(run_grpc(grpc_address, **warm_up))
-        asyncio.run(_run_http(port, **warm_up))
+        asyncio.run(_run_http(own_gateway.address, **warm_up))
         for count in map(int, streams.split(",")):
             load = {"num_streams": count, "num_requests": requests, "num_tokens": tokens}
             direct, through = [], []
             for _ in range(turns):
                 direct.append(summary(asyncio.run(run_grpc(grpc_address, **load))))
-                through.append(summary(asyncio.run(_run_http(port, **load))))
+                through.append(summary(asyncio.run(_run_http(own_gateway.address, **load))))
             _add(report, count, _medians(direct), _medians(through))
     report.emit(json_path)
-
-
-@contextmanager
-def started_gateway(triton: str, *options: str) -> Iterator[int]:
-    """A gateway in a process of its own, ended with the block; yields its port.
-
-    Raises ``EngineFailure`` where it does not start.
-    """
-    command = [sys.executable, "-c", _COMMAND, "gateway", "--triton", triton, "--port", "0"]
-    process = subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert process.stdout is not None
-        found = re.search(r":(\d+)\s*$", process.stdout.readline())
-        if found is None:
-            raise EngineFailure("the gateway does not start")
-        yield int(found[1])
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 class HttpExchange(Exchange):
@@ -158,15 +133,16 @@ class _Answers(asyncio.Protocol):
 
 
 async def _run_http(
-    port: int, *, num_streams: int, num_requests: int, num_tokens: int
+    address: str, *, num_streams: int, num_requests: int, num_tokens: int
 ) -> list[list[Exchange]]:
     """Ask the gateway, a connection a stream; see ``run_streams``."""
     loop = asyncio.get_running_loop()
+    host, port = address.split(":")
     idle: list[_Answers] = []
 
     async def ask(prompt: str, length: int) -> Exchange:
         if not idle:
-            _, made = await loop.create_connection(_Answers, "127.0.0.1", port)
+            _, made = await loop.create_connection(_Answers, host, int(port))
             idle.append(made)
         connection = idle.pop()
         exchange = await connection.ask(prompt, length)

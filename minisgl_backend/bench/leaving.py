@@ -12,12 +12,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.loopback import DIRECT
-
-_METHOD: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
+from minisgl_backend.loopback import DIRECT, STREAM_INFER
 
 
 class Leaving(Protocol):
@@ -37,9 +35,7 @@ class GrpcCancel:
         import grpc
 
         self._channel: Any = grpc.insecure_channel(grpc_address, options=DIRECT)
-        method = self._channel.stream_stream(
-            _METHOD, request_serializer=_same, response_deserializer=_same
-        )
+        method = self._channel.stream_stream(STREAM_INFER)
         self._call: Any = method(iter([message]))
 
     def next(self) -> None:
@@ -112,10 +108,6 @@ def grpc_message(request_id: str, prompt: Sequence[int], max_tokens: int) -> byt
 
 def _int32(*values: int) -> bytes:
     return b"".join(value.to_bytes(4, "little") for value in values)
-
-
-def _same(message: bytes) -> bytes:
-    return message
 
 
 def _main() -> None:

@@ -8,14 +8,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
 from minisgl_backend.cli.serve import options_as_text
 from minisgl_backend.config import EngineOptions
-
-_MAIN: Final = "from minisgl_backend.cli.main import main; main()"
 
 
 def run_bench(arguments: Sequence[str], *, timeout_s: float | None = None) -> dict[str, Any]:
@@ -26,9 +24,9 @@ def run_bench(arguments: Sequence[str], *, timeout_s: float | None = None) -> di
     name = f"minisgl bench {arguments[0]}"
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
         file = Path(folder) / "figures.json"
-        command = [sys.executable, "-c", _MAIN, "bench", *arguments, "--json", str(file)]
+        command = [sys.executable, "-m", "minisgl_backend.cli", "bench", *arguments]
         try:
-            subprocess.run(command, check=True, timeout=timeout_s)
+            subprocess.run([*command, "--json", str(file)], check=True, timeout=timeout_s)
         except subprocess.CalledProcessError as error:
             raise click.ClickException(f"{name} ended with {error.returncode}") from None
         except subprocess.TimeoutExpired:

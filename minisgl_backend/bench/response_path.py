@@ -30,11 +30,10 @@ from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started_paced
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.loopback import DIRECT
+from minisgl_backend.loopback import DIRECT, STREAM_INFER
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer import load_vocabulary
 
-_METHOD: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 STOP: Final = "<|never|>"
 
 
@@ -134,9 +133,7 @@ async def run_grpc(
 
     async with grpc.aio.insecure_channel(address, options=DIRECT) as channel:
         # bytes in and out: parsing waits until nothing is measured
-        method = channel.stream_stream(
-            _METHOD, request_serializer=_same, response_deserializer=_same
-        )
+        method = channel.stream_stream(STREAM_INFER)
         return await run_streams(
             ask, num_streams=num_streams, num_requests=num_requests, num_tokens=num_tokens
         )
@@ -166,10 +163,6 @@ async def run_streams(
         ]
 
     return list(await asyncio.gather(*(stream(number) for number in range(num_streams))))
-
-
-def _same(message: bytes) -> bytes:
-    return message
 
 
 def _request(prompt: str, num_tokens: int) -> bytes:

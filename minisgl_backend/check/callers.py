@@ -22,10 +22,10 @@ from minisgl_client.errors import MinisglError
 from minisgl_client.stream import Stream
 
 from minisgl_backend.bench.leaving import GrpcCancel
+from minisgl_backend.bench.own_gateway import gateway_of
 from minisgl_backend.check.calls import grpc_message
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.fault import Fault, Stage
-from minisgl_backend.check.gateway import gateway_of
 from minisgl_backend.check.rates import REFUSED_WITHIN_MS
 from minisgl_backend.check.target import wait_until
 from minisgl_backend.errors import EngineFailure

@@ -19,10 +19,9 @@ from urllib.parse import urlsplit
 
 from minisgl_client.wire import INPUTS, LISTS
 
-from minisgl_backend.loopback import DIRECT
+from minisgl_backend.loopback import DIRECT, STREAM_INFER
 
 GENERATE: Final = "/v2/models/minisgl/generate"
-_STREAM_INFER: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 _FORMATS: Final = {"BOOL": "?", "INT32": "i", "UINT64": "Q", "FP32": "f"}
 _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "BOOL": (bool,),
@@ -107,7 +106,7 @@ class GrpcCaller:
             *DIRECT,
         )
         self._channel: Any = grpc.insecure_channel(grpc_address, options=options)
-        self._infer: Any = self._channel.stream_stream(_STREAM_INFER)
+        self._infer: Any = self._channel.stream_stream(STREAM_INFER)
 
     def send(self, message: bytes) -> Ending:
         """How it ended."""
@@ -145,7 +144,7 @@ def half_a_message(grpc_address: str, num_bytes: int) -> Iterator[None]:
     fields = {
         ":method": "POST",
         ":scheme": "http",
-        ":path": _STREAM_INFER,
+        ":path": STREAM_INFER,
         ":authority": grpc_address,
         "content-type": "application/grpc",
         "te": "trailers",

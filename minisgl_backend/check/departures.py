@@ -13,11 +13,11 @@ from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 from minisgl_backend.bench.leaving import EventStreamClose, GrpcCancel, Leaving
+from minisgl_backend.bench.own_gateway import Gateway, gateway_of
 from minisgl_backend.check.calls import grpc_message
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.defect import Defect, switched_on
 from minisgl_backend.check.fault import Stage
-from minisgl_backend.check.gateway import Gateway, gateway_of
 from minisgl_backend.check.target import wait_until
 from minisgl_backend.errors import EngineFailure
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from minisgl_backend.bench.own_gateway import gateway_of
 from minisgl_backend.check.bad_inputs import Expected, catalogue
 from minisgl_backend.check.bad_wire import bodies, largest, messages, odd_messages
 from minisgl_backend.check.calls import (
@@ -23,7 +24,6 @@ from minisgl_backend.check.calls import (
     json_of,
 )
 from minisgl_backend.check.case import Case
-from minisgl_backend.check.gateway import gateway_of
 from minisgl_backend.check.gateway_inputs import Asked, own_inputs, translated, without_a_key
 from minisgl_backend.check.target import Target
 

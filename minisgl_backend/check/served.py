@@ -20,7 +20,6 @@ from typing import IO, Final
 
 from minisgl_backend.check.target import Target
 
-_COMMAND: Final = "from minisgl_backend.cli.main import main; main()"
 _PORTS: Final = (
     "--http-port",
     "0",
@@ -71,7 +70,7 @@ def served(
 
     ``before`` stands before the command, as a shell that prepares something.
     """
-    command = [*before, sys.executable, "-c", _COMMAND, "serve", *_PORTS, *options]
+    command = [*before, sys.executable, "-m", "minisgl_backend.cli", "serve", *_PORTS, *options]
     if tritonserver is not None:
         command += ["--tritonserver", tritonserver]
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""A gateway in a process of its own, in front of the server that is checked.
+"""A gateway in a process of its own, in front of a server.
 
 Knows the command `minisgl gateway`. Must not know what is asked.
 """
@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.loopback import open_local
 
-_COMMAND: Final = "from minisgl_backend.cli.main import main; main()"
 _ANSWER_S: Final = 30.0
 
 
@@ -52,13 +51,13 @@ def gateway_of(grpc_address: str, *options: str) -> Iterator[Gateway]:
 
     Raises ``EngineFailure`` where it does not start.
     """
-    command = [sys.executable, "-c", _COMMAND, "gateway", "--triton", grpc_address, "--port", "0"]
+    command = [sys.executable, "-m", "minisgl_backend.cli", "gateway", "--triton", grpc_address]
     process = subprocess.Popen(
-        [*command, *options],
+        [*command, "--port", "0", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        start_new_session=True,  # a Ctrl-C in the terminal is for the check alone
+        start_new_session=True,  # a Ctrl-C in the terminal is for this process alone
     )
     try:
         assert process.stdout is not None

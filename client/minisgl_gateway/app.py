@@ -40,10 +40,9 @@ _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
-def create_app(options: GatewayOptions) -> ASGIApp:
+def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
     """A gateway as an ASGI application; it connects to Triton when it is first asked."""
     engine = AsyncClient(options.triton, protocol="grpc", model=options.model, retries=0)
-    telemetry = Telemetry()
     service = Service(options, engine, telemetry)
 
     @asynccontextmanager

@@ -158,10 +158,10 @@ def gateway(
         raise click.ClickException(f"cannot listen on {host}:{port}: no such name") from None
     with listener:
         shown = f"[{host}]" if ":" in host else host
-        click.echo(f"ready on http://{shown}:{listener.getsockname()[1]}")
-        # uvicorn ends on these, and then raises them again for whoever was there before
+        # uvicorn takes over when it runs, and in the end raises them again for who was there before
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, server.handle_exit)
+        click.echo(f"ready on http://{shown}:{listener.getsockname()[1]}")
         server.run(sockets=[listener])
 
 

@@ -1,67 +1,78 @@
-"""HTTP as uvicorn speaks it, with bounds on clients that are not, or no more, a route's concern.
+"""HTTP as uvicorn speaks it, with bounds on how long clients may neither send nor read.
 
-A route finds a way to cut the connection in ``scope["extensions"]["minisgl.abort"]``.
-
-Invariant: while no route has a request, a timer runs: uvicorn's between requests, ours otherwise.
+Invariants: while no route has a request, a timer runs: uvicorn's between requests, ours otherwise.
+While an answer waits for its client to read, another runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from http import HTTPStatus
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from prometheus_client import Counter
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.options import GatewayOptions
+from minisgl_gateway.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
 
 
-def protocol_of(options: GatewayOptions) -> type[BoundedProtocol]:
-    """The protocol of a gateway with these options."""
+def protocol_of(options: GatewayOptions, telemetry: Telemetry) -> type[BoundedProtocol]:
+    """The protocol of a gateway with these options, which counts there."""
 
     class Protocol(BoundedProtocol):
         patience_s = options.patience_s
         head_bytes = options.max_header_bytes + 2**16  # beside the headers there is the URL
+        slow_readers = telemetry.slow_readers
 
     return Protocol
 
 
-_UPGRADE: Final = re.compile(rb"\nUpgrade(?=:)", re.IGNORECASE)
+_UPGRADE: Final = re.compile(rb"^Upgrade(?=:)", re.IGNORECASE)
 """An offer to speak something else, which Java's client makes to all. Nothing else is spoken here,
 and with the offer in sight the parser would not read the body. So the name gets longer, just before
 its colon, which works too where the name came in pieces of which the parser has some."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A head must come within ``patience_s``; so must the rest of a body that nobody reads.
+    """A head must come within ``patience_s``; so must the rest of a body that nobody reads. What is
+    sent must be read as soon.
 
     ``head_bytes`` bounds heads that do not end; what is complete the application refuses.
     """
 
     patience_s: ClassVar[float]
     head_bytes: ClassVar[int]
+    slow_readers: ClassVar[Counter]
 
     _timer: asyncio.TimerHandle | None = None
+    _reading_timer: asyncio.TimerHandle | None = None
     _num_head_bytes: int | None = None
     """Of a head that is coming."""
-    _tail: bytes = b""
-    """The end of what has come of a head, with which a name may begin."""
+    _in_head: bool = True
+    """Whether what comes next is of a head; the parser alone knows where one ends."""
+    _line: bytes = b""
+    """What has come of a line of the head."""
+    _answered: RequestResponseCycle | None = None
+    """What is or was answered last; ``cycle`` is what came last, and may wait behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_idle():
-            seen = len(self._tail)
-            joined = _UPGRADE.sub(rb"\g<0>-Offer", self._tail + data)
-            data, self._tail = joined[seen:], joined[-len(b"\nUpgrade") :]
-        else:
-            self._tail = b""
-        super().data_received(data)
+        rest = data
+        while rest and self._in_head and not self.transport.is_closing():
+            line, end, rest = rest.partition(b"\n")
+            super().data_received(self._without_offer(line + end))
+        if rest and not self.transport.is_closing():
+            super().data_received(rest)
         if self._num_head_bytes is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > self.head_bytes:
@@ -72,21 +83,41 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._await_head()
-        extensions: dict[str, Any] = {"minisgl.abort": self.transport.abort}
-        self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head = True
+        self._line = b""
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._answered, _ = self.pipeline[-1]
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading_timer = self.loop.call_later(self.patience_s, self._cut)
+
+    def resume_writing(self) -> None:
+        self._stop_reading_timer()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_reading_timer()
         super().connection_lost(exc)
+        if self._answered is not None:  # uvicorn tells what came last
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
@@ -98,6 +129,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
+
+    def _without_offer(self, piece: bytes) -> bytes:
+        """A piece of the head, up to the end of a line at most, as the parser shall see it."""
+        line = _UPGRADE.sub(rb"\g<0>-Offer", self._line + piece)
+        shown = line[len(self._line) :]
+        self._line = b"" if line.endswith(b"\n") else line
+        return shown
 
     def _await_head(self) -> None:
         self._stop_timer()
@@ -112,6 +150,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _stop_reading_timer(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
+
+    def _cut(self) -> None:
+        state = {} if self._answered is None else self._answered.scope["state"]
+        logger.warning("%s: nobody reads the answer; cut", state.get("request_id", "-"))
+        self.slow_readers.inc()
+        self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
         """Answer in the application's stead."""

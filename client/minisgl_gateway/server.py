@@ -10,6 +10,7 @@ import uvicorn
 from minisgl_gateway.app import create_app
 from minisgl_gateway.options import GatewayOptions
 from minisgl_gateway.protocol import protocol_of
+from minisgl_gateway.telemetry import Telemetry
 
 _SEND_BUFFER_BYTES: Final = 64 * 2**10
 """Small, so that a client that does not read is soon noticed."""
@@ -34,9 +35,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 def make_server(options: GatewayOptions) -> uvicorn.Server:
     """A server, to be run on a socket: ``server.run(sockets=[listener])``."""
+    telemetry = Telemetry()
     config = uvicorn.Config(
-        create_app(options),
-        http=protocol_of(options),
+        create_app(options, telemetry),
+        http=protocol_of(options, telemetry),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from email.message import Message
 from typing import Any, Final, TypeVar
 
@@ -46,6 +47,15 @@ from minisgl_gateway.telemetry import Telemetry
 logger = logging.getLogger(__name__)
 _Request = TypeVar("_Request", bound=GenerationRequest)
 _HEALTH_S: Final = 5.0
+_PROBED_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Whether the engine took requests, and until when that is taken for true."""
+
+    is_ready: bool
+    until_s: float
 
 
 class Service:
@@ -57,6 +67,8 @@ class Service:
         self._telemetry = telemetry
         self._admission = Admission(options.max_requests, options.max_requests_per_key)
         self._started = int(time.time())
+        self._probing = asyncio.Lock()
+        self._probe = _Probe(is_ready=False, until_s=0.0)
 
     # --- routes ------------------------------------------------------------------------------
 
@@ -131,13 +143,23 @@ class Service:
         """GET /health; raises ``ApiError`` 503 where the engine takes no requests.
 
         A request to cancel what nobody asked for goes all the way through it, costs nothing, and is
-        taken by a full queue too, which is no reason to take the gateway out of service.
+        taken by a full queue too, which is no reason to take the gateway out of service. One such
+        probe serves all who ask within a second, since anybody may.
         """
+        async with self._probing:
+            if time.monotonic() >= self._probe.until_s:
+                is_ready = await self._is_ready()
+                self._probe = _Probe(is_ready, time.monotonic() + _PROBED_S)
+        if not self._probe.is_ready:
+            raise busy(503, "the engine is not ready", "engine_unavailable")
+        return schema.Health()
+
+    async def _is_ready(self) -> bool:
         try:
             await asyncio.wait_for(self._engine.cancel(f"health-{uuid.uuid4().hex}"), _HEALTH_S)
         except (MinisglError, asyncio.TimeoutError):
-            raise busy(503, "the engine is not ready", "engine_unavailable") from None
-        return schema.Health()
+            return False
+        return True
 
     # --- the way of a request ----------------------------------------------------------------
 
@@ -242,7 +264,6 @@ class Service:
         return EventStream(
             events(),
             request_id=heading.id,
-            patience_s=self._options.patience_s,
             telemetry=self._telemetry,
         )
 

@@ -2,7 +2,7 @@
 
 ``EventStream`` sends bytes as they are made, without a layer in between. Its status is decided when
 the first event, or an error instead of it, is there. While it runs it listens for the client's
-leaving, and looks once a second whether the client still reads.
+leaving.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from minisgl_gateway.telemetry import Telemetry
 logger = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 
-_LOOK_S: Final = 1.0
 _HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -85,17 +84,14 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         *,
         request_id: str,
-        patience_s: float,
         telemetry: Telemetry,
     ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._request_id = request_id
-        self._patience_s = patience_s
         self._telemetry = telemetry
         self._started = False
-        self._sending_since_s: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all; when it returns, nothing of the answer is under way.
@@ -106,27 +102,16 @@ class EventStream(Response):
         gone = asyncio.ensure_future(_disconnect(receive))
         try:
             with self._telemetry.open_streams.track_inprogress():
-                while not pump.done() and not gone.done() and not self._is_stuck():
-                    await asyncio.wait(
-                        (pump, gone), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
-                    )
+                await asyncio.wait((pump, gone), return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
-            elif gone.done():
-                logger.info("%s: the client went away", self._request_id)
             else:
-                logger.warning("%s: nobody reads the answer; cut", self._request_id)
-                self._telemetry.slow_readers.inc()
-                scope["extensions"]["minisgl.abort"]()
+                logger.info("%s: the client went away", self._request_id)
         except asyncio.CancelledError:
             await ended(pump, gone)
             await self._fail(shutting_down(), scope, receive, send)
         finally:
             await ended(pump, gone)
-
-    def _is_stuck(self) -> bool:
-        since_s = self._sending_since_s
-        return since_s is not None and time.monotonic() - since_s > self._patience_s
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun_s = time.perf_counter()
@@ -140,9 +125,7 @@ class EventStream(Response):
                         await send(
                             {"type": "http.response.start", "status": 200, "headers": _HEADERS}
                         )
-                    self._sending_since_s = time.monotonic()
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-                    self._sending_since_s = None
         except ApiError as error:
             await self._fail(error, scope, receive, send)
         else:

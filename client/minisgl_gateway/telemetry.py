@@ -11,13 +11,13 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 
 
 
 class Telemetry:
-    """The metrics; routes are paths of the API, ``other`` for what is none."""
+    """The metrics; routes are paths of the API, ``other`` for what is none or came not so far."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "minisgl_gateway_requests",
-            "Requests answered, by HTTP status; 499 is a client that went away.",
+            "Requests answered, by HTTP status; 499 is one that was given up or cancelled.",
             ("route", "status"),
             registry=self._registry,
         )
@@ -28,7 +28,9 @@ class Telemetry:
             "minisgl_gateway_open_streams", "Streams under way.", registry=self._registry
         )
         self.slow_readers = Counter(
-            "minisgl_gateway_slow_readers", "Streams that nobody read.", registry=self._registry
+            "minisgl_gateway_slow_readers",
+            "Connections cut because nobody read the answer.",
+            registry=self._registry,
         )
         self.request_seconds = Histogram(
             "minisgl_gateway_request_seconds",

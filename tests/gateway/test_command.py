@@ -12,6 +12,8 @@ from minisgl_gateway import command
 from minisgl_gateway.command import gateway
 from minisgl_gateway.options import GatewayOptions
 
+from tests.gateway.conftest import gateway_of
+
 
 def check_refused(result: Result, words: str) -> None:
     assert result.exit_code in (1, 2), result.exception
@@ -91,3 +93,10 @@ def test_a_host_that_can_have_no_address() -> None:
     result = CliRunner().invoke(gateway, ["--host", "a..b", "--api-key", "k", "--port", "0"])
     assert result.exit_code == 1
     assert result.output == "Error: cannot listen on a..b:0: no such name\n"
+
+
+@pytest.mark.server
+def test_a_stop_right_after_the_start(tmp_path: Path) -> None:
+    """The gateway ends cleanly from the moment on in which it says where it listens."""
+    with gateway_of("127.0.0.1:1", tmp_path / "log"):
+        pass

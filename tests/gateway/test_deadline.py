@@ -13,13 +13,14 @@ from minisgl_client.client import AsyncClient
 from minisgl_client.errors import Timeout
 from minisgl_gateway.app import create_app
 from minisgl_gateway.options import GatewayOptions
+from minisgl_gateway.telemetry import Telemetry
 
 BODY = json.dumps({"model": "minisgl", "prompt": "Go on."}).encode()
 
 
 def post(body: AsyncIterator[bytes], options: GatewayOptions) -> httpx.Response:
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(options))
+        transport = httpx.ASGITransport(create_app(options, Telemetry()))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             headers = {"Content-Type": "application/json"}
             asking = client.post("/v1/completions", content=body, headers=headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -252,6 +253,27 @@ def test_such_an_offer_in_two_packets(guarded: Gateway, place: int) -> None:
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.parametrize("is_answered_first", [False, True])
+def test_a_body_is_read_as_it_stands(guarded: Gateway, is_answered_first: bool) -> None:
+    """What looks like an offer in it does not move its end, where the next request begins."""
+    hidden = b"GET /hidden HTTP/1.1\r\nHost: x\r\nX: ..........\r\n\r\n"
+    body = b"\nUpgrade:" * (len(hidden) // 6) + hidden
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(guarded.address, timeout=PATIENCE_S) as connection:
+        found = b""
+        if is_answered_first:
+            connection.sendall(head.encode())
+            found = connection.recv(65536)
+            connection.sendall(body)
+        else:
+            connection.sendall(head.encode() + body)
+        connection.sendall(last)
+        while piece := connection.recv(65536):
+            found += piece
+    assert re.findall(rb"HTTP/1.1 (\d+)", found) == [b"401", b"200"]
+
+
 def test_head(gateway: Gateway) -> None:
     for path in ("/", "/health", "/v1/models"):
         answer = httpx.head(gateway.url + path)
@@ -327,10 +349,22 @@ def test_a_reader_that_is_silent_is_cut(guarded: Gateway) -> None:
         reader.connect(guarded.address)
         reader.sendall(post(body, f"Content-Length: {len(body)}"))
         wait_for(
-            lambda: guarded.metric("minisgl_gateway_slow_readers_total") == before + 1,
+            lambda: guarded.metric("minisgl_gateway_slow_readers_total") > before,
             "a cut of the silent reader",
         )
     wait_for(lambda: guarded.metric("minisgl_gateway_open_streams") == 0, "no stream left")
+
+
+def test_answers_that_nobody_reads_do_not_keep_a_connection(guarded: Gateway) -> None:
+    before = guarded.metric("minisgl_gateway_slow_readers_total")
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(guarded.address)
+        reader.sendall(b"GET /page.js HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+        wait_for(
+            lambda: guarded.metric("minisgl_gateway_slow_readers_total") > before,
+            "a cut of the silent reader",
+        )
 
 
 def has_connection(gateway: Gateway, port: int) -> bool:

@@ -89,13 +89,16 @@ def some_of(answer: httpx.Response) -> Iterator[str]:
 
 
 @contextmanager
-def asked(gateway: Gateway, fields: dict[str, Any]) -> Iterator[None]:
-    """A request whose answer nobody reads; the connection is closed at the end of the block."""
+def asked(gateway: Gateway, fields: dict[str, Any], *, behind: bytes = b"") -> Iterator[None]:
+    """A request whose answer nobody reads; the connection is closed at the end of the block.
+
+    ``behind`` is sent after it.
+    """
     request = httpx.Request("POST", f"{gateway.url}/v1/chat/completions", json=fields)
     head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
     with socket.create_connection(gateway.address, timeout=PATIENCE_S) as connection:
         connection.sendall(
-            f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + request.read()
+            f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + request.read() + behind
         )
         yield
 
@@ -120,6 +123,18 @@ def test_a_whole_answer_that_nobody_waits_for(
         engine.wait_busy(num_choices)
     engine.check_cancelled(num_choices)
     wait_for(lambda: wide.metric(lost) == before + 1, "one more client that left")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_with_a_request_behind(
+    wide: Gateway, engine: Engine, stream: bool
+) -> None:
+    """One that came on the same connection before the first was answered."""
+    behind = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    with asked(wide, {**LONG, "stream": stream}, behind=behind):
+        engine.wait_busy()
+    engine.check_cancelled()
+    wait_for(lambda: wide.metric("minisgl_gateway_open_requests") == 1, "no request but this")
 
 
 def test_a_client_that_is_killed(wide: Gateway, engine: Engine) -> None:

@@ -1,0 +1,64 @@
+"""The probe of a gateway, which anybody may ask."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from minisgl_client.client import AsyncClient
+from minisgl_client.errors import Unavailable
+from minisgl_gateway import service
+from minisgl_gateway.app import create_app
+from minisgl_gateway.options import GatewayOptions
+from minisgl_gateway.telemetry import Telemetry
+
+
+class Engine:
+    """Counts how often it is asked, and is there or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_asked = 0
+        self.is_there = True
+
+        async def cancel(_: AsyncClient, request_id: str) -> None:
+            self.num_asked += 1
+            await asyncio.sleep(0)
+            if not self.is_there:
+                raise Unavailable(f"no {request_id}")
+
+        monkeypatch.setattr(AsyncClient, "cancel", cancel)
+
+
+def test_one_probe_serves_all_who_ask_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    monkeypatch.setattr(service, "_PROBED_S", 1e6)
+    assert statuses(20) == {200}
+    assert engine.num_asked == 1
+
+
+def test_a_probe_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    monkeypatch.setattr(service, "_PROBED_S", 0.0)
+
+    async def ask() -> list[int]:
+        async with gateway() as client:
+            before = (await client.get("/health")).status_code
+            engine.is_there = False
+            return [before, (await client.get("/health")).status_code]
+
+    assert asyncio.run(ask()) == [200, 503]
+
+
+def gateway() -> httpx.AsyncClient:
+    app = create_app(GatewayOptions(), Telemetry())
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+
+
+def statuses(num_callers: int) -> set[int]:
+    async def ask() -> set[int]:
+        async with gateway() as client:
+            answers = await asyncio.gather(*(client.get("/health") for _ in range(num_callers)))
+            return {answer.status_code for answer in answers}
+
+    return asyncio.run(ask())

@@ -5,6 +5,7 @@
       - InvalidRequest     INVALID_ARG: the request is wrong
       - Unsupported        UNSUPPORTED: the request asks for something known that is not offered
     - Overloaded           UNAVAILABLE: nothing is wrong, but the request cannot be served now
+      - Recovering         because a part of the server died
     - Cancelled            CANCELLED: the caller gave the request up
     - EngineFailure        INTERNAL: the engine failed; its log tells why
     - ConfigError          the operator: an option or a model file is wrong, and the load fails
@@ -46,6 +47,10 @@ class Overloaded(MiniSGLError):
     """The queue is full, the server is stopping, or the engine is down; a retry may succeed."""
 
     code = "UNAVAILABLE"
+
+
+class Recovering(Overloaded):
+    """A part of the server died, and is being started again."""
 
 
 class Cancelled(MiniSGLError):

@@ -1,4 +1,4 @@
-"""HTTP and gRPC to this machine, past any proxy that the environment names.
+"""HTTP and gRPC to this machine, past any proxy that the environment names, by raw calls.
 
 A proxy would not find the way back here, so a server behind one would never be seen to be ready.
 """

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from minisgl_client.answer import Delta, Result, add_up
 from minisgl_client.attempts import Attempts
-from minisgl_client.errors import ConnectionLost, MinisglError
+from minisgl_client.errors import Closed, ConnectionLost, MinisglError
 from minisgl_client.request import Request
 from minisgl_client.transport import AsyncCall, AsyncTransport, Call, Transport, unless_closed
 
@@ -104,13 +104,22 @@ class Stream(_Answer):
     def _first(self) -> Delta | None:
         while True:
             try:
+                self._check_open()
                 self._call = self._transport.start(self._request, self._attempts.remaining_ms())
+                self._check_open()
                 return self._call.read()
             except MinisglError as error:
                 pause_s = self._attempts.pause_after(error)
             if self._call is not None:
                 self._call.cancel()  # lets go of its connection
             time.sleep(pause_s)
+
+    def _check_open(self) -> None:
+        """Raises ``Closed`` where another thread closed it before there was a call to cancel."""
+        if self._ended_s is not None:
+            if self._call is not None:
+                self._call.cancel()
+            raise Closed("the stream was closed")
 
     def close(self) -> None:
         """Cancel the request, unless it has ended."""

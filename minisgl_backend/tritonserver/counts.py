@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import triton_python_backend_utils as pb_utils
 
-from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Unsupported
+from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Recovering, Unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,10 @@ REJECTED: Final = "minisgl:requests_rejected_total"
 _REASONS: Final[Mapping[type[MiniSGLError], str]] = {
     Unsupported: "unsupported",
     InvalidRequest: "invalid",
+    Recovering: "down",
     Overloaded: "queue_full",
 }
+"""The first that an error is an instance of counts."""
 
 
 @dataclass(slots=True)
@@ -73,10 +75,10 @@ class Rejections:
 
     def count(self, error: BaseException) -> None:
         """A request was refused with this error; what is no refusal is not counted."""
-        for kind, reason in _REASONS.items():
-            if isinstance(error, kind):
-                with self._lock:
-                    self._counts[reason] += 1
+        found = (reason for kind, reason in _REASONS.items() if isinstance(error, kind))
+        if reason := next(found, None):
+            with self._lock:
+                self._counts[reason] += 1
 
     def close(self) -> None:
         """Tell what is left, end the thread and drop the metrics."""

@@ -79,12 +79,12 @@ class Dispatcher:
             on_ack=self._on_ack,
             on_detokenizer_gone=self._on_detokenizer_gone,
         )
-        self._threads = [
+        self._senders = [
             threading.Thread(target=self._send_all, name=f"sender {number}", daemon=True)
             for number in range(min(4, max(2, half)))
         ]
-        self._threads.append(threading.Thread(target=self._run_clock, name="clock", daemon=True))
-        for thread in self._threads:
+        self._clock = threading.Thread(target=self._run_clock, name="clock", daemon=True)
+        for thread in (*self._senders, self._clock):
             thread.start()
 
     def new_key(self) -> int:
@@ -125,8 +125,8 @@ class Dispatcher:
     def close(self) -> None:
         """End all threads. The streams should be gone by then."""
         self._stopping.set()
-        self._outbox.close(len(self._threads))
-        for thread in self._threads:
+        self._outbox.close(len(self._senders))
+        for thread in (*self._senders, self._clock):
             thread.join()
         self.channel.close()
 

@@ -3,7 +3,8 @@
 Knows sockets and queues of packets. Must not know what is in a packet: a subclass says what becomes
 of one, of a new connection, and of a peer that has gone.
 
-Invariants: only the thread reads, and closes sockets; a peer whose socket is closed is ``broken``.
+Invariants: only the thread reads; only it, and ``stop`` when it has ended, close sockets; a peer
+whose socket is closed is ``broken``.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ class Peer:
                     break
                 self.queue.written()
             return True
+
+    def close(self) -> None:
+        """Close the socket; nothing is written any more."""
+        with self.lock:
+            self.broken = True
+            self.socket.close()
 
 
 class Reactor:
@@ -115,7 +122,7 @@ class Reactor:
         self._thread.join()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, Peer):
-                key.data.socket.close()
+                key.data.close()
         self._selector.close()
         os.close(self._wake)
 
@@ -155,9 +162,7 @@ class Reactor:
                 self.on_packet(peer, packet)
                 return
             self._selector.unregister(peer.socket)
-            with peer.lock:
-                peer.broken = True
-                peer.socket.close()
+            peer.close()
             self.on_gone(peer)
         except Exception:
             logger.exception("the channel could not handle a packet")

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from minisgl_backend.config import Limits
-from minisgl_backend.errors import Cancelled, Overloaded
+from minisgl_backend.errors import Cancelled, Overloaded, Recovering
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver.counts import Rejections
 from minisgl_backend.tritonserver.responder import Responder
@@ -44,13 +44,12 @@ from minisgl_backend.tritonserver.tensors import (
 )
 from minisgl_backend.tritonserver.vitals import Vitals
 from minisgl_backend.tritonserver.wire.generation import StopRequest
-from minisgl_backend.tritonserver.wire.parameters import INPUT_IDS, INPUTS, REQUEST
-from minisgl_backend.tritonserver.wire.parse import parse_generation
+from minisgl_backend.tritonserver.wire.parameters import INPUT_IDS, REQUEST
+from minisgl_backend.tritonserver.wire.parse import PROMPTS, parse_generation
 from minisgl_backend.tritonserver.wire.record import encode_record
 
 logger = logging.getLogger(__name__)
 
-_PROMPTS: Final = frozenset(entry.name for entry in INPUTS if entry.prompt)
 _AT_ONCE_BYTES: Final = 4096
 """What is larger waits in the pool, with a prompt or without."""
 
@@ -135,11 +134,11 @@ class TritonPythonModel:
     def _queue_job(self, request: Any, responder: Responder) -> None:
         parameters = read_parameters(request)
         given = {*(tensor.name() for tensor in request.inputs()), *parameters}
-        has_prompt = not _PROMPTS.isdisjoint(given)
+        has_prompt = not given.isdisjoint(PROMPTS)
         if has_prompt and self._queue.is_full():
             raise Overloaded("queue full: every engine has as many requests as it may hold")
         if self._queue.is_recovering():
-            raise Overloaded("a part of the server died and is being started again")
+            raise Recovering("a part of the server died and is being started again")
         inputs = read_inputs(request)
         size = checked_size(request, inputs, self._limits)
         job = _Job(request, inputs, parameters, responder)

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from minisgl_client import AsyncClient, Cancelled, Client, Closed
+from minisgl_client.answer import Delta
+from minisgl_client.attempts import Attempts
+from minisgl_client.errors import Unavailable
+from minisgl_client.request import Request, build
+from minisgl_client.stream import Stream
+from minisgl_client.transport import Call
 
 from minisgl_backend.server.process import TritonServer
 from tests.client.engine import Engine
 from tests.client.ways import Way, all_ways, url_of
-from tests.server.client import Metrics, wait_for
+from tests.server.client import PATIENCE_S, Metrics, wait_for
 
 pytestmark = pytest.mark.server
 
@@ -129,6 +136,56 @@ def test_closing_from_another_thread(paced_server: TritonServer, protocol: str) 
             ask("a")
     with pytest.raises(Cancelled):
         client.is_ready()
+
+
+class Waiting:
+    """A transport and its calls: it waits until it may start one, and may refuse the first."""
+
+    closed = False
+
+    def __init__(self, *, refuses: bool) -> None:
+        self._refuses = refuses
+        self.num_started = 0
+        self.is_cancelled = False
+        self.is_asked = threading.Event()
+        self.may_start = threading.Event()
+        self._deltas = iter([Delta("more")] * 10)
+
+    def start(self, request: Request, timeout_ms: int | None) -> Call:
+        self.num_started += 1
+        self.is_asked.set()
+        if self._refuses:
+            raise Unavailable("queue full")
+        self.may_start.wait()
+        return self
+
+    def read(self) -> Delta | None:
+        return next(self._deltas, None)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def is_ready(self, model: str) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_closing_a_stream_that_has_no_call_yet(refuses: bool) -> None:
+    """It pauses before it tries again, or its request is just being sent."""
+    transport = Waiting(refuses=refuses)
+    request = build("minisgl", "", {"text_input": "Hi"})
+    stream = Stream(transport, request, Attempts("", retries=5, timeout_s=None))
+    with ThreadPoolExecutor(1) as pool:
+        deltas = pool.submit(list, stream)
+        transport.is_asked.wait()
+        stream.close()
+        transport.may_start.set()
+        assert deltas.result(PATIENCE_S) == []
+    assert transport.num_started == 1
+    assert transport.is_cancelled is not refuses
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

@@ -176,9 +176,11 @@ def test_full_engines_are_spared(tokenizer: Tokenizer, tmp_path: Path) -> None:
     outputs(ask())
     signs[1].show(True)
     assert message_of(ask()).startswith("UNAVAILABLE: queue full")
-    stop = pb_utils.InferenceRequest({}, request_id="a", parameters={"stop_request": True})
-    tokenizer.execute([stop])
-    outputs(answer_of(stop))
+    for more in ({}, {"sampling_parameters": '{"max_tokens": 5}'}):
+        parameters = {"stop_request": True, **more}
+        stop = pb_utils.InferenceRequest({}, request_id="a", parameters=parameters)
+        tokenizer.execute([stop])
+        outputs(answer_of(stop))
     signs[0].show(False)
     outputs(ask())
     for sign in signs:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.errors import Cancelled, InvalidRequest, Unsupported
+from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded, Recovering, Unsupported
 from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.runtime.stats import EngineStats, Recorder, Samples
 from minisgl_backend.scheduling.stats import SchedulerStats
@@ -143,12 +143,19 @@ def test_every_metric_names_the_model_and_its_engine(telemetry: Telemetry, engin
 
 def test_refusals_of_the_tokenizer() -> None:
     rejections = Rejections(model="/models/demo", version="1", every_s=1000)
-    for error in (InvalidRequest("a"), InvalidRequest("b"), Unsupported("c"), Cancelled("d")):
+    for error in (
+        InvalidRequest("a"),
+        InvalidRequest("b"),
+        Unsupported("c"),
+        Cancelled("d"),
+        Overloaded("e"),
+        Recovering("f"),
+    ):
         rejections.count(error)
     told = {reason: metric for reason, metric in rejections._metrics.items()}
     rejections.close()
     counts = {reason: metric.metric.current for reason, metric in told.items()}
-    assert counts == {"invalid": 2, "unsupported": 1, "queue_full": 0}
+    assert counts == {"invalid": 2, "unsupported": 1, "down": 1, "queue_full": 1}
 
 
 def test_what_could_not_be_told_is_told_later(

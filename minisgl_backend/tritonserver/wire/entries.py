@@ -69,8 +69,9 @@ class Tensor:
 class Input:
     """One thing that a request may say.
 
-    ``synonyms`` are declared as tensors too; ``parameter_synonyms`` work as request parameters and
-    in ``sampling_parameters`` only. ``above`` is an open lower bound. A ``prompt`` input may not
+    ``synonyms`` are declared as tensors too, ``single_synonyms`` as tensors of one element for
+    integers in a list; ``parameter_synonyms`` work as request parameters and in
+    ``sampling_parameters`` only. ``above`` is an open lower bound. A ``top_level`` input may not
     stand in ``sampling_parameters``. A ``text_only`` input needs the text models, so ``llm_engine``
     alone refuses it.
     """
@@ -79,22 +80,28 @@ class Input:
     kind: Kind
     meaning: str
     synonyms: tuple[str, ...] = ()
+    single_synonyms: tuple[str, ...] = ()
     parameter_synonyms: tuple[str, ...] = ()
     default: Any = None
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
-    prompt: bool = False
+    top_level: bool = False
     text_only: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that carry it, its own name first."""
         names = (self.name, *self.synonyms)
-        return tuple(
-            Tensor(name=name, kind=Kind.INTEGER if name == "end_id" else self.kind)
-            for name in names
+        return (
+            *(Tensor(name=name, kind=self.kind) for name in names),
+            *(Tensor(name=name, kind=Kind.INTEGER) for name in self.single_synonyms),
         )
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Its own name, and all others."""
+        return (self.name, *self.synonyms, *self.single_synonyms, *self.parameter_synonyms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

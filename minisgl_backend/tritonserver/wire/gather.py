@@ -78,7 +78,7 @@ class _Found:
         for name, value in given.items():
             name, value = _logprobs_flag(name, value)
             if (entry := _known(name, value)) and value is not None:
-                if entry.prompt:
+                if entry.top_level:
                     raise InvalidRequest(f"{name} may not stand in sampling_parameters")
                 self.put(name, entry, values.from_json(name, entry, value))
 

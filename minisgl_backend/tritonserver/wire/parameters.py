@@ -32,23 +32,23 @@ def _text(name: str, meaning: str, **more: Any) -> Input:
 
 
 INPUTS: Final[tuple[Input, ...]] = (
-    _text("text_input", "the prompt as it is", prompt=True, text_only=True),
+    _text("text_input", "the prompt as it is", top_level=True, text_only=True),
     _flag(
         "parse_special_tokens",
         "special-token text in text_input becomes control tokens",
-        prompt=True,
+        top_level=True,
         text_only=True,
     ),
     _text(
         "messages",
         "a JSON list of chat messages; the model's chat template is applied. Special-token text in "
         "them becomes control tokens",
-        prompt=True,
+        top_level=True,
         text_only=True,
     ),
-    _text("tools", "a JSON list of tools for the template", prompt=True, text_only=True),
-    Input(name="input_ids", kind=Kind.INTEGERS, meaning="the prompt as token ids", prompt=True),
-    _text("sampling_parameters", "a JSON object of the parameters below", prompt=True),
+    _text("tools", "a JSON list of tools for the template", top_level=True, text_only=True),
+    Input(name="input_ids", kind=Kind.INTEGERS, meaning="the prompt as token ids", top_level=True),
+    _text("sampling_parameters", "a JSON object of the parameters below", top_level=True),
     _flag("stream", "false: exactly one response; true: one whenever there is new text"),
     _flag(
         "exclude_input_in_output",
@@ -97,7 +97,7 @@ INPUTS: Final[tuple[Input, ...]] = (
         name="stop_token_ids",
         kind=Kind.INTEGERS,
         meaning="added to the model's own set",
-        synonyms=("end_id",),
+        single_synonyms=("end_id",),
         default=(),
         minimum=0,
     ),
@@ -272,7 +272,7 @@ def output_tensors(*, text: bool) -> tuple[Tensor, ...]:
 def _by_name() -> Mapping[str, Input]:
     table = {}
     for entry in INPUTS:
-        for name in (entry.name, *entry.synonyms, *entry.parameter_synonyms):
+        for name in entry.all_names:
             assert name not in table, name
             table[name] = entry
     return MappingProxyType(table)

@@ -28,7 +28,9 @@ from minisgl_backend.tritonserver.wire.parameters import BY_NAME, DEFAULTS
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under it count as 0: dividing logits by them overflows, to the same effect."""
 
-_PROMPTS: Final = ("text_input", "messages", "input_ids")
+PROMPTS: Final = ("text_input", "messages", "input_ids")
+"""A request has one of these, or is a ``stop_request``."""
+
 _TIMEOUT: Final = Input(
     name="timeout", kind=Kind.INTEGER, meaning="microseconds", minimum=0, maximum=2**63 - 1
 )
@@ -81,7 +83,7 @@ def build(
         perf_metrics=given["return_perf_metrics"],
         logprobs=given["num_logprobs"] is not None or given["return_logprobs"],
     )
-    prompts = [name for name in _PROMPTS if given[name] is not None]
+    prompts = [name for name in PROMPTS if given[name] is not None]
     if given["stop_request"]:
         if prompts:
             raise InvalidRequest(f"stop_request takes no {prompts[0]}")

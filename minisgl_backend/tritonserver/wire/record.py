@@ -81,7 +81,7 @@ def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Record | St
     found: dict[str, Any] = {}
     for name, value in given.items():
         entry = BY_NAME.get(name)
-        if entry is None or entry.name != name or entry.prompt:
+        if entry is None or entry.name != name or entry.top_level:
             raise InvalidRequest(f"request holds an unknown name, {values.quoted(name)}")
         found[name] = values.from_json(name, entry, value)
     if not found.get("stop_request"):

@@ -99,6 +99,12 @@ class KVCache(Protocol):
     def release(self, lease: Lease) -> None:
         """End the lease: its private pages become free, and its shared pages may be evicted."""
 
+    def discard(self, lease: Lease) -> None:
+        """End the lease of a sequence whose keys and values cannot be trusted.
+
+        Unless another lease uses them, its shared pages become free, and those that continue them.
+        """
+
     def emptied(self) -> KVCache:
         """A new cache of the same kind and size, with all pages free."""
 
@@ -161,6 +167,9 @@ class NaiveCache:
         lease.released = True
         del self._leases[lease]
         self._pool.free(_as_array(lease.pages[lease.num_shared :]))
+
+    def discard(self, lease: Lease) -> None:
+        self.release(lease)
 
     def emptied(self) -> KVCache:
         return type(self)(self.num_pages, self.page_size)
@@ -235,6 +244,11 @@ class RadixCache(NaiveCache):
         super().release(lease)
         assert lease.node is not None
         self._tree.unpin(lease.node)
+
+    def discard(self, lease: Lease) -> None:
+        self.release(lease)
+        assert lease.node is not None
+        self._pool.free(self._tree.drop(lease.node))
 
     def check(self) -> None:
         self._pool.check()

@@ -119,9 +119,33 @@ class RadixTree:
         self.num_evictable -= num_pages
         return np.concatenate([EMPTY, *evicted])
 
+    def drop(self, node: Node) -> IntArray:
+        """Forget ``node``, its ancestors and all that follows them, as far as nobody pins them.
+
+        Returns their pages, int32[num_pages].
+        """
+        top = None
+        while node.parent is not None:
+            top = node if node.pins == 0 else top
+            node = node.parent
+        if top is None:
+            return EMPTY
+        assert top.parent is not None
+        del top.parent.children[top.key]
+        dropped = [top, *self._below(top)]
+        for each in dropped:
+            del self._recency[each]
+        pages = np.concatenate([each.pages for each in dropped])
+        self.num_pages -= len(pages)
+        self.num_evictable -= len(pages)
+        return pages
+
     def nodes(self) -> Iterator[Node]:
         """All nodes except the root, parents before their children."""
-        stack = list(self.root.children.values())
+        return self._below(self.root)
+
+    def _below(self, top: Node) -> Iterator[Node]:
+        stack = list(top.children.values())
         while stack:
             node = stack.pop()
             yield node

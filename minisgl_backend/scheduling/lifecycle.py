@@ -97,13 +97,15 @@ class Lifecycle:
             self._retire(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Publish what a retiring sequence has computed, and take back its row and its pages."""
+        """Take back the row and the pages of a retiring sequence; publish what it has computed."""
         row = sequence.row
         known = np.concatenate([sequence.tokens, self.rows.output(row)])
-        if not sequence.failed:
+        if sequence.failed:
+            self.cache.discard(sequence.held())
+        else:
             self.publish(sequence, known[: self.rows.computed[row]])
+            self.cache.release(sequence.held())
         self.rows.give_back(row)
-        self.cache.release(sequence.held())
         self.changes += 1
         self.released_rows.append(row)
         sequence.lease, sequence.row = None, -1

@@ -55,8 +55,8 @@ class Sequence:
     ``tokens``, int32[num_tokens], are the known tokens, those to prefill: the prompt, and the
     output so far if the sequence was retracted. ``row`` and ``lease`` are set from PREFILLING to
     RETIRING. ``returns`` says that RETIRING leads back to WAITING, ``failed`` that the keys and
-    values cannot be trusted, so that they must not be published. ``overtaken`` counts the sequences
-    that passed this one at the head of the queue.
+    values cannot be trusted, so that nobody may find them. ``overtaken`` counts the sequences that
+    passed this one at the head of the queue.
     """
 
     request: Request

@@ -109,6 +109,21 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release(lease)
         del self.held[lease]
 
+    @rule(lease=consumes(leases))
+    def discard(self, lease: Lease) -> None:
+        salt, tokens = self.held.pop(lease)
+        shared = lease.pages[: lease.num_shared]
+        used = {page for other in self.held for page in other.pages[: other.num_shared]}
+        self.cache.discard(lease)
+        num_kept = sum(page in used for page in shared)
+        if num_kept < len(shared):
+            gone = tokens_of(tokens[: (num_kept + 1) * self.page_size]).tobytes()
+            self.published = {
+                key: page
+                for key, page in self.published.items()
+                if key[0] != salt or not key[1].startswith(gone)
+            }
+
     @invariant()
     def books_balance(self) -> None:
         if not hasattr(self, "cache"):

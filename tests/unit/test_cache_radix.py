@@ -117,6 +117,24 @@ def test_a_pinned_prefix_stays() -> None:
     assert tree.num_evictable == 2
 
 
+def test_what_is_dropped_takes_along_what_follows_it() -> None:
+    tree = RadixTree(page_size=1)
+    add(tree, ints(1, 2, 3), first_page=10)
+    add(tree, ints(1, 2, 4), first_page=20)
+    add(tree, ints(1, 5), first_page=30)
+    pinned, _ = tree.match(ints(1), b"")
+    node, _ = tree.match(ints(1, 2), b"")
+    assert tree.drop(node).tolist() == [], "all of it is pinned"
+    tree.unpin(node)
+    assert sorted(tree.drop(node).tolist()) == [11, 12, 22]
+    tree.check()
+    assert cached(tree, ints(1, 2, 3)) == [10]
+    assert cached(tree, ints(1, 5)) == [10, 31]
+    tree.unpin(pinned)
+    assert sorted(tree.drop(pinned).tolist()) == [10, 31]
+    assert (tree.num_pages, tree.num_evictable) == (0, 0)
+
+
 def test_a_split_keeps_the_pins_of_both_parts() -> None:
     tree = RadixTree(page_size=1)
     node, _ = tree.insert(tree.root, ints(1, 2, 3), ints(10, 11, 12), b"")

@@ -209,6 +209,18 @@ def test_logits_that_are_not_finite_end_that_request_alone() -> None:
     assert planned(scheduler).decode_rows.tolist() == [0, 2]
 
 
+def test_chunks_of_a_prompt_that_fails_are_not_shared_any_more() -> None:
+    scheduler = make(max_prefill_tokens=8)
+    scheduler.add(request(0, 20, first=1))
+    step(scheduler)
+    step(scheduler)
+    assert scheduler.stats().cached_pages > 0
+    assert step(scheduler, NO_TOKEN).completions == [Completion(RequestId(0), None)]
+    stats = scheduler.stats()
+    assert (stats.cached_pages, stats.used_pages) == (0, 0)
+    scheduler.check()
+
+
 def test_a_prompt_is_shared_as_soon_as_its_prefill_is_committed() -> None:
     scheduler = make()
     scheduler.add(request(0, 10, first=1))

@@ -113,7 +113,8 @@ class LeadingExecutor:
                 raise self.followers.failure
             try:
                 self._plans.send(encode_plan(plan))
-                step = _LeadingStep(self, self._executor.launch(plan))
+                with self._waiting():  # rows that need the host are sampled in here
+                    step = _LeadingStep(self, self._executor.launch(plan))
             except Exception as error:
                 self._regroup(error)
                 raise
@@ -140,25 +141,34 @@ class LeadingExecutor:
             if self._is_closed:
                 return
             self._is_closed = True
-        self._executor.close()
+        with self._waiting():
+            self._executor.close()
         self.followers.close()
         self._group.leave(patience_s=_LEAVE_S)
         del self._executor  # followers and errors may keep this object, but not the device's memory
 
     def _settle(self, step: _LeadingStep) -> SampledTokens | Exception:
         """Wait for rank 0's part of a step, and return its outcome."""
-        self._waiting_since_s = time.monotonic()
         outcome: SampledTokens | Exception
-        try:
-            outcome = step.pending.tokens()
-            self._num_done += 1
-        except Exception as error:
-            outcome = error
+        with self._waiting():
+            try:
+                outcome = step.pending.tokens()
+                self._num_done += 1
+            except Exception as error:
+                outcome = error
         step.outcome = outcome
-        self._waiting_since_s = None
         self._launched.remove(step)
         self._quiet_since_s = time.monotonic()
         return outcome
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Inside, rank 0 may wait for the others, and so for ever where one is lost."""
+        self._waiting_since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting_since_s = None
 
     def _regroup(self, cause: Exception) -> None:
         """After a step that broke here, go on with all ranks or raise ``EngineFailure``."""

@@ -1,0 +1,99 @@
+"""Rank 0 where it waits for others that are silent, as only kernels on GPUs can."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.errors import EngineFailure
+from minisgl_backend.execution.plan_channel import Slots
+from minisgl_backend.execution.ranks import LeadingExecutor
+from minisgl_backend.plan import SampledTokens
+from tests.unit.test_execution_batch import make_plan
+
+PATIENCE_S = 30.0
+TIMEOUT_S = 0.05
+
+
+class Silence:
+    """All that ``LeadingExecutor`` is made of: what is called ``stuck`` ends with the ranks."""
+
+    def __init__(self) -> None:
+        self.stuck = ""
+        self.entered = threading.Event()
+        self.ended = threading.Event()
+        self.slots = Slots.create()
+        self.peers: list[Any] = []
+        self.failure: EngineFailure | None = None
+        self.complaint: Callable[[], str | None] = lambda: None
+
+    def wait(self, where: str) -> None:
+        if where == self.stuck:
+            self.entered.set()
+            assert self.ended.wait(PATIENCE_S)
+            raise EngineFailure("the group was left")
+
+    # the executor, and its pending step
+    def launch(self, plan: object) -> Silence:
+        self.wait("launch")
+        return self
+
+    def tokens(self) -> SampledTokens:
+        self.wait("tokens")
+        return SampledTokens(np.empty(0, dtype=np.int32))
+
+    def renew(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.wait("close")
+
+    # the followers
+    def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
+        self.report = report
+
+    def ask_twice_a_second(self, complaint: Callable[[], str | None]) -> None:
+        self.complaint = complaint
+
+    def lose(self, cause: str) -> EngineFailure:
+        self.failure = self.failure or EngineFailure(cause)
+        return self.failure
+
+    # the group
+    def leave(self, *, patience_s: float = 0.0) -> None:
+        self.ended.set()
+
+
+@pytest.fixture
+def silence() -> Iterator[Silence]:
+    made = Silence()
+    yield made
+    made.slots.close()
+
+
+@pytest.mark.parametrize("where", ["launch", "tokens", "close"])
+def test_silence_is_noticed_wherever_rank_0_waits(silence: Silence, where: str) -> None:
+    parts: Any = silence
+    leader = LeadingExecutor(parts, parts, parts, timeout_s=TIMEOUT_S, steps_may_hang=True)
+
+    def run() -> None:
+        leader.launch(make_plan()).tokens()
+        leader.close()
+
+    assert silence.complaint() is None
+    silence.stuck = where
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        assert silence.entered.wait(PATIENCE_S)
+        cause = None
+        while cause is None:
+            cause = silence.complaint()
+        assert cause == "a step of the ranks does not end"
+        silence.report(silence.lose(cause))
+        with pytest.raises(EngineFailure):
+            running.result(PATIENCE_S)

@@ -1,17 +1,27 @@
-"""What all tests share: a stand-in for Triton's module, and two running servers.
+"""What all tests share: a stand-in for Triton's module, profiles of hypothesis, running servers.
 
 Triton's module for Python models exists inside its stub only; tests get a strict fake.
+
+``HYPOTHESIS_PROFILE=nightly`` multiplies the examples of every property by 50. The default run is
+the same each time; the nightly one draws anew and prints what reproduces a failure. ``make fuzz``
+runs under ``fuzz`` again and again, and keeps what failed (see ``properties/corpus``).
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+from minisgl_backend.bench.perf_analyzer_binary import find_perf_analyzer
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.process import TritonServer
 from tests.fakes import pb_utils
 from tests.server.conftest import paced_repository, running
@@ -26,6 +36,30 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # a worker of pytest-xdist says how wide it is, and terminals of tests would seem to be
 os.environ.pop("COLUMNS", None)
 os.environ.pop("LINES", None)
+
+# before any test is read: a property takes the profile of that moment
+settings.register_profile(
+    "default",
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "nightly",
+    max_examples=5000,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "fuzz",
+    max_examples=1000,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +81,32 @@ def paced_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonSer
     with running(repository, options=limits, exit_code=None) as server:
         yield server
         server.signal(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def perf_analyzer_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of tritonclient with perf_analyzer in it, fetched once into the user's cache.
+
+    Skips where it cannot be had, or perf_analyzer does not run here.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl"
+    cache.mkdir(parents=True, exist_ok=True)
+    wheel = cache / "tritonclient-2.51.0-py3-none-manylinux1_x86_64.whl"
+    if not wheel.exists():
+        # in a folder of its own, since another worker may do the same
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            command += ["--only-binary=:all:", "--platform", "manylinux1_x86_64", "--dest", folder]
+            done = subprocess.run(
+                [*command, "tritonclient==2.51.0"], capture_output=True, text=True, timeout=200
+            )
+            if done.returncode:
+                last = (done.stderr.strip() or "no reason").splitlines()[-1]
+                pytest.skip(f"perf_analyzer cannot be fetched: {last}")
+            (fetched,) = Path(folder).glob("*.whl")
+            fetched.replace(wheel)
+    try:
+        find_perf_analyzer(tmp_path_factory.mktemp("perf_analyzer"), binary=None, wheel=wheel)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return wheel

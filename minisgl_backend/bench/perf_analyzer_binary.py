@@ -33,13 +33,18 @@ class PerfAnalyzer:
     path: Path
     library_path: tuple[str, ...] = ()
 
-    def run(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run it to its end."""
+    @property
+    def environment(self) -> dict[str, str]:
+        """In which it finds its libraries."""
         inherited = os.environ.get("LD_LIBRARY_PATH", "")
         library_path = os.pathsep.join(filter(None, (*self.library_path, inherited)))
+        return {**os.environ, "LD_LIBRARY_PATH": library_path}
+
+    def run(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run it to its end."""
         return subprocess.run(
             [str(self.path), *arguments],
-            env={**os.environ, "LD_LIBRARY_PATH": library_path},
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

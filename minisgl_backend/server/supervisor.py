@@ -152,9 +152,9 @@ class Supervisor:
 
     def _watch(self, stopping: threading.Event) -> None:
         while not stopping.wait(_LOOK_EVERY_S):
-            if self.server.poll() == 0:
-                raise EngineFailure("tritonserver was told to end by somebody else")
             fault = self._lookout.look()
+            if self.server.poll() == 0:  # asked after the look, which may have seen that end, too
+                raise EngineFailure("tritonserver was told to end by somebody else")
             if fault is not None:
                 self._recover(fault, stopping)
 

@@ -28,12 +28,12 @@ from minisgl_backend.server.process import TritonServer
 @pytest.mark.server
 @pytest.mark.parametrize("style", list(MODELS))
 def test_each_style_is_measured(
-    server: TritonServer, perf_analyzer: tuple[Path, dict[str, str]], style: str, tmp_path: Path
+    server: TritonServer, perf_analyzer_wheel: Path, style: str, tmp_path: Path
 ) -> None:
     """The recipes of docs/benchmarks.md, run small."""
     figures = tmp_path / "figures.json"
     command = ["bench", "perf-analyzer", "--style", style, "--concurrency", "2", "--rate", "5"]
-    command += ["--url", f"127.0.0.1:{server.grpc_port}", "--binary", str(perf_analyzer[0])]
+    command += ["--url", f"127.0.0.1:{server.grpc_port}", "--wheel", str(perf_analyzer_wheel)]
     command += ["--requests", "6", "--output-len", "8", "--request-parameter", "top_k:5:int"]
     command += ["--slo", "ttft=60000", "--export", str(tmp_path), "--json", str(figures)]
     result = CliRunner().invoke(main, command)
@@ -53,28 +53,23 @@ def test_each_style_is_measured(
 
 
 @pytest.mark.server
-def test_what_perf_analyzer_says_is_told(
-    server: TritonServer, perf_analyzer: tuple[Path, dict[str, str]]
-) -> None:
-    command = ["bench", "perf-analyzer", "--binary", str(perf_analyzer[0]), "--warm-up", "0"]
+def test_what_perf_analyzer_says_is_told(server: TritonServer, perf_analyzer_wheel: Path) -> None:
+    command = ["bench", "perf-analyzer", "--wheel", str(perf_analyzer_wheel), "--warm-up", "0"]
     command += ["--url", f"127.0.0.1:{server.grpc_port}", "--request-parameter", "nonsense"]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 1
     assert "perf_analyzer failed" in result.output and "request-parameter" in result.output
 
 
-def test_the_binary_out_of_a_wheel(
-    perf_analyzer: tuple[Path, dict[str, str]], tmp_path: Path
-) -> None:
-    binary, _ = perf_analyzer
-    wheel = tmp_path / "tritonclient.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(binary, "tritonclient.data/purelib/bin/perf_analyzer")
+def test_the_binary_out_of_a_wheel(perf_analyzer_wheel: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    tool = find_perf_analyzer(folder, binary=None, wheel=wheel)
+    tool = find_perf_analyzer(folder, binary=None, wheel=perf_analyzer_wheel)
     assert tool.path == folder / "perf_analyzer"
     assert "2.51" in tool.run(["--version"]).stderr
+    named = find_perf_analyzer(tmp_path, binary=str(tool.path), wheel=None)
+    assert "2.51" in named.run(["--version"]).stderr
+    wheel = tmp_path / "tritonclient.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tritonclient/__init__.py", "")
     with pytest.raises(ConfigError, match=r"tritonclient\.whl holds no perf_analyzer"):

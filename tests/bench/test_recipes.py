@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from minisgl_backend.bench.perf_analyzer_binary import find_perf_analyzer
 from minisgl_backend.server.process import TritonServer
 from tests.docs.markdown import Page
 
@@ -19,16 +20,15 @@ RECIPES = [block.text for block in PAGE.blocks if "\nperf_analyzer" in block.tex
 @pytest.mark.server
 @pytest.mark.parametrize("recipe", RECIPES, ids=["vllm_backend", "tensorrtllm_backend"])
 def test_a_recipe_does_what_it_says(
-    server: TritonServer,
-    perf_analyzer: tuple[Path, dict[str, str]],
-    recipe: str,
-    tmp_path: Path,
+    server: TritonServer, perf_analyzer_wheel: Path, recipe: str, tmp_path: Path
 ) -> None:
-    binary, env = perf_analyzer
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    environment = find_perf_analyzer(folder, binary=None, wheel=perf_analyzer_wheel).environment
     done = subprocess.run(
         ["bash", "-ec", recipe.replace("localhost:8001", f"127.0.0.1:{server.grpc_port}")],
         cwd=tmp_path,
-        env={**env, "PATH": os.pathsep.join((str(binary.parent), env["PATH"]))},
+        env={**environment, "PATH": os.pathsep.join((str(folder), environment["PATH"]))},
         capture_output=True,
         text=True,
         timeout=200,

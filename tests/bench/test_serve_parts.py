@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_backend.bench.serve import make_trace
@@ -39,7 +39,6 @@ def outcome(
 # --- prompts -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     length=st.integers(1, 300),
     ratio=st.floats(0, 0.99),
@@ -128,7 +127,6 @@ def traces(draw: st.DrawFn) -> tuple[int, list[TraceEntry]]:
     return block_size, entries
 
 
-@settings(deadline=None)
 @given(traces(), st.integers(0, 3))
 def test_prompts_share_what_the_trace_shares(
     trace: tuple[int, list[TraceEntry]], variant: int
@@ -210,7 +208,6 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
 # --- moments -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(rate=st.floats(0.01, 1000), seed=st.integers(0, 2**32))
 def test_poisson_arrivals(rate: float, seed: int) -> None:
     load = poisson([CALL] * 400, rate, seed=seed)
@@ -222,7 +219,6 @@ def test_poisson_arrivals(rate: float, seed: int) -> None:
     assert gaps_s.mean() * rate == pytest.approx(1, abs=6 / math.sqrt(400))
 
 
-@settings(deadline=None)
 @given(st.lists(times, min_size=1, max_size=9), st.floats(0.01, 100))
 def test_a_time_scale_stretches_all_moments(arrivals_s: list[float], scale: float) -> None:
     load = replay([CALL] * len(arrivals_s), arrivals_s, scale)
@@ -253,7 +249,6 @@ def test_loads_of_a_workload() -> None:
 # --- figures -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.lists(times, min_size=1))
 def test_percentiles_are_ordered_and_among_the_values(values: list[float]) -> None:
     named = percentiles(values)
@@ -310,7 +305,6 @@ def test_figures_of_a_load() -> None:
     assert "goodput_share" not in figures_of(outcomes, {})
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.builds(

@@ -13,12 +13,21 @@ class Engine:
         self._server = server
         wait_for(self._is_idle, "an idle engine")
         self._cancelled = self._count()
+        self._finished = self._count_finished()
 
     def check_cancelled(self, expected: int = 1) -> None:
         """So many more requests are cancelled, and none is left."""
         wait_for(lambda: self._count() >= self._cancelled + expected, "the cancelled requests")
         wait_for(self._is_idle, "an idle engine")
         assert self._count() == self._cancelled + expected
+
+    def check_finished(self, expected: int) -> None:
+        """So many more requests have come to their ends, and none was cancelled."""
+        wait_for(lambda: self._count_finished() >= self._finished + expected, "their ends")
+        assert self._count() == self._cancelled
+
+    def _count_finished(self) -> float:
+        return Metrics(self._server)["vllm:e2e_request_latency_seconds_count"]
 
     def _count(self) -> float:
         return Metrics(self._server)["minisgl:requests_cancelled_total"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +47,7 @@ def test_closing_after_the_last_delta(paced_server: TritonServer, way: Way) -> N
     _, result = way.stream(paced_server, prompt="a", max_tokens=1, leave_after=1)
     assert result.finish_reason == "length"
     assert way.generate(paced_server, prompt="a", max_tokens=1).text
-    engine.check_cancelled(0)
+    engine.check_finished(2)
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
@@ -153,11 +155,14 @@ class Waiting:
 
     def start(self, request: Request, timeout_ms: int | None) -> Call:
         self.num_started += 1
-        self.is_asked.set()
         if self._refuses:
             raise Unavailable("queue full")
-        self.may_start.wait()
+        self.pause()
         return self
+
+    def pause(self, _: float = 0.0) -> None:
+        self.is_asked.set()
+        assert self.may_start.wait(PATIENCE_S)
 
     def read(self) -> Delta | None:
         return next(self._deltas, None)
@@ -173,15 +178,19 @@ class Waiting:
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_closing_a_stream_that_has_no_call_yet(refuses: bool) -> None:
+def test_closing_a_stream_that_has_no_call_yet(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It pauses before it tries again, or its request is just being sent."""
     transport = Waiting(refuses=refuses)
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=transport.pause)
+    monkeypatch.setattr("minisgl_client.stream.time", clock)
     request = build("minisgl", "", {"text_input": "Hi"})
-    stream = Stream(transport, request, Attempts("", retries=5, timeout_s=None))
+    closed = Stream(transport, request, Attempts("", retries=5, timeout_s=None))
     with ThreadPoolExecutor(1) as pool:
-        deltas = pool.submit(list, stream)
-        transport.is_asked.wait()
-        stream.close()
+        deltas = pool.submit(list, closed)
+        assert transport.is_asked.wait(PATIENCE_S)
+        closed.close()
         transport.may_start.set()
         assert deltas.result(PATIENCE_S) == []
     assert transport.num_started == 1

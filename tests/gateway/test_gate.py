@@ -82,7 +82,7 @@ def test_without_a_known_key_nothing_is_told(guarded: Gateway, headers: Any) -> 
         ("POST", "/v1/chat/completions"),
         ("DELETE", "/v1/models/minisgl"),
     ]:
-        answer = httpx.request(method, guarded.url + path, headers=headers)
+        answer = httpx.request(method, guarded.url + path, headers=headers, timeout=PATIENCE_S)
         assert answer.status_code == 401, path
         assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -234,7 +234,7 @@ def test_offers_to_speak_something_else_are_not_taken(guarded: Gateway) -> None:
         "Upgrade": "h2c",
         "HTTP2-Settings": "AAEAAEAA",
     }
-    with httpx.Client(headers={**AUTHORIZED, **offer}) as client:
+    with httpx.Client(headers={**AUTHORIZED, **offer}, timeout=PATIENCE_S) as client:
         for _ in range(2):
             answer = client.post(f"{guarded.url}/v1/completions", json={**LONG, "max_tokens": 1})
             assert answer.status_code == 200, answer.text
@@ -276,10 +276,10 @@ def test_a_body_is_read_as_it_stands(guarded: Gateway, is_answered_first: bool) 
 
 def test_head(gateway: Gateway) -> None:
     for path in ("/", "/health", "/v1/models"):
-        answer = httpx.head(gateway.url + path)
+        answer = httpx.head(gateway.url + path, timeout=PATIENCE_S)
         assert (answer.status_code, answer.content) == (200, b"")
         assert int(answer.headers["Content-Length"]) > 0
-    assert httpx.head(f"{gateway.url}/v1/completions").status_code == 405
+    assert httpx.head(f"{gateway.url}/v1/completions", timeout=PATIENCE_S).status_code == 405
 
 
 def test_other_routes_and_methods(gateway: Gateway) -> None:
@@ -333,7 +333,9 @@ def test_one_key_may_have_so_many_answers_at_a_time(guarded: Gateway) -> None:
 def test_so_many_answers_in_all(guarded: Gateway) -> None:
     other = {"Authorization": f"Bearer {KEYS[1]}"}
     body = {**ENDLESS, "n": 3}
-    with httpx.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=other) as first:
+    with httpx.stream(
+        "POST", f"{guarded.url}/v1/completions", json=body, headers=other, timeout=PATIENCE_S
+    ) as first:
         assert first.status_code == 200
         answer = guarded.post("/v1/completions", {**LONG, "n": 3}, headers=AUTHORIZED)
         assert answer.status_code == 429
@@ -428,7 +430,7 @@ def test_an_engine_that_is_away(tmp_path: Any) -> None:
 
 def test_an_engine_that_is_full(wide: Gateway) -> None:
     body = {**ENDLESS, "n": 8}
-    with httpx.stream("POST", f"{wide.url}/v1/completions", json=body) as first:
+    with httpx.stream("POST", f"{wide.url}/v1/completions", json=body, timeout=PATIENCE_S) as first:
         assert first.status_code == 200
 
         def refused() -> bool:
@@ -448,7 +450,9 @@ def test_an_engine_that_drains(tmp_path: Path) -> None:
     ):
         assert gateway.get("/health").json() == {"status": "ok"}
         body = {**LONG, "stream": True}
-        with httpx.stream("POST", f"{gateway.url}/v1/completions", json=body) as answer:
+        with httpx.stream(
+            "POST", f"{gateway.url}/v1/completions", json=body, timeout=PATIENCE_S
+        ) as answer:
             pieces = answer.iter_raw()
             assert next(pieces)
             (server.directory / DRAIN_FILE).touch()

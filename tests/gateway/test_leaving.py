@@ -106,7 +106,9 @@ def asked(gateway: Gateway, fields: dict[str, Any], *, behind: bytes = b"") -> I
 @pytest.mark.parametrize("num_choices", [1, 3])
 def test_a_stream_that_is_closed(wide: Gateway, engine: Engine, num_choices: int) -> None:
     body = {**LONG, "stream": True, "n": num_choices}
-    with httpx.stream("POST", f"{wide.url}/v1/chat/completions", json=body) as answer:
+    with httpx.stream(
+        "POST", f"{wide.url}/v1/chat/completions", json=body, timeout=PATIENCE_S
+    ) as answer:
         _rest = some_of(answer)
         engine.wait_busy(num_choices)
     engine.check_cancelled(num_choices)
@@ -154,7 +156,9 @@ def test_a_client_that_is_killed(wide: Gateway, engine: Engine) -> None:
 def test_a_client_that_leaves_while_its_request_waits(wide: Gateway, engine: Engine) -> None:
     """Four run and a fifth waits; it has no status yet."""
     url = f"{wide.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json={**LONG, "stream": True, "n": 4}) as running:
+    with httpx.stream(
+        "POST", url, json={**LONG, "stream": True, "n": 4}, timeout=PATIENCE_S
+    ) as running:
         _rest = some_of(running)
         engine.wait_busy(4)
         with asked(wide, {**LONG, "stream": True}):
@@ -166,7 +170,9 @@ def test_a_client_that_leaves_while_its_request_waits(wide: Gateway, engine: Eng
 def test_a_gateway_that_is_killed(talker: TritonServer, engine: Engine, tmp_path: Any) -> None:
     with gateway_of(f"127.0.0.1:{talker.grpc_port}", tmp_path / "log") as gateway:
         body = {**LONG, "stream": True, "n": 2}
-        with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body) as answer:
+        with httpx.stream(
+            "POST", f"{gateway.url}/v1/chat/completions", json=body, timeout=PATIENCE_S
+        ) as answer:
             _rest = some_of(answer)
             engine.wait_busy(2)
             gateway.process.send_signal(signal.SIGKILL)
@@ -184,7 +190,7 @@ def test_a_gateway_that_is_stopped(
     with gateway_of(triton, log, *patience) as gateway, ThreadPoolExecutor(1) as pool:
         url = f"{gateway.url}/v1/chat/completions"
         whole = pool.submit(httpx.post, url, json=LONG, timeout=PATIENCE_S)
-        with httpx.stream("POST", url, json={**LONG, "stream": True}) as answer:
+        with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=PATIENCE_S) as answer:
             lines = some_of(answer)
             engine.wait_busy(2)
             gateway.process.send_signal(signal.SIGINT)

@@ -143,7 +143,10 @@ def test_stop_ends_the_answer_in_the_engine(
     expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
-def test_a_new_chat_knows_nothing_of_an_answer_under_way(page: Page, wide: Gateway) -> None:
+def test_a_new_chat_knows_nothing_of_an_answer_under_way(
+    page: Page, talker: TritonServer, wide: Gateway
+) -> None:
+    engine = Engine(talker)
     sent: list[Any] = []
     page.on("request", lambda request: sent.append(request.post_data_json))
     opened(page, wide)
@@ -155,6 +158,7 @@ def test_a_new_chat_knows_nothing_of_an_answer_under_way(page: Page, wide: Gatew
         expect(page.get_by_role("button", name="Send")).to_be_visible()
     question = {"role": "user", "content": "Go on."}
     assert [body["messages"] for body in sent if body] == [[question]] * 2
+    engine.check_cancelled(2)
 
 
 def test_a_closed_tab_frees_the_engine(page: Page, talker: TritonServer, wide: Gateway) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend.build import build_executor, build_scheduler
+from minisgl_backend.check.processes import runs
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.execution.followers import Followers
@@ -98,7 +99,7 @@ def ranked_engine(size: int, model: Path | None = None, **options: Any) -> Itera
     finally:
         engine.close(drain_s=0)
     if followers is not None:
-        assert not any(is_running(pid) for pid in followers.pids)
+        assert not any(runs(pid) for pid in followers.pids)
 
 
 def wait_for_all(answers: Sequence[Answer]) -> None:
@@ -111,15 +112,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process is there, and more than an entry that its new parent has not read."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def some_prompts(count: int, *, vocab_size: int, seed: int = 0) -> list[IntArray]:

@@ -61,7 +61,6 @@ class Before:
         wait_for(self._is_idle, "an engine without requests")
         metrics = Metrics(self.server)
         assert metrics["minisgl:requests_cancelled_total"] == self.cancelled + 1
-        assert metrics["vllm:kv_cache_usage_perc"] == self.used
         made = metrics["vllm:generation_tokens_total"] - self.tokens
         assert made <= most_tokens
         generate(self.server, input_ids=SHORT_PROMPT, max_tokens=2)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from minisgl_backend.check.processes import runs
 from minisgl_backend.server.process import TritonServer
 from tests.server.client import Call, Metrics, Refused, generate, post, wait_for
 from tests.server.conftest import paced_repository, repository_with, running
@@ -97,7 +98,7 @@ def test_unload_and_load_again(server: TritonServer) -> None:
     requests = InFlight(server)
     post(server, "/v2/repository/models/llm_engine/unload")
     requests.check_short_finish_and_endless_fail("UNAVAILABLE: the server is shutting down")
-    wait_for(lambda: not is_alive(old), "the end of the model's process")
+    wait_for(lambda: not runs(old), "the end of the model's process")
     wait_for(lambda: regions(server) == num_regions - 1, "the end of its shared memory")
     assert not list(server.directory.glob("minisgl-*")), "the channel's directory is left"
     for model in MODELS:
@@ -118,7 +119,7 @@ def test_reload_with_requests_in_flight(server: TritonServer) -> None:
     post(server, "/v2/repository/models/llm_engine/load")
     assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
     requests.check_short_finish_and_endless_fail("UNAVAILABLE: the server is shutting down")
-    wait_for(lambda: not is_alive(old), "the end of the old process")
+    wait_for(lambda: not runs(old), "the end of the old process")
     wait_for(lambda: regions(server) == num_regions, "the end of its shared memory")
     assert len(list(server.directory.glob("minisgl-*"))) == 1
     assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
@@ -135,7 +136,7 @@ def test_reload_of_a_text_model(server: TritonServer, model: str) -> None:
         assert through.next() and direct.next()
         assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
         assert len(stubs(server, model)) == 2
-    wait_for(lambda: not is_alive(old), "the end of the old process")
+    wait_for(lambda: not runs(old), "the end of the old process")
     wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an idle engine")
 
 
@@ -192,9 +193,7 @@ def test_kill_of_the_server_leaves_no_process(tmp_path: Path) -> None:
         with Call(server, **ENDLESS) as call:
             assert call.next()
             server.signal(signal.SIGKILL)
-            wait_for(
-                lambda: not any(is_alive(pid) for pid in pids), "the end of the models' processes"
-            )
+            wait_for(lambda: not any(runs(pid) for pid in pids), "the end of the models' processes")
 
 
 def test_kill_of_the_server_ends_a_model_that_is_stuck_while_it_is_loaded(tmp_path: Path) -> None:
@@ -205,12 +204,4 @@ def test_kill_of_the_server_ends_a_model_that_is_stuck_while_it_is_loaded(tmp_pa
         wait_for(sign.exists, "the model's process")
         (pid,) = stubs(server, "llm_engine")
         server.signal(signal.SIGKILL)
-        wait_for(lambda: not is_alive(pid), "the end of the model's process")
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        wait_for(lambda: not runs(pid), "the end of the model's process")

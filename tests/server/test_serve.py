@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from minisgl_backend.check.processes import runs
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import DEMO_MODEL
 from tests.server.client import wait_for
@@ -115,7 +116,7 @@ def test_it_starts_again_what_was_killed(folder: Path) -> None:
         answer = get(urllib.request.Request(f"{triton}/v2/models/minisgl/generate", data=body))
         assert answer["text_output"]
         assert len(stats["models"]) == 3
-        assert not any(Path(f"/proc/{model['pid']}").exists() for model in stats["models"])
+        assert not any(runs(model["pid"]) for model in stats["models"])
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
         assert process.returncode == 0

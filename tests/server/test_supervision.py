@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from minisgl_backend.check.processes import runs
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.options import ServerOptions
@@ -84,6 +86,14 @@ class Supervised:
         reasons: list[str] = self.get("/ready")[1]["reasons"]
         return reasons
 
+    def num_recoveries(self) -> int:
+        return int(self.get("/stats")[1]["num_recoveries"])
+
+    def wait_recovered(self, num_before: int) -> None:
+        """Until one recovery more has been begun, and is over."""
+        wait_for(lambda: self.num_recoveries() > num_before, "a recovery", PATIENCE_S)
+        self.wait_ready()
+
     def kill(self, model: str, number: int = signal.SIGKILL) -> int:
         """Send a signal to the process of a model; its id."""
         pid: int = self.stats(model)["pid"]
@@ -137,13 +147,18 @@ def test_a_healthy_server(world: Supervised) -> None:
         {"live": True, "ready": True, "phase": "serving", "reasons": []},
     )
     assert world.get("/elsewhere")[0] == 404
+
+    def is_idle() -> bool:
+        engine = world.stats("llm_engine")
+        scheduler = engine["scheduler"]
+        num_used = engine["info"]["num_pages"] - scheduler["free_pages"] - scheduler["cached_pages"]
+        num_open = engine["num_open"] + engine["num_streams"] + engine["num_inside"]
+        num_text = world.stats("tokenizer")["num_jobs"] + world.stats("detokenizer")["num_streams"]
+        return bool(num_used == num_open == num_text == 0)
+
+    wait_for(is_idle, "a server that holds nothing", PATIENCE_S)
     engine = world.stats("llm_engine")
-    scheduler = engine["scheduler"]
-    assert scheduler["free_pages"] + scheduler["cached_pages"] == engine["info"]["num_pages"]
-    assert engine["num_open"] == engine["num_streams"] == engine["num_inside"] == 0
     assert engine["num_seen"] >= 1 and engine["num_threads"] > 1 and engine["num_descriptors"] > 1
-    assert world.stats("tokenizer")["num_jobs"] == 0
-    assert world.stats("detokenizer")["num_streams"] == 0
     for region in world.server.shared_memory_regions():
         assert region.stat().st_mode & 0o077 == 0
 
@@ -160,7 +175,8 @@ def test_an_engine_dies_with_its_requests(world: Supervised) -> None:
         world.kill("llm_engine")
         (reason, *_) = world.wait_not_ready()
         noticed_s = time.monotonic() - killed_s
-        assert "llm_engine" in reason and "ended unexpectedly" in reason
+        # killed in a lock of Triton's it takes the server with it
+        assert re.search(r"llm_engine.*ended unexpectedly|tritonserver ended with code -", reason)
         assert all("UNAVAILABLE" in one.result(timeout=PATIENCE_S) for one in endings)
         ended_s = time.monotonic() - killed_s
     for call in calls:
@@ -185,9 +201,9 @@ def test_an_idle_process_dies(world: Supervised, model: str) -> None:
     wait_for(lambda: world.stats("llm_engine")["num_inside"] == 0, "an idle engine")
     regions = len(server.shared_memory_regions())
     names = {path.name.partition(".")[0] for path in server.directory.iterdir()}
+    num_before = world.num_recoveries()
     old = world.kill(model)
-    world.wait_not_ready()
-    world.wait_ready()
+    world.wait_recovered(num_before)
     assert world.answers()
     if world.server is not server:  # it aborts where the process was telling it a metric
         assert server.poll() == -signal.SIGABRT
@@ -195,7 +211,7 @@ def test_an_idle_process_dies(world: Supervised, model: str) -> None:
     assert world.stats(model)["pid"] != old
     assert len(server.shared_memory_regions()) == regions
     assert all(it.stat().st_mode & 0o077 == 0 for it in server.shared_memory_regions())
-    assert not list(server.directory.glob(f"*{old}*"))
+    assert not [it for it in server.directory.iterdir() if str(old) in re.split("[.-]", it.name)]
     assert len(list(server.directory.glob("minisgl-*"))) == 1
     assert names >= {path.name.partition(".")[0] for path in server.directory.glob("*.*")}
 
@@ -208,19 +224,22 @@ def test_a_detokenizer_dies_with_its_streams(world: Supervised) -> None:
         through = [Call(server, **ENDLESS) for _ in range(4)]
         for call in through:
             assert call.next()
-        before = world.stats("llm_engine")
+        before, num_before = world.stats("llm_engine"), world.num_recoveries()
         world.kill("detokenizer")
         for call in through:
             ending(call)
             call.client.close()
-        world.wait_not_ready()
-        world.wait_ready()
+        world.wait_recovered(num_before)
         assert world.answers()
         if world.server is server:  # it dies where the process is killed in a lock of Triton's
             assert direct.next()
-            wait_for(lambda: world.stats("llm_engine")["num_open"] == 1, "one request")
+
+            def is_one_left() -> bool:
+                engine = world.stats("llm_engine")
+                return bool(engine["num_open"] == engine["scheduler"]["num_running"] == 1)
+
+            wait_for(is_one_left, "one request")
             after = world.stats("llm_engine")
-            assert after["scheduler"]["num_running"] == 1
             assert after["failed"]["INTERNAL"] == before["failed"].get("INTERNAL", 0) + 4
             assert after["num_cancelled"] == before["num_cancelled"]
 
@@ -230,17 +249,17 @@ def test_a_tokenizer_dies_with_requests_inside(world: Supervised) -> None:
     words = "lorem ipsum dolor sit amet " * 250_000
     calls = [Call(world.server, text_input=words, max_tokens=1) for _ in range(4)]
     wait_for(lambda: world.stats("tokenizer")["num_inside"] > 0, "work for the tokenizer")
+    num_before = world.num_recoveries()
     world.kill("tokenizer")
     for call in calls:
         ending(call)
         call.client.close()
-    world.wait_not_ready()
-    world.wait_ready()
+    world.wait_recovered(num_before)
     assert world.answers()
 
 
 def test_a_pause_is_no_hang_and_a_hang_is_no_pause(world: Supervised) -> None:
-    num_before = world.get("/stats")[1]["num_recoveries"]
+    num_before = world.num_recoveries()
     server = world.server
     with Call(server, **ENDLESS) as call:
         assert call.next()
@@ -255,10 +274,10 @@ def test_a_pause_is_no_hang_and_a_hang_is_no_pause(world: Supervised) -> None:
         os.kill(pid, signal.SIGCONT)
         wait_for(lambda: silence_s() < 1, "a heartbeat")
         assert call.next()
-        assert world.get("/stats")[1]["num_recoveries"] == num_before
+        assert world.num_recoveries() == num_before
         os.kill(pid, signal.SIGSTOP)
         assert any("hangs" in reason for reason in world.wait_not_ready())
         assert "UNAVAILABLE" in ending(call)
     world.wait_ready()
     assert world.answers()
-    assert not Path(f"/proc/{pid}").exists()
+    assert not runs(pid)

@@ -18,6 +18,7 @@ from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
 from minisgl_backend.request import Finished, FinishReason
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.text.prompt import TokenPrompt
+from minisgl_backend.tritonserver import window
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
 from minisgl_backend.tritonserver.packets import Ack, Verdict
@@ -138,6 +139,13 @@ def wait_idle(model: Model) -> None:
         time.sleep(0.005)
 
 
+def wait_open(model: Model, num_open: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while model._engine.stats().num_open != num_open:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def wait_tokens(model: Model, num_tokens: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while model._engine.stats().num_generated_tokens < num_tokens:
@@ -145,6 +153,13 @@ def wait_tokens(model: Model, num_tokens: int) -> None:
         time.sleep(0.005)
 
 
+@pytest.fixture
+def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, nobody asks in between."""
+    monkeypatch.setattr(window, "PROBE_AFTER_S", 3600.0)
+
+
+@pytest.mark.usefixtures("no_probes")
 def test_tokens_gather_until_the_last_chunk_is_acknowledged(model: Model) -> None:
     asked = request(max_tokens=400, stream=True)
     with Reader(asked) as reader:
@@ -174,6 +189,7 @@ def test_tokens_gather_until_the_last_chunk_is_acknowledged(model: Model) -> Non
     wait_idle(model)
 
 
+@pytest.mark.usefixtures("no_probes")
 @pytest.mark.parametrize(
     ("verdict", "counted"),
     [(Verdict.STOP, (0, {})), (Verdict.CANCELLED, (1, {})), (Verdict.FAILED, (0, {"INTERNAL": 1}))],
@@ -324,7 +340,7 @@ def test_stop_request(model: Model, acknowledged: bool) -> None:
     if acknowledged:
         finish = chunk_of(response).finish
         assert finish is not None and finish.reason is FinishReason.CANCELLED
-    assert model._engine.stats().num_open == 1
+    wait_open(model, 1)
     other.sender.cancelled = True
     wait_idle(model)
 

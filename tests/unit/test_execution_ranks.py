@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -90,9 +91,9 @@ def test_silence_is_noticed_wherever_rank_0_waits(silence: Silence, where: str) 
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)
         assert silence.entered.wait(PATIENCE_S)
-        cause = None
-        while cause is None:
-            cause = silence.complaint()
+        until_s = time.monotonic() + PATIENCE_S
+        while (cause := silence.complaint()) is None:
+            assert time.monotonic() < until_s
         assert cause == "a step of the ranks does not end"
         silence.report(silence.lose(cause))
         with pytest.raises(EngineFailure):

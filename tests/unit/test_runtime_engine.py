@@ -54,6 +54,7 @@ class GatedExecutor:
         self.inner = FakeExecutor(NUM_PAGES, PAGE_SIZE, CONTEXT, model)
         self.gate = threading.Event()
         self.gate.set()
+        self.reading = threading.Event()
         self.failure: Exception | None = None
         self.num_failures = 0
         self.most_failures = 1_000_000
@@ -88,6 +89,7 @@ class GatedPending:
     poisoned: bool
 
     def tokens(self) -> SampledTokens:
+        self.executor.reading.set()
         assert self.executor.gate.wait(WAIT_S)
         if self.executor.num_failures < self.executor.most_failures and self.executor.failure:
             self.executor.num_failures += 1
@@ -595,8 +597,9 @@ def test_health_is_calm_while_idle_and_while_the_device_works(bench: Bench) -> N
     bench.wait_until(lambda: bench.engine.health().tick_age_s == 0.0)
     bench.executor.gate.clear()
     sink = bench.submit(bench.request([1]))
-    bench.wait_until(lambda: bench.engine.health().tick_age_s == 0.0)
-    assert bench.engine.health().ready
+    assert bench.executor.reading.wait(WAIT_S)
+    health = bench.engine.health()
+    assert health.ready and health.tick_age_s == 0.0
     bench.executor.gate.set()
     sink.ending()
 

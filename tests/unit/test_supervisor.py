@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import pytest
 
+from minisgl_backend.check.processes import runs
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.heartbeat import Heartbeat
 from minisgl_backend.server import asking, faults
@@ -194,14 +195,6 @@ def world(tmp_path: Path) -> Iterator[World]:
     it.close()
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_models_that_died_idle_are_loaded_again(world: World) -> None:
     for count, model in enumerate(MODELS, start=1):
         old = world.pids()
@@ -237,13 +230,16 @@ def test_who_dies_during_a_recovery_is_part_of_it(world: World) -> None:
     def reload_while_another_dies(model: str) -> None:
         reload(model)
         if victim := next(dying, None):
-            os.kill(world.newest(victim), signal.SIGKILL)
+            pid = world.newest(victim)
+            os.kill(pid, signal.SIGKILL)
+            world.wait(lambda: not runs(pid))
 
     supervisor._reload = reload_while_another_dies  # type: ignore[method-assign]
     os.kill(world.pids()["tokenizer"], signal.SIGKILL)
     world.wait_ready(2)
     assert len(world.servers) == 1
     assert world.serving_models() == sorted(MODELS)
+    assert world.supervisor.stats()["num_recoveries"] == 2
 
 
 def test_a_process_that_dies_with_requests_inside_costs_a_restart(tmp_path: Path) -> None:
@@ -254,7 +250,7 @@ def test_a_process_that_dies_with_requests_inside_costs_a_restart(tmp_path: Path
     first, second = world.servers
     assert (first.http_port, first.grpc_port) == (second.http_port, second.grpc_port)
     assert not first.directory.exists()
-    assert not any(is_alive(pid) for pid in old.values())
+    assert not any(runs(pid) for pid in old.values())
     world.close()
 
 
@@ -303,7 +299,7 @@ def test_a_process_that_is_broken_is_ended(world: World) -> None:
     old = world.pids()["llm_engine"]
     (world.supervisor.server.directory / "broken-llm_engine").touch()
     world.wait_ready(1)
-    assert not is_alive(old)
+    assert not runs(old)
     assert world.pids()["llm_engine"] != old
     assert len(world.servers) == 1
 
@@ -319,7 +315,7 @@ def test_silence_beyond_a_pause_is_a_hang(
     os.kill(pid, signal.SIGSTOP)
     world.wait(lambda: any("hangs" in it for it in world.supervisor.health().reasons))
     world.wait_ready(1)
-    assert not is_alive(pid)
+    assert not runs(pid)
     assert (world.supervisor.server is server) == (model != "tritonserver")
 
 

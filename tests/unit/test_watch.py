@@ -63,9 +63,9 @@ def test_a_proxy_is_not_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_closed_port_refuses() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = url_of(listener.getsockname())
-    assert ask(url) is Readiness.REFUSED
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens there
+        assert ask(url_of(unused.getsockname())) is Readiness.REFUSED
 
 
 def test_a_paused_server_says_nothing() -> None:

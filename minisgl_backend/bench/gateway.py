@@ -16,7 +16,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from minisgl_backend.bench.own_gateway import gateway_of
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.response_path import STOP, Exchange, run_grpc, run_streams, summary
 from minisgl_backend.bench.servers import started_paced
+from minisgl_backend.cli.options import numbers
 from minisgl_backend.errors import EngineFailure
 
 _END: Final = b"0\r\n\r\n"
@@ -33,7 +34,13 @@ _END: Final = b"0\r\n\r\n"
 
 
 @click.command()
-@click.option("--streams", default="1,16,64", show_default=True, help="concurrent requests")
+@click.option(
+    "--streams",
+    default="1,16,64",
+    show_default=True,
+    callback=numbers(int),
+    help="concurrent requests",
+)
 @click.option("--step-ms", default=3.4, show_default=True, help="time of an engine step")
 @click.option("--requests", default=3, show_default=True, help="requests a stream, in turn")
 @click.option("--tokens", default=384, show_default=True, help="tokens a request, on average")
@@ -41,7 +48,7 @@ _END: Final = b"0\r\n\r\n"
 @click.option("--tritonserver", metavar="PATH", help="another tritonserver than the wheel's")
 @json_option
 def gateway(
-    streams: str,
+    streams: Sequence[int],
     step_ms: float,
     requests: int,
     tokens: int,
@@ -64,7 +71,7 @@ def gateway(
         warm_up = {"num_streams": 8, "num_requests": 1, "num_tokens": 64}
         asyncio.run(run_grpc(grpc_address, **warm_up))
         asyncio.run(_run_http(own_gateway.address, **warm_up))
-        for count in map(int, streams.split(",")):
+        for count in streams:
             load = {"num_streams": count, "num_requests": requests, "num_tokens": tokens}
             direct, through = [], []
             for _ in range(turns):

@@ -22,11 +22,12 @@ import click
 from minisgl_backend.bench.perf_analyzer_binary import PerfAnalyzer, find_perf_analyzer
 from minisgl_backend.bench.report import json_option
 from minisgl_backend.bench.serve.calls import Call, calls_of_file
-from minisgl_backend.bench.serve.command import address_of, numbers
+from minisgl_backend.bench.serve.command import address_of
 from minisgl_backend.bench.serve.figures import figures_of, objectives_of
 from minisgl_backend.bench.serve.loads import Load
 from minisgl_backend.bench.serve.outcome import Chunk, Outcome
 from minisgl_backend.bench.serve.show import Measured, print_table, write_measured
+from minisgl_backend.cli.options import numbers
 from minisgl_backend.errors import ConfigError
 
 Style: TypeAlias = Literal["vllm", "tensorrtllm"]

@@ -17,7 +17,7 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +28,7 @@ import numpy as np
 from minisgl_backend.bench.paced import script_of
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started_paced
+from minisgl_backend.cli.options import numbers
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.loopback import DIRECT, STREAM_INFER
@@ -60,14 +61,20 @@ class Exchange:
 
 
 @click.command("response-path")
-@click.option("--streams", default="1,16,64", show_default=True, help="concurrent requests")
+@click.option(
+    "--streams",
+    default="1,16,64",
+    show_default=True,
+    callback=numbers(int),
+    help="concurrent requests",
+)
 @click.option("--step-ms", default=3.4, show_default=True, help="time of an engine step")
 @click.option("--requests", default=6, show_default=True, help="requests a stream, in turn")
 @click.option("--tokens", default=384, show_default=True, help="tokens a request, on average")
 @click.option("--tritonserver", metavar="PATH", help="another tritonserver than the wheel's")
 @json_option
 def response_path(
-    streams: str,
+    streams: Sequence[int],
     step_ms: float,
     requests: int,
     tokens: int,
@@ -75,7 +82,6 @@ def response_path(
     json_path: Path | None,
 ) -> None:
     """Rate and latency of responses through the ensemble, with a faked model."""
-    counts = [int(count) for count in streams.split(",")]
     report = Report(
         "response path",
         info={"step": f"{step_ms:g} ms", "client": "gRPC (asyncio) on the same machine"},
@@ -85,7 +91,7 @@ def response_path(
     ) as server:
         address = f"127.0.0.1:{server.grpc_port}"
         asyncio.run(run_grpc(address, num_streams=8, num_requests=1, num_tokens=64))  # warm-up
-        for count in counts:
+        for count in streams:
             exchanges = asyncio.run(
                 run_grpc(address, num_streams=count, num_requests=requests, num_tokens=tokens)
             )

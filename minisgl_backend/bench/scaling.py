@@ -16,8 +16,7 @@ import click
 from minisgl_backend.bench.own_process import option_arguments, run_bench
 from minisgl_backend.bench.prompts import Workload, workload_options
 from minisgl_backend.bench.report import Report, json_option
-from minisgl_backend.bench.serve.command import numbers
-from minisgl_backend.cli.options import engine_options
+from minisgl_backend.cli.options import engine_options, numbers
 from minisgl_backend.cli.serve import located
 from minisgl_backend.config import EngineOptions
 

@@ -1,13 +1,13 @@
-"""The engine's options as command line options, generated from ``EngineOptions``.
+"""Options that several commands have, the engine's among them.
 
-Every option of the configuration is an option of the commands that start an engine, under the same
-name with dashes; nothing has to be listed twice.
+Those are generated from ``EngineOptions``: every option of the configuration is one of the commands
+that start an engine, under the same name with dashes; nothing has to be listed twice.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -61,6 +61,26 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help=f"{text}  [default: {_shown(spec.default)}]",
         )(with_options)
     return with_options
+
+
+def numbers(kind: Callable[[str], float]) -> Callable[..., Sequence[float]]:
+    """The callback of an option whose value is positive numbers, separated by commas.
+
+    An empty one is refused unless that is the default.
+    """
+
+    def parse(ctx: click.Context, param: click.Parameter, value: str) -> Sequence[float]:
+        try:
+            numbers = [kind(part) for part in value.split(",") if part]
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is no list of numbers") from None
+        if not all(0 < number < float("inf") for number in numbers):
+            raise click.BadParameter(f"{value!r} has a number that is not above 0")
+        if not numbers and param.default:
+            raise click.BadParameter("must not be empty")
+        return numbers
+
+    return parse
 
 
 def _shown(default: Any) -> str:

@@ -24,23 +24,8 @@ from minisgl_backend.bench.serve.show import Measured, print_table, write_measur
 from minisgl_backend.bench.serve.targets import OpenAITarget, Sampling, Target, TritonTarget
 from minisgl_backend.bench.serve.workload import Workload
 from minisgl_backend.bench.servers import started
+from minisgl_backend.cli.options import numbers
 from minisgl_backend.errors import ConfigError
-
-
-def numbers(kind: Callable[[str], float]) -> Callable[..., Sequence[float]]:
-    """The callback of an option whose value is positive numbers, separated by commas."""
-
-    def parse(ctx: click.Context, param: click.Parameter, value: str) -> Sequence[float]:
-        try:
-            numbers = [kind(part) for part in value.split(",") if part]
-        except ValueError:
-            raise click.BadParameter(f"{value!r} is no list of numbers") from None
-        if not all(0 < number < float("inf") for number in numbers):
-            raise click.BadParameter(f"{value!r} has a number that is not above 0")
-        return numbers
-
-    return parse
-
 
 _file = click.Path(exists=True, dir_okay=False, path_type=Path)
 _count = click.IntRange(1)

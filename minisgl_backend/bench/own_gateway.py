@@ -8,16 +8,19 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import IO, Final
 from urllib.parse import urlsplit
 
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.loopback import open_local
 
 _ANSWER_S: Final = 30.0
+_STARTS_WITHIN_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +52,39 @@ class Gateway:
 def gateway_of(grpc_address: str, *options: str) -> Iterator[Gateway]:
     """A gateway that listens on a free port; it ends with the block.
 
-    Raises ``EngineFailure`` where it does not start.
+    Raises ``EngineFailure`` where it does not start, with the last that it said.
     """
     command = [sys.executable, "-m", "minisgl_backend.cli", "gateway", "--triton", grpc_address]
-    process = subprocess.Popen(
-        [*command, "--port", "0", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,  # a Ctrl-C in the terminal is for this process alone
-    )
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            [*command, "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # a Ctrl-C in the terminal is for this process alone
+        )
+        try:
+            found = re.search(r"http://\S+", _first_line(process))
+            if found is None:
+                raise EngineFailure(f"the gateway does not start: {_last_line(log)}")
+            yield Gateway(found[0], process)
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+def _first_line(process: subprocess.Popen[str]) -> str:
+    """What it prints first; empty where it ends before, or is killed for its silence."""
+    assert process.stdout is not None
+    patience = threading.Timer(_STARTS_WITHIN_S, process.kill)
+    patience.start()
     try:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        if found is None:
-            raise EngineFailure("the gateway does not start")
-        yield Gateway(found[0], process)
+        return process.stdout.readline()
     finally:
-        process.terminate()
-        process.communicate()
+        patience.cancel()
+
+
+def _last_line(log: IO[str]) -> str:
+    log.seek(0)
+    said = [line.strip() for line in log if line.strip()]
+    return said[-1] if said else "it says nothing"

@@ -131,5 +131,5 @@ def _measure(case: Case, bandwidth: float) -> dict[str, Any]:
         "kernel": case.kernel,
         **times,
         "bound": bound,
-        "of_bound": f"{bound / best:.0%}" if best else "",
+        "of_bound": f"{bound / best:.0%}" if best else None,
     }

@@ -44,6 +44,15 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
 
 
+def shown(value: Any) -> str:
+    """A figure as a cell of a table; None is one that there is not."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
 class Report:
     """Rows of figures under one title; ``compared`` holds those of another configuration."""
 
@@ -70,12 +79,12 @@ class Report:
             table.add_column()
             table.add_column(justify="right")
             for name, value in zip(names, self.rows[0].values(), strict=True):
-                table.add_row(name, _shown(value))
+                table.add_row(name, shown(value))
         else:
             for name in names:
                 table.add_column(name, justify="right", overflow="fold")
             for row in self.rows:
-                table.add_row(*map(_shown, row.values()))
+                table.add_row(*map(shown, row.values()))
         console = Console(width=max(120, Console().width), highlight=False)
         console.print(table)
         console.print(
@@ -95,9 +104,3 @@ class Report:
         return (
             content if self.compared is None else {**content, "compared": self.compared.content()}
         )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from minisgl_backend.bench.report import write_json
+from minisgl_backend.bench.report import shown, write_json
 from minisgl_backend.bench.serve.figures import PERCENTILES
 from minisgl_backend.bench.serve.loads import Load
 from minisgl_backend.bench.serve.outcome import Outcome
@@ -51,18 +51,18 @@ def print_table(
         table.add_column(one.load.label, justify="right")
     for name, text in {"requests": "requests", **_COUNTS}.items():
         if name in measured[0].figures:
-            table.add_row(text, *(_shown(one.figures[name]) for one in measured))
+            table.add_row(text, *(shown(one.figures[name]) for one in measured))
     for name, text in _TIMES.items():
         table.add_section()
         for key in (*(f"p{q}" for q in PERCENTILES), "mean"):
             table.add_row(
-                f"{text}, {key}", *(_shown(one.figures[name].get(key)) for one in measured)
+                f"{text}, {key}", *(shown(one.figures[name].get(key)) for one in measured)
             )
     codes = sorted({code for one in measured for code in one.figures["errors"]})
     for code in codes:
         table.add_section()
         table.add_row(
-            f"errors {code}", *(_shown(one.figures["errors"].get(code, 0)) for one in measured)
+            f"errors {code}", *(shown(one.figures["errors"].get(code, 0)) for one in measured)
         )
     console = Console(width=max(100, Console().width))
     console.print(table)
@@ -76,11 +76,3 @@ def write_measured(
     rows = [{"load": one.load.name, "level": one.load.level, **one.figures} for one in measured]
     content = {"title": title, "info": info, "rows": rows}
     write_json(path, content)
-
-
-def _shown(value: float | None) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"

@@ -30,16 +30,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from minisgl_client.request import build
 from rich.progress import Progress
 
 from minisgl_backend.bench.journal import Entry, Journal
-from minisgl_backend.bench.leaving import (
-    EventStreamClose,
-    GrpcCancel,
-    GrpcKill,
-    Leaving,
-    grpc_message,
-)
+from minisgl_backend.bench.leaving import EventStreamClose, GrpcCancel, GrpcKill, Leaving
 from minisgl_backend.bench.own_gateway import Gateway, gateway_of
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started_paced
@@ -213,8 +208,8 @@ class Bench:
             body = {"model": "minisgl", "prompt": prompt, **values}
             return EventStreamClose(self._gateway.address, "/v1/completions", body)
         client = GrpcKill if way == "grpc-kill" else GrpcCancel
-        address = f"127.0.0.1:{self._server.grpc_port}"
-        return client(address, grpc_message(name, prompt, _MAX_TOKENS))
+        request = build("minisgl", name, {"input_ids": prompt, **values})
+        return client(f"127.0.0.1:{self._server.grpc_port}", request.to_grpc(None))
 
     def _stop(self, number: int) -> None:
         """End the request of a client whose leaving was not noticed."""

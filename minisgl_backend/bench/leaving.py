@@ -11,7 +11,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from minisgl_backend.errors import EngineFailure
@@ -89,25 +89,6 @@ class EventStreamClose:
         if self._response is not None:
             self._response.close()
         self._connection.close()
-
-
-def grpc_message(request_id: str, prompt: Sequence[int], max_tokens: int) -> bytes:
-    """A streamed request for the ensemble, as gRPC carries it."""
-    from tritonclient.grpc import service_pb2
-
-    request = service_pb2.ModelInferRequest(model_name="minisgl", id=request_id)
-    for name, datatype, shape, content in (
-        ("input_ids", "INT32", [len(prompt)], _int32(*prompt)),
-        ("stream", "BOOL", [1], b"\x01"),
-        ("max_tokens", "INT32", [1], _int32(max_tokens)),
-    ):
-        request.inputs.add(name=name, datatype=datatype, shape=shape)
-        request.raw_input_contents.append(content)
-    return bytes(request.SerializeToString())
-
-
-def _int32(*values: int) -> bytes:
-    return b"".join(value.to_bytes(4, "little") for value in values)
 
 
 def _main() -> None:

@@ -172,23 +172,11 @@ async def run_streams(
 
 
 def _request(prompt: str, num_tokens: int) -> bytes:
-    from tritonclient.grpc import service_pb2
+    from minisgl_client.request import ASKED, build
 
-    request = service_pb2.ModelInferRequest(model_name="minisgl")
-
-    def tensor(name: str, datatype: str, content: bytes) -> None:
-        request.inputs.add(name=name, datatype=datatype, shape=[1])
-        request.raw_input_contents.append(content)
-
-    def text(value: str) -> bytes:
-        data = value.encode()
-        return len(data).to_bytes(4, "little") + data
-
-    tensor("text_input", "BYTES", text(prompt))
-    tensor("stop", "BYTES", text(STOP))
-    tensor("stream", "BOOL", b"\x01")
-    tensor("max_tokens", "INT32", num_tokens.to_bytes(4, "little"))
-    return bytes(request.SerializeToString())
+    values = {"text_input": prompt, "stop": STOP, "stream": True, "max_tokens": num_tokens}
+    # text alone is measured, without the counts that clients ask for
+    return build("minisgl", "", {**values, **dict.fromkeys(ASKED, False)}).to_grpc(None)
 
 
 def _check_texts(exchanges: list[Exchange]) -> None:

@@ -124,7 +124,6 @@ def messages() -> Iterator[tuple[str, bytes]]:
     """All messages of gRPC that must be refused."""
     for name, change in _CHANGES.items():
         message = grpc_message(_GOOD)
-        assert message is not None
         change(message)
         yield name, message.SerializeToString()
     yield "no message at all", b""
@@ -141,11 +140,8 @@ def odd_messages() -> Iterator[tuple[str, bytes]]:
     signed."""
     labels = {"of a megabyte": "x" * 2**20, "of two lines": "a\n\x1b[31m../b", "a zero": "\0"}
     for name, label in labels.items():
-        message = grpc_message(_GOOD, request_id=label)
-        assert message is not None
-        yield f"a request id {name}", message.SerializeToString()
+        yield f"a request id {name}", grpc_message(_GOOD, request_id=label).SerializeToString()
     message = grpc_message(_GOOD)
-    assert message is not None
     message.parameters["timeout"].int64_param = -1
     yield "a negative timeout", message.SerializeToString()
 

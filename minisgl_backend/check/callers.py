@@ -19,11 +19,11 @@ from typing import Any, Final
 
 from minisgl_client.client import AsyncClient, Client
 from minisgl_client.errors import MinisglError
+from minisgl_client.request import build
 from minisgl_client.stream import Stream
 
 from minisgl_backend.bench.leaving import GrpcCancel
 from minisgl_backend.bench.own_gateway import gateway_of
-from minisgl_backend.check.calls import grpc_message
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.fault import Fault, Stage
 from minisgl_backend.check.rates import REFUSED_WITHIN_MS
@@ -205,10 +205,9 @@ def _rows_taken(stage: Stage, count: int | None = None) -> Iterator[Client]:
     num = count or int(own.stats().info["max_running_requests"])
     with Client(own.grpc_address, retries=0) as client, ExitStack() as stack:
         for number in range(num):
-            values = {"input_ids": [9, number], "max_tokens": _LONG, "ignore_eos": True}
-            message = grpc_message({**values, "stream": True})
-            assert message is not None
-            stack.callback(GrpcCancel(own.grpc_address, message.SerializeToString()).leave)
+            asked = {"max_tokens": _LONG, "ignore_eos": True, "stream": True}
+            request = build("minisgl", "", {"input_ids": [9, number], **asked})
+            stack.callback(GrpcCancel(own.grpc_address, request.to_grpc(None)).leave)
         if not wait_until(lambda: own.stats().engine["num_open"] >= num, _STARTED_S):
             raise EngineFailure(f"the server does not take {num} requests")
         yield client

@@ -30,6 +30,8 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "FP32": (float, int),
     "BYTES": (str,),
 }
+_NOT_CARRIED: Final = (ValueError, OverflowError, struct.error)
+"""What is raised where a type of Triton's cannot hold a value."""
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
 _END_HEADERS: Final = 4
 PATIENCE_S: Final = 60.0
@@ -168,19 +170,16 @@ def _frame(kind: int, flags: int, payload: bytes, *, stream: int = 0) -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def grpc_message(values: Mapping[str, Any], *, request_id: str = "") -> Any | None:
-    """The ``ModelInferRequest`` of these values; None where gRPC cannot carry them."""
+def grpc_message(values: Mapping[str, Any], *, request_id: str = "") -> Any:
+    """The ``ModelInferRequest`` of these values; raises ``_NOT_CARRIED`` where there is none."""
     from tritonclient.grpc import service_pb2
 
     message = service_pb2.ModelInferRequest(model_name="minisgl", id=request_id)
     for name, value in values.items():
         if name in INPUTS:
             items = value if name in LISTS and isinstance(value, list) else [value]
-            content = _content(INPUTS[name], items)
-            if content is None:
-                return None
             message.inputs.add(name=name, datatype=INPUTS[name], shape=[len(items)])
-            message.raw_input_contents.append(content)
+            message.raw_input_contents.append(_content(INPUTS[name], items))
             continue
         parameter = message.parameters[name]
         if isinstance(value, bool):
@@ -194,18 +193,24 @@ def grpc_message(values: Mapping[str, Any], *, request_id: str = "") -> Any | No
     return message
 
 
-def _content(datatype: str, items: list[Any]) -> bytes | None:
-    """The elements of a tensor as Triton lays them out; None where the type cannot hold them."""
+def _content(datatype: str, items: list[Any]) -> bytes:
+    """The elements of a tensor as Triton lays them out; see ``_NOT_CARRIED``."""
     kinds = _KINDS[datatype]
     if any(type(item) not in kinds for item in items):
-        return None
+        raise ValueError(f"no {datatype}: {items}")
     if datatype == "BYTES":
         texts = [item.encode("utf-8", "surrogatepass") for item in items]
         return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    return struct.pack(f"<{len(items)}{_FORMATS[datatype]}", *items)
+
+
+def grpc_of(values: Mapping[str, Any]) -> bytes | None:
+    """The serialized message of these values; None where gRPC cannot carry them."""
     try:
-        return struct.pack(f"<{len(items)}{_FORMATS[datatype]}", *items)
-    except (struct.error, OverflowError):
+        data: bytes = grpc_message(values).SerializeToString()
+    except _NOT_CARRIED:
         return None
+    return data
 
 
 def json_of(values: Mapping[str, Any]) -> bytes | None:

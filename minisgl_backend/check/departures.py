@@ -12,9 +12,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, Final
 
+from minisgl_client.request import build
+
 from minisgl_backend.bench.leaving import EventStreamClose, GrpcCancel, Leaving
 from minisgl_backend.bench.own_gateway import Gateway, gateway_of
-from minisgl_backend.check.calls import grpc_message
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.defect import Defect, switched_on
 from minisgl_backend.check.fault import Stage
@@ -105,9 +106,7 @@ class _Leaver:
         if way == "HTTP":
             address = self._own.http_url.removeprefix("http://")
             return EventStreamClose(address, "/v2/models/minisgl/generate_stream", values)
-        message = grpc_message(values)
-        assert message is not None
-        return GrpcCancel(self._own.grpc_address, message.SerializeToString())
+        return GrpcCancel(self._own.grpc_address, build("minisgl", "", values).to_grpc(None))
 
     def _num_open(self) -> int:
         return int(self._own.stats().engine.get("num_open", -1))

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from minisgl_client.client import Client
+from minisgl_client.request import build
 
-from minisgl_backend.check.calls import GrpcCaller, grpc_message
+from minisgl_backend.check.calls import GrpcCaller
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.target import Target
 
@@ -97,13 +98,8 @@ def endings(target: Target) -> Case:
 
 
 def _message(fate: str, longest: int) -> bytes:
-    values = {"max_tokens": longest, **_FATES[fate][0]}
-    wanted = {"return_finish_reason": True, "return_num_output_tokens": True}
-    message = grpc_message({**values, **wanted}, request_id=fate)
-    assert message is not None
-    message.parameters["triton_enable_empty_final_response"].bool_param = True
-    data: bytes = message.SerializeToString()
-    return data
+    flag = {"triton_enable_empty_final_response": True}
+    return build("minisgl", fate, {"max_tokens": longest, **_FATES[fate][0], **flag}).to_grpc(None)
 
 
 def _kind_of(ends: list[str]) -> str:

@@ -19,7 +19,7 @@ from minisgl_backend.check.calls import (
     Ending,
     GrpcCaller,
     HttpCaller,
-    grpc_message,
+    grpc_of,
     half_a_message,
     json_of,
 )
@@ -89,14 +89,13 @@ def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
     over_grpc = _Tries("bad inputs over gRPC", is_timed, target.is_ready)
     try:
         for bad in requests:
-            body, message = json_of(bad.values), grpc_message(bad.values)
+            body, message = json_of(bad.values), grpc_of(bad.values)
             if body is not None:
                 ending = http.send(body)
                 over_http.add(bad.name, ending, faults_of(ending, bad.expected))
             if message is not None:
-                data = message.SerializeToString()
                 # what JSON cannot say to Triton, a tensor or a parameter may say well
-                ending = grpc.send(data)
+                ending = grpc.send(message)
                 over_grpc.add(bad.name, ending, faults_of(ending, bad.expected))
         for raw in bodies():
             ending = http.send(raw.content, path=raw.path, method=raw.method, headers=raw.headers)

@@ -100,7 +100,7 @@ def every_forward_raises(stage: Stage, case: Case) -> None:
         noticed = wait_until(lambda: not own.is_ready(), stage.settings.patience_s)
     case.expect(not case.ended["answered"], f"some were answered: {texts}")
     case.expect(noticed, "the health port never said so")
-    case.expect(wait_until(stage.serves, stage.settings.patience_s), "it does not serve again")
+    case.expect(wait_until(own.serves, stage.settings.patience_s), "it does not serve again")
     case.expect(own.server is server, "all of the server was started again")
     case.expect(own.pid("llm_engine") != pid, "the broken process still serves")
     stage.expect_canary(case)

@@ -181,7 +181,7 @@ def few_descriptors(stage: Stage, case: Case) -> None:
     case.count = ended.total()
     case.ended += ended
     case.expect(own.server.pid == pid, "tritonserver was started again")
-    case.expect(wait_until(stage.serves, stage.settings.patience_s), "it does not serve again")
+    case.expect(wait_until(own.serves, stage.settings.patience_s), "it does not serve again")
     case.what = f"{held} + {_SPARE_DESCRIPTORS} descriptors; {dict(ended)} meanwhile"
     stage.expect_canary(case)
 

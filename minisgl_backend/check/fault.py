@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from minisgl_client.client import Client
 from minisgl_client.errors import MinisglError
 
 from minisgl_backend.check.canary import PROMPTS, Canary
@@ -45,16 +44,6 @@ class Stage:
     canary: Canary
     invariants: Invariants
     settings: Settings
-
-    def serves(self) -> bool:
-        """Whether a new request is answered."""
-        if not self.own.is_ready():
-            return False
-        with Client(self.own.grpc_address, retries=0, timeout_s=10) as client:
-            try:
-                return bool(client.generate(input_ids=[1], max_tokens=1).num_output_tokens)
-            except MinisglError:
-                return False
 
     def expect_canary(self, case: Case) -> None:
         """Ask each prompt once; the answers must be what they were."""

@@ -157,7 +157,7 @@ def _dead(
         num_whole = sum(not code and at_s > killed_s for code, at_s in results)
         case.expect(num_whole == 0, f"{num_whole} streams ended as if all was well")
     case.ended.update(failed=len(errors), answered=len(done) - len(errors))
-    serves = wait_until(stage.serves, patience_s)
+    serves = wait_until(own.serves, patience_s)
     case.expect(serves, "new requests are not served")
     gone = wait_until(lambda: not runs(pid), GONE_WITHIN_S)
     case.expect(gone, "the process is still there")

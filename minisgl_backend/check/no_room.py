@@ -48,7 +48,7 @@ def full(settings: Settings, case: Case) -> None:
         ended = _ask(target, case)
         filler = Path(f"/proc/{server.process.pid}/root/dev/shm/filler")
         filler.unlink(missing_ok=True)
-        back = wait_until(lambda: _serves(target), settings.patience_s)
+        back = wait_until(target.serves, settings.patience_s)
         case.expect(back, "it does not serve once there is room")
         recoveries = target.stats().told["num_recoveries"]
         case.what = f"{dict(ended)} meanwhile, {recoveries} recoveries; then it serves"
@@ -82,13 +82,3 @@ def _ask(target: Target, case: Case) -> Counter[str]:
     case.count = _NUM_TRIES
     case.ended += ended
     return ended
-
-
-def _serves(target: Target) -> bool:
-    if not target.is_ready():
-        return False
-    with Client(target.grpc_address, retries=0, timeout_s=10) as client:
-        try:
-            return bool(client.generate(input_ids=[1], max_tokens=1).num_output_tokens)
-        except MinisglError:
-            return False

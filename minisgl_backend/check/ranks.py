@@ -117,7 +117,7 @@ def _struck(stage: Stage, case: Case, strike: Callable[[], object]) -> Counter[s
 def _expect_another(stage: Stage, case: Case, server: TritonServer, rank: int) -> None:
     """In the same server a new group serves, and nothing is left of the old one."""
     patience_s = stage.settings.patience_s
-    back = wait_until(lambda: _has_another(stage, rank) and stage.serves(), patience_s)
+    back = wait_until(lambda: _has_another(stage, rank) and stage.own.serves(), patience_s)
     case.expect(back, "it does not serve again")
     case.expect(stage.own.server is server, "all of the server was started again")
     case.expect(not runs(rank), "the lost rank is still there")

@@ -1,6 +1,6 @@
 """The server that is checked: where it listens, and what it tells of itself.
 
-Knows addresses and the health port. Must not know cases.
+Knows addresses, the health port and the client. Must not know cases.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import urllib.error
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+from minisgl_client.client import Client
+from minisgl_client.errors import MinisglError
 
 from minisgl_backend.loopback import open_local
 
@@ -38,6 +41,16 @@ class Target:
                 return response.status == 200
         except urllib.error.HTTPError:
             return False
+
+    def serves(self) -> bool:
+        """Whether a new request is answered."""
+        if not self.is_ready():
+            return False
+        with Client(self.grpc_address, retries=0, timeout_s=10) as client:
+            try:
+                return bool(client.generate(input_ids=[1], max_tokens=1).num_output_tokens)
+            except MinisglError:
+                return False
 
 
 @dataclass(frozen=True, slots=True)

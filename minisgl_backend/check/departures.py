@@ -19,10 +19,10 @@ from minisgl_backend.bench.own_gateway import Gateway, gateway_of
 from minisgl_backend.check.case import Case
 from minisgl_backend.check.defect import Defect, switched_on
 from minisgl_backend.check.fault import Stage
+from minisgl_backend.check.leavers import FREED_WITHIN_MS
 from minisgl_backend.check.target import wait_until
 from minisgl_backend.errors import EngineFailure
 
-FREED_WITHIN_MS: Final = 500.0
 WAYS: Final = ("gRPC", "HTTP", "gateway")
 _WAYS_BEFORE: Final = ("gRPC", "gateway")
 _REPEATS: Final = 3

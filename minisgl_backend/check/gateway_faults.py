@@ -17,8 +17,8 @@ from minisgl_backend.bench.leaving import EventStreamClose
 from minisgl_backend.bench.own_gateway import Gateway, gateway_of
 from minisgl_backend.check.canary import PROMPTS
 from minisgl_backend.check.case import Case
-from minisgl_backend.check.departures import FREED_WITHIN_MS
 from minisgl_backend.check.fault import Fault, Stage
+from minisgl_backend.check.leavers import FREED_WITHIN_MS
 from minisgl_backend.check.target import wait_until
 
 _NUM_STREAMS: Final = 16

@@ -9,8 +9,6 @@ says what the host costs.
 from __future__ import annotations
 
 import statistics
-import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,39 +17,21 @@ import click
 import numpy as np
 
 from minisgl_backend.bench.comparison import compare_option, measure_both
-from minisgl_backend.bench.engines import running_engine
+from minisgl_backend.bench.engines import running_engine, submitted
 from minisgl_backend.bench.facts import engine_facts
 from minisgl_backend.bench.profiling import labelled, nvtx_option, profile_option, profiled
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import ConfigError, MiniSGLError
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.cuda_executor import CudaExecutor
-from minisgl_backend.request import Event, Failed, Finished, Generated, Request, SamplingParams
+from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
 
 _SETTLING: Final = 8
 """Steps after the last prefill that are not counted."""
 _FIRST_KERNEL: Final = "_begin_decode"
 """Begins each captured decode step."""
-
-
-class _Watch:
-    """The sink of one request: when its tokens came."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.error: MiniSGLError | None = None
-        self.done = threading.Event()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Generated):
-            self.times.append(time.perf_counter())
-        elif isinstance(event, Failed):
-            self.error = event.error
-            self.done.set()
-        elif isinstance(event, Finished):
-            self.done.set()
 
 
 def step_times_ms(
@@ -65,7 +45,7 @@ def step_times_ms(
 ) -> list[float]:
     """Milliseconds of each of ``steps`` steps in which all requests decode."""
     rng = np.random.default_rng(batch_size)
-    watches = []
+    sinks = []
     # the first requests decode while the last ones are still prefilled, and must outlast these
     margin = -(-batch_size * context // max_prefill_tokens) + 2 * _SETTLING
     for index in range(batch_size):
@@ -73,15 +53,11 @@ def step_times_ms(
         sampling = SamplingParams(
             max_tokens=steps + margin, temperature=temperature, seed=index, ignore_eos=True
         )
-        watch = _Watch()
-        engine.submit(Request(id=engine.new_id(), prompt=prompt, sampling=sampling), watch)
-        watches.append(watch)
-    for watch in watches:
-        watch.done.wait()
-        if watch.error is not None:
-            raise watch.error
+        sinks.append(submitted(engine, prompt, sampling))
+    for sink in sinks:
+        sink.wait()
     # The last request to begin decodes with all others until the first one ends.
-    times = np.array(watches[-1].times[_SETTLING : _SETTLING + steps + 1]) * 1e3
+    times = np.array(sinks[-1].times_s[_SETTLING : _SETTLING + steps + 1]) * 1e3
     return [float(duration) for duration in np.diff(times)]
 
 

@@ -7,10 +7,8 @@ one, through `transformers.generate` on the same device, in the same dtype and t
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,51 +16,17 @@ import click
 import numpy as np
 
 from minisgl_backend.bench.comparison import compare_option, measure_both
-from minisgl_backend.bench.engines import running_engine
+from minisgl_backend.bench.engines import Collector, running_engine, submitted
 from minisgl_backend.bench.facts import engine_facts
 from minisgl_backend.bench.profiling import nvtx_option, profile_option, profiled
 from minisgl_backend.bench.prompts import Prompt, Workload, workload_options
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import MiniSGLError
-from minisgl_backend.request import (
-    Event,
-    Failed,
-    Finished,
-    Generated,
-    Request,
-    SamplingParams,
-    TokenLogprobs,
-)
+from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
 
 _TRANSFORMERS: Final = "transformers"
-
-
-@dataclass(slots=True)
-class Collector:
-    """The sink of one request; times are of ``time.perf_counter``."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    error: MiniSGLError | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-    sent_s: float = field(default_factory=time.perf_counter)
-    first_s: float = 0.0
-    last_s: float = 0.0
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Generated):
-            self.last_s = time.perf_counter()
-            self.first_s = self.first_s or self.last_s
-            self.tokens.append(event.token_id)
-            self.logprobs.append(event.logprobs)
-        elif isinstance(event, Failed):
-            self.error = event.error
-            self.done.set()
-        elif isinstance(event, Finished):
-            self.done.set()
 
 
 def run_engine(
@@ -78,13 +42,9 @@ def run_engine(
             seed=index,
             ignore_eos=True,
         )
-        sink = Collector()
-        engine.submit(Request(id=engine.new_id(), prompt=prompt.tokens, sampling=sampling), sink)
-        sinks.append(sink)
+        sinks.append(submitted(engine, prompt.tokens, sampling))
     for sink in sinks:
-        sink.done.wait()
-        if sink.error is not None:
-            raise sink.error
+        sink.wait()
     return sinks, time.perf_counter() - started
 
 
@@ -93,9 +53,9 @@ def figures_of(
 ) -> dict[str, Any]:
     """The figures of a run; times in milliseconds."""
     num_tokens = sum(len(sink.tokens) for sink in sinks)
-    first_ms = [1e3 * (sink.first_s - sink.sent_s) for sink in sinks]
+    first_ms = [1e3 * (sink.times_s[0] - sink.sent_s) for sink in sinks]
     each_ms = [
-        1e3 * (sink.last_s - sink.first_s) / (len(sink.tokens) - 1)
+        1e3 * (sink.times_s[-1] - sink.times_s[0]) / (len(sink.tokens) - 1)
         for sink in sinks
         if len(sink.tokens) > 1
     ]

@@ -3,53 +3,20 @@
 from __future__ import annotations
 
 import statistics
-import threading
-import time
 from pathlib import Path
 
 import click
 import numpy as np
 
 from minisgl_backend.bench.comparison import compare_option, measure_both
-from minisgl_backend.bench.engines import running_engine
+from minisgl_backend.bench.engines import running_engine, submitted
 from minisgl_backend.bench.facts import engine_facts
 from minisgl_backend.bench.profiling import labelled, nvtx_option, profile_option, profiled
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import MiniSGLError
-from minisgl_backend.request import (
-    Admitted,
-    Event,
-    Failed,
-    Finished,
-    Generated,
-    IntArray,
-    Request,
-    SamplingParams,
-)
+from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.runtime.engine import Engine
-
-
-class _FirstToken:
-    """The sink of one request: when its first token came, and what the prefix cache knew."""
-
-    def __init__(self) -> None:
-        self.came_s = 0.0
-        self.num_cached_tokens = 0
-        self.error: MiniSGLError | None = None
-        self.done = threading.Event()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Admitted):
-            self.num_cached_tokens = event.num_cached_tokens
-        elif isinstance(event, Generated):
-            self.came_s = time.perf_counter()
-        elif isinstance(event, Failed):
-            self.error = event.error
-            self.done.set()
-        elif isinstance(event, Finished):
-            self.done.set()
 
 
 def prompt_of(length: int, num_shared: int, *, seed: int, vocab_size: int) -> IntArray:
@@ -63,13 +30,9 @@ def prompt_of(length: int, num_shared: int, *, seed: int, vocab_size: int) -> In
 def first_token_ms(engine: Engine, prompt: IntArray) -> tuple[float, int]:
     """Milliseconds from submitting a prompt to its first token, and how many tokens were cached."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    sink = _FirstToken()
-    started = time.perf_counter()
-    engine.submit(Request(id=engine.new_id(), prompt=prompt, sampling=sampling), sink)
-    sink.done.wait()
-    if sink.error is not None:
-        raise sink.error
-    return (sink.came_s - started) * 1e3, sink.num_cached_tokens
+    sink = submitted(engine, prompt, sampling)
+    sink.wait()
+    return (sink.times_s[0] - sink.sent_s) * 1e3, sink.num_cached_tokens
 
 
 @click.command()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl_backend.bench.offline import Collector
+from minisgl_backend.bench.engines import Collector
 from minisgl_backend.build import build_engine, build_executor, build_scheduler
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.execution.cuda_executor import CudaExecutor, PendingStep

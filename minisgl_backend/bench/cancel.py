@@ -38,6 +38,7 @@ from minisgl_backend.bench.leaving import EventStreamClose, GrpcCancel, GrpcKill
 from minisgl_backend.bench.own_gateway import Gateway, gateway_of
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started_paced
+from minisgl_backend.cli.options import tritonserver_option
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.loopback import open_local
 from minisgl_backend.server.process import TritonServer
@@ -74,7 +75,7 @@ class Ending:
 @click.option("--step-ms", default=20.0, show_default=True, help="time of an engine step")
 @click.option("--patience", default=5.0, show_default=True, help="seconds to wait for an end")
 @click.option("--seed", default=0, show_default=True, help="of the moments of leaving")
-@click.option("--tritonserver", metavar="PATH", help="another tritonserver than the wheel's")
+@tritonserver_option
 @json_option
 def cancel(
     ways: str,

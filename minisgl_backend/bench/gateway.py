@@ -26,7 +26,7 @@ from minisgl_backend.bench.own_gateway import gateway_of
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.response_path import STOP, Exchange, run_grpc, run_streams, summary
 from minisgl_backend.bench.servers import started_paced
-from minisgl_backend.cli.options import numbers
+from minisgl_backend.cli.options import numbers, tritonserver_option
 from minisgl_backend.errors import EngineFailure
 
 _END: Final = b"0\r\n\r\n"
@@ -45,7 +45,7 @@ _END: Final = b"0\r\n\r\n"
 @click.option("--requests", default=3, show_default=True, help="requests a stream, in turn")
 @click.option("--tokens", default=384, show_default=True, help="tokens a request, on average")
 @click.option("--turns", default=3, show_default=True, help="runs of each kind, alternating")
-@click.option("--tritonserver", metavar="PATH", help="another tritonserver than the wheel's")
+@tritonserver_option
 @json_option
 def gateway(
     streams: Sequence[int],

@@ -19,7 +19,7 @@ from minisgl_backend.bench.own_process import option_arguments, run_bench
 from minisgl_backend.bench.prompts import Workload, workload_options
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started
-from minisgl_backend.cli.options import engine_options
+from minisgl_backend.cli.options import engine_options, tritonserver_option
 from minisgl_backend.cli.serve import located, options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
@@ -32,7 +32,7 @@ _MODEL: Final = "minisgl"
 @engine_options
 @workload_options
 @click.option("--clients", default=8, show_default=True, help="processes that send requests")
-@click.option("--tritonserver", metavar="PATH", help="another tritonserver than the wheel's")
+@tritonserver_option
 @json_option
 def server_share(
     options: EngineOptions,

@@ -30,6 +30,7 @@ from minisgl_backend.check.own_server import OwnServer, started
 from minisgl_backend.check.restarts import restarts
 from minisgl_backend.check.run import run_cases
 from minisgl_backend.check.target import Target
+from minisgl_backend.cli.options import tritonserver_option
 from minisgl_backend.errors import ConfigError
 
 SHORT: Final = Extent(load_s=3.0, num_cut=30, num_churned=40)
@@ -57,7 +58,7 @@ _NUM_RESTARTS: Final = 10
 )
 @click.option("--list", "is_list", is_flag=True, help="print the catalogue of faults")
 @click.option("--seed", type=int, help="of everything that is random; drawn where absent")
-@click.option("--tritonserver", metavar="PATH", help="another tritonserver than the wheel's")
+@tritonserver_option
 @json_option
 def check(
     url: str | None,

@@ -63,6 +63,11 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_options
 
 
+tritonserver_option = click.option(
+    "--tritonserver", metavar="PATH", help="another tritonserver than the wheel's"
+)
+
+
 def numbers(kind: Callable[[str], float]) -> Callable[..., Sequence[float]]:
     """The callback of an option whose value is positive numbers, separated by commas.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from minisgl_backend.cli.options import Refused, engine_options, refusing
+from minisgl_backend.cli.options import Refused, engine_options, refusing, tritonserver_option
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.models.hub import resolve_model
@@ -49,7 +49,7 @@ _PORT = click.IntRange(0, 65535)
     is_flag=True,
     help="let --host be an address that other machines can reach: Triton asks nobody for a key",
 )
-@click.option("--tritonserver", metavar="PATH", help="another tritonserver than the wheel's")
+@tritonserver_option
 @click.option(
     "--log-verbose",
     default=0,

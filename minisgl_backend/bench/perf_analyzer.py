@@ -8,8 +8,6 @@ is that of first responses or of whole requests, depending on its version.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,7 +24,7 @@ from minisgl_backend.bench.serve.command import address_of
 from minisgl_backend.bench.serve.figures import figures_of, objectives_of
 from minisgl_backend.bench.serve.loads import Load
 from minisgl_backend.bench.serve.outcome import Chunk, Outcome
-from minisgl_backend.bench.serve.show import Measured, print_table, write_measured
+from minisgl_backend.bench.serve.show import Measured, emit
 from minisgl_backend.cli.options import numbers
 from minisgl_backend.errors import ConfigError
 
@@ -143,14 +141,7 @@ def perf_analyzer(
                 outcomes = outcomes_of(json.loads(content))
                 load = Load(level.name, level.value, calls)
                 measured.append(Measured(load, outcomes, figures_of(outcomes, objectives)))
-    info = {
-        "model": MODELS[style],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        **{f"{name} within": f"{bound:g} ms" for name, bound in objectives.items()},
-    }
-    print_table(measured, info, title="perf_analyzer")
-    if json_path is not None:
-        write_measured(json_path, measured, info, title="perf_analyzer")
+    emit(measured, {"model": MODELS[style]}, objectives, json_path, title="perf_analyzer")
 
 
 def flags(style: Style, parameters: Sequence[str]) -> list[str]:

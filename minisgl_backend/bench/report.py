@@ -44,6 +44,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
 
 
+def machine_facts() -> dict[str, Any]:
+    """What all figures depend on, by name."""
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+    }
+
+
 def shown(value: Any) -> str:
     """A figure as a cell of a table; None is one that there is not."""
     if value is None:
@@ -58,11 +66,7 @@ class Report:
 
     def __init__(self, title: str, *, info: Mapping[str, Any] | None = None) -> None:
         self.title = title
-        self.info = {
-            **(info or {}),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "python": platform.python_version(),
-        }
+        self.info = {**(info or {}), **machine_facts()}
         self.rows: list[dict[str, Any]] = []
         self.compared: Report | None = None
 

@@ -18,7 +18,7 @@ from minisgl_backend.bench.serve.figures import figures_of, objectives_of, perce
 from minisgl_backend.bench.serve.loads import closed_loop, poisson, replay
 from minisgl_backend.bench.serve.outcome import Chunk, Outcome
 from minisgl_backend.bench.serve.plots import write_plots
-from minisgl_backend.bench.serve.show import Measured, print_table, write_measured
+from minisgl_backend.bench.serve.show import Measured, emit
 from minisgl_backend.bench.serve.trace import TraceEntry, calls_of_trace, read_trace
 from minisgl_backend.bench.serve.workload import Workload
 from minisgl_backend.errors import ConfigError
@@ -359,11 +359,13 @@ def test_table_file_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[s
             (closed_loop([CALL], 2), failed),
         )
     ]
-    print_table(measured, {"server": "none"})
+    emit(measured, {"server": "none"}, objectives, tmp_path / "figures.json")
     table = capsys.readouterr().out
     assert "concurrency 1" in table and "errors UNAVAILABLE" in table
-    write_measured(tmp_path / "figures.json", measured, {"server": "none"})
-    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert "server none" in table and "ttft within 150 ms" in table
+    content = json.loads((tmp_path / "figures.json").read_text())
+    assert content["info"].keys() == {"server", "machine", "python", "ttft within", "tpot within"}
+    rows = content["rows"]
     assert [(row["load"], row["level"]) for row in rows] == [("concurrency", 1), ("concurrency", 2)]
     assert rows[0]["ttft_ms"]["p50"] == pytest.approx(150)
     assert rows[1]["errors"] == {"UNAVAILABLE": 1}

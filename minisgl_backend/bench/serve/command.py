@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,7 @@ from minisgl_backend.bench.serve.figures import figures_of, objectives_of
 from minisgl_backend.bench.serve.loads import Load
 from minisgl_backend.bench.serve.outcome import Outcome
 from minisgl_backend.bench.serve.run import run
-from minisgl_backend.bench.serve.show import Measured, print_table, write_measured
+from minisgl_backend.bench.serve.show import Measured, emit
 from minisgl_backend.bench.serve.targets import OpenAITarget, Sampling, Target, TritonTarget
 from minisgl_backend.bench.serve.workload import Workload
 from minisgl_backend.bench.servers import started
@@ -124,7 +122,13 @@ def serve(
         except KeyboardInterrupt:
             interrupted = True
     if measured:
-        _emit(measured, url or "its own, with the demo model", objectives, json_path, plots)
+        server = url or "its own, with the demo model"
+        emit(measured, {"server": server}, objectives, json_path)
+        if plots is not None:
+            from minisgl_backend.bench.serve.plots import write_plots
+
+            for path in write_plots(plots, measured, objectives):
+                click.echo(f"wrote {path}")
     if interrupted:
         click.echo("interrupted", err=True)
         raise click.exceptions.Exit(130)
@@ -175,26 +179,3 @@ async def _measure(
                 measured.append(Measured(load, outcomes, figures_of(outcomes, objectives)))
     finally:
         await target.close()
-
-
-def _emit(
-    measured: Sequence[Measured],
-    server: str,
-    objectives: Mapping[str, float],
-    json_path: Path | None,
-    plots: Path | None,
-) -> None:
-    info = {
-        "server": server,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        **{f"{name} within": f"{bound:g} ms" for name, bound in objectives.items()},
-    }
-    print_table(measured, info)
-    if json_path is not None:
-        write_measured(json_path, measured, info)
-    if plots is not None:
-        from minisgl_backend.bench.serve.plots import write_plots
-
-        for path in write_plots(plots, measured, objectives):
-            click.echo(f"wrote {path}")

@@ -10,7 +10,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from minisgl_backend.bench.report import shown, write_json
+from minisgl_backend.bench.report import machine_facts, shown, write_json
 from minisgl_backend.bench.serve.figures import PERCENTILES
 from minisgl_backend.bench.serve.loads import Load
 from minisgl_backend.bench.serve.outcome import Outcome
@@ -41,9 +41,27 @@ _COUNTS: Final = {
 }
 
 
-def print_table(
-    measured: Sequence[Measured], info: Mapping[str, Any], *, title: str = "serve"
+def emit(
+    measured: Sequence[Measured],
+    info: Mapping[str, Any],
+    objectives: Mapping[str, float],
+    json_path: Path | None,
+    *,
+    title: str = "serve",
 ) -> None:
+    """Print the table and write the file, where one is asked for; what they depend on is in both.
+
+    ``info`` is what the command knows of that; the machine and the bounds are added here.
+    """
+    bounds = {f"{name} within": f"{bound:g} ms" for name, bound in objectives.items()}
+    info = {**info, **machine_facts(), **bounds}
+    _print_table(measured, info, title)
+    if json_path is not None:
+        rows = [{"load": one.load.name, "level": one.load.level, **one.figures} for one in measured]
+        write_json(json_path, {"title": title, "info": info, "rows": rows})
+
+
+def _print_table(measured: Sequence[Measured], info: Mapping[str, Any], title: str) -> None:
     """A row a figure, a column a load."""
     table = Table(title=title)
     table.add_column("")
@@ -67,12 +85,3 @@ def print_table(
     console = Console(width=max(100, Console().width))
     console.print(table)
     console.print(", ".join(f"{name} {value}" for name, value in info.items()), style="dim")
-
-
-def write_measured(
-    path: Path, measured: Sequence[Measured], info: Mapping[str, Any], *, title: str = "serve"
-) -> None:
-    """A row a load, each with its figures."""
-    rows = [{"load": one.load.name, "level": one.load.level, **one.figures} for one in measured]
-    content = {"title": title, "info": info, "rows": rows}
-    write_json(path, content)

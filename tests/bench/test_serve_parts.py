@@ -369,5 +369,5 @@ def test_table_file_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [(row["load"], row["level"]) for row in rows] == [("concurrency", 1), ("concurrency", 2)]
     assert rows[0]["ttft_ms"]["p50"] == pytest.approx(150)
     assert rows[1]["errors"] == {"UNAVAILABLE": 1}
-    for path in write_plots(tmp_path / "plots", measured, objectives):
+    for path in write_plots(tmp_path, measured, objectives):
         assert path.read_bytes().startswith(b"\x89PNG\r\n")

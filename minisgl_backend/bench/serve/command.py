@@ -98,9 +98,9 @@ def serve(
     sampling = Sampling(temperature, ignore_eos)
     if url is None and protocol not in (None, "grpc"):
         raise click.UsageError(f"--protocol {protocol} needs --url")
-    if plots is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError("--plots needs matplotlib: pip install '.[bench]' in a clone")
     if plots is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise click.UsageError("--plots needs matplotlib: pip install '.[bench]' in a clone")
         try:
             plots.mkdir(parents=True, exist_ok=True)
         except OSError as error:

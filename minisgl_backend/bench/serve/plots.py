@@ -19,8 +19,7 @@ TTFT: str = "ttft.png"
 def write_plots(
     folder: Path, measured: Sequence[Measured], objectives: Mapping[str, float]
 ) -> list[Path]:
-    """Both pictures as PNG files in the folder, which is made."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Both pictures as PNG files in the folder."""
     paths = [folder / LATENCY, folder / TTFT]
     for path, figure in zip(
         paths,

@@ -21,7 +21,7 @@ from minisgl_backend.server.process import TritonServer
 from tests.server.client import PATIENCE_S
 from tests.server.conftest import repository_with, running
 
-COMMAND = [sys.executable, "-c", "from minisgl_backend.cli.main import main; main()", "gateway"]
+COMMAND = [sys.executable, "-m", "minisgl_backend.cli", "gateway"]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bogotá 🌧"}}\n</tool_call>'
 SCRIPT = f"I will look it up.\n{CALL}\n"
 """What the paced engine says, again and again."""

@@ -24,7 +24,6 @@ from minisgl_backend.cli.main import main
 from minisgl_backend.config import DEMO_MODEL
 from tests.server.client import wait_for
 
-_MAIN = "from minisgl_backend.cli.main import main; main()"
 PORTS = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "health")]
 
 
@@ -33,7 +32,7 @@ def serve(*arguments: str, folder: Path | None = None) -> Iterator[subprocess.Po
     """The command as a process, with all its output on stdout; its files go to ``folder``."""
     place = {} if folder is None else {"TMPDIR": str(folder)}
     process = subprocess.Popen(
-        [sys.executable, "-c", _MAIN, "serve", *arguments],
+        [sys.executable, "-m", "minisgl_backend.cli", "serve", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -58,7 +58,7 @@ def launch(
     environment[RUNTIME_DIRECTORY_VARIABLE] = str(directory)
     environment[HTTP_URL_VARIABLE] = url
     return subprocess.Popen(
-        [*arguments, *options.extra_arguments],
+        arguments,
         cwd=directory,  # the models' processes import from the folder that they are started in
         env=environment,
         stdin=subprocess.DEVNULL,

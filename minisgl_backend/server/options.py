@@ -31,7 +31,6 @@ class ServerOptions:
     metrics_port: int = 8002
     log_verbose: int = 0
     exit_timeout_s: int = 40
-    extra_arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -19,7 +19,7 @@ from minisgl_backend.bench.comparison import compare_option, measure_both
 from minisgl_backend.bench.engines import Collector, running_engine, submitted
 from minisgl_backend.bench.facts import engine_facts
 from minisgl_backend.bench.profiling import nvtx_option, profile_option, profiled
-from minisgl_backend.bench.prompts import Prompt, Workload, workload_options
+from minisgl_backend.bench.prompts import Prompt, RandomRequests, request_options
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
@@ -66,12 +66,12 @@ def figures_of(
         "longest": max(len(prompt.tokens) + prompt.num_output_tokens for prompt in prompts),
         "seconds": seconds,
         "tokens_per_s": num_tokens / seconds,
-        **percentiles("ttft", first_ms),
-        **percentiles("tpot", each_ms),
+        **p50_and_p99("ttft", first_ms),
+        **p50_and_p99("tpot", each_ms),
     }
 
 
-def percentiles(name: str, values_ms: Sequence[float]) -> dict[str, float]:
+def p50_and_p99(name: str, values_ms: Sequence[float]) -> dict[str, float]:
     """``NAME_p50_ms`` and ``NAME_p99_ms``; none where there are no values."""
     if not values_ms:
         return {}
@@ -145,14 +145,14 @@ def beside(
 
 @click.command()
 @engine_options
-@workload_options
+@request_options
 @compare_option
 @nvtx_option
 @profile_option
 @json_option
 def offline(
     options: EngineOptions,
-    workload: Workload,
+    requests: RandomRequests,
     compare: str | None,
     nvtx: bool,
     profile_path: Path | None,
@@ -163,22 +163,22 @@ def offline(
     --compare also takes "transformers": the same prompts there, one by one.
     """
     with_transformers = compare == _TRANSFORMERS
-    if with_transformers and workload.temperature:
+    if with_transformers and requests.temperature:
         raise click.UsageError("--compare transformers needs --temperature 0")
 
     def measure(options: EngineOptions, trace: Path | None) -> Report:
         from minisgl_backend.resolve import resolve_checkpoint
 
         with running_engine(options, nvtx=nvtx) as (engine, _):
-            vocab_size, temperature = engine.info.vocab_size, workload.temperature
-            prompts, warm_up = workload.prompts(vocab_size), workload.warm_up(vocab_size)
+            vocab_size, temperature = engine.info.vocab_size, requests.temperature
+            prompts, warm_up = requests.prompts(vocab_size), requests.warm_up(vocab_size)
             run_engine(engine, warm_up, temperature=temperature)
             steps = engine.stats().num_steps
             sinks, seconds = run_engine(engine, prompts, temperature=temperature)
             steps = engine.stats().num_steps - steps
             report = Report("offline throughput", info=engine_facts(engine.info, options))
             if trace is not None:
-                again = workload.again(vocab_size)
+                again = requests.again(vocab_size)
                 with profiled(trace):
                     run_engine(engine, again, temperature=temperature)
         figures = figures_of(prompts, sinks, seconds)

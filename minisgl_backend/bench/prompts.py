@@ -49,8 +49,8 @@ def random_prompts(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """The requests of a run; lengths in tokens, from the least to the most."""
+class RandomRequests:
+    """The requests of a run, and how many; lengths in tokens, from the least to the most."""
 
     requests: int
     input_length: tuple[int, int]
@@ -108,14 +108,14 @@ _OPTIONS = (
 )
 
 
-def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a click callback, which then gets a ``workload``."""
+def request_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a click callback, which then gets ``RandomRequests`` as ``requests``."""
 
     @functools.wraps(command)
-    def with_workload(*args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in Workload.__dataclass_fields__}
-        return command(*args, workload=Workload(**given), **kwargs)
+    def with_requests(*args: Any, **kwargs: Any) -> Any:
+        given = {name: kwargs.pop(name) for name in RandomRequests.__dataclass_fields__}
+        return command(*args, requests=RandomRequests(**given), **kwargs)
 
     for option in reversed(_OPTIONS):
-        with_workload = option(with_workload)
-    return with_workload
+        with_requests = option(with_requests)
+    return with_requests

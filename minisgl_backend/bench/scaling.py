@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from minisgl_backend.bench.own_process import option_arguments, run_bench
-from minisgl_backend.bench.prompts import Workload, workload_options
+from minisgl_backend.bench.prompts import RandomRequests, request_options
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.cli.options import engine_options, numbers
 from minisgl_backend.cli.serve import located
@@ -37,11 +37,11 @@ from minisgl_backend.config import EngineOptions
 @click.option("--context", default=256, show_default=True, help="prompt tokens of a decode request")
 @click.option("--steps", default=200, show_default=True, help="steps to measure a batch size")
 @click.option("--patience", default=300.0, show_default=True, help="seconds for a configuration")
-@workload_options
+@request_options
 @json_option
 def scaling(
     options: EngineOptions,
-    workload: Workload,
+    requests: RandomRequests,
     sizes: Sequence[int],
     comms: str,
     batches: Sequence[int],
@@ -53,7 +53,7 @@ def scaling(
     """Decode steps and throughput by the number of ranks, with scaling efficiency."""
     options = located(options)
     decode = ["--context", str(context), "--steps", str(steps)]
-    decode += ["--temperature", str(workload.temperature)]
+    decode += ["--temperature", str(requests.temperature)]
     decode += [word for batch in batches for word in ("--batch-size", str(batch))]
     report = Report("scaling")
     for changed in configurations(options, sizes, comms.split(",")):
@@ -65,7 +65,7 @@ def scaling(
             if not report.rows:
                 report.info = found["info"]
             steps_ms = {row["batch"]: row["mean_ms"] for row in found["rows"]}
-            found = run_bench(["offline", *arguments, *workload.arguments()], timeout_s=patience)
+            found = run_bench(["offline", *arguments, *requests.arguments()], timeout_s=patience)
             tokens_per_s = found["tokens_per_s"]
         except click.ClickException as error:
             error.show()

@@ -14,9 +14,9 @@ from typing import Final
 import click
 
 from minisgl_backend.bench.clients import Answer, ask_at_once, requests_of
-from minisgl_backend.bench.offline import percentiles
+from minisgl_backend.bench.offline import p50_and_p99
 from minisgl_backend.bench.own_process import option_arguments, run_bench
-from minisgl_backend.bench.prompts import Workload, workload_options
+from minisgl_backend.bench.prompts import RandomRequests, request_options
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started
 from minisgl_backend.cli.options import engine_options, tritonserver_option
@@ -30,26 +30,26 @@ _MODEL: Final = "minisgl"
 
 @click.command("server-share")
 @engine_options
-@workload_options
+@request_options
 @click.option("--clients", default=8, show_default=True, help="processes that send requests")
 @tritonserver_option
 @json_option
 def server_share(
     options: EngineOptions,
-    workload: Workload,
+    requests: RandomRequests,
     clients: int,
     tritonserver: str | None,
     json_path: Path | None,
 ) -> None:
     """Throughput through tritonserver, and its share of the same engine's without."""
     options = located(options)
-    arguments = [*option_arguments(options), *workload.arguments()]
+    arguments = [*option_arguments(options), *requests.arguments()]
     offline = run_bench(["offline", *arguments])
     vocab_size = load_spec(Path(options.model)).vocab_size
-    prompts = workload.prompts(vocab_size)
+    prompts = requests.prompts(vocab_size)
     warm_up, measured = (
-        requests_of(drawn, model=_MODEL, temperature=workload.temperature)
-        for drawn in (workload.warm_up(vocab_size), prompts)
+        requests_of(drawn, model=_MODEL, temperature=requests.temperature)
+        for drawn in (requests.warm_up(vocab_size), prompts)
     )
     with started(options_as_text(options), tritonserver=tritonserver) as server:
         address = f"127.0.0.1:{server.grpc_port}"
@@ -79,7 +79,7 @@ def figures_of(answers: list[Answer]) -> dict[str, float]:
         "output_tokens": num_tokens,
         "seconds": seconds,
         "tokens_per_s": num_tokens / seconds,
-        **percentiles("ttft", [1e3 * (a.arrived_s[0] - a.sent_s) for a in answers]),
-        **percentiles("tpot", each_ms),
+        **p50_and_p99("ttft", [1e3 * (a.arrived_s[0] - a.sent_s) for a in answers]),
+        **p50_and_p99("tpot", each_ms),
         "tokens_per_response": num_tokens / sum(len(a.arrived_s) for a in answers),
     }

@@ -30,7 +30,8 @@ from minisgl_backend.check.rates import REFUSED_WITHIN_MS
 from minisgl_backend.check.target import wait_until
 from minisgl_backend.errors import EngineFailure
 
-_LONG: Final = 300
+_LONG: Final = 480
+"""The pages that ``OPTIONS`` has hold two of such answers."""
 _STARTED_S: Final = 30.0
 _NUM_REFUSED: Final = 20
 _NUM_CALLS: Final = 200

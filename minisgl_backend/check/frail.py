@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -30,7 +31,7 @@ _LONGEST_PAUSE_S: Final = 0.05
 _PAUSED: Final = 0.1
 """Share of the moments at which there is a pause."""
 _HIDDEN: Final = 0.5
-"""Share of the steps of a phase in which there are no pages."""
+"""Share of the steps of a phase, after the first, in which there are no pages."""
 
 
 def _is_on(defect: Defect) -> bool:
@@ -43,9 +44,13 @@ def _is_on(defect: Defect) -> bool:
 
 def mark_met() -> None:
     """Say that a defect came to bear."""
+    _met().touch()
+
+
+def _met() -> Path:
     directory = runtime_directory()
     assert directory is not None
-    (directory / MET).touch()
+    return directory / MET
 
 
 def pause() -> None:
@@ -82,7 +87,7 @@ class FrailScheduler(Scheduler):
 
     def plan(self) -> StepPlan | None:
         pause()
-        if not (self._is_scarce() and random.random() < _HIDDEN):
+        if not self._is_scarce() or (_met().exists() and random.random() >= _HIDDEN):
             return super().plan()
         mark_met()
         self._hide(self._cache.num_pages)

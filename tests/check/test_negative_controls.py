@@ -51,7 +51,7 @@ def broken(own: OwnServer, promise: str) -> Iterator[None]:
         defect.unlink()
 
 
-def cancel_one(own: OwnServer, *, max_tokens: int = 300) -> None:
+def cancel_one(own: OwnServer, *, max_tokens: int = 900) -> None:
     with (
         Client(own.grpc_address) as client,
         client.stream(input_ids=HELD_PROMPT, max_tokens=max_tokens) as stream,

@@ -224,6 +224,8 @@ class Loop:
             tokens = flight.pending.tokens()
         self._flights.popleft()
         result = self._scheduler.commit(plan, tokens)
+        if result.request_ids:
+            self._returning.progressed()
         now = time.monotonic()
         self._recorder.step_committed(
             _kind(plan),

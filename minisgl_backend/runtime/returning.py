@@ -47,6 +47,10 @@ class Returning:
         culprit, self._suspect = self._suspect, None
         return culprit
 
+    def progressed(self) -> None:
+        """Note that a request, any request, has got a token."""
+        self._num_barren = 0
+
     def come_back(self, request_ids: Iterable[RequestId]) -> None:
         """Let these requests come back in this order, and no others."""
         self._waiting = deque(request_ids)
@@ -64,7 +68,6 @@ class Returning:
             if num_tokens.get(self._suspect) == self._num_tokens:
                 return None
             self._suspect = None
-            self._num_barren = 0
         while self._waiting:
             request_id = self._waiting.popleft()
             if request_id in num_tokens:

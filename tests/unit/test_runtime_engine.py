@@ -490,6 +490,17 @@ def test_steps_that_always_break_fail_every_open_request_and_close_the_door(
     assert it.engine.stats().failed == {"INTERNAL": 5}
 
 
+def test_requests_that_break_steps_are_counted_only_while_no_token_comes_between() -> None:
+    it = Bench()
+    for _ in range(3):
+        poison, healthy = it.request([1]), it.request([2])
+        it.executor.poison = poison.id
+        assert isinstance(it.submit(poison).error(), EngineFailure)
+        assert it.submit(healthy).ending() == Finished(FinishReason.LENGTH)
+    assert it.engine.health().ready
+    it.engine.close(drain_s=0)
+
+
 def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
     it = Bench(model=Model(vocabulary=100, nan_every=20), max_queued=100)
     requests = [it.request([i], max_tokens=10) for i in range(30)]

@@ -16,7 +16,11 @@ from minisgl_backend.text.strict_json import parse_json
 
 def parse_messages(text: str, limits: Limits) -> list[dict[str, Any]]:
     """The messages of a JSON list; ``arguments`` of tool calls become objects."""
-    messages = _parse_list("messages", text, limits)
+    messages = _parse_list("messages", text)
+    for message in messages:
+        if isinstance(message, dict):
+            _read_arguments(message)
+    _check_values("messages", messages, limits)
     if not messages:
         raise InvalidRequest("messages must not be empty")
     if len(messages) > limits.messages:
@@ -28,7 +32,8 @@ def parse_messages(text: str, limits: Limits) -> list[dict[str, Any]]:
 
 def parse_tools(text: str, limits: Limits) -> list[dict[str, Any]]:
     """The tools of a JSON list of objects."""
-    tools = _parse_list("tools", text, limits)
+    tools = _parse_list("tools", text)
+    _check_values("tools", tools, limits)
     if len(tools) > limits.messages:
         raise InvalidRequest(f"tools must be at most {limits.messages}, got {len(tools)}")
     for index, tool in enumerate(tools):
@@ -47,10 +52,15 @@ def join_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _parse_list(name: str, text: str, limits: Limits) -> list[Any]:
+def _parse_list(name: str, text: str) -> list[Any]:
     value = parse_json(name, text)
     if not isinstance(value, list):
         raise InvalidRequest(f"{name} must be a JSON list")
+    return value
+
+
+def _check_values(name: str, value: list[Any], limits: Limits) -> None:
+    """Refuse what a template cannot render, or what makes a text that is no Unicode."""
     if not _is_shallow(value, limits.message_depth):
         raise InvalidRequest(f"{name} must be at most {limits.message_depth} levels deep")
     try:
@@ -58,7 +68,6 @@ def _parse_list(name: str, text: str, limits: Limits) -> list[Any]:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError:
         raise InvalidRequest(f"{name} must be valid Unicode") from None
-    return value
 
 
 def _is_shallow(value: Any, depth: int) -> bool:
@@ -74,7 +83,6 @@ def _check_message(name: str, message: Any) -> None:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f"{name}.role must be a string")
-    _read_arguments(message)
     content = message.get("content")
     if content is None and (message.get("tool_calls") or message.get("function_call")):
         return
@@ -95,7 +103,10 @@ def _check_part(name: str, part: Any) -> None:
 
 
 def _read_arguments(message: dict[str, Any]) -> None:
-    """Clients send a call's arguments as JSON in a string, while templates expect the object."""
+    """Clients send a call's arguments as JSON in a string, while templates expect the object.
+
+    To be called before ``_check_values``: the string hides the object from it.
+    """
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None

@@ -15,6 +15,8 @@ from minisgl_backend.server.process import TritonServer
 from tests.server.client import Call, Metrics, Refused, generate, tensors, wait_for
 
 TEXT = {"text_input": "Hello"}
+SURROGATE_CALL = {"function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
+SURROGATE_CHAT = [{"role": "assistant", "content": "", "tool_calls": [SURROGATE_CALL]}]
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "INVALID_ARG: give one of text_input, messages and input_ids, got none of them"),
@@ -24,6 +26,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [5, 2**31 - 1]}, "INVALID_ARG: input_ids must be in 0 .. 2047, got 2147483647"),
     ({"messages": "[]"}, "INVALID_ARG: messages"),
     ({"messages": "no JSON"}, "INVALID_ARG: messages"),
+    ({"messages": json.dumps(SURROGATE_CHAT)}, "INVALID_ARG: messages must be valid Unicode"),
     ({**TEXT, "temperature": -1.0}, "INVALID_ARG: temperature must be finite and >= 0, got -1"),
     ({**TEXT, "top_p": 1.5}, "INVALID_ARG: top_p"),
     ({**TEXT, "max_tokens": 0}, "INVALID_ARG: max_tokens"),

@@ -200,6 +200,23 @@ def test_calls_of_tools(tmp_path: Path) -> None:
     assert encoder.render(MessagesPrompt(json.dumps([message]))) == "Paris;Rome;;;;"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (r'{"where": "\ud800"}', "messages must be valid Unicode"),
+        (r'{"\udfff": 1}', "messages must be valid Unicode"),
+        ('{"where": ' + "[" * 40 + "]" * 40 + "}", "messages must be at most 32 levels deep"),
+    ],
+)
+def test_arguments_in_a_string_are_checked_as_if_they_were_an_object(
+    tmp_path: Path, arguments: str, message: str
+) -> None:
+    source = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    encoder = PromptEncoder.load(folder(tmp_path, template=source))
+    with pytest.raises(InvalidRequest, match=message):
+        encoder.encode(chat("a", tool_calls=[{"function": {"arguments": arguments}}]))
+
+
 def test_tool_calls_of_another_shape_are_the_templates_business(encoder: PromptEncoder) -> None:
     for calls in (5, [5], [{"function": 5}]):
         assert encoder.render(chat("a", tool_calls=calls)) == "<|start|>a"

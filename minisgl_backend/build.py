@@ -67,8 +67,6 @@ def build_scheduler(options: EngineOptions, info: EngineInfo) -> Scheduler:
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,
         max_sequence_length=info.max_sequence_length,
-        page_size=info.page_size,
-        num_pages=info.num_pages,
         policy=options.schedule_policy,
     )
     return Scheduler(cache, config)

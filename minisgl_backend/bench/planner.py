@@ -180,8 +180,6 @@ def _scheduler(num_pages: int, page_size: int, max_prefill_tokens: int) -> Sched
     config = SchedulerConfig(
         max_prefill_tokens=max_prefill_tokens,
         max_sequence_length=num_pages * page_size,
-        page_size=page_size,
-        num_pages=num_pages,
     )
     return Scheduler(RadixCache(num_pages, page_size), config)
 

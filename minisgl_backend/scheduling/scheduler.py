@@ -32,7 +32,7 @@ from typing import cast
 import numpy as np
 
 from minisgl_backend.cache.kv import KVCache, Lease
-from minisgl_backend.errors import ConfigError, InvariantError
+from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import (
     NO_TOKEN,
     Admission,
@@ -68,8 +68,6 @@ class SchedulerConfig:
     max_running_requests: int = 256
     max_prefill_tokens: int = 8192
     max_sequence_length: int
-    page_size: int
-    num_pages: int
     policy: str = "fcfs"
     reserve_tokens: int = 256
 
@@ -78,11 +76,6 @@ class Scheduler:
     """Decides what each step does. ``runtime.ports.Scheduler`` documents the methods in full."""
 
     def __init__(self, cache: KVCache, config: SchedulerConfig) -> None:
-        if (cache.num_pages, cache.page_size) != (config.num_pages, config.page_size):
-            raise ConfigError(
-                f"the cache has {cache.num_pages} pages of {cache.page_size} tokens, "
-                f"the planner expects {config.num_pages} of {config.page_size}"
-            )
         self._cache = cache
         self._config = config
         self._life = Lifecycle(cache, config.max_running_requests, config.policy)
@@ -101,8 +94,8 @@ class Scheduler:
             len(request.prompt),
             request.sampling.max_tokens,
             self._config.max_sequence_length,
-            self._config.num_pages,
-            self._config.page_size,
+            self._cache.num_pages,
+            self._cache.page_size,
         )
         self._life.enqueue(request, generated)
 
@@ -197,8 +190,8 @@ class Scheduler:
         pages = self._cache.grow_each([rows.sequence(row).held() for row in short.tolist()])
         if pages is None:
             return False
-        draft.grant(short, rows.capacity[short] // self._config.page_size, pages)
-        rows.capacity[short] += self._config.page_size
+        draft.grant(short, rows.capacity[short] // self._cache.page_size, pages)
+        rows.capacity[short] += self._cache.page_size
         return True
 
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
@@ -257,7 +250,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, lease: Lease, draft: Draft) -> None:
         """Give a waiting sequence a row, and tell the executor."""
         request = sequence.request
-        num_cached_tokens = lease.num_shared * self._config.page_size
+        num_cached_tokens = lease.num_shared * self._cache.page_size
         self._life.start(sequence, lease)
         self._prefix_queries += len(sequence.tokens)
         self._prefix_hits += num_cached_tokens

@@ -84,8 +84,6 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             max_running_requests=MAX_ROWS,
             max_prefill_tokens=chunk,
             max_sequence_length=context,
-            page_size=page_size,
-            num_pages=num_pages,
         )
         cache = (RadixCache if radix else NaiveCache)(num_pages, page_size)
         self._scheduler = Scheduler(cache, config)

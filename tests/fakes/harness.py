@@ -61,8 +61,6 @@ class Harness:
                 max_running_requests=setup.num_rows,
                 max_prefill_tokens=setup.max_prefill_tokens,
                 max_sequence_length=setup.max_sequence_length,
-                page_size=setup.page_size,
-                num_pages=setup.num_pages,
                 policy=setup.policy,
                 reserve_tokens=setup.reserve_tokens,
             ),

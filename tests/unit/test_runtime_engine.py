@@ -149,8 +149,6 @@ class Bench:
             max_running_requests=max_running,
             max_prefill_tokens=16,
             max_sequence_length=CONTEXT,
-            page_size=PAGE_SIZE,
-            num_pages=NUM_PAGES,
         )
         self.info = EngineInfo(
             model="fake",
@@ -639,7 +637,7 @@ def test_a_planner_that_finds_no_step_is_replaced(
 
 def test_a_request_that_only_the_loop_can_refuse(bench: Bench) -> None:
     """One that never fits would be refused at the door; one may come in while the loop ends."""
-    config = SchedulerConfig(max_sequence_length=CONTEXT, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    config = SchedulerConfig(max_sequence_length=CONTEXT)
     loop = Loop(
         Scheduler(RadixCache(NUM_PAGES, PAGE_SIZE), config),
         bench.executor,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.cache.kv import Lease, NaiveCache, RadixCache
-from minisgl_backend.errors import ConfigError, InvalidRequest, InvariantError
+from minisgl_backend.errors import InvalidRequest, InvariantError
 from minisgl_backend.plan import NO_TOKEN, Completion, SampledTokens, StepPlan, StepResult
 from minisgl_backend.request import (
     FinishReason,
@@ -21,12 +21,11 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
+PAGE_SIZE = 4
 CONFIG = SchedulerConfig(
     max_running_requests=4,
     max_prefill_tokens=16,
     max_sequence_length=64,
-    page_size=4,
-    num_pages=32,
     reserve_tokens=0,
 )
 
@@ -42,10 +41,9 @@ def make(
         CONFIG,
         max_running_requests=max_running_requests,
         max_prefill_tokens=max_prefill_tokens,
-        num_pages=num_pages,
         reserve_tokens=reserve_tokens,
     )
-    return Scheduler(RadixCache(num_pages, config.page_size), config)
+    return Scheduler(RadixCache(num_pages, PAGE_SIZE), config)
 
 
 def request(
@@ -406,7 +404,7 @@ class CountingCache(RadixCache):
 
 def test_a_blocked_request_is_not_matched_again_in_each_step() -> None:
     cache = CountingCache(8, 4)
-    scheduler = Scheduler(cache, replace(CONFIG, num_pages=8))
+    scheduler = Scheduler(cache, CONFIG)
     scheduler.add(request(0, 4, max_tokens=20))
     step(scheduler)
     scheduler.add(request(1, 31, max_tokens=1))
@@ -461,11 +459,6 @@ def test_commits_come_in_order_and_in_full() -> None:
         commit(scheduler, first)
     with pytest.raises(InvariantError, match="2 tokens for 1 rows"):
         commit(scheduler, second, (1, 2))
-
-
-def test_cache_and_configuration_must_agree() -> None:
-    with pytest.raises(ConfigError, match="the cache has 8 pages of 4 tokens"):
-        Scheduler(NaiveCache(8, 4), CONFIG)
 
 
 class LeakyCache(NaiveCache):

@@ -75,7 +75,7 @@ def build_rank(facts: Resolved, join: Callable[[], Group], meet: Callable[[], No
     storage = KVStorage(
         facts.shape,
         num_pages=_num_pages(facts, group),
-        page_size=facts.page_size,
+        page_size=facts.options.page_size,
         dtype=facts.kv_dtype,
         device=facts.device.torch_device,
         scales=_kv_scales(facts),
@@ -96,7 +96,7 @@ def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
         vocab_size=spec.vocab_size,
         eos_token_ids=tuple(sorted(spec.eos_token_ids)),
         max_sequence_length=facts.context,
-        page_size=facts.page_size,
+        page_size=options.page_size,
         num_pages=num_pages,
         max_running_requests=options.max_running_requests,
         max_queued_requests=options.max_queued_requests,
@@ -116,7 +116,7 @@ def _executor(
         storage=storage,
         backend=SdpaAttention(
             facts.shape,
-            page_size=facts.page_size,
+            page_size=facts.options.page_size,
             dtype=facts.dtype,
             device=facts.device.torch_device,
         ),
@@ -139,7 +139,7 @@ def _cuda_executor(
         options.attention_backend,
         AttentionSetting(
             shape=facts.shape,
-            page_size=facts.page_size,
+            page_size=options.page_size,
             max_sequence_length=facts.context,
             dtype=facts.dtype,
             kv_dtype=facts.kv_dtype,
@@ -226,8 +226,8 @@ def _num_pages(facts: Resolved, group: Group) -> int:
     if options.num_pages is not None:
         return options.num_pages
     return choose_num_pages(
-        page_bytes=bytes_per_page(facts.shape, facts.page_size, facts.kv_dtype),
-        page_size=facts.page_size,
+        page_bytes=bytes_per_page(facts.shape, options.page_size, facts.kv_dtype),
+        page_size=options.page_size,
         free_bytes=free_bytes,
         memory_ratio=options.memory_ratio,
         cap_bytes=cap_bytes,

@@ -1,8 +1,8 @@
 """What the operator asks for (``EngineOptions``), and how much one request may bring (``Limits``).
 
 Knows names, types, defaults and ranges. Must not know devices, model files or Triton: what depends
-on those is decided later, the dtype and the page size in ``resolve``, the number of pages and the
-attention backend in ``build``.
+on those is decided later, the dtype in ``resolve``, the number of pages and the attention backend
+in ``build_rank``.
 
 Options come as strings (from config.pbtxt or the command line) or as values of their type. An
 unknown name is an error that names the nearest known one. An empty string or ``auto`` stands for
@@ -63,7 +63,7 @@ class EngineOptions:
     device: str | None = option(
         None, "where the model runs; auto: on a GPU if there is one", choices=("cpu", "cuda")
     )
-    page_size: int | None = option(None, "token positions per page of KV", minimum=1, maximum=1024)
+    page_size: int = option(16, "token positions per page of KV", minimum=1, maximum=1024)
     num_pages: int | None = option(
         None, "pages of KV; auto: as many as fit the free memory", minimum=1
     )

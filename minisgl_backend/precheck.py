@@ -22,8 +22,7 @@ from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.place import Place, check_comm
 
 CPU_DTYPE: Final = "float32"
-CPU_PAGE_SIZE: Final = 16
-"""These two are the defaults of ``CpuDevice``, which cannot be imported without torch."""
+"""The default of ``CpuDevice``, which cannot be imported without torch."""
 _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
     {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 )
@@ -112,7 +111,7 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     """
     context, num_ranks = context_of(options, spec), options.tensor_parallel_size
     item_bytes = _ITEM_BYTES[options.dtype or CPU_DTYPE]
-    page_size, num_pages = options.page_size or CPU_PAGE_SIZE, options.num_pages or 1
+    page_size, num_pages = options.page_size, options.num_pages or 1
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)
     needs = {

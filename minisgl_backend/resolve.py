@@ -42,7 +42,6 @@ class Resolved:
     context: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    page_size: int
 
 
 def resolve(options: EngineOptions, place: Place) -> Resolved:
@@ -67,7 +66,6 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
         context=context_of(options, spec),
         dtype=dtype,
         kv_dtype=torch.float8_e4m3fn if options.kv_cache_dtype == "fp8_e4m3" else dtype,
-        page_size=options.page_size or device.default_page_size,
     )
 
 

@@ -92,7 +92,7 @@ def paced_engine(options: EngineOptions, *, step_s: float, journal: Path | None 
         vocab_size=len(load_vocabulary(options.model)),
         eos_token_ids=(),
         max_sequence_length=options.max_sequence_length or 8192,
-        page_size=options.page_size or 16,
+        page_size=options.page_size,
         num_pages=options.num_pages or 2**18,
         max_running_requests=options.max_running_requests,
         max_queued_requests=options.max_queued_requests,

@@ -36,10 +36,6 @@ class Device(Protocol):
         """The dtype that ``auto`` stands for, or None if it is that of the checkpoint."""
 
     @property
-    def default_page_size(self) -> int:
-        """The page size that ``auto`` stands for."""
-
-    @property
     def kv_bytes_cap(self) -> int | None:
         """The most bytes that KV pages take if their number is ``auto``; None for no cap."""
 

@@ -30,7 +30,6 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     default_dtype = "float32"
-    default_page_size = 16
     kv_bytes_cap = _KV_BYTES_CAP
 
     def __init__(self, num_threads: int | None = None) -> None:

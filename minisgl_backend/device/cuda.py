@@ -36,7 +36,6 @@ class CudaDevice:
     """Tensors in a GPU's memory, computed in the order of one stream."""
 
     default_dtype = None
-    default_page_size = 16
     kv_bytes_cap = None
 
     def __init__(self, index: int = 0) -> None:

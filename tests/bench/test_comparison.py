@@ -30,7 +30,7 @@ SMALL = ["--device", "cpu", "--num-pages", "64", "--max-sequence-length", "128"]
         ("attention_backend=fa,triton", {"attention_backend": "fa,triton"}),
         (
             "attention_backend=fa,triton,overlap=false,page_size=auto",
-            {"attention_backend": "fa,triton", "overlap": False, "page_size": None},
+            {"attention_backend": "fa,triton", "overlap": False, "page_size": 16},
         ),
     ],
 )

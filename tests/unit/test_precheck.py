@@ -16,13 +16,7 @@ from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import tensor_files
-from minisgl_backend.precheck import (
-    CPU_DTYPE,
-    CPU_PAGE_SIZE,
-    check_options,
-    checked_spec,
-    device_type,
-)
+from minisgl_backend.precheck import CPU_DTYPE, check_options, checked_spec, device_type
 
 
 @pytest.fixture
@@ -38,7 +32,6 @@ def test_it_needs_no_torch() -> None:
 
 def test_it_knows_what_a_cpu_takes() -> None:
     assert CpuDevice.default_dtype == CPU_DTYPE
-    assert CpuDevice.default_page_size == CPU_PAGE_SIZE
 
 
 def test_the_device_is_known_where_it_is_named() -> None:

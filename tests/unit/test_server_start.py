@@ -425,7 +425,7 @@ def test_parameters_are_set_and_kept() -> None:
 
 
 def test_options_as_parameters() -> None:
-    options = EngineOptions(model="m", overlap=False, memory_ratio=0.5, page_size=None, seed=3)
+    options = EngineOptions(model="m", overlap=False, memory_ratio=0.5, num_pages=None, seed=3)
     text = options_as_text(options)
     assert text == {"model": "m", "overlap": "false", "memory_ratio": "0.5", "seed": "3"}
     assert EngineOptions.from_mapping(text) == options

@@ -8,8 +8,9 @@ keeps the last sampled token of each row.
 Must not know tensors, devices, caches or queues. A plan consists of plain numbers, so the other
 tensor-parallel ranks get the very same plan (``execution.plan_words``).
 
-Invariants: row and page numbers are those of the planner's tables; grants are written to the page
-table before anything else of the step runs; in a step a row decodes or prefills, never both.
+Invariants: a step computes at least one token; row and page numbers are those of the planner's
+tables; grants are written to the page table before anything else of the step runs; in a step a row
+decodes or prefills, never both.
 """
 
 from __future__ import annotations

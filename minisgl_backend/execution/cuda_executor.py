@@ -217,8 +217,6 @@ class CudaExecutor:
 
     def _step(self, batch: FlatBatch, prefill_tokens: IntArray) -> StepOutput:
         """Any step: the layers over its tokens, then head and sampling."""
-        if not len(batch.positions):
-            return self._no_output
         if self.chunk_graphs is not None and self.chunk_graphs.fits(batch):
             hidden = self.chunk_graphs.replay(batch, prefill_tokens)
         else:

@@ -103,8 +103,6 @@ class ModelExecutor:
         for admission in plan.admissions:
             self._sampler.admit(admission)
             self._request_ids[admission.row] = admission.request_id
-        if plan.num_tokens == 0:
-            return _NOTHING
 
         indices = StepIndices.of(plan, self._page_table)
         hidden = self._forward(plan, indices)  # [num_tokens, hidden_size]

@@ -255,10 +255,6 @@ def test_logprobs_come_with_the_tokens(executor: ModelExecutor) -> None:
     assert entry.alternatives[0] == (int(sampled.token_ids[0]), entry.logprob)
 
 
-def test_a_plan_without_tokens_only_keeps_the_books(executor: ModelExecutor) -> None:
-    assert _tokens(Driver(executor).launch(released_rows=_ints(0, 1))) == []
-
-
 def test_what_a_step_raises_is_raised_by_its_tokens(
     executor: ModelExecutor, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

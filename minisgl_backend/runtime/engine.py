@@ -179,8 +179,6 @@ class Engine:
     def _check(self, request: Request) -> None:
         info, sampling = self.info, request.sampling
         prompt = request.prompt
-        if not len(prompt):
-            raise InvalidRequest("the prompt is empty")
         _check_ids("input_ids", prompt, info.vocab_size)
         _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
         _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)

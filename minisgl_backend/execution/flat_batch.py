@@ -55,7 +55,7 @@ class FlatBatch:
             chunk_offsets=offsets.astype(np.int32),
             chunk_ends=ends.astype(np.int32),
             samples=np.concatenate([offsets[1:][sampled] - 1, decodes], dtype=int),
-            sample_rows=np.concatenate([plan.prefill_rows[sampled], plan.decode_rows], dtype=int),
+            sample_rows=plan.sample_rows.astype(np.int64),
             sample_positions=np.concatenate([ends[sampled], plan.decode_positions + 1], dtype=int),
         )
 

@@ -10,16 +10,13 @@ Must not know requests, plans or how pages are given out.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionShape, KVScale
+from minisgl_backend.attention.base import AttentionShape, KVScale, Metadata
 from minisgl_backend.request import IntArray
-
-Metadata: TypeAlias = Any
-"""Whatever an implementation prepares for itself once a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.chunk_graphs import token_counts
+from minisgl_backend.execution.cpu_executor import CpuExecutor
 from minisgl_backend.execution.cuda_executor import CudaExecutor
-from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.execution.graphs import batch_sizes
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.models.build import build_model
@@ -48,7 +48,7 @@ class Rank:
     """One rank's part of an engine."""
 
     info: EngineInfo
-    executor: ModelExecutor | CudaExecutor
+    executor: CpuExecutor | CudaExecutor
     group: Group
 
 
@@ -107,11 +107,11 @@ def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
 
 def _executor(
     facts: Resolved, model: Decoder, storage: KVStorage
-) -> tuple[ModelExecutor | CudaExecutor, str]:
+) -> tuple[CpuExecutor | CudaExecutor, str]:
     """The executor of the device, and the name of its attention backend."""
     if isinstance(facts.device, CudaDevice):
         return _cuda_executor(facts, facts.device, model, storage)
-    executor = ModelExecutor(
+    executor = CpuExecutor(
         model,
         storage=storage,
         backend=SdpaAttention(

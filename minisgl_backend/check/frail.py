@@ -19,7 +19,7 @@ from minisgl_backend.attention.base import HostArray
 from minisgl_backend.cache.kv import Lease, RadixCache
 from minisgl_backend.check.defect import FILE, MARK, MET, STEP_S, Defect
 from minisgl_backend.execution.batch import StepIndices
-from minisgl_backend.execution.executor import ModelExecutor, PendingStep
+from minisgl_backend.execution.cpu_executor import CpuExecutor, PendingStep
 from minisgl_backend.execution.sampler import Sample, Sampler
 from minisgl_backend.plan import Admission, SampledTokens, StepPlan
 from minisgl_backend.request import RequestId
@@ -151,7 +151,7 @@ class FrailPending(PendingStep):
         return super().tokens()
 
 
-class FrailExecutor(ModelExecutor):
+class FrailExecutor(CpuExecutor):
     """Forward passes raise, or are slow."""
 
     raises_once = Defect.ONE_FORWARD

@@ -21,7 +21,7 @@ from minisgl_backend.check.frail import (
     pause,
 )
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.execution import executor
+from minisgl_backend.execution import cpu_executor
 from minisgl_backend.runtime import engine
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.tritonserver import llm_engine
@@ -52,8 +52,8 @@ class FrailModel(llm_engine.TritonPythonModel):
                 Scheduler=FrailScheduler,
                 _FOLLOWER_COMMAND=_FOLLOWER_COMMAND,
             ),
-            mock.patch.object(build_rank, "ModelExecutor", FrailExecutor),
-            mock.patch.object(executor, "Sampler", FrailSampler),
+            mock.patch.object(build_rank, "CpuExecutor", FrailExecutor),
+            mock.patch.object(cpu_executor, "Sampler", FrailSampler),
             mock.patch.object(engine, "Loop", FrailLoop),
         ):
             return build.build_engine(options)

@@ -12,7 +12,7 @@ from minisgl_backend.check.frail import FrailFollower
 from minisgl_backend.cli import rank
 
 if __name__ == "__main__":
-    with mock.patch.object(build_rank, "ModelExecutor", FrailFollower):
+    with mock.patch.object(build_rank, "CpuExecutor", FrailFollower):
         code = rank.main(sys.argv[1:])
     logging.shutdown()
     os._exit(code)  # as ``cli.rank`` ends

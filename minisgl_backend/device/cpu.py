@@ -62,6 +62,7 @@ class CpuDevice:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Queue ``work``, which runs in inference mode."""
         return self._queue.submit(_in_inference_mode, work)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:

@@ -1,35 +1,21 @@
 """An NVIDIA GPU as a device: its queue is one CUDA stream.
 
-Work is enqueued on the thread that submits it: that takes as long as its launches take, and never
+Work is queued on the thread that launches it: that takes as long as its launches take, and never
 waits for the GPU. Copies to and from the host go through pinned memory of PyTorch's caching
 allocator, which hands a block out again only after the copies that use it have run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
-
-T = TypeVar("T")
-
-
-class Enqueued(Generic[T]):
-    """Work whose launches are on the stream (``Submission``)."""
-
-    def __init__(self, value: T, done: torch.cuda.Event):
-        self._value = value
-        self._done = done
-
-    def result(self) -> T:
-        self._done.synchronize()
-        return self._value
 
 
 class CudaDevice:
@@ -48,10 +34,6 @@ class CudaDevice:
         self._closed = False
 
     @property
-    def name(self) -> str:
-        return torch.cuda.get_device_name(self.torch_device)
-
-    @property
     def total_memory(self) -> int:
         """All bytes of the GPU's memory, used or free."""
         return torch.cuda.get_device_properties(self.torch_device).total_memory
@@ -67,13 +49,6 @@ class CudaDevice:
         """Launch what is inside on the stream, in inference mode."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             yield
-
-    def submit(self, work: Callable[[], T]) -> Enqueued[T]:
-        with self.queue():
-            value = work()
-            done = torch.cuda.Event()
-            done.record(self.stream)
-        return Enqueued(value, done)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         writable = array if array.flags.writeable else array.copy()  # torch warns of others

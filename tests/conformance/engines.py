@@ -14,7 +14,7 @@ import torch
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.cache.kv import NaiveCache, RadixCache
 from minisgl_backend.device.cpu import CpuDevice
-from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.cpu_executor import CpuExecutor
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
@@ -72,7 +72,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         )
         # What nobody has written is nobody's to read.
         self.storage.pages[:, :, :num_pages] = float("nan")
-        self.executor = ModelExecutor(
+        self.executor = CpuExecutor(
             model,
             storage=self.storage,
             backend=SdpaAttention(shape, page_size=page_size, dtype=dtype, device=cpu),

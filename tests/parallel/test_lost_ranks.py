@@ -21,7 +21,7 @@ from minisgl_backend.build import build_executor
 from minisgl_backend.check.processes import runs
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
-from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.cpu_executor import CpuExecutor
 from minisgl_backend.execution.followers import Followers
 from minisgl_backend.execution.sampler import Sample, Sampler
 from minisgl_backend.parallel.place import Place
@@ -134,7 +134,7 @@ def test_a_step_that_breaks_on_one_rank_only_ends_the_engine(
         def broken(*_: object) -> None:
             raise ValueError("no forward pass")
 
-        monkeypatch.setattr(ModelExecutor, "_forward", broken)
+        monkeypatch.setattr(CpuExecutor, "_forward", broken)
         check_all_failed(ranked, [ranked.submit(PROMPT, ENDLESS)])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from minisgl_backend.attention.base import ForwardContext
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.device.cpu import CpuDevice
-from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.cpu_executor import CpuExecutor
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import parse_spec
@@ -70,10 +70,10 @@ def model() -> Decoder:
 
 
 @pytest.fixture
-def executor(model: Decoder) -> Iterator[ModelExecutor]:
+def executor(model: Decoder) -> Iterator[CpuExecutor]:
     shape, device = SPEC.attention_shape(), CpuDevice(num_threads=1)
     cpu, dtype = device.torch_device, torch.float32
-    executor = ModelExecutor(
+    executor = CpuExecutor(
         model,
         storage=KVStorage(shape, num_pages=32, page_size=PAGE_SIZE, dtype=dtype, device=cpu),
         backend=SdpaAttention(shape, page_size=PAGE_SIZE, dtype=dtype, device=cpu),
@@ -151,7 +151,7 @@ def _tokens(pending: Pending) -> list[int]:
     return tokens
 
 
-def _alone(executor: ModelExecutor, count: int) -> list[int]:
+def _alone(executor: CpuExecutor, count: int) -> list[int]:
     """What ``PROMPT`` continues with, undisturbed, in row 3."""
     driver = Driver(executor)
     tokens = _tokens(driver.prefill(3, PROMPT, pages=(20, 21, 22, 23)))
@@ -161,7 +161,7 @@ def _alone(executor: ModelExecutor, count: int) -> list[int]:
     return tokens
 
 
-def test_chunks_and_decodes_of_several_rows(executor: ModelExecutor) -> None:
+def test_chunks_and_decodes_of_several_rows(executor: CpuExecutor) -> None:
     expected = _alone(executor, 6)
     driver = Driver(executor)
     first = driver.prefill(0, PROMPT[:3], pages=(7, 2, 9, 4), samples=False)
@@ -180,7 +180,7 @@ def test_chunks_and_decodes_of_several_rows(executor: ModelExecutor) -> None:
     assert [tokens[index] for tokens, index in zip(found, own, strict=True)] == expected
 
 
-def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
+def test_a_shared_prefix_is_read_not_written(executor: CpuExecutor) -> None:
     expected = _alone(executor, 3)
     driver = Driver(executor)
     _tokens(driver.prefill(0, PROMPT[:4], pages=(1,)))
@@ -210,7 +210,7 @@ def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
 
 
 def test_a_row_that_is_not_finite_fails_alone(
-    executor: ModelExecutor, caplog: pytest.LogCaptureFixture
+    executor: CpuExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = _alone(executor, 4)
     driver = Driver(executor)
@@ -236,7 +236,7 @@ def test_a_row_that_is_not_finite_fails_alone(
     assert tokens == expected
 
 
-def test_pages_of_a_failed_row_serve_the_next_request(executor: ModelExecutor) -> None:
+def test_pages_of_a_failed_row_serve_the_next_request(executor: CpuExecutor) -> None:
     expected = _alone(executor, 2)
     driver = Driver(executor)
     assert _tokens(driver.prefill(0, (POISON,) * 12, pages=(5, 6, 7))) == [NO_TOKEN]
@@ -245,7 +245,7 @@ def test_pages_of_a_failed_row_serve_the_next_request(executor: ModelExecutor) -
     assert tokens == expected
 
 
-def test_logprobs_come_with_the_tokens(executor: ModelExecutor) -> None:
+def test_logprobs_come_with_the_tokens(executor: CpuExecutor) -> None:
     driver = Driver(executor)
     sampling = SamplingParams(temperature=0.0, num_logprobs=2)
     sampled = driver.prefill(2, PROMPT, pages=(1, 2), sampling=sampling).tokens()
@@ -256,7 +256,7 @@ def test_logprobs_come_with_the_tokens(executor: ModelExecutor) -> None:
 
 
 def test_what_a_step_raises_is_raised_by_its_tokens(
-    executor: ModelExecutor, model: Decoder, monkeypatch: pytest.MonkeyPatch
+    executor: CpuExecutor, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         raise RuntimeError("the device is gone")
@@ -267,7 +267,7 @@ def test_what_a_step_raises_is_raised_by_its_tokens(
         pending.tokens()
 
 
-def test_close_waits_and_may_be_repeated(executor: ModelExecutor) -> None:
+def test_close_waits_and_may_be_repeated(executor: CpuExecutor) -> None:
     pending = Driver(executor).prefill(0, PROMPT, pages=(1, 2))
     executor.close()
     assert len(_tokens(pending)) == 1

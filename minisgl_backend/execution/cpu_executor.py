@@ -1,4 +1,4 @@
-"""Runs plans: the ``Executor`` that turns each ``StepPlan`` into one forward pass and its samples.
+"""Runs plans on a CPU, as ``cuda_executor`` does on a GPU: a forward pass and its samples for each.
 
 Holds what outlives a step, all of it indexed by row or page: the page table, keys and values, the
 last sampled token of each row, and sampling parameters. After ``launch`` everything happens on the
@@ -9,6 +9,7 @@ know waiting requests, the cache, or why rows and pages are granted.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import AttentionBackend, ForwardContext
-from minisgl_backend.device.base import Device, Submission
+from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.execution.batch import PageTable, StepIndices
 from minisgl_backend.execution.flat_batch import FlatBatch
@@ -35,8 +36,8 @@ _NOT_SAMPLED: Final = -2
 """What rank 0 tells the other ranks in place of tokens if it cannot sample."""
 
 
-class ModelExecutor:
-    """A model, its pages and its rows on one device.
+class CpuExecutor:
+    """A model, its pages and its rows on a CPU.
 
     Rows are numbered 0 .. max_rows - 1, pages 0 .. storage.num_pages - 1.
     """
@@ -47,7 +48,7 @@ class ModelExecutor:
         *,
         storage: KVStorage,
         backend: AttentionBackend,
-        device: Device,
+        device: CpuDevice,
         max_rows: int,
         max_sequence_length: int,
     ):
@@ -175,7 +176,7 @@ _NOTHING = _HostSample(torch.empty(0, dtype=torch.int64), None, [])
 class PendingStep:
     """A launched step (``Pending``)."""
 
-    def __init__(self, submission: Submission[_HostSample]):
+    def __init__(self, submission: Future[_HostSample]):
         self._submission = submission
 
     def tokens(self) -> SampledTokens:

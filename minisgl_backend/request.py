@@ -28,6 +28,10 @@ EMPTY: Final = np.empty(0, dtype=np.int32)
 """No tokens, rows or pages."""
 EMPTY.flags.writeable = False
 
+LEAST_TEMPERATURE: Final = 1e-5
+"""A temperature below it becomes 0, with which the likeliest token is chosen without a division:
+1 / temperature may be beyond float32."""
+
 
 class FinishReason(str, Enum):
     """Why a request ended without an error; the values are those of the wire."""
@@ -42,11 +46,11 @@ class FinishReason(str, Enum):
 class SamplingParams:
     """How the next token of a request is chosen, and when it is the last.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. The random
-    numbers depend on ``seed`` and on the token's position alone, not on the rest of the batch.
-    Each of the ``stop_token_ids`` ends the request; none of them can be sampled before there are
-    ``min_tokens`` tokens. ``num_logprobs`` is None for no logprobs, 0 for the chosen token's
-    alone, and otherwise the number of alternatives beside it.
+    ``temperature`` is at least ``LEAST_TEMPERATURE``, or 0, which is greedy. ``top_k`` 0, ``top_p``
+    1 and ``min_p`` 0 are off. The random numbers depend on ``seed`` and on the token's position
+    alone, not on the rest of the batch. Each of the ``stop_token_ids`` ends the request; none of
+    them can be sampled before there are ``min_tokens`` tokens. ``num_logprobs`` is None for no
+    logprobs, 0 for the chosen token's alone, and otherwise the number of alternatives beside it.
     """
 
     max_tokens: int = 16
@@ -63,6 +67,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: tuple[tuple[TokenId, float], ...] = ()
     num_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def has_penalties(self) -> bool:

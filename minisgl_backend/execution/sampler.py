@@ -51,7 +51,6 @@ _DERIVED: Final = {
     "plain": np.bool_,  # greedy, and its logits are never adjusted
 }
 _GREEDY, _RANDOM, _FILTERED = range(3)
-_LEAST_TEMPERATURE: Final = 1e-30  # smaller ones could become 0 in float32: a division by zero
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +94,6 @@ class Sampler:
         record = self._records[row]
         for name in _COPIED:
             record[name] = getattr(params, name)
-        record["temperature"] = max(params.temperature, _LEAST_TEMPERATURE)
         record["num_prompt_tokens"] = admission.num_prompt_tokens
         record["num_logprobs"] = -1 if params.num_logprobs is None else params.num_logprobs
         record["choice"] = _choice(params)

@@ -257,8 +257,10 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 def test_the_least_temperatures_are_greedy() -> None:
     sampler = _sampler()
     logits = _logits(1)
-    for temperature in (1e-300, 1e-46, 1e-40, 1e-20):
-        _admit(sampler, 0, SamplingParams(temperature=temperature))
+    for temperature in (1e-300, 1e-46, 1e-40, 1e-20, 9e-6, -0.0):
+        params = SamplingParams(temperature=temperature)
+        assert str(params.temperature) == "0.0"  # so that no device divides by it
+        _admit(sampler, 0, params)
         assert _sample(sampler, logits, [0], [3]) == [int(logits.argmax())]
 
 

@@ -25,9 +25,6 @@ from minisgl_backend.tritonserver.wire.gather import gather
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
 from minisgl_backend.tritonserver.wire.parameters import BY_NAME, DEFAULTS
 
-GREEDY_BELOW: Final = 1e-5
-"""Temperatures under it count as 0: dividing logits by them overflows, to the same effect."""
-
 PROMPTS: Final = ("text_input", "messages", "input_ids")
 """A request has one of these, or is a ``stop_request``."""
 
@@ -156,11 +153,10 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
     num_logprobs = given["num_logprobs"]
     if num_logprobs is None and (wanted.logprobs or wanted.cumulative_logprob):
         num_logprobs = 0
-    temperature = given["temperature"]
     return SamplingParams(
         max_tokens=given["max_tokens"],
         min_tokens=given["min_tokens"],
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        temperature=given["temperature"],
         top_p=given["top_p"],
         top_k=max(given["top_k"], 0),
         min_p=given["min_p"],

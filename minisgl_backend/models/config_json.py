@@ -70,11 +70,15 @@ class ConfigReader:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(key, "a number", value)
-        if not math.isfinite(value) or value <= 0:
+        try:
+            number = float(value)
+        except OverflowError:  # JSON's integers have no end
+            number = math.inf
+        if not math.isfinite(number) or number <= 0:
             raise self.error(key, "positive and finite", value)
-        if value > maximum:
+        if number > maximum:
             raise self.error(key, f"at most {maximum:g}", value)
-        return float(value)
+        return number
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.values.get(key, default)

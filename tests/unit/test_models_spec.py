@@ -229,6 +229,8 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "zero": ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1"),
     "number": ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
     "infinite": ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be positive and finite"),
+    "beyond floats": ({"rms_norm_eps": 10**400}, "rms_norm_eps must be positive and finite"),
+    "rope theta beyond floats": ({"rope_theta": 10**400}, "rope_theta must be positive and finite"),
     "flag": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
     "word": ({"hidden_act": 7}, "hidden_act must be a string"),
     "eos": ({"eos_token_id": [1, -2]}, "eos_token_id"),

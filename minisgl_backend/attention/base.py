@@ -1,8 +1,10 @@
-"""What one forward pass tells attention, and what an attention backend offers.
+"""What one forward pass tells attention, and what an attention backend offers, on a CPU.
 
-Knows positions, pages and shapes. Must not know requests, plans or how pages are given out. Terms:
-a *sequence* here is one query run of a step: positions ``starts`` .. ``starts + lengths`` of a row,
-attending to all positions before its end. A decoding row is a run of length 1.
+For GPUs this is in ``paged``; shapes and scales are common to both. Knows positions, pages and
+shapes. Must not know requests, plans or how pages are given out.
+
+A *run* is what a step computes of one row: positions ``starts`` .. ``starts + lengths``, which
+attend to all positions before its end. A decoding row is a run of length 1.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ class KVScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """The tokens of one step, sequence after sequence.
+    """The tokens of one step, run after run.
 
     On the device: ``positions`` and ``slots`` int64[num_tokens]; a slot is page * page_size +
-    offset, where the token's key and value go. On the host, int64[num_sequences]: ``starts`` (first
+    offset, where the token's key and value go. On the host, int64[num_runs]: ``starts`` (first
     query position), ``lengths`` (queries), ``offsets`` (first token in flat order); and
-    ``page_table`` int64[num_sequences, max_pages], whose entries behind a sequence's last page are
-    the dummy page.
+    ``page_table`` int64[num_runs, max_pages], whose entries behind a run's last page are the dummy
+    page.
     """
 
     positions: Tensor
@@ -65,7 +67,7 @@ class Batch:
 
 
 class KVPages(Protocol):
-    """Keys and values of all layers. What lies behind a sequence's end in its pages is finite."""
+    """Keys and values of all layers. What lies behind a run's end in its pages is finite."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim]."""

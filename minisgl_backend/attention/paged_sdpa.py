@@ -1,4 +1,4 @@
-"""The backend ``sdpa`` of a GPU: PyTorch's scaled dot product, one sequence after another.
+"""The backend ``sdpa`` of a GPU: PyTorch's scaled dot product, one run after another.
 
 The reference of the others: every page size, window, head count and dtype, slow and plain. It needs
 lengths on the host, so its decode steps are never captured. Runs on a CPU too, for tests.
@@ -22,9 +22,9 @@ _BLOCK: Final = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sequences:
+class _Runs:
     """Runs of queries ``offsets[i] .. offsets[i + 1]`` at the end of ``ends[i]`` positions, whose
-    pages are row i of ``page_table`` [num_sequences, max_pages]."""
+    pages are row i of ``page_table`` [num_runs, max_pages]."""
 
     page_table: Tensor
     offsets: list[int]
@@ -37,30 +37,26 @@ class PagedSdpa:
     def __init__(self, shape: AttentionShape):
         self._shape = shape
 
-    def plan_chunks(self, chunks: Chunks) -> _Sequences:
+    def plan_chunks(self, chunks: Chunks) -> _Runs:
         assert chunks.host_offsets is not None  # its steps are not captured
         assert chunks.host_ends is not None
         table = chunks.page_table.index_select(0, chunks.rows)
-        return _Sequences(table, chunks.host_offsets.tolist(), chunks.host_ends.tolist())
+        return _Runs(table, chunks.host_offsets.tolist(), chunks.host_ends.tolist())
 
-    def plan_rows(self, rows: DecodeRows) -> _Sequences:
+    def plan_rows(self, rows: DecodeRows) -> _Runs:
         assert rows.host_lengths is not None
         table = rows.page_table.index_select(0, rows.rows)
-        return _Sequences(table, list(range(len(table) + 1)), rows.host_lengths.tolist())
+        return _Runs(table, list(range(len(table) + 1)), rows.host_lengths.tolist())
 
-    def prefill(
-        self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Sequences
-    ) -> None:
+    def prefill(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Runs) -> None:
         self._attend(out, q, kv, layer, metadata)
 
-    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Sequences) -> None:
+    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Runs) -> None:
         self._attend(out, q, kv, layer, metadata)
 
-    def _attend(
-        self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, sequences: _Sequences
-    ) -> None:
-        runs = zip(sequences.page_table, pairwise(sequences.offsets), sequences.ends, strict=True)
-        for pages, (first, last), end in runs:
+    def _attend(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, runs: _Runs) -> None:
+        each = zip(runs.page_table, pairwise(runs.offsets), runs.ends, strict=True)
+        for pages, (first, last), end in each:
             keys = _gather(kv.keys, pages, end, q.dtype, kv.k_scale)
             values = _gather(kv.values, pages, end, q.dtype, kv.v_scale)
             for begin in range(first, last, _BLOCK):
@@ -87,7 +83,7 @@ class PagedSdpa:
 def _gather(
     cache: Tensor, pages: Tensor, end: int, dtype: torch.dtype, scale: Tensor | None
 ) -> Tensor:
-    """The first ``end`` positions of a sequence, [num_kv_heads, end, head_dim]."""
+    """The first ``end`` positions of a run's row, [num_kv_heads, end, head_dim]."""
     count = -(-end // cache.shape[1])
     raw = cache.view(torch.uint8) if scale is not None else cache  # float8 cannot be indexed
     found = raw.index_select(0, pages[:count]).view(cache.dtype).flatten(0, 1)[:end]

@@ -1,8 +1,9 @@
-"""Reference attention: gather the pages of each sequence, then PyTorch's scaled dot product.
+"""Attention on a CPU: gather the pages of each run, then PyTorch's scaled dot product.
 
-Runs on every device and dtype. Sequences are padded into a few *segments*, each one gather and one
-SDPA call a layer: all decoding rows are normally one segment; prefill chunks are cut into blocks of
-queries, so that masks stay small, and blocks of like size share a segment.
+On a GPU the backend of this name is ``paged_sdpa``. Takes every dtype. Runs are padded into a few
+*segments*, each one gather and one SDPA call a layer: all decoding rows are normally one segment;
+prefill chunks are cut into blocks of queries, so that masks stay small, and blocks of like size
+share a segment.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class _Segment:
     """B blocks of at most L queries over at most T positions, padded.
 
     ``tokens`` [B * L] are the flat indices of the queries (padding repeats a block's last), or a
-    slice where they are one run without padding. ``pages`` [B * P], P * page_size == T. ``masks``
-    hold, for each window, what is added to the products: [B, 1, G * L, T], G query heads a KV head.
+    slice where they are consecutive. ``pages`` [B * P], P * page_size == T. ``masks`` hold, for
+    each window, what is added to the products: [B, 1, G * L, T], G query heads a KV head.
     """
 
     tokens: Tensor | slice
@@ -103,19 +104,19 @@ class SdpaAttention:
         return x.permute(0, 3, 1, 2, 4).reshape(-1, kv_heads * self._heads_per_kv, head_dim)
 
     def _segment(self, batch: Batch, blocks: _Blocks) -> _Segment:
-        num_blocks, longest = len(blocks.sequences), int(blocks.lengths.max())
+        num_blocks, longest = len(blocks.runs), int(blocks.lengths.max())
         num_pages = -(-int(blocks.ends.max()) // self._page_size)
         # Padding repeats a block's last query.
         steps = np.minimum(np.arange(longest), blocks.lengths[:, None] - 1)  # [B, L]
         tokens = (blocks.tokens[:, None] + steps).reshape(-1)
         positions = (blocks.ends - blocks.lengths)[:, None] + steps
         first = int(tokens[0])
-        is_run = bool((tokens == np.arange(first, first + len(tokens))).all())
-        pages = batch.page_table[blocks.sequences, :num_pages].reshape(-1)
+        are_consecutive = bool((tokens == np.arange(first, first + len(tokens))).all())
+        pages = batch.page_table[blocks.runs, :num_pages].reshape(-1)
         device_positions = torch.from_numpy(positions).to(self._device)
         return _Segment(
             tokens=slice(first, first + len(tokens))
-            if is_run
+            if are_consecutive
             else torch.from_numpy(tokens).to(self._device),
             pages=torch.from_numpy(pages).to(self._device),
             num_blocks=num_blocks,
@@ -142,28 +143,28 @@ class SdpaAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blocks:
-    """int64[num_blocks] each: sequence, first flat token, number of queries, end of context."""
+    """int64[num_blocks] each: run, first flat token, number of queries, end of context."""
 
-    sequences: HostArray
+    runs: HostArray
     tokens: HostArray
     lengths: HostArray
     ends: HostArray
 
     @classmethod
     def of(cls, batch: Batch, heads_per_kv: int) -> _Blocks:
-        """Each sequence as one block, or as several where its mask would be too large."""
+        """Each run as one block, or as several where its mask would be too large."""
         ends = batch.starts + batch.lengths
         most = np.maximum(_MAX_MASK_ELEMENTS // (heads_per_kv * ends), 1)
         whole = cls(np.arange(len(ends)), batch.offsets, batch.lengths, ends)
         if (batch.lengths <= most).all():
             return whole
         counts = -(-batch.lengths // most)
-        sequences = np.repeat(np.arange(len(ends)), counts)
-        index = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
-        begins = index * most[sequences]
-        lengths = np.minimum(most[sequences], batch.lengths[sequences] - begins)
-        ends = batch.starts[sequences] + begins + lengths
-        return cls(sequences, batch.offsets[sequences] + begins, lengths, ends)
+        runs = np.repeat(np.arange(len(ends)), counts)
+        index = np.arange(len(runs)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begins = index * most[runs]
+        lengths = np.minimum(most[runs], batch.lengths[runs] - begins)
+        ends = batch.starts[runs] + begins + lengths
+        return cls(runs, batch.offsets[runs] + begins, lengths, ends)
 
     def groups(self, heads_per_kv: int) -> list[_Blocks]:
         """Blocks to be padded together: single queries apart from longer runs, little padding."""
@@ -188,9 +189,7 @@ class _Blocks:
         return [self._take(order[begin:end]) for begin, end in pairwise(borders)]
 
     def _take(self, index: HostArray) -> _Blocks:
-        return _Blocks(
-            self.sequences[index], self.tokens[index], self.lengths[index], self.ends[index]
-        )
+        return _Blocks(self.runs[index], self.tokens[index], self.lengths[index], self.ends[index])
 
 
 def _fits(lengths: HostArray, ends: HostArray, heads_per_kv: int) -> bool:

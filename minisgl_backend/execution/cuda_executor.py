@@ -120,8 +120,9 @@ class CudaExecutor:
             if plan.admissions:
                 self._admit(plan)
             grants = np.stack([plan.grant_rows, plan.grant_indices, plan.grant_pages])
-            is_decode = len(plan.decode_rows) > 0 and not len(plan.prefill_rows)
-            if is_decode and self.graphs and self.graphs.fits(len(plan.decode_rows), len(grants.T)):
+            num_decodes, num_grants = len(plan.decode_rows), grants.shape[1]
+            is_decode = num_decodes > 0 and not len(plan.prefill_rows)
+            if is_decode and self.graphs and self.graphs.fits(num_decodes, num_grants):
                 output = self.graphs.replay(plan.decode_rows, plan.decode_positions, grants)
                 sample_rows = plan.decode_rows.astype(np.int64)
                 sample_positions = plan.decode_positions + np.int64(1)

@@ -92,8 +92,8 @@ class FlatLayers:
         def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
             nonlocal out
             if out is None:
-                # Nothing attends for the padding behind the chunks. It stays 0 in all layers: its
-                # keys and values are stored in the dummy page, where all must be finite.
+                # Padding behind the chunks is attended as decodes of the dummy row, or not at all:
+                # then it stays 0 in all layers. So what it stores in the dummy page is finite.
                 out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
             if of_decodes is not None:
                 decode.decode(out[:num_decodes], q[:num_decodes], kv, layer, of_decodes)

@@ -27,8 +27,8 @@ from minisgl_backend.request import IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """What a decode step leaves on the GPU until the next one: ``tokens`` int32 [batch_size] and
-    ``logits`` [batch_size, vocab_size], those of padding included."""
+    """What a step leaves on the GPU until the next one: ``tokens`` int32 [num_samples] and
+    ``logits`` [num_samples, vocab_size]; of a captured decode step those of padding, too."""
 
     tokens: Tensor
     logits: Tensor

@@ -1,9 +1,10 @@
 """The tensor-parallel ranks: rank 0 leads, in the engine's process, and the others follow it.
 
 Every rank runs the same plans, with the same executor, over its part of the model. Only rank 0
-plans and samples: the followers get plans by a ``plan_channel``, and tokens by a broadcast of the
-group. (All ranks could sample for themselves if their logits were equal. In practice they are, but
-no library promises it, and a token that differs would spoil its row for good, unnoticed.)
+plans, and only its samples count: the followers get plans by a ``plan_channel``, and tokens by a
+broadcast of the group. (On GPUs every rank samples, and could keep its own tokens if the logits of
+all were equal. In practice they are, but no library promises it, and a token that differs would
+spoil its row for good, unnoticed.)
 
 A step may break on a rank. Then the rank runs no further step until rank 0 has asked how many steps
 it has run. If all ranks have run the same number, they go on together, and the error goes to the

@@ -65,7 +65,11 @@ class KVStorage:
 
 
 def paged_layers(storage: KVStorage) -> list[PagedKV]:
-    """The pages of each layer, set to zero, so that nothing is ever read that is not finite."""
+    """The pages of each layer, set to zero: the dummy page, and what nobody has written, is finite.
+
+    On a GPU no page is cleared again: what a failed request leaves in its pages may be NaN. The
+    kernels of this package leave out what stands behind a row's end, whatever it is.
+    """
     pages, layers = storage.pages, []
     pages.view(torch.uint8).zero_()
     for layer, scale in enumerate(storage.scales):

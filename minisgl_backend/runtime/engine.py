@@ -134,7 +134,10 @@ class Engine:
         self._loop.inbox.put(Abort(request_id, event))
 
     def fail(self, error: EngineFailure) -> None:
-        """End the engine because its executor is lost. Every open request fails with ``error``."""
+        """End the engine because its executor is lost. The log tells ``error``, the cause.
+
+        Every open request fails with an ``EngineFailure`` that says only that the engine stopped.
+        """
         self._loop.inbox.put(Fail(error))
 
     def stats(self) -> EngineStats:

@@ -19,7 +19,7 @@ from minisgl_backend.attention.base import HostArray
 from minisgl_backend.cache.kv import Lease, RadixCache
 from minisgl_backend.check.defect import FILE, MARK, MET, STEP_S, Defect
 from minisgl_backend.execution.batch import StepIndices
-from minisgl_backend.execution.cpu_executor import CpuExecutor, PendingStep
+from minisgl_backend.execution.cpu_executor import CpuExecutor, CpuPending
 from minisgl_backend.execution.sampler import Sample, Sampler
 from minisgl_backend.plan import Admission, SampledTokens, StepPlan
 from minisgl_backend.request import RequestId
@@ -143,7 +143,7 @@ class FrailSampler(Sampler):
         return super().sample(logits, rows, positions)
 
 
-class FrailPending(PendingStep):
+class FrailPending(CpuPending):
     """Its copy back to the host takes its time."""
 
     def tokens(self) -> SampledTokens:
@@ -156,7 +156,7 @@ class FrailExecutor(CpuExecutor):
 
     raises_once = Defect.ONE_FORWARD
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> CpuPending:
         pause()
         return FrailPending(self._device.submit(partial(self._run_unless_broken, plan)))
 

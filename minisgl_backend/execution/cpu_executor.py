@@ -69,9 +69,9 @@ class CpuExecutor:
         self._request_ids: dict[int, RequestId] = {}
         self._is_broken = False
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> CpuPending:
         """Queue the step. If it raises, ``tokens`` of the result raises the same."""
-        return PendingStep(self._device.submit(partial(self._run_unless_broken, plan)))
+        return CpuPending(self._device.submit(partial(self._run_unless_broken, plan)))
 
     def renew(self) -> None:
         """Run steps again after one that broke. All ranks must do this together."""
@@ -173,7 +173,7 @@ class _HostSample:
 _NOTHING = _HostSample(torch.empty(0, dtype=torch.int64), None, [])
 
 
-class PendingStep:
+class CpuPending:
     """A launched step (``Pending``)."""
 
     def __init__(self, submission: Future[_HostSample]):

@@ -30,7 +30,7 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.flat_layers import FlatLayers
 from minisgl_backend.execution.graphs import DecodeGraphs, StepOutput
 from minisgl_backend.execution.logprobs import RawLogprobs
-from minisgl_backend.execution.rows import Rows
+from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.sampler import Sampler
 from minisgl_backend.execution.storage import KVStorage, paged_layers
 from minisgl_backend.kernels.rows import StepInbox, begin_decode, finish_decode
@@ -75,7 +75,7 @@ class CudaExecutor:
                 paged_layers(storage),
                 fused_experts=fused_experts,
             )
-            self._rows = Rows(
+            self._rows = DeviceRows(
                 device,
                 max_rows=max_rows,
                 max_sequence_length=max_sequence_length,
@@ -112,7 +112,7 @@ class CudaExecutor:
         if graph_sizes or chunk_graph_sizes:
             self._warm_up(longest)  # again, since it has to fit beside the graphs
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> CudaPending:
         """Enqueue the step."""
         with self._device.queue():
             for row in plan.released_rows[self._rows.is_special[plan.released_rows]].tolist():
@@ -138,7 +138,7 @@ class CudaExecutor:
             tokens = self._device.download(output.tokens[: len(sample_rows)])
             done = torch.cuda.Event()
             done.record(self._device.stream)
-        return PendingStep(done, tokens, self._request_ids[sample_rows], special, logprobs)
+        return CudaPending(done, tokens, self._request_ids[sample_rows], special, logprobs)
 
     def renew(self) -> None:
         """Nothing: a step that breaks does so in ``launch``, and rows are told when they begin."""
@@ -286,7 +286,7 @@ class CudaExecutor:
         )
 
 
-class PendingStep:
+class CudaPending:
     """A launched step (``Pending``)."""
 
     def __init__(

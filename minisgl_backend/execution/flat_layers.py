@@ -14,7 +14,7 @@ from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedAttention, 
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.chunk_graphs import LAST_TOKEN, ChunkInbox
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.execution.rows import Rows
+from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.models.fused import Attend, FusedDecoder
 from minisgl_backend.request import IntArray
 
@@ -23,7 +23,7 @@ class FlatLayers:
     """The layers of ``model`` over tokens of ``rows``."""
 
     def __init__(
-        self, model: FusedDecoder, rows: Rows, attention: PagedAttention, device: Device
+        self, model: FusedDecoder, rows: DeviceRows, attention: PagedAttention, device: Device
     ) -> None:
         self._model = model
         self._rows = rows

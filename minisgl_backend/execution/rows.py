@@ -19,7 +19,7 @@ from minisgl_backend.plan import Admission
 from minisgl_backend.request import IntArray, SamplingParams
 
 
-class Rows:
+class DeviceRows:
     """Writes admissions and grants into a ``RowTable``, and reads rows of it: for all steps but
     captured decode steps, which do so themselves."""
 

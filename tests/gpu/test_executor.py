@@ -18,7 +18,7 @@ import torch
 from minisgl_backend.bench.engines import Collector
 from minisgl_backend.build import build_engine, build_executor, build_scheduler
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
-from minisgl_backend.execution.cuda_executor import CudaExecutor, PendingStep
+from minisgl_backend.execution.cuda_executor import CudaExecutor, CudaPending
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import Event, IntArray, Request, SamplingParams
@@ -184,7 +184,7 @@ def test_prompts_beside_decoding_rows(
     mixed = []
     launch = executor.launch
 
-    def watched(plan: StepPlan) -> PendingStep:
+    def watched(plan: StepPlan) -> CudaPending:
         if len(plan.decode_rows) and len(plan.prefill_rows):
             mixed.append(plan.num_tokens)
         return launch(plan)

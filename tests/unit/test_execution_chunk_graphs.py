@@ -29,7 +29,7 @@ from minisgl_backend.execution.chunk_graphs import (
 )
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.flat_layers import FlatLayers
-from minisgl_backend.execution.rows import Rows
+from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.storage import KVStorage, paged_layers
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
@@ -177,7 +177,7 @@ class Layers:
         self.storage = KVStorage(
             shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=torch.float32, device=cpu
         )
-        self.rows = Rows(
+        self.rows = DeviceRows(
             self.device,
             max_rows=MAX_ROWS,
             max_sequence_length=CONTEXT,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl_backend.layers.slot import Slot
+from minisgl_backend.layers.weight_place import WeightPlace
 from minisgl_backend.parallel.group import Group
 
 
@@ -55,7 +55,8 @@ class VocabEmbedding(nn.Module):
         known = [part[:, :width] for part, width in zip(parts, held, strict=True)]
         return torch.cat(known, dim=1) if out is None else torch.cat(known, dim=1, out=out)
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
+    def places(self) -> Iterator[tuple[str, WeightPlace]]:
         held = max(0, min(self.share, self.vocab_size - self.start))
         full = (self.vocab_size, self.weight.shape[1])
-        yield "weight", Slot(self.weight.data[:held], full, 0, min(self.start, self.vocab_size))
+        start = min(self.start, self.vocab_size)
+        yield "weight", WeightPlace(self.weight.data[:held], full, 0, start)

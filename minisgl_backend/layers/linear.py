@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.layers.share import Share, even_share
-from minisgl_backend.layers.slot import Slot
+from minisgl_backend.layers.weight_place import WeightPlace
 from minisgl_backend.parallel.group import Group
 
 
@@ -43,16 +43,16 @@ class MergedColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
+    def places(self) -> Iterator[tuple[str, WeightPlace]]:
         begin = 0
         for name, share in self.parts.items():
             held = slice(begin, begin + share.size)
             weight = self.weight.data[held]
             full = (share.total, weight.shape[1])
-            yield f"../{name}.weight", Slot(weight, full, 0, share.start)
+            yield f"../{name}.weight", WeightPlace(weight, full, 0, share.start)
             if self.bias is not None:
                 bias = self.bias.data[held]
-                yield f"../{name}.bias", Slot(bias, (share.total,), 0, share.start)
+                yield f"../{name}.bias", WeightPlace(bias, (share.total,), 0, share.start)
             begin += share.size
 
 
@@ -71,9 +71,9 @@ class RowLinear(nn.Module):
         bias = self.bias if self.group.rank == 0 else None
         return self.group.all_reduce(F.linear(x, self.weight, bias))
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
+    def places(self) -> Iterator[tuple[str, WeightPlace]]:
         out_features = len(self.weight)
         full = (out_features, self.inputs.total)
-        yield "weight", Slot(self.weight.data, full, 1, self.inputs.start)
+        yield "weight", WeightPlace(self.weight.data, full, 1, self.inputs.start)
         if self.bias is not None:
-            yield "bias", Slot(self.bias.data, (out_features,))
+            yield "bias", WeightPlace(self.bias.data, (out_features,))

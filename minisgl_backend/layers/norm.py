@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl_backend.layers.slot import Slot, whole
+from minisgl_backend.layers.weight_place import WeightPlace, whole
 
 
 class RMSNorm(nn.Module):
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.size, self.weight, self.eps)
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
+    def places(self) -> Iterator[tuple[str, WeightPlace]]:
         yield "weight", whole(self.weight)
 
 
@@ -45,9 +45,9 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.size, None, self.eps) * self.weight
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
+    def places(self) -> Iterator[tuple[str, WeightPlace]]:
         begin = 0
         for name, num_heads in self.parts.items():
             weight = self.weight.data[begin : begin + num_heads]
-            yield f"../{name}.weight", Slot(weight, self.size)  # broadcast over the heads
+            yield f"../{name}.weight", WeightPlace(weight, self.size)  # broadcast over the heads
             begin += num_heads

@@ -11,7 +11,7 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, lay_out_by_input
-from minisgl_backend.layers.slot import collect_slots
+from minisgl_backend.layers.weight_place import collect_places
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import is_kv_scale
 from minisgl_backend.models.spec import ModelSpec
@@ -51,7 +51,7 @@ def build_model(
             return is_kv_scale(name) or (spec.tie_embeddings and name == "lm_head.weight")
 
         load_weights(
-            collect_slots(model), folder, is_ignored=is_ignored, shows_progress=group.rank == 0
+            collect_places(model), folder, is_ignored=is_ignored, shows_progress=group.rank == 0
         )
     else:
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")

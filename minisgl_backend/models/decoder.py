@@ -1,8 +1,8 @@
 """The decoder that all supported architectures share.
 
-Tokens of all sequences of a step go through it as one flat batch, [num_tokens, hidden_size]; only
-attention knows sequences. Everything that a forward pass depends on is an argument. Modules carry
-the names of the checkpoint's tensors, so that their slots do too.
+Tokens of all rows of a step go through it as one flat batch, [num_tokens, hidden_size]; only
+attention tells rows apart. Everything that a forward pass depends on is an argument. Modules carry
+the names of the checkpoint's tensors, so that their places do too.
 """
 
 from __future__ import annotations

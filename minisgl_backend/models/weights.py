@@ -1,8 +1,8 @@
-"""Weights from safetensors files into a model's slots, strictly.
+"""Weights from safetensors files into a model's places, strictly.
 
-Every slot is filled exactly once, every tensor of the checkpoint has a slot, every shape fits: what
-does not is a ``ConfigError`` with the tensor's name. Only this rank's slices are read. Pickled
-files are never opened. Knows files and slots; must not know architectures.
+Every place is filled exactly once, every tensor of the checkpoint has a place, every shape fits:
+what does not is a ``ConfigError`` with the tensor's name. Only this rank's slices are read. Pickled
+files are never opened. Knows files and places; must not know architectures.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.slot import Slot
+from minisgl_backend.layers.weight_place import WeightPlace
 from minisgl_backend.models.checkpoint import tensor_files
 
 logger = logging.getLogger(__name__)
 
 
 def load_weights(
-    slots: Mapping[str, Slot],
+    places: Mapping[str, WeightPlace],
     folder: Path,
     *,
     is_ignored: Callable[[str], bool],
     shows_progress: bool = True,
 ) -> None:
-    """Fill every slot from the checkpoint in ``folder``, converting to the slots' dtype.
+    """Fill every place from the checkpoint in ``folder``, converting to the places' dtype.
 
     ``is_ignored`` tells by their names the tensors that the checkpoint may hold without a use for
     them here; buffers of rotary frequencies are such, too. Of several ranks one should show the
@@ -44,14 +44,14 @@ def load_weights(
     """
     started = monotonic()
     files = tensor_files(folder)
-    _check_names(slots, {name for held in files.values() for name in held}, is_ignored)
-    wanted = {path: [name for name in held if name in slots] for path, held in files.items()}
-    with _progress(len(slots), draws=shows_progress and sys.stderr.isatty()) as advance:
+    _check_names(places, {name for held in files.values() for name in held}, is_ignored)
+    wanted = {path: [name for name in held if name in places] for path, held in files.items()}
+    with _progress(len(places), draws=shows_progress and sys.stderr.isatty()) as advance:
         for path, held in wanted.items():
-            for name in _read_file(slots, path, held):
+            for name in _read_file(places, path, held):
                 logger.debug("loaded %s", name)
                 advance()
-    logger.info("loaded %d tensors in %.1f s", len(slots), monotonic() - started)
+    logger.info("loaded %d tensors in %.1f s", len(places), monotonic() - started)
 
 
 def fill_random(model: nn.Module, seed: int) -> None:
@@ -68,14 +68,14 @@ def fill_random(model: nn.Module, seed: int) -> None:
 
 
 def _check_names(
-    slots: Mapping[str, Slot], found: set[str], is_ignored: Callable[[str], bool]
+    places: Mapping[str, WeightPlace], found: set[str], is_ignored: Callable[[str], bool]
 ) -> None:
-    missing = sorted(slots.keys() - found)
+    missing = sorted(places.keys() - found)
     if missing:
         raise ConfigError(f"the checkpoint lacks {_listed(missing)}")
     left_over = sorted(
         name
-        for name in found - slots.keys()
+        for name in found - places.keys()
         if not (is_ignored(name) or name.endswith("rotary_emb.inv_freq"))
     )
     if left_over:
@@ -87,24 +87,24 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _read_file(slots: Mapping[str, Slot], path: Path, names: list[str]) -> Iterator[str]:
+def _read_file(places: Mapping[str, WeightPlace], path: Path, names: list[str]) -> Iterator[str]:
     with open_tensors(path) as file:
         for name in names:
             stored = file.get_slice(name)
-            slot = slots[name]
+            place = places[name]
             shape = tuple(stored.get_shape())
-            if shape != slot.shape:
-                raise ConfigError(f"{name} has the shape {shape}, the model needs {slot.shape}")
-            slot.target.copy_(stored[_region(slot)])
+            if shape != place.shape:
+                raise ConfigError(f"{name} has the shape {shape}, the model needs {place.shape}")
+            place.target.copy_(stored[_region(place)])
             yield name
 
 
-def _region(slot: Slot) -> tuple[slice, ...]:
-    """Which part of the checkpoint's tensor belongs to the slot."""
-    if slot.dim is None:
-        return (slice(None),) * len(slot.shape)
-    region = [slice(None)] * slot.dim
-    return (*region, slice(slot.start, slot.start + slot.target.shape[slot.dim]))
+def _region(place: WeightPlace) -> tuple[slice, ...]:
+    """Which part of the checkpoint's tensor belongs to the place."""
+    if place.dim is None:
+        return (slice(None),) * len(place.shape)
+    region = [slice(None)] * place.dim
+    return (*region, slice(place.start, place.start + place.target.shape[place.dim]))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.layers.share import even_share
-from minisgl_backend.layers.slot import Slot, whole
+from minisgl_backend.layers.weight_place import WeightPlace, whole
 from minisgl_backend.parallel.group import Group
 
 
@@ -75,16 +75,17 @@ class ExpertsMLP(nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), experts
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
+    def places(self) -> Iterator[tuple[str, WeightPlace]]:
         yield "gate.weight", whole(self.gate)
         num_experts, hidden_size, share = self.down.shape
         total, start = self.inner.total, self.inner.start
         inner, outer = (total, hidden_size), (hidden_size, total)
         for expert in range(num_experts):
             gate_up, down = self.gate_up.data[expert], self.down.data[expert]
-            yield f"experts.{expert}.gate_proj.weight", Slot(gate_up[:share], inner, 0, start)
-            yield f"experts.{expert}.up_proj.weight", Slot(gate_up[share:], inner, 0, start)
-            yield f"experts.{expert}.down_proj.weight", Slot(down, outer, 1, start)
+            gate, up = gate_up[:share], gate_up[share:]
+            yield f"experts.{expert}.gate_proj.weight", WeightPlace(gate, inner, 0, start)
+            yield f"experts.{expert}.up_proj.weight", WeightPlace(up, inner, 0, start)
+            yield f"experts.{expert}.down_proj.weight", WeightPlace(down, outer, 1, start)
 
 
 def _parameter(*shape: int) -> nn.Parameter:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.slot import collect_slots
+from minisgl_backend.layers.weight_place import collect_places
 from minisgl_backend.models import weights
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
@@ -69,11 +69,11 @@ def _rewrite(folder: Path, **changes: Tensor | None) -> None:
 @pytest.mark.parametrize("case", ["qwen3", "llama-biases", "qwen3-moe"])
 def test_merged_weights_hold_the_checkpoints_tensors(checkpoints: Path, case: str) -> None:
     model = _build(checkpoints / case)
-    slots = collect_slots(model)
+    places = collect_places(model)
     tensors = load_file(checkpoints / case / "model.safetensors")
-    assert slots.keys() == tensors.keys()
-    for name, slot in slots.items():
-        assert torch.equal(slot.target, tensors[name].expand_as(slot.target)), name
+    assert places.keys() == tensors.keys()
+    for name, place in places.items():
+        assert torch.equal(place.target, tensors[name].expand_as(place.target)), name
     qkv = model.get_parameter("model.layers.0.self_attn.qkv_proj.weight")
     parts = [tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
     assert torch.equal(qkv, torch.cat(parts))
@@ -240,7 +240,7 @@ class _Rank(OneRank):
 @pytest.mark.parametrize("case", ["qwen3", "llama-biases", "qwen3-moe"])
 def test_two_ranks_hold_each_tensor_once(checkpoints: Path, case: str) -> None:
     """Split tensors add up to the whole; the other tensors are equal on both ranks."""
-    first, second = (collect_slots(_build(checkpoints / case, group=_Rank(r))) for r in (0, 1))
+    first, second = (collect_places(_build(checkpoints / case, group=_Rank(r))) for r in (0, 1))
     for name, tensor in load_file(checkpoints / case / "model.safetensors").items():
         mine, theirs = first[name], second[name]
         if mine.dim is None:
@@ -280,14 +280,14 @@ def test_a_rank_reads_its_slices_only(checkpoints: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(_Slice, "num_read", 0)
     model = _build(checkpoints / "qwen3-moe", group=_Rank(1))
     assert _Slice.num_read == sum(
-        math.prod(slot.shape) if slot.dim is None else slot.target.numel()
-        for slot in collect_slots(model).values()
+        math.prod(place.shape) if place.dim is None else place.target.numel()
+        for place in collect_places(model).values()
     )
 
 
 def test_ranks_beyond_the_heads_hold_the_same_keys(checkpoints: Path) -> None:
     """Four ranks over two key-value heads: each head is held by two neighbours."""
-    ranks = [collect_slots(_build(checkpoints / "qwen3", group=_Rank(r, 4))) for r in range(4)]
+    ranks = [collect_places(_build(checkpoints / "qwen3", group=_Rank(r, 4))) for r in range(4)]
     stored = load_file(checkpoints / "qwen3" / "model.safetensors")
     for name in ("k_proj", "v_proj"):
         full = f"model.layers.0.self_attn.{name}.weight"

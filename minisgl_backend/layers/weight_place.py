@@ -1,0 +1,56 @@
+"""Where the tensors of a checkpoint belong.
+
+A checkpoint stores q_proj, k_proj and v_proj. A layer computes with one merged matrix, and a
+tensor-parallel rank with a slice of it. A ``WeightPlace`` joins the two: it is a view into a
+parameter, and says which part of the checkpoint's tensor goes there. Layers list their places by
+the names of the checkpoint, so the loader needs to know neither merging nor ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightPlace:
+    """Where one tensor of the checkpoint goes, or for this rank's slice of it.
+
+    ``target`` is a view into a parameter. The checkpoint's tensor has ``shape``. If ``dim`` is
+    given, only the indices from ``start`` up to ``start + target.shape[dim]`` along it go here.
+    """
+
+    target: Tensor
+    shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+
+
+def whole(parameter: Tensor) -> WeightPlace:
+    """The place of a parameter that every rank holds in full."""
+    return WeightPlace(parameter.data, tuple(parameter.shape))
+
+
+def collect_places(module: nn.Module, prefix: str = "") -> dict[str, WeightPlace]:
+    """All places of a module and of the modules below it, by their full names in the checkpoint.
+
+    A layer with parameters of its own has a method ``places``, which yields pairs of name and
+    ``WeightPlace`` for itself and everything below it. The names are relative to the layer. A name
+    that begins with ``../`` stands beside the layer, as the parts of merged matrices do.
+    """
+    own = getattr(module, "places", None)
+    if own is not None:
+        parent = prefix.rpartition(".")[0]
+        return {
+            _full(parent, name[3:]) if name.startswith("../") else _full(prefix, name): place
+            for name, place in own()
+        }
+    found: dict[str, WeightPlace] = {}
+    for name, child in module.named_children():
+        found |= collect_places(child, _full(prefix, name))
+    return found
+
+
+def _full(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

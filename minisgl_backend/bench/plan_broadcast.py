@@ -35,7 +35,7 @@ def measure(plan: StepPlan, size: int, num_steps: int) -> dict[str, float]:
     followers = Followers(place, _COMMAND, b"none")
     try:
         followers.meet()
-        sender = PlanSender(followers.peers, followers.slots, timeout_s=60.0)
+        sender = PlanSender(followers.peers, followers.ring, timeout_s=60.0)
         sent, taken = [], []
         for _ in range(num_steps):
             time.sleep(_PAUSE_S)

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from typing import Final
 
 from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.execution.plan_channel import Peer, Slots
+from minisgl_backend.execution.plan_channel import Peer, PlanRing
 from minisgl_backend.parallel.place import Place
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Followers:
         The command gets three more arguments: the descriptors of its socket and of the memory for
         plans, and the id of this process.
         """
-        self.slots = Slots.create()
+        self.ring = PlanRing.create()
         self.peers: list[Peer] = []
         self.failure: EngineFailure | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -147,7 +147,7 @@ class Followers:
             self._is_closed = True
             os.write(self._waker, b"close")
             self._thread.join()
-            self.slots.close()
+            self.ring.close()
             os.close(self._wake)
             os.close(self._waker)
 
@@ -169,7 +169,7 @@ class Followers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_START_S)
         self.peers.append(Peer(place.rank, ours))
-        descriptors = theirs.fileno(), self.slots.descriptor
+        descriptors = theirs.fileno(), self.ring.descriptor
         with theirs:
             process = subprocess.Popen(
                 [*command, *map(str, descriptors), str(os.getpid())],

@@ -1,9 +1,9 @@
 """How a plan gets from rank 0 to the other ranks of its host: once a step, in a few dozen µs.
 
-Rank 0 writes the plan's words once, into a ring of slots in shared memory. Then it sends each rank
+Rank 0 writes the plan's words once, into a ring of cells in shared memory. Then it sends each rank
 a short message that says where they are, on a socket per rank. A rank answers when it has copied
 the words. So a waiting rank sleeps in the kernel, each side sees the end of the other's process as
-the end of the stream, and a slot is written again only when every rank is done with it.
+the end of the stream, and a cell is written again only when every rank is done with it.
 
 A message about zero words is a question: the rank answers with the number of steps that it has run.
 
@@ -31,46 +31,46 @@ import numpy as np
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import IntArray
 
-_NUM_SLOTS: Final = 4
-"""An overlapping loop has two steps in flight; two more slots are to spare."""
-_SLOT_WORDS: Final = 2**16
+_NUM_CELLS: Final = 4
+"""An overlapping loop has two steps in flight; two more cells are to spare."""
+_CELL_WORDS: Final = 2**16
 _WORD_BYTES: Final = 4
-_WHERE: Final = struct.Struct("<QQQ")  # words per slot, number of the slot, words of the plan
+_WHERE: Final = struct.Struct("<QQQ")  # words per cell, number of the cell, words of the plan
 _TAKEN: Final = b"taken"
 _DONE: Final = struct.Struct("<Q")  # how many steps the rank has run
 
 
-class Slots:
-    """The shared memory: ``_NUM_SLOTS`` slots of ``slot_words`` words each."""
+class PlanRing:
+    """The shared memory: ``_NUM_CELLS`` cells of ``cell_words`` words each."""
 
-    def __init__(self, descriptor: int, slot_words: int):
+    def __init__(self, descriptor: int, cell_words: int):
         self.descriptor = descriptor
-        self.slot_words = slot_words
-        memory = mmap.mmap(descriptor, _NUM_SLOTS * slot_words * _WORD_BYTES)
-        self._words = np.frombuffer(memory, np.int32).reshape(_NUM_SLOTS, slot_words)
+        self.cell_words = cell_words
+        memory = mmap.mmap(descriptor, _NUM_CELLS * cell_words * _WORD_BYTES)
+        self._words = np.frombuffer(memory, np.int32).reshape(_NUM_CELLS, cell_words)
 
     @classmethod
-    def create(cls) -> Slots:
+    def create(cls) -> PlanRing:
         descriptor = os.memfd_create("minisgl-plans")
-        os.ftruncate(descriptor, _NUM_SLOTS * _SLOT_WORDS * _WORD_BYTES)
-        return cls(descriptor, _SLOT_WORDS)
+        os.ftruncate(descriptor, _NUM_CELLS * _CELL_WORDS * _WORD_BYTES)
+        return cls(descriptor, _CELL_WORDS)
 
-    def grown(self, num_words: int) -> Slots:
-        """The same memory, with room for ``num_words`` in each slot. All old slots must be free."""
-        slot_words = 2 ** (num_words - 1).bit_length()
-        os.ftruncate(self.descriptor, _NUM_SLOTS * slot_words * _WORD_BYTES)
-        return Slots(self.descriptor, slot_words)
+    def grown(self, num_words: int) -> PlanRing:
+        """The same memory, with room for ``num_words`` in each cell. All old cells must be free."""
+        cell_words = 2 ** (num_words - 1).bit_length()
+        os.ftruncate(self.descriptor, _NUM_CELLS * cell_words * _WORD_BYTES)
+        return PlanRing(self.descriptor, cell_words)
 
     def close(self) -> None:
         """Give the memory up. It stays until the last process that has it mapped ends."""
         os.close(self.descriptor)
 
-    def write(self, slot: int, words: IntArray) -> None:
-        self._words[slot, : len(words)] = words
+    def write(self, cell: int, words: IntArray) -> None:
+        self._words[cell, : len(words)] = words
 
-    def read(self, slot: int, num_words: int) -> IntArray:
-        """A copy of the first ``num_words`` words of a slot."""
-        return self._words[slot, :num_words].copy()
+    def read(self, cell: int, num_words: int) -> IntArray:
+        """A copy of the first ``num_words`` words of a cell."""
+        return self._words[cell, :num_words].copy()
 
 
 @dataclass(slots=True)
@@ -133,28 +133,28 @@ class Peer:
 class PlanSender:
     """Rank 0's end."""
 
-    def __init__(self, peers: Sequence[Peer], slots: Slots, *, timeout_s: float):
+    def __init__(self, peers: Sequence[Peer], ring: PlanRing, *, timeout_s: float):
         """A rank that takes no plan for ``timeout_s`` is lost."""
         for peer in peers:
             peer.socket.settimeout(timeout_s)
         self._peers = list(peers)
-        self._slots = slots
+        self._ring = ring
         self._count = 0
 
     def send(self, words: IntArray) -> None:
         """Send an encoded plan, int32[num_words], to all ranks.
 
-        Waits only for ranks that are ``_NUM_SLOTS`` plans behind. Raises ``EngineFailure`` if a
+        Waits only for ranks that are ``_NUM_CELLS`` plans behind. Raises ``EngineFailure`` if a
         rank is lost.
         """
-        if len(words) > self._slots.slot_words:
+        if len(words) > self._ring.cell_words:
             self.wait_taken()
-            self._slots = self._slots.grown(len(words))
-        self._wait_until_at_most(_NUM_SLOTS - 1)
-        slot = self._count % _NUM_SLOTS
+            self._ring = self._ring.grown(len(words))
+        self._wait_until_at_most(_NUM_CELLS - 1)
+        cell = self._count % _NUM_CELLS
         self._count += 1
-        self._slots.write(slot, words)
-        where = _WHERE.pack(self._slots.slot_words, slot, len(words))
+        self._ring.write(cell, words)
+        where = _WHERE.pack(self._ring.cell_words, cell, len(words))
         for peer in self._peers:
             peer.send(where)
             peer.num_untaken += 1
@@ -166,7 +166,7 @@ class PlanSender:
     def ask(self) -> None:
         """Ask every rank how many steps it has run."""
         for peer in self._peers:
-            peer.send(_WHERE.pack(self._slots.slot_words, 0, 0))
+            peer.send(_WHERE.pack(self._ring.cell_words, 0, 0))
             peer.num_unanswered += 1
 
     def have_answered(self) -> bool:
@@ -194,7 +194,7 @@ class PlanReceiver:
 
     def __init__(self, connection: socket.socket, descriptor: int):
         self._connection = connection
-        self._slots = Slots(descriptor, _SLOT_WORDS)
+        self._ring = PlanRing(descriptor, _CELL_WORDS)
 
     def __iter__(self) -> Iterator[IntArray]:
         """Encoded plans in the order of sending, until rank 0 closes its end or dies.
@@ -215,12 +215,12 @@ class PlanReceiver:
             return b""
 
     def _take(self, where: bytes) -> IntArray:
-        slot_words, slot, num_words = _WHERE.unpack(where)
+        cell_words, cell, num_words = _WHERE.unpack(where)
         if num_words == 0:
             return np.empty(0, np.int32)
-        if slot_words != self._slots.slot_words:
-            self._slots = Slots(self._slots.descriptor, slot_words)
-        words = self._slots.read(slot, num_words)
+        if cell_words != self._ring.cell_words:
+            self._ring = PlanRing(self._ring.descriptor, cell_words)
+        words = self._ring.read(cell, num_words)
         self._send(_TAKEN)
         return words
 

@@ -86,7 +86,7 @@ class LeadingExecutor:
         self.followers = followers
         self._executor = executor
         self._group = group
-        self._plans = PlanSender(followers.peers, followers.slots, timeout_s=timeout_s)
+        self._plans = PlanSender(followers.peers, followers.ring, timeout_s=timeout_s)
         self._timeout_s = timeout_s
         self._steps_may_hang = steps_may_hang
         self._launched: deque[_LeadingStep] = deque()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.execution.plan_channel import Peer, PlanReceiver, PlanSender, Slots
+from minisgl_backend.execution.plan_channel import Peer, PlanReceiver, PlanRing, PlanSender
 from minisgl_backend.request import IntArray
 
 WAIT_S = 60.0
@@ -28,8 +28,8 @@ def channel(
     Rank 0's end is closed when the block is left, the others' when everything is read.
     """
     with ExitStack() as after:
-        slots = Slots.create()
-        after.callback(slots.close)
+        ring = PlanRing.create()
+        after.callback(ring.close)
         sockets: list[socket.socket] = []
         with ExitStack() as ours_open:
             peers = []
@@ -37,8 +37,8 @@ def channel(
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 peers.append(Peer(rank, ours_open.enter_context(ours)))
                 sockets.append(after.enter_context(theirs))
-            receivers = [PlanReceiver(theirs, slots.descriptor) for theirs in sockets]
-            yield PlanSender(peers, slots, timeout_s=timeout_s), receivers, sockets
+            receivers = [PlanReceiver(theirs, ring.descriptor) for theirs in sockets]
+            yield PlanSender(peers, ring, timeout_s=timeout_s), receivers, sockets
 
 
 def plans_of_sizes(*sizes: int) -> list[IntArray]:
@@ -70,7 +70,7 @@ def test_every_rank_gets_every_plan(sizes: list[int]) -> None:
 
 
 def test_a_slow_rank_holds_back_the_next_but_few() -> None:
-    """A slot is not written again before the slowest rank has read it."""
+    """A cell is not written again before the slowest rank has read it."""
     plans = plans_of_sizes(*[20] * 12)
     sent = []
     with channel(2) as (sender, (quick, slow), _):
@@ -96,7 +96,7 @@ def test_a_slow_rank_holds_back_the_next_but_few() -> None:
             assert all_sent.wait(WAIT_S)
 
 
-def test_a_received_plan_stays_when_its_slot_is_written_again() -> None:
+def test_a_received_plan_stays_when_its_cell_is_written_again() -> None:
     plans = plans_of_sizes(*[8] * 9)
     with channel(1) as (sender, (receiver,), _):
         found = iter(receiver)
@@ -142,11 +142,11 @@ def test_every_rank_answers_what_it_is_asked() -> None:
 
 def test_plans_end_with_rank_0() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    slots = Slots.create()
+    ring = PlanRing.create()
     with theirs:
         with ours:
-            PlanSender([Peer(1, ours)], slots, timeout_s=WAIT_S).send(np.arange(3, dtype=np.int32))
-        plans = iter(PlanReceiver(theirs, slots.descriptor))
+            PlanSender([Peer(1, ours)], ring, timeout_s=WAIT_S).send(np.arange(3, dtype=np.int32))
+        plans = iter(PlanReceiver(theirs, ring.descriptor))
         assert next(plans).tolist() == [0, 1, 2]
         assert list(plans) == []
-    slots.close()
+    ring.close()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.execution.plan_channel import Slots
+from minisgl_backend.execution.plan_channel import PlanRing
 from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.plan import SampledTokens
 from tests.unit.test_execution_batch import make_plan
@@ -28,7 +28,7 @@ class Silence:
         self.stuck = ""
         self.entered = threading.Event()
         self.ended = threading.Event()
-        self.slots = Slots.create()
+        self.ring = PlanRing.create()
         self.peers: list[Any] = []
         self.failure: EngineFailure | None = None
         self.complaint: Callable[[], str | None] = lambda: None
@@ -74,7 +74,7 @@ class Silence:
 def silence() -> Iterator[Silence]:
     made = Silence()
     yield made
-    made.slots.close()
+    made.ring.close()
 
 
 @pytest.mark.parametrize("where", ["launch", "tokens", "close"])

@@ -39,6 +39,13 @@ def build_engine(options: EngineOptions) -> Engine:
     """Load the model and start the engine. ``ConfigError`` says what the operator can correct."""
     info, executor = build_executor(options)
     logger.info("engine: %s", info)
+    num_positions = info.num_pages * info.page_size
+    if num_positions < info.max_sequence_length:
+        logger.warning(
+            "the KV pages hold %d tokens, the context has %d: requests must fit the pages",
+            num_positions,
+            info.max_sequence_length,
+        )
     engine = Engine(info, build_scheduler(options, info), executor, overlap=options.overlap)
     if isinstance(executor, LeadingExecutor):
         executor.on_lost(engine.fail)

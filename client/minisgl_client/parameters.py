@@ -20,6 +20,8 @@ class Parameters(TypedDict, total=False):
     max_tokens: int | None
     """Tokens to generate, 1 .. context - prompt; 16 where absent."""
     max_new_tokens: int | None
+    fit_max_tokens: bool | None
+    """Fewer than ``max_tokens`` where there is no room for more; True where that is absent."""
     min_tokens: int | None
     """No end of sequence and no stop match before that many tokens."""
     min_length: int | None
@@ -63,6 +65,8 @@ class Parameters(TypedDict, total=False):
     """The prefix cache is shared only among requests with the same salt."""
     min_chunk_interval_ms: int | None
     """At most one delta each so many ms."""
+    chat_template_kwargs: Mapping[str, Any] | str | None
+    """Variables for the chat template, such as ``{"enable_thinking": False}``."""
     parse_special_tokens: bool | None
     """Special-token text in the prompt becomes control tokens."""
     exclude_input_in_output: bool | None

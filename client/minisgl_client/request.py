@@ -29,7 +29,9 @@ ASKED: Final = {
 
 _FORMATS: Final = {"BOOL": "?", "INT32": "i", "UINT64": "Q", "FP32": "f"}
 """By data type, as ``struct`` spells it."""
-_JSON: Final = frozenset({"messages", "tools", "logit_bias", "sampling_parameters"})
+_JSON: Final = frozenset(
+    {"messages", "tools", "chat_template_kwargs", "logit_bias", "sampling_parameters"}
+)
 """Inputs that hold JSON in a string."""
 
 

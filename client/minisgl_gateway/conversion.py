@@ -53,7 +53,7 @@ class Policy:
 
 def completion_generations(request: CompletionRequest, policy: Policy) -> list[Generation]:
     """``n`` generations for each prompt, those of the first prompt first."""
-    parameters = _parameters(request, policy, request.max_tokens or COMPLETION_TOKENS)
+    parameters = _parameters(request, policy, request.max_tokens, COMPLETION_TOKENS)
     if request.logprobs is not None:
         if request.echo:
             raise unsupported("echo is not supported with logprobs", "echo")
@@ -81,7 +81,9 @@ def chat_generations(request: ChatCompletionRequest, policy: Policy) -> list[Gen
     given = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(given) > 1:
         raise invalid("max_tokens and max_completion_tokens differ", "max_tokens")
-    parameters = _parameters(request, policy, next(iter(given), None) or policy.chat_tokens)
+    parameters = _parameters(request, policy, next(iter(given), None), policy.chat_tokens)
+    if request.chat_template_kwargs:
+        parameters["chat_template_kwargs"] = request.chat_template_kwargs
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs goes with logprobs", "top_logprobs")
     if request.logprobs:
@@ -106,13 +108,16 @@ def reads_tool_calls(request: ChatCompletionRequest) -> bool:
     return bool(request.tools) and request.tool_choice != "none"
 
 
-def _parameters(request: GenerationRequest, policy: Policy, max_tokens: int) -> Parameters:
+def _parameters(
+    request: GenerationRequest, policy: Policy, max_tokens: int | None, default_tokens: int
+) -> Parameters:
     """What the caller said; the engine's defaults are OpenAI's."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options goes with stream", "stream_options")
     counts = not request.stream or includes_usage(request)
     parameters = Parameters(
-        max_tokens=max_tokens,
+        max_tokens=max_tokens or default_tokens,
+        fit_max_tokens=max_tokens is None,
         cache_salt=_salt(policy.salt, request.cache_salt),
         timeout_ms=max(1, round(policy.timeout_s * 1000)),
         return_stop_reason=False,

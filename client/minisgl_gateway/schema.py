@@ -182,6 +182,9 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="variables for the chat template, such as enable_thinking"
+    )
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -226,7 +229,6 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": (),
     "echo": (False,),

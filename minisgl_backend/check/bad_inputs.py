@@ -244,7 +244,6 @@ def _not_offered() -> Iterator[Bad]:
         "guided_regex": "(a+)+$",
         "guided_json": '{"$ref": "#"}',
         "chat_template": "{{ 7 * 7 }}",
-        "chat_template_kwargs": "{}",
         "prompt_logprobs": 1,
         "lora_name": "../x",
         "response_format": "json_object",

@@ -174,6 +174,7 @@ _CHAT_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "a thousand tools": {"tools": "[" + ", ".join(["{}"] * 1000) + "]"},
     "a prompt, too": {"text_input": "x"},
     "a template": {"chat_template": "{{ 7 * 7 }}"},
-    "arguments of a template": {"chat_template_kwargs": {"x": 1}},
+    "variables of a template as a list": {"chat_template_kwargs": ["x"]},
+    "a variable of ours": {"chat_template_kwargs": {"messages": []}},
     "an audio": {"modalities": ["audio"]},
 }

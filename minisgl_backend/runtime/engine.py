@@ -33,7 +33,7 @@ from minisgl_backend.runtime.inbox import Abort, Add, Fail, Stop
 from minisgl_backend.runtime.loop import Loop
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.runtime.stats import EngineStats, Recorder, Samples
-from minisgl_backend.scheduling.capacity import check_fits
+from minisgl_backend.scheduling.capacity import check_fits, most_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,16 @@ class Engine:
         pulse = self._loop.pulse
         age_s = 0.0 if pulse.is_waiting else max(0.0, time.monotonic() - pulse.tick_s)
         return Health(self._state, age_s)
+
+    def most_tokens(self, num_prompt_tokens: int) -> int:
+        """The largest ``max_tokens`` that such a prompt leaves room for; below 1: none."""
+        info = self.info
+        return most_tokens(
+            num_prompt_tokens,
+            max_sequence_length=info.max_sequence_length,
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+        )
 
     def is_queue_full(self) -> bool:
         """Whether ``submit`` would refuse a request now: a hint to refuse it before other work."""

@@ -10,6 +10,14 @@ def num_pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
+def most_tokens(
+    num_prompt_tokens: int, *, max_sequence_length: int, num_pages: int, page_size: int
+) -> int:
+    """The largest ``max_tokens`` for which ``check_fits``; below 1 where there is none."""
+    num_positions = num_pages * page_size + 1  # the last token needs none
+    return min(max_sequence_length, num_positions) - num_prompt_tokens
+
+
 def check_fits(
     num_prompt_tokens: int,
     max_tokens: int,

@@ -1,4 +1,4 @@
-"""The JSON of a chat -> checked messages and tools, ready for a template.
+"""The JSON of a chat -> checked messages, tools and variables, ready for a template.
 
 Knows the shape that OpenAI's chat schema and the templates of language models share. Raises
 ``InvalidRequest``, or ``Unsupported`` for content that is not text, whatever comes in.
@@ -42,6 +42,15 @@ def parse_tools(text: str, limits: Limits) -> list[dict[str, Any]]:
     return tools
 
 
+def parse_variables(text: str, limits: Limits) -> dict[str, Any]:
+    """The variables of a JSON object (``chat_template_kwargs``)."""
+    variables = parse_json("chat_template_kwargs", text)
+    if not isinstance(variables, dict):
+        raise InvalidRequest("chat_template_kwargs must be a JSON object")
+    _check_values("chat_template_kwargs", variables, limits)
+    return variables
+
+
 def join_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same messages with a content of parts as one text, its parts on lines of their own."""
     return [
@@ -59,7 +68,7 @@ def _parse_list(name: str, text: str) -> list[Any]:
     return value
 
 
-def _check_values(name: str, value: list[Any], limits: Limits) -> None:
+def _check_values(name: str, value: Any, limits: Limits) -> None:
     """Refuse what a template cannot render, or what makes a text that is no Unicode."""
     if not _is_shallow(value, limits.message_depth):
         raise InvalidRequest(f"{name} must be at most {limits.message_depth} levels deep")

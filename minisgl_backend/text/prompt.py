@@ -18,10 +18,12 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MessagesPrompt:
-    """A chat: JSON texts of a list of messages and, where there are any, of a list of tools."""
+    """A chat: JSON texts of a list of messages and, where there are any, of a list of tools and of
+    an object of variables for the template."""
 
     messages: str
     tools: str | None = None
+    variables: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,28 +57,39 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a chat, up to where the assistant's answer begins.
 
-        Raises ``InvalidRequest`` where the template refuses the chat, or a bound is exceeded.
+        ``variables`` are more than a template may count on. Raises ``InvalidRequest`` where the
+        template refuses the chat, a bound is exceeded, or a variable is one of ours.
         """
         plain = [dict(message) for message in messages]
-        return self._render(plain if self._takes_parts else join_parts(plain), tools)
+        return self._render(
+            plain if self._takes_parts else join_parts(plain), tools, variables or {}
+        )
 
     def _render(
-        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> str:
+        own = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": True,
+            self._meter_name: Meter(self._clock, self._max_seconds, 4 * self._max_chars),
+        }
+        for name in variables:
+            if name in own or not name.isidentifier():
+                raise InvalidRequest(f"chat_template_kwargs may not hold {name[:40]!r}")
         pieces = []
         num_chars = 0
         try:
-            for piece in self._template.generate(
-                **self._special_tokens,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=True,
-                **{self._meter_name: Meter(self._clock, self._max_seconds, 4 * self._max_chars)},
-            ):
+            for piece in self._template.generate({**variables, **own}):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > self._max_chars:
@@ -95,7 +106,7 @@ class ChatTemplate:
         """Whether the template reads a content that is a list of text parts, or only a string."""
         parts = [{"type": "text", "text": _PROBE}]
         try:
-            text = self._render([{"role": "user", "content": parts}], None)
+            text = self._render([{"role": "user", "content": parts}], None, {})
         except InvalidRequest:
             return False
         return _PROBE in text and "'type'" not in text and '"type"' not in text

@@ -22,7 +22,7 @@ from minisgl_backend.models.config_json import read_json
 from minisgl_backend.request import IntArray, TokenId
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.length import LengthCheck
-from minisgl_backend.text.messages import parse_messages, parse_tools
+from minisgl_backend.text.messages import parse_messages, parse_tools, parse_variables
 from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -129,7 +129,8 @@ class PromptEncoder:
         template = template or self._templates.get("default")
         if template is None:
             raise InvalidRequest("messages need a chat template, and this model has none")
-        return template.render(messages, tools or None)
+        variables = parse_variables(prompt.variables, limits) if prompt.variables else None
+        return template.render(messages, tools or None, variables)
 
     def prompt_text(self, prompt: Prompt, ids: IntArray) -> str:
         """The prompt as text, for an answer that starts with it."""

@@ -206,13 +206,16 @@ class TritonPythonModel:
             timed=generation.wanted.perf_metrics,
         )
         seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
+        max_tokens = generation.sampling.max_tokens
+        if generation.fit_max_tokens:  # where there is room for none, one is refused
+            max_tokens = max(1, min(max_tokens, self._engine.most_tokens(num_input_tokens)))
         sink = self._dispatcher.open(stream)
         try:
             self._engine.submit(
                 Request(
                     id=stream.request_id,
                     prompt=prompt.ids,
-                    sampling=replace(generation.sampling, seed=seed),
+                    sampling=replace(generation.sampling, seed=seed, max_tokens=max_tokens),
                     priority=generation.priority,
                     deadline_s=_deadline_s(generation.timeout_ms, record.arrival_time_ns),
                     cache_salt=generation.cache_salt,

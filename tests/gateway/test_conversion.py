@@ -34,6 +34,7 @@ def test_what_is_not_said_is_left_to_the_engine() -> None:
     assert generation.prompt == "Hi"
     assert generation.parameters == {
         "max_tokens": 16,
+        "fit_max_tokens": True,
         "cache_salt": None,
         "timeout_ms": 30_000,
         "return_stop_reason": False,
@@ -80,7 +81,15 @@ def test_parameters_of_another_name_or_sense() -> None:
     ],
 )
 def test_most_tokens_of_a_chat(fields: dict[str, Any], expected: int) -> None:
-    assert of_chat(**fields).parameters["max_tokens"] == expected
+    parameters = of_chat(**fields).parameters
+    assert parameters["max_tokens"] == expected
+    assert parameters["fit_max_tokens"] is (not fields)
+
+
+def test_variables_of_the_chat_template() -> None:
+    assert "chat_template_kwargs" not in of_chat().parameters
+    variables = {"enable_thinking": False}
+    assert of_chat(chat_template_kwargs=variables).parameters["chat_template_kwargs"] == variables
 
 
 @pytest.mark.parametrize(

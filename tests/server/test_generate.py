@@ -18,6 +18,7 @@ from minisgl_backend.text.tokenizer import PromptEncoder
 from tests.server.client import (
     Call,
     Metrics,
+    Refused,
     chat,
     generate,
     generate_stream,
@@ -50,6 +51,33 @@ def test_generate_answers_the_question(answer: str) -> None:
 def test_generate_stream_adds_up_to_the_same(server: TritonServer, answer: str) -> None:
     events = generate_stream(server, messages=QUESTION, stream=True, **GREEDY)
     assert "".join(event["text_output"] for event in events) == answer
+
+
+def test_who_does_not_say_how_many_tokens_gets_what_there_is_room_for(
+    server: TritonServer,
+) -> None:
+    """Over both ensembles' way and by the engine alone; who says so is refused."""
+    context = 8192
+    asked: dict[str, Any] = {
+        "input_ids": [5 + number % 7 for number in range(context - 3)],
+        "ignore_eos": True,
+        "return_num_output_tokens": True,
+    }
+    ways: list[dict[str, Any]] = [{}, {"max_tokens": 100, "fit_max_tokens": True}]
+    for more in ways:
+        assert generate(server, **asked, **more)["num_output_tokens"] == 3
+        with Call(server, "llm_engine", **asked, **more) as call:
+            (response,) = call.all()
+        assert response["num_output_tokens"] == [3]
+    with pytest.raises(Refused, match="max_tokens 16 with a prompt of 8189 tokens exceeds"):
+        generate(server, **asked, max_tokens=16)
+
+
+def test_variables_of_the_chat_template(server: TritonServer) -> None:
+    answer = generate(server, messages=QUESTION, chat_template_kwargs='{"any": 1}', **GREEDY)
+    assert "Paris" in answer["text_output"]
+    with pytest.raises(Refused, match="chat_template_kwargs may not hold 'messages'"):
+        generate(server, messages=QUESTION, chat_template_kwargs='{"messages": []}')
 
 
 def test_without_stream_there_is_exactly_one_response(server: TritonServer, answer: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.scheduling.capacity import check_fits
+from minisgl_backend.scheduling.capacity import check_fits, most_tokens
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,20 @@ def test_what_cannot_fit_is_refused(num_prompt_tokens: int, max_tokens: int, mes
     with pytest.raises(InvalidRequest) as refusal:
         check_fits(num_prompt_tokens, max_tokens, 4096, num_pages=193, page_size=16)
     assert str(refusal.value) == message
+
+
+@given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 40), st.sampled_from([1, 7, 16]))
+def test_the_most_tokens_just_fit(prompt: int, context: int, num_pages: int, size: int) -> None:
+    room: dict[str, int] = {
+        "max_sequence_length": context,
+        "num_pages": num_pages,
+        "page_size": size,
+    }
+    most = most_tokens(prompt, **room)
+    if most >= 1:
+        check_fits(prompt, most, **room)
+    with pytest.raises(InvalidRequest):
+        check_fits(prompt, max(most + 1, 1), **room)
 
 
 def test_what_just_fits_is_accepted() -> None:

@@ -98,6 +98,19 @@ def test_as_transformers_does(
     assert template(source).render(chat, tools) == expected[0][0]
 
 
+def test_variables() -> None:
+    thinking = template("{{ messages[1].content }}{% if not enable_thinking %} ok{% endif %}")
+    assert thinking.render(CHAT, None, {"enable_thinking": True, "other": [1]}) == "Là."
+    assert thinking.render(CHAT, None, {"enable_thinking": False}) == "Là. ok"
+    assert thinking.render(CHAT) == "Là. ok"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "a b", ""])
+def test_variables_that_are_ours(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs may not hold '"):
+        template("{{ messages }}").render(CHAT, None, {name: 1})
+
+
 def test_a_template_of_strings_gets_parts_as_one() -> None:
     assert "<|im_start|>user\na\nb<|im_end|>" in template(CHATML).render(PARTED)
 

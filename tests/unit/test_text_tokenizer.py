@@ -168,6 +168,12 @@ def test_the_prompts_text(encoder: PromptEncoder) -> None:
         (replace(chat("a"), tools="[5]"), "tools[0] must be an object"),
         (replace(chat("a"), tools="5"), "tools must be a JSON list"),
         (replace(chat("a"), tools="[" + "{}," * 1024 + "{}]"), "tools must be at most 1024, got"),
+        (replace(chat("a"), variables="[]"), "chat_template_kwargs must be a JSON object"),
+        (replace(chat("a"), variables='{"tools": 1}'), "chat_template_kwargs may not hold 'tools'"),
+        (
+            replace(chat("a"), variables='{"a": "\\ud800"}'),
+            "chat_template_kwargs must be valid Unicode",
+        ),
         (chat(*["a"] * 1025), "messages must be at most 1024, got 1025"),
     ],
 )

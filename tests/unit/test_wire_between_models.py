@@ -45,6 +45,7 @@ FULL = Generation(
         logit_bias=((3, -1.5),),
         num_logprobs=3,
     ),
+    fit_max_tokens=True,
     seed=7,
     stop_strings=("\n", "日"),
     exclude_input_in_output=False,

@@ -282,6 +282,7 @@ def test_a_value_given_twice_must_be_equal() -> None:
         ({"max_token": 1}, "unknown parameter 'max_token'; did you mean 'max_tokens'?"),
         ({"x" * 99: 1}, "unknown parameter 'xxx"),
         ({"tools": "[]"}, "tools goes with messages"),
+        ({"chat_template_kwargs": "{}"}, "chat_template_kwargs goes with messages"),
         ({"sampling_parameters": "[]"}, "sampling_parameters must be a JSON object, got []"),
         ({"sampling_parameters": "{"}, "sampling_parameters must be valid JSON"),
         ({"sampling_parameters": "[" * 10**5}, "sampling_parameters must be valid JSON"),
@@ -370,10 +371,27 @@ def test_the_earlier_deadline_counts(
     assert parse(parameters, timeout_us=timeout_us).timeout_ms == expected
 
 
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({}, True),
+        ({"max_tokens": 16}, False),
+        ({"max_new_tokens": 5}, False),
+        ({"sampling_parameters": '{"max_tokens": 5}'}, False),
+        ({"max_tokens": 5, "fit_max_tokens": True}, True),
+        ({"fit_max_tokens": False}, False),
+    ],
+)
+def test_what_nobody_said_may_be_less(parameters: dict[str, Any], expected: bool) -> None:
+    assert parse(parameters).fit_max_tokens is expected
+
+
 def test_prompts() -> None:
     assert parse({"parse_special_tokens": True}).prompt == TextPrompt("hi", True)
     assert parse(messages="[]").prompt == MessagesPrompt("[]")
     assert parse(messages="[]", tools="[1]").prompt == MessagesPrompt("[]", "[1]")
+    with_variables = parse(messages="[]", chat_template_kwargs="{}").prompt
+    assert with_variables == MessagesPrompt("[]", None, "{}")
     prompt = parse(input_ids=np.array([[4, 5]], dtype=np.int64)).prompt
     assert isinstance(prompt, TokenPrompt)
     assert prompt.ids.dtype == np.int32

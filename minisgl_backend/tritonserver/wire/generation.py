@@ -33,13 +33,15 @@ NOTHING = Wanted()
 class Generation:
     """One prompt to be continued, and how to answer.
 
-    ``sampling.seed`` is meaningless where ``seed`` is None: the engine draws one then.
+    ``sampling.seed`` is meaningless where ``seed`` is None: the engine draws one then. With
+    ``fit_max_tokens`` there are fewer than ``sampling.max_tokens`` where there is no room for more.
     ``timeout_ms`` counts from the request's arrival. ``min_chunk_interval_ms`` None stands for the
     engine's option.
     """
 
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    fit_max_tokens: bool = False
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
     stream: bool = False

@@ -47,6 +47,12 @@ INPUTS: Final[tuple[Input, ...]] = (
         text_only=True,
     ),
     _text("tools", "a JSON list of tools for the template", top_level=True, text_only=True),
+    _text(
+        "chat_template_kwargs",
+        "a JSON object of variables for the template, such as enable_thinking",
+        top_level=True,
+        text_only=True,
+    ),
     Input(name="input_ids", kind=Kind.INTEGERS, meaning="the prompt as token ids", top_level=True),
     _text("sampling_parameters", "a JSON object of the parameters below", top_level=True),
     _flag("stream", "false: exactly one response; true: one whenever there is new text"),
@@ -62,6 +68,11 @@ INPUTS: Final[tuple[Input, ...]] = (
         synonyms=("max_new_tokens",),
         default=16,
         minimum=1,
+    ),
+    _flag(
+        "fit_max_tokens",
+        "fewer than max_tokens where the context or the KV pages have no room for more; true where "
+        "max_tokens is absent",
     ),
     _integer(
         "min_tokens",
@@ -235,7 +246,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "return_generation_logits": (False,),
         "allowed_token_ids": (),
         "chat_template": (),
-        "chat_template_kwargs": (),
         "guided_decoding": (),
         "guided_json": (),
         "guided_regex": (),

@@ -46,7 +46,7 @@ def parse_generation(
     ``inputs`` are the tensors by name, strings as objects; ``parameters`` the request parameters.
     ``timeout_us`` is Triton's own request timeout, 0 for none.
     """
-    found = gather(inputs, parameters, limits)
+    found = _gathered(inputs, parameters, limits)
     return build(found, timeout_us=_timeout_us(parameters, timeout_us), limits=limits)
 
 
@@ -58,11 +58,20 @@ def parse_token_generation(
     limits: Limits,
 ) -> Generation | StopRequest:
     """A request to ``llm_engine`` alone, by token ids: what is about text is refused."""
-    found = gather(inputs, parameters, limits)
+    found = _gathered(inputs, parameters, limits)
     for name, value in found.items():
         if BY_NAME[name].text_only and value != DEFAULTS[name]:
             raise Unsupported(f"{name} needs the text models; send it to an ensemble")
     return build(found, timeout_us=_timeout_us(parameters, timeout_us), limits=limits)
+
+
+def _gathered(
+    inputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any], limits: Limits
+) -> dict[str, Any]:
+    """What the request gives, and what follows from what it does not."""
+    found = gather(inputs, parameters, limits)
+    found.setdefault("fit_max_tokens", "max_tokens" not in found)
+    return found
 
 
 def build(
@@ -96,6 +105,7 @@ def build(
     return Generation(
         prompt=_prompt(given, limits),
         sampling=_sampling(given, wanted),
+        fit_max_tokens=given["fit_max_tokens"],
         seed=given["seed"],
         stop_strings=tuple(dict.fromkeys(given["stop"])),
         stream=given["stream"],
@@ -127,9 +137,10 @@ def _earliest(timeout_ms: int | None, timeout_us: int) -> int | None:
 def _prompt(given: Mapping[str, Any], limits: Limits) -> Prompt:
     if given["parse_special_tokens"] and given["text_input"] is None:
         raise InvalidRequest("parse_special_tokens goes with text_input")
-    if given["tools"] is not None and given["messages"] is None:
-        raise InvalidRequest("tools goes with messages")
-    for name in ("text_input", "messages", "tools"):
+    for name in ("tools", "chat_template_kwargs"):
+        if given[name] is not None and given["messages"] is None:
+            raise InvalidRequest(f"{name} goes with messages")
+    for name in ("text_input", "messages", "tools", "chat_template_kwargs"):
         text = given[name]
         if text is not None and len(text.encode()) > limits.prompt_bytes:
             raise InvalidRequest(
@@ -138,7 +149,7 @@ def _prompt(given: Mapping[str, Any], limits: Limits) -> Prompt:
     if given["text_input"] is not None:
         return TextPrompt(given["text_input"], given["parse_special_tokens"])
     if given["messages"] is not None:
-        return MessagesPrompt(given["messages"], given["tools"])
+        return MessagesPrompt(given["messages"], given["tools"], given["chat_template_kwargs"])
     ids: IntArray = given["input_ids"]
     if not ids.size:
         raise InvalidRequest("input_ids must not be empty")

@@ -98,6 +98,7 @@ def _given(request: Generation | StopRequest) -> dict[str, Any]:
         return {**given, "stop_request": True}
     sampling = request.sampling
     said = {name: getattr(sampling, name) for name in _SAMPLING} | {
+        "fit_max_tokens": request.fit_max_tokens,
         "seed": request.seed,
         "stop": request.stop_strings,
         "stop_token_ids": sampling.stop_token_ids,

@@ -67,12 +67,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        rest = data
-        while rest and self._in_head and not self.transport.is_closing():
-            line, end, rest = rest.partition(b"\n")
-            super().data_received(self._without_offer(line + end))
-        if rest and not self.transport.is_closing():
-            super().data_received(rest)
+        begin = 0
+        while begin < len(data) and self._in_head and not self.transport.is_closing():
+            end = data.find(b"\n", begin) + 1 or len(data)
+            super().data_received(self._without_offer(data[begin:end]))
+            begin = end
+        if begin < len(data) and not self.transport.is_closing():
+            super().data_received(data[begin:])
         if self._num_head_bytes is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > self.head_bytes:

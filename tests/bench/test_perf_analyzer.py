@@ -145,10 +145,7 @@ GENAI_PERF: dict[str, tuple[list[str], dict[str, list[str] | list[int]]]] = {
 @pytest.mark.server
 @pytest.mark.parametrize("model", list(GENAI_PERF))
 def test_what_genai_perf_makes_perf_analyzer_do(
-    server: TritonServer,
-    perf_analyzer: tuple[Path, dict[str, str]],
-    model: str,
-    tmp_path: Path,
+    server: TritonServer, perf_analyzer_wheel: Path, model: str, tmp_path: Path
 ) -> None:
     """The flags and inputs of genai-perf 0.0.16, endpoint type kserve, backends vllm and
     tensorrtllm, as it writes them for the recipe of docs/benchmarks.md."""
@@ -157,7 +154,7 @@ def test_what_genai_perf_makes_perf_analyzer_do(
     data = [{**common, "text_input": [f" not in danger of kibes {n}"], **inputs} for n in range(4)]
     file, export = tmp_path / "inputs.json", tmp_path / "profile_export.json"
     file.write_text(json.dumps({"data": data}))
-    tool = find_perf_analyzer(tmp_path, binary=str(perf_analyzer[0]), wheel=None)
+    tool = find_perf_analyzer(tmp_path, binary=None, wheel=perf_analyzer_wheel)
     command = ["-m", model, "--async", "--stability-percentage", "999", "--request-count", "4"]
     command += ["-i", "grpc", "--streaming", *more, "-u", f"127.0.0.1:{server.grpc_port}"]
     command += ["--concurrency-range", "2", "--service-kind", "triton", "--input-data", str(file)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from minisgl_client import AsyncClient, Client, Parameters, wire
+from minisgl_client import AsyncClient, Client, InvalidArgument, Parameters, wire
 
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.server.process import TritonServer
@@ -106,6 +106,7 @@ def test_what_is_not_asked_for(server: TritonServer, way: Way) -> None:
 PARAMETERS: dict[str, Any] = {
     "max_tokens": 5,
     "max_new_tokens": 5,
+    "fit_max_tokens": True,
     "min_tokens": 7,
     "min_length": 7,
     "temperature": 1.75,
@@ -145,10 +146,13 @@ PARAMETERS: dict[str, Any] = {
 }
 ARGUMENTS = {"text_input", "messages", "input_ids", "tools", "stream", "stop_request"}
 """Inputs that are arguments or methods of the clients."""
+OF_CHATS: dict[str, Any] = {"chat_template_kwargs": {"any": [1, "é"]}}
+"""Parameters that go with messages alone."""
 
 
 def test_every_input_is_a_parameter_or_an_argument() -> None:
-    assert set(Parameters.__annotations__) == set(PARAMETERS) == set(wire.INPUTS) - ARGUMENTS
+    parameters = {*PARAMETERS, *OF_CHATS}
+    assert set(Parameters.__annotations__) == parameters == set(wire.INPUTS) - ARGUMENTS
 
 
 def test_parameters_have_the_types_of_their_tensors() -> None:
@@ -184,6 +188,14 @@ def test_every_parameter(server: TritonServer, protocol: str) -> None:
         *("repetition_penalty", "seed", "random_seed", "stop", "stop_words", "stop_token_ids"),
         *("logit_bias", "parse_special_tokens", "exclude_input_in_output", "sampling_parameters"),
     }
+
+
+@all_ways
+def test_parameters_of_chats(server: TritonServer, way: Way) -> None:
+    plain = way.generate(server, messages=FRANCE, **GREEDY)
+    assert way.generate(server, messages=FRANCE, **OF_CHATS, **GREEDY).text == plain.text
+    with pytest.raises(InvalidArgument, match="chat_template_kwargs may not hold 'tools'"):
+        way.generate(server, messages=FRANCE, chat_template_kwargs={"tools": 1}, **GREEDY)
 
 
 @all_ways

@@ -24,7 +24,7 @@ from minisgl_backend.bench.serve.command import address_of
 from minisgl_backend.bench.serve.figures import figures_of, objectives_of
 from minisgl_backend.bench.serve.loads import Load
 from minisgl_backend.bench.serve.outcome import Chunk, Outcome
-from minisgl_backend.bench.serve.show import Measured, emit
+from minisgl_backend.bench.serve.show import Measured, check_answered, emit
 from minisgl_backend.cli.options import numbers
 from minisgl_backend.errors import ConfigError
 
@@ -142,6 +142,7 @@ def perf_analyzer(
                 load = Load(level.name, level.value, calls)
                 measured.append(Measured(load, outcomes, figures_of(outcomes, objectives)))
     emit(measured, {"model": MODELS[style]}, objectives, json_path, title="perf_analyzer")
+    check_answered(measured)
 
 
 def flags(style: Style, parameters: Sequence[str]) -> list[str]:
@@ -173,7 +174,8 @@ def outcomes_of(export: Mapping[str, Any]) -> list[Outcome]:
                 counts = [response[name] for name in _COUNTS]
                 outcome.add(Chunk(True, *counts), now_ns / 1e9)
         outcome.ended_s = arrivals[-1] / 1e9 if arrivals else outcome.due_s
-        outcome.error = None if outcome.chunks_s else "no response"
+        if not outcome.chunks_s:
+            outcome.error, outcome.reason = "no response", "the export has none with tokens"
         outcomes.append(outcome)
     return outcomes
 

@@ -117,9 +117,18 @@ def test_errors_are_counted_by_code(server: TritonServer, tmp_path: Path) -> Non
         *("--prompts", str(prompts), "--concurrency", "1"),
     )
     assert "errors INVALID_ARG" in output
+    assert "INVALID_ARG: input_ids" in output
     (row,) = rows_of(figures)
     assert row["requests"] == 3 and row["errors"] == {"INVALID_ARG": 2}
     assert row["e2e_ms"]["p50"] > 0
+
+
+def test_a_run_without_any_answer_says_why_and_fails(server: TritonServer) -> None:
+    command = ["bench", "serve", "--url", f"127.0.0.1:{server.grpc_port}", "--requests", "2"]
+    result = CliRunner().invoke(main, [*command, "--input-len", "9000", "--concurrency", "1,2"])
+    assert result.exit_code == 1
+    assert "INVALID_ARG: prompt of 9000 tokens does not fit" in result.output
+    assert "Error: no request was answered at concurrency 1, concurrency 2" in result.output
 
 
 def test_a_server_that_is_not_there() -> None:
@@ -204,7 +213,7 @@ def test_events_of_other_openai_servers() -> None:
         },
     }
     assert chunk_of_event(json.dumps(usage)) == Chunk(False, 7, 5, 2)
-    with pytest.raises(Refused, match="overloaded"):
-        chunk_of_event('{"error": {"code": null, "type": "overloaded"}}')
-    with pytest.raises(Refused, match="not JSON"):
+    with pytest.raises(Refused, match="overloaded: later"):
+        chunk_of_event('{"error": {"code": null, "type": "overloaded", "message": "later"}}')
+    with pytest.raises(Refused, match="not JSON: <html>"):
         chunk_of_event("<html>")

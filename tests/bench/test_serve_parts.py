@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click import ClickException
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from minisgl_backend.bench.serve.figures import figures_of, objectives_of, perce
 from minisgl_backend.bench.serve.loads import closed_loop, poisson, replay
 from minisgl_backend.bench.serve.outcome import Chunk, Outcome
 from minisgl_backend.bench.serve.plots import write_plots
-from minisgl_backend.bench.serve.show import Measured, emit
+from minisgl_backend.bench.serve.show import Measured, check_answered, emit
 from minisgl_backend.bench.serve.trace import TraceEntry, calls_of_trace, read_trace
 from minisgl_backend.bench.serve.workload import Workload
 from minisgl_backend.errors import ConfigError
@@ -350,24 +351,29 @@ def test_objectives() -> None:
 
 def test_table_file_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answered = [outcome(0.0, 0.1, 0.3, tokens=5), outcome(1.0, 1.2, 1.8, tokens=3)]
-    failed = [outcome(2.0, error="UNAVAILABLE")]
+    failed = [outcome(2.0, error="UNAVAILABLE"), outcome(2.0, error="UNAVAILABLE")]
+    failed[0].reason, failed[1].reason = "the [queue] is full", "it is still full"
     objectives = {"ttft": 150.0, "tpot": 400.0}
     measured = [
         Measured(load, outcomes, figures_of(outcomes, objectives))
         for load, outcomes in (
             (closed_loop([CALL] * 2, 1), answered),
-            (closed_loop([CALL], 2), failed),
+            (closed_loop([CALL] * 2, 2), failed),
         )
     ]
     emit(measured, {"server": "none"}, objectives, tmp_path / "figures.json")
     table = capsys.readouterr().out
     assert "concurrency 1" in table and "errors UNAVAILABLE" in table
+    assert "UNAVAILABLE: the [queue] is full" in table and "still" not in table
     assert "server none" in table and "ttft within 150 ms" in table
     content = json.loads((tmp_path / "figures.json").read_text())
     assert content["info"].keys() == {"server", "machine", "python", "ttft within", "tpot within"}
     rows = content["rows"]
     assert [(row["load"], row["level"]) for row in rows] == [("concurrency", 1), ("concurrency", 2)]
     assert rows[0]["ttft_ms"]["p50"] == pytest.approx(150)
-    assert rows[1]["errors"] == {"UNAVAILABLE": 1}
+    assert rows[1]["errors"] == {"UNAVAILABLE": 2}
+    with pytest.raises(ClickException, match="no request was answered at concurrency 2"):
+        check_answered(measured)
+    check_answered(measured[:1])
     for path in write_plots(tmp_path, measured, objectives):
         assert path.read_bytes().startswith(b"\x89PNG\r\n")

@@ -18,7 +18,7 @@ from minisgl_backend.bench.serve.figures import figures_of, objectives_of
 from minisgl_backend.bench.serve.loads import Load
 from minisgl_backend.bench.serve.outcome import Outcome
 from minisgl_backend.bench.serve.run import run
-from minisgl_backend.bench.serve.show import Measured, emit
+from minisgl_backend.bench.serve.show import Measured, check_answered, emit
 from minisgl_backend.bench.serve.targets import OpenAITarget, Sampling, Target, TritonTarget
 from minisgl_backend.bench.serve.workload import Workload
 from minisgl_backend.bench.servers import started
@@ -132,6 +132,7 @@ def serve(
     if interrupted:
         click.echo("interrupted", err=True)
         raise click.exceptions.Exit(130)
+    check_answered(measured)
 
 
 @contextmanager
@@ -157,7 +158,8 @@ async def _measure(
         for load in warming:
             outcomes = await run(target, load)
             if all(outcome.error for outcome in outcomes):
-                raise ConfigError(f"the server answers no request: {outcomes[0].error}")
+                told = f"{outcomes[0].error}: {outcomes[0].reason}"
+                raise ConfigError(f"the server answers no request: {told}")
         with Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -47,7 +47,10 @@ def percentiles(values_ms: Iterable[float]) -> dict[str, float]:
 
 
 def figures_of(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> dict[str, Any]:
-    """The figures of one load; times in milliseconds, of answered requests alone."""
+    """The figures of one load; times in milliseconds, of answered requests alone.
+
+    ``reasons`` are what the first error of each code said.
+    """
     good = [outcome for outcome in outcomes if outcome.error is None]
     seconds = max(one.ended_s for one in outcomes) - min(one.due_s for one in outcomes)
     num_chunks = sum(len(one.chunks_s) for one in good)
@@ -56,6 +59,7 @@ def figures_of(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> 
     figures: dict[str, Any] = {
         "requests": len(outcomes),
         "errors": dict(Counter(one.error for one in outcomes if one.error is not None)),
+        "reasons": {one.error: one.reason for one in reversed(outcomes) if one.error is not None},
         "seconds": seconds,
         "requests_per_s": len(good) / seconds,
         "input_tokens": num_input,

@@ -23,8 +23,9 @@ class Chunk:
 class Outcome:
     """What became of one call; times are of ``time.perf_counter``.
 
-    ``chunks_s`` are the arrivals of what brought text or tokens. ``error`` is a code, or None.
-    ``num_output_tokens`` is None where the server did not tell.
+    ``chunks_s`` are the arrivals of what brought text or tokens. ``error`` is a code, or None;
+    ``reason`` is the sentence that came with it. ``num_output_tokens`` is None where the server did
+    not tell.
     """
 
     due_s: float
@@ -34,6 +35,7 @@ class Outcome:
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
+    reason: str = ""
 
     def add(self, chunk: Chunk, now_s: float) -> None:
         """One more chunk has arrived."""

@@ -63,7 +63,7 @@ async def _measure(target: Target, call: Call, due_s: float, on_done: OnDone) ->
             async for chunk in chunks:
                 outcome.add(chunk, time.perf_counter())
     except Refused as error:
-        outcome.error = str(error)
+        outcome.error, outcome.reason = error.code, error.reason
     outcome.ended_s = time.perf_counter()
     on_done(outcome)
     return outcome

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +24,11 @@ class Measured:
     load: Load
     outcomes: Sequence[Outcome]
     figures: Mapping[str, Any]
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether one request was, at least."""
+        return any(outcome.error is None for outcome in self.outcomes)
 
 
 _TIMES: Final = {
@@ -51,7 +57,8 @@ def emit(
 ) -> None:
     """Print the table and write the file, where one is asked for; what they depend on is in both.
 
-    ``info`` is what the command knows of that; the machine and the bounds are added here.
+    ``info`` is what the command knows of that; the machine and the bounds are added here. Below the
+    table stands what the first error of each code said.
     """
     bounds = {f"{name} within": f"{bound:g} ms" for name, bound in objectives.items()}
     info = {**info, **machine_facts(), **bounds}
@@ -84,4 +91,16 @@ def _print_table(measured: Sequence[Measured], info: Mapping[str, Any], title: s
         )
     console = Console(width=max(100, Console().width))
     console.print(table)
+    for code in codes:
+        reason = next(
+            one.figures["reasons"][code] for one in measured if code in one.figures["reasons"]
+        )
+        console.print(f"{code}: {reason}", markup=False, highlight=False, soft_wrap=True)
     console.print(", ".join(f"{name} {value}" for name, value in info.items()), style="dim")
+
+
+def check_answered(measured: Sequence[Measured]) -> None:
+    """End the command with code 1 where a load got no answer at all: its figures say nothing."""
+    silent = [one.load.label for one in measured if not one.is_answered]
+    if silent:
+        raise click.ClickException(f"no request was answered at {', '.join(silent)}")

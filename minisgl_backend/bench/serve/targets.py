@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import httpx
 from minisgl_client.client import AsyncClient
@@ -18,6 +18,9 @@ from minisgl_client.errors import MinisglError
 from minisgl_backend.bench.serve.calls import Call
 from minisgl_backend.bench.serve.outcome import Chunk
 from minisgl_backend.errors import ConfigError
+
+_MOST_SHOWN: Final = 300
+"""Characters of an answer that are shown as a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,12 @@ class Sampling:
 
 
 class Refused(Exception):
-    """The call failed; the message is the error's code, by which errors are counted."""
+    """The call failed; errors are counted by ``code``, ``reason`` is a sentence for people."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+        self.code = code
+        self.reason = reason
 
 
 class Target(Protocol):
@@ -78,7 +86,7 @@ class TritonTarget:
                         delta.num_cached_tokens,
                     )
         except MinisglError as error:
-            raise Refused(error.code) from error
+            raise Refused(error.code, str(error)) from error
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -122,13 +130,14 @@ class OpenAITarget:
         try:
             async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
-                    raise Refused(f"HTTP {response.status_code}")
+                    await response.aread()
+                    raise Refused(f"HTTP {response.status_code}", _reason(response.text))
                 async for line in response.aiter_lines():
                     data = line.removeprefix("data:").strip()
                     if data != line and data != "[DONE]":
                         yield chunk_of_event(data)
         except httpx.HTTPError as error:
-            raise Refused(type(error).__name__) from error
+            raise Refused(type(error).__name__, str(error)) from error
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -150,10 +159,10 @@ def chunk_of_event(data: str) -> Chunk:
     try:
         event = json.loads(data)
     except ValueError:
-        raise Refused("not JSON") from None
+        raise Refused("not JSON", _shortened(data)) from None
     if "error" in event:
         error = event["error"]
-        raise Refused(str(error.get("code") or error.get("type") or "error"))
+        raise Refused(str(error.get("code") or error.get("type") or "error"), _reason(data))
     text = "".join(
         choice.get("text") or choice.get("delta", {}).get("content") or ""
         for choice in event.get("choices", [])
@@ -166,3 +175,16 @@ def chunk_of_event(data: str) -> Chunk:
         usage.get("prompt_tokens"),
         details.get("cached_tokens"),
     )
+
+
+def _reason(body: str) -> str:
+    """The message of OpenAI's error object, or how a body begins that is none."""
+    try:
+        return _shortened(str(json.loads(body)["error"]["message"]))
+    except (ValueError, LookupError, TypeError):
+        return _shortened(body)
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MOST_SHOWN else f"{line[: _MOST_SHOWN - 3]}..."

@@ -209,13 +209,18 @@ def _run(
     count: int,
     folder: Path,
 ) -> str:
-    """The profile export of one run; raises ``ConfigError`` with what perf_analyzer said."""
+    """The profile export of one run; raises ``ConfigError`` with the end of what the tool said."""
     inputs, export = folder / "input.json", folder / "export.json"
     export.unlink(missing_ok=True)  # it refuses to write over one
     inputs.write_text(json.dumps(input_data(style, calls)), encoding="utf-8")
     command = [*arguments, "--input-data", str(inputs), "--request-count", str(count)]
     done = tool.run([*command, "--profile-export-file", str(export)])
     if done.returncode:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        raise ConfigError("perf_analyzer failed: " + "\n".join(said[:8]))
+        raise ConfigError(f"perf_analyzer failed: {_complaint(done.stderr or done.stdout)}")
     return export.read_text(encoding="utf-8")
+
+
+def _complaint(said: str) -> str:
+    """The last lines before the pages of usage that may follow."""
+    lines = [line for line in said.partition("\nUsage:")[0].splitlines() if line.strip()]
+    return "\n".join(lines[-8:])

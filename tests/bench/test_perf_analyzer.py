@@ -58,7 +58,8 @@ def test_what_perf_analyzer_says_is_told(server: TritonServer, perf_analyzer_whe
     command += ["--url", f"127.0.0.1:{server.grpc_port}", "--request-parameter", "nonsense"]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 1
-    assert "perf_analyzer failed" in result.output and "request-parameter" in result.output
+    assert "perf_analyzer failed: Error: Failed to parse --request-parameter" in result.output
+    assert "SYNOPSIS" not in result.output
 
 
 def test_the_binary_out_of_a_wheel(perf_analyzer_wheel: Path, tmp_path: Path) -> None:
@@ -84,6 +85,18 @@ def test_a_binary_that_is_not_there_or_does_not_run(tmp_path: Path) -> None:
     broken.chmod(0o755)
     with pytest.raises(ConfigError, match="perf_analyzer does not run here: broken"):
         find_perf_analyzer(tmp_path, binary=str(broken), wheel=None)
+
+
+def test_the_last_that_a_failing_perf_analyzer_says_is_told(tmp_path: Path) -> None:
+    broken = tmp_path / "perf_analyzer"
+    said = "echo settings; (seq --format 'line %g' 20; echo reason; echo; echo Usage: long) >&2"
+    broken.write_text(f"#!/bin/sh\n[ $# = 1 ] && exit\n{said}\nexit 99\n")
+    broken.chmod(0o755)
+    command = ["bench", "perf-analyzer", "--binary", str(broken), "--url", "127.0.0.1:1"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert "perf_analyzer failed: line 14" in result.output
+    assert result.output.endswith("line 20\nreason\n")
 
 
 def test_flags() -> None:

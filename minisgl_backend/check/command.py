@@ -4,7 +4,7 @@ Without addresses it starts servers of its own, with the demo model and few page
 are provoked too; a server that others run gets no faults. It should have nothing else to do
 meanwhile: what it must give back is read from its health port.
 
-Ctrl-C ends it with the report so far.
+Ctrl-C, SIGTERM and SIGHUP end it with the report so far.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Ctrl-C does to the command `minisgl` while it starts."""
+"""What Ctrl-C does to the command `minisgl` while it starts, and what other signals do to it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Final
 
 INTERRUPTED: Final = 130
@@ -23,8 +24,41 @@ def ended_by_ctrl_c() -> Iterator[None]:
     if before is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def signals_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP do once what Ctrl-C does while the block runs, and give its exit code.
+
+    So a command cleans up whatever ends it. Who has handlers of his own keeps them, and who is to
+    ignore a signal, as nohup has it, goes on doing so.
+    """
+    came: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if came:  # what is being cleaned up must not be left half-way
+            return
+        came.append(number)
+        on_ctrl_c = signal.getsignal(signal.SIGINT)
+        if not callable(on_ctrl_c):  # a shell has what runs in the background ignore Ctrl-C
+            raise KeyboardInterrupt
+        on_ctrl_c(number, frame)
+
+    taken = [one for one in _OTHERS if signal.getsignal(one) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+        if came:
+            raise SystemExit(128 + came[0])
+
+
+_OTHERS: Final = (signal.SIGTERM, signal.SIGHUP)

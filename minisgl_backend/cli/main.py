@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from minisgl_backend.cli.interrupt import INTERRUPTED, ended_by_ctrl_c
+from minisgl_backend.cli.interrupt import INTERRUPTED, ended_by_ctrl_c, signals_as_ctrl_c
 from minisgl_backend.errors import ConfigError
 
 
@@ -48,14 +48,15 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; what the operator can mend is one line, not a traceback.
 
-        Ctrl-C that the command leaves to others ends it with code 130.
+        Ctrl-C that the command leaves to others ends it with code 130, other signals likewise.
         """
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            ctx.exit(INTERRUPTED)
-        except ConfigError as error:
-            raise click.ClickException(str(error)) from error
+        with signals_as_ctrl_c():
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                ctx.exit(INTERRUPTED)
+            except ConfigError as error:
+                raise click.ClickException(str(error)) from error
 
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> click.Command:

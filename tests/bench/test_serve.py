@@ -40,6 +40,11 @@ def bench(*arguments: str) -> str:
     return result.output
 
 
+def children_of(pid: int) -> list[int]:
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     return rows
@@ -137,7 +142,8 @@ def test_a_server_that_is_not_there() -> None:
     assert "Error: the server answers no request: CONNECTION_FAILED" in result.output
 
 
-def test_its_own_server_and_the_end_by_ctrl_c() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_its_own_server_and_the_end_by_ctrl_c_and_other_signals(number: signal.Signals) -> None:
     """What was measured before is told; the server and its files are gone."""
     command = [sys.executable, "-c", "from minisgl_backend.cli.main import main; main()"]
     command += ["bench", "serve", "--requests", "8", "--output-len", "4"]
@@ -158,11 +164,14 @@ def test_its_own_server_and_the_end_by_ctrl_c() -> None:
         try:
             shown.expect(r"rate 0\.01")
             assert list(Path(folder).glob("minisgl-*"))
-            process.send_signal(signal.SIGINT)
+            servers = children_of(process.pid)
+            assert servers
+            process.send_signal(number)
             shown.expect("time to first token, ms, p50")
             shown.expect("interrupted")
             shown.expect(pexpect.EOF)
-            assert process.wait() == 130
+            assert process.wait() == 128 + number
+            assert not [pid for pid in servers if Path(f"/proc/{pid}").exists()]
         finally:
             process.kill()
             process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,16 @@ def chat(server: TritonServer, history: Path, *words: str) -> Iterator[Terminal]
 FIGURES = (
     r"(\d+) tokens, [\d.]+ tokens/s · first after \d+ ms · (\d+) of (\d+) prompt tokens cached"
 )
+
+
+def test_sigterm_ends_a_chat_that_ctrl_c_does_not_end(server: TritonServer, tmp_path: Path) -> None:
+    with chat(server, tmp_path / "history") as terminal:
+        terminal.say("\x03")
+        terminal.say("")
+        terminal.child.kill(signal.SIGTERM)
+        terminal.child.expect(pexpect.EOF)
+        terminal.child.close()
+        assert terminal.child.signalstatus == signal.SIGTERM
 
 
 def test_chat(server: TritonServer, tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from functools import partial
 
 import pytest
 from click.testing import CliRunner
 
+from minisgl_backend.cli.interrupt import signals_as_ctrl_c
 from minisgl_backend.cli.main import LazyGroup, main
 
 
@@ -65,6 +69,23 @@ def test_a_value_that_is_empty(option: str) -> None:
     result = CliRunner().invoke(main, ["serve", option, "", "--allow-remote"])
     assert result.exit_code == 2
     assert result.output.startswith(f"Error: {option} must not be empty")
+
+
+def test_signals_count_as_ctrl_c_though_that_is_ignored(request: pytest.FixtureRequest) -> None:
+    """As in the background of a shell; what is ignored on purpose, as by nohup, stays ignored."""
+    for number, handler in (
+        (signal.SIGINT, signal.SIG_IGN),
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGHUP, signal.SIG_IGN),
+    ):
+        request.addfinalizer(partial(signal.signal, number, signal.signal(number, handler)))
+
+    with pytest.raises(SystemExit) as ended, signals_as_ctrl_c():
+        os.kill(os.getpid(), signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one does not disturb the cleaning
+    assert ended.value.code == 143
 
 
 def test_every_command_is_there() -> None:

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -55,6 +56,9 @@ def chat(
     if not (console.is_terminal and os.isatty(0)):
         raise click.UsageError("chat needs a terminal; `minisgl generate` does not")
     conversation = Conversation(given(**parameters), system)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)  # not as Ctrl-C, which ends an answer alone
     try:
         with Client(url, model=model, timeout_s=timeout_s) as client:
             if not client.is_ready():

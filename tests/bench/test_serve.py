@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,29 @@ def test_a_trace_one_by_one_and_at_two_speeds(server: TritonServer, tmp_path: Pa
         # requests that come at the same time compute the same prefix, each for itself
         assert row["cached_share"] <= one_by_one["cached_share"]
         assert row["output_tokens"] == one_by_one["output_tokens"]
+
+
+def test_a_second_command_finds_the_prefix_cache_cold_unless_it_shares_a_salt(
+    server: TritonServer, tmp_path: Path
+) -> None:
+    figures = tmp_path / "figures.json"
+    common = ["--input-len", "100", "--requests", "2", "--concurrency", "1", "--output-len", "4"]
+    common += ["--json", str(figures)]
+
+    def cached_share(*more: str) -> float:
+        bench(*common, *more)
+        return float(rows_of(figures)[0]["cached_share"])
+
+    triton = ("--url", f"127.0.0.1:{server.grpc_port}")
+    salt, other = uuid.uuid4().hex, uuid.uuid4().hex
+    assert [cached_share(*triton), cached_share(*triton)] == [0, 0]
+    assert cached_share(*triton, "--cache-salt", salt) == 0
+    assert cached_share(*triton, "--cache-salt", salt) > 0.5
+    with gateway_of(f"127.0.0.1:{server.grpc_port}", tmp_path / "log") as gateway:
+        openai = ("--url", gateway.url, "--protocol", "openai")
+        cached_share(*openai)
+        assert cached_share(*openai) > 0.5
+        assert cached_share(*openai, "--cache-salt", other) == 0
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http", "openai"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,12 @@ _count = click.IntRange(1)
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy")
 @click.option("--ignore-eos/--stop-at-eos", default=True, show_default=True)
 @click.option(
+    "--cache-salt",
+    metavar="TEXT",
+    help="share the prefix cache with other runs of this salt  [default: a new one, which an OpenAI"
+    " endpoint does not get]",
+)
+@click.option(
     "--warm-up", type=click.IntRange(0), default=8, show_default=True, help="requests not counted"
 )
 @click.option("--slo", default="", help="bounds in ms, as ttft=200,tpot=50,e2e=3000")
@@ -81,6 +88,7 @@ def serve(
     api_key: str | None,
     temperature: float,
     ignore_eos: bool,
+    cache_salt: str | None,
     warm_up: int,
     slo: str,
     plots: Path | None,
@@ -95,7 +103,9 @@ def serve(
     objectives = objectives_of(slo)
     workload = Workload(**options)
     loads = workload.loads()
-    sampling = Sampling(temperature, ignore_eos)
+    if cache_salt is None and protocol != "openai":
+        cache_salt = secrets.token_hex(8)
+    sampling = Sampling(temperature, ignore_eos, cache_salt)
     if url is None and protocol not in (None, "grpc"):
         raise click.UsageError(f"--protocol {protocol} needs --url")
     if plots is not None:

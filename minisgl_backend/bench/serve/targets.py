@@ -25,10 +25,11 @@ _MOST_SHOWN: Final = 300
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are drawn; the same for all calls."""
+    """How answers are drawn, and whose prefix cache they share; the same for all calls."""
 
     temperature: float = 0.0
     ignore_eos: bool = True
+    cache_salt: str | None = None
 
 
 class Refused(Exception):
@@ -75,6 +76,7 @@ class TritonTarget:
             max_tokens=call.max_tokens,
             temperature=self._sampling.temperature,
             ignore_eos=self._sampling.ignore_eos,
+            cache_salt=self._sampling.cache_salt,
         )
         try:
             async with answer:
@@ -121,6 +123,8 @@ class OpenAITarget:
         }
         if self._sampling.ignore_eos:  # an extension, which not every server knows
             body["ignore_eos"] = True
+        if self._sampling.cache_salt is not None:  # so is this
+            body["cache_salt"] = self._sampling.cache_salt
         if call.messages is None:
             path = "/v1/completions"
             body["prompt"] = call.input_ids if call.text is None else call.text

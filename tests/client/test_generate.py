@@ -225,6 +225,20 @@ def test_interrupted(paced_server: TritonServer, num_lines: int) -> None:
     engine.check_cancelled(num_running)
 
 
+@pytest.mark.parametrize("jsonl", [False, True])
+def test_an_answer_that_a_deadline_cuts(paced_server: TritonServer, jsonl: bool) -> None:
+    words = ["--url", url_of(paced_server, "grpc"), "--max-tokens", "4000", "--timeout-s", "2"]
+    if jsonl:
+        done = run("generate", *words, "--jsonl", stdin='"a"\n')
+        assert json.loads(done.stdout)["finish_reason"] == "timeout"
+        assert done.stderr == ""
+    else:
+        done = run("generate", *words, "a")
+        assert len(done.stdout) > 1 and done.stdout.endswith("\n")
+        assert done.stderr == "Error: the answer was cut: timeout\n"
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize("module", ["click.core", "numpy.exceptions"])
 def test_interrupted_while_it_starts(module: str) -> None:
     """Nothing is said, whatever is being imported: here the importer tells how far it is."""

@@ -1,7 +1,7 @@
 """`minisgl generate`: one answer as it comes, or a file of requests to a file of answers.
 
-Exit codes: 0; 1 where a request failed; 2 for wrong usage; 130 after Ctrl-C, which cancels what is
-under way.
+Exit codes: 0; 1 where a request failed or its answer was cut; 2 for wrong usage; 130 after Ctrl-C,
+which cancels what is under way.
 """
 
 from __future__ import annotations
@@ -138,6 +138,13 @@ def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -
         for delta in stream:
             _write(delta.text)
     _write("\n")
+    if _is_cut(stream.result):
+        raise click.ClickException(f"the answer was cut: {stream.result.finish_reason}")
+
+
+def _is_cut(result: Result) -> bool:
+    """Whether an answer ended before the model's end, or the length that was asked for."""
+    return result.finish_reason not in ("stop", "length", None)  # None: nobody asked for it
 
 
 async def _answer_lines(
@@ -156,6 +163,7 @@ async def _answer_lines(
             request_id = "" if told.get("id") is None else str(told["id"])
             result = await client.generate(request_id=request_id, **request)
             told |= _shown(result)
+            num_failed += _is_cut(result)
             advance(result.num_output_tokens or 0)
         except MinisglError as error:
             num_failed += 1

@@ -25,7 +25,7 @@ from minisgl_backend.bench.serve.figures import figures_of, objectives_of
 from minisgl_backend.bench.serve.loads import Load
 from minisgl_backend.bench.serve.outcome import Chunk, Outcome
 from minisgl_backend.bench.serve.show import Measured, check_answered, emit
-from minisgl_backend.cli.options import numbers
+from minisgl_backend.cli.options import numbers, refusing
 from minisgl_backend.errors import ConfigError
 
 Style: TypeAlias = Literal["vllm", "tensorrtllm"]
@@ -115,7 +115,8 @@ def perf_analyzer(
     json_path: Path | None,
 ) -> None:
     """Run perf_analyzer on the streaming ensemble, and tell TTFT and the rest from its export."""
-    objectives = objectives_of(slo)
+    with refusing():
+        objectives = objectives_of(slo)
     levels = [Level("concurrency", value) for value in concurrency]
     levels += [Level("rate", value) for value in rate]
     measured = []

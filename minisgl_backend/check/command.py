@@ -47,11 +47,9 @@ _NUM_RESTARTS: Final = 10
 @click.option("--http-url", help="its HTTP address, as http://HOST:PORT")
 @click.option("--health-url", help="its health port, as http://HOST:PORT")
 @click.option("--metrics-url", help="its metrics, as http://HOST:PORT/metrics; else left out")
-@click.option("--short", "extent", flag_value="short", default="short", help="90 s (the default)")
-@click.option(
-    "--figures", "extent", flag_value="figures", help="6 minutes, and times are judged too"
-)
-@click.option("--full", "extent", flag_value="full", help="15 minutes, with all faults")
+@click.option("--short", is_flag=True, help="90 s (the default)")
+@click.option("--figures", is_flag=True, help="6 minutes, and times are judged too")
+@click.option("--full", is_flag=True, help="15 minutes, with all faults")
 @click.option("--hours", type=click.FloatRange(0), help="all loads again and again for so long")
 @click.option(
     "--gateway", "with_gateway", is_flag=True, help="bad inputs through a gateway in --short, too"
@@ -65,7 +63,9 @@ def check(
     http_url: str | None,
     health_url: str | None,
     metrics_url: str | None,
-    extent: str,
+    short: bool,
+    figures: bool,
+    full: bool,
     hours: float | None,
     with_gateway: bool,
     is_list: bool,
@@ -77,16 +77,19 @@ def check(
     if is_list:
         _print_catalogue()
         return
+    if short + figures + full + (hours is not None) > 1:
+        raise click.UsageError("--short, --figures, --full and --hours exclude each other")
+    if hours is not None and not math.isfinite(hours):
+        raise click.UsageError(f"--hours must be finite, got {hours}")
+    addresses = [one for one in (url, http_url, health_url) if one]
+    if len(addresses) not in (0, 3):
+        raise click.UsageError("--url, --http-url and --health-url go together")
     seed = secrets.randbelow(2**31) if seed is None else seed
     rng = random.Random(seed)
     until_s = time.monotonic() + (hours or 0.0) * 3600
+    extent = "figures" if figures else "full" if full else "short"
     extents = {"short": SHORT, "figures": FIGURES, "full": FULL}
     size = extents[extent] if hours is None else SOAK
-    if hours is not None and not math.isfinite(hours):
-        raise ConfigError(f"--hours must be finite, got {hours}")
-    addresses = [one for one in (url, http_url, health_url) if one]
-    if len(addresses) not in (0, 3):
-        raise ConfigError("--url, --http-url and --health-url go together")
     click.echo(f"seed {seed}")
     report = Cases()
     info = {"seed": str(seed), "extent": extent if hours is None else f"{hours:g} hours"}

@@ -99,6 +99,12 @@ def test_the_last_that_a_failing_perf_analyzer_says_is_told(tmp_path: Path) -> N
     assert result.output.endswith("line 20\nreason\n")
 
 
+def test_a_wrong_objective_is_wrong_usage() -> None:
+    result = CliRunner().invoke(main, ["bench", "perf-analyzer", "--slo", "speed=3"])
+    assert result.exit_code == 2
+    assert "an objective is ttft, tpot or e2e" in result.output
+
+
 def test_flags() -> None:
     said = " ".join(flags("tensorrtllm", ["top_p:0.9:double"]))
     assert "-m minisgl_batched" in said and "-i grpc --streaming --async" in said

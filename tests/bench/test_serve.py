@@ -211,6 +211,7 @@ def test_its_own_server_and_the_end_by_ctrl_c_and_other_signals(number: signal.S
         (["--concurrency", "0"], "has a number that is not above 0"),
         (["--rate", "fast"], "is no list of numbers"),
         (["--url", "http://a:1", "--protocol", "grpc"], "http://a:1 is no address for grpc"),
+        (["--time-scale", "2"], "--time-scale needs --trace"),
         (["--slo", "speed=3"], "an objective is ttft, tpot or e2e"),
         (["--json", "/nowhere/figures.json"], "/nowhere/figures.json cannot be written"),
         (["--plots", "/proc/plots"], "--plots /proc/plots: "),
@@ -218,7 +219,7 @@ def test_its_own_server_and_the_end_by_ctrl_c_and_other_signals(number: signal.S
 )
 def test_wrong_options(arguments: list[str], complaint: str) -> None:
     result = CliRunner().invoke(main, ["bench", "serve", *arguments])
-    assert result.exit_code
+    assert result.exit_code == 2
     assert complaint in result.output
 
 

@@ -97,7 +97,7 @@ def test_a_long_run_that_is_interrupted_reports_what_it_has(
 
 def test_no_run_is_endless() -> None:
     result = CliRunner().invoke(main, ["check", "--hours", "nan"])
-    assert result.exit_code != 0
+    assert result.exit_code == 2
     assert "--hours must be finite, got nan" in result.output
 
 
@@ -165,7 +165,6 @@ def test_the_documentation_has_every_fault() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--url", "grpc://127.0.0.1:1"], "--url, --http-url and --health-url go together"),
         (
             [
                 *("--url", "grpc://127.0.0.1:1", "--http-url", "http://127.0.0.1:1"),
@@ -176,7 +175,22 @@ def test_the_documentation_has_every_fault() -> None:
         (["--tritonserver", "/nowhere"], "there is no tritonserver at '/nowhere'"),
     ],
 )
-def test_what_the_operator_got_wrong(arguments: list[str], message: str) -> None:
+def test_what_is_not_there(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(main, ["check", *arguments])
     assert result.exit_code == 1
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--url", "grpc://127.0.0.1:1"], "--url, --http-url and --health-url go together"),
+        (["--full", "--short"], "--short, --figures, --full and --hours exclude each other"),
+        (["--hours", "1", "--full"], "--short, --figures, --full and --hours exclude each other"),
+    ],
+)
+def test_wrong_usage_has_a_code_of_its_own(arguments: list[str], message: str) -> None:
+    """Code 1 would say that the server was broken."""
+    result = CliRunner().invoke(main, ["check", *arguments])
+    assert result.exit_code == 2
     assert message in result.output

@@ -23,7 +23,7 @@ from minisgl_backend.bench.serve.show import Measured, check_answered, emit
 from minisgl_backend.bench.serve.targets import OpenAITarget, Sampling, Target, TritonTarget
 from minisgl_backend.bench.serve.workload import Workload
 from minisgl_backend.bench.servers import started
-from minisgl_backend.cli.options import numbers
+from minisgl_backend.cli.options import numbers, refusing
 from minisgl_backend.errors import ConfigError
 
 _file = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -100,9 +100,10 @@ def serve(
     Choose closed loops (--concurrency), Poisson arrivals (--rate) or a --trace; several levels make
     several runs. Without --url a server with the demo model is started for the time.
     """
-    objectives = objectives_of(slo)
-    workload = Workload(**options)
-    loads = workload.loads()
+    with refusing():
+        objectives = objectives_of(slo)
+        workload = Workload(**options)
+        loads = workload.loads()
     if cache_salt is None and protocol != "openai":
         cache_salt = secrets.token_hex(8)
     sampling = Sampling(temperature, ignore_eos, cache_salt)
@@ -122,9 +123,10 @@ def serve(
         def target() -> Target:
             if protocol == "openai":
                 return OpenAITarget(address, model=model, api_key=api_key, sampling=sampling)
-            return TritonTarget(
-                address, protocol=protocol, model=model or "minisgl", sampling=sampling
-            )
+            with refusing():
+                return TritonTarget(
+                    address, protocol=protocol, model=model or "minisgl", sampling=sampling
+                )
 
         try:
             warming = [workload.warm_up(warm_up)] if warm_up else []

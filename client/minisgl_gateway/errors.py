@@ -56,6 +56,11 @@ def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="invalid_value", param=param)
 
 
+def too_long(message: str, param: str | None = None) -> ApiError:
+    """The prompt, or what is asked for after it, exceeds the context."""
+    return ApiError(400, message, code="context_length_exceeded", param=param)
+
+
 def unsupported(message: str, param: str | None = None) -> ApiError:
     """The request is right, but asks for what is not offered."""
     return ApiError(400, message, code="unsupported_parameter", param=param)
@@ -98,6 +103,8 @@ def api_error(error: client.MinisglError, fields: Container[str]) -> ApiError:
         if word == "prompt" and word not in fields:
             word = "messages"
         make = invalid if isinstance(error, client.InvalidArgument) else unsupported
+        if _TOO_LONG.match(str(error)):
+            make = too_long
         return make(message, word if word in fields else None)
     if isinstance(error, client.Timeout):
         return deadline_passed()
@@ -124,6 +131,10 @@ _LOST: Final = frozenset(
     }
 )
 """How the engine's sentences say that a request was lost with a process that is started again."""
+_TOO_LONG: Final = re.compile(
+    r"prompt of .* does not fit the context |max_tokens \d+ with a prompt of .* exceeds the context "
+)
+"""How the engine's sentences say so; OpenAI's clients shorten their conversation by that code."""
 _NAMES: Final = {
     "text_input": "prompt",
     "input_ids": "prompt",

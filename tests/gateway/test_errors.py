@@ -8,7 +8,8 @@ import pytest
 from minisgl_client.errors import Closed, error_from
 from minisgl_gateway.errors import _LOST, api_error
 
-from minisgl_backend.errors import EngineFailure
+from minisgl_backend.errors import EngineFailure, InvalidRequest
+from minisgl_backend.scheduling.capacity import check_fits
 
 BACKEND = Path(__file__).parents[2] / "minisgl_backend"
 
@@ -29,6 +30,18 @@ def test_a_request_that_is_lost_with_a_process_may_come_again(sentence: str) -> 
 def test_the_engine_speaks_so() -> None:
     sources = [path.read_text("utf-8") for path in BACKEND.rglob("*.py")]
     assert [text for text in _LOST if not any(f'"{text}"' in source for source in sources)] == []
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(5000, 1), (4000, 100)])
+def test_what_exceeds_the_context_has_a_code_of_its_own(num_prompt: int, max_tokens: int) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        check_fits(num_prompt, max_tokens, 4096, num_pages=10_000, page_size=1)
+    sentence = f"{InvalidRequest.code}: {refusal.value}"
+    error = api_error(error_from(sentence), ("messages", "max_tokens"))
+    assert (error.status, error.code) == (400, "context_length_exceeded")
+    assert error.param == ("max_tokens" if num_prompt < 4096 else "messages")
+    other = api_error(error_from(f"{InvalidRequest.code}: max_tokens must be >= 1, got 0"), ())
+    assert other.code == "invalid_value"
 
 
 def test_a_client_that_is_closed_means_that_the_gateway_ends() -> None:

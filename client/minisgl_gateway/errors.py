@@ -46,6 +46,13 @@ class ApiError(Exception):
         return {"error": error}
 
     @property
+    def story(self) -> str:
+        """What the log tells: the message, and what caused it where the caller is not to blame."""
+        if self.status < 500 or self.__cause__ is None or str(self.__cause__) == self.message:
+            return self.message
+        return f"{self.message}: {self.__cause__}"
+
+    @property
     def event(self) -> bytes:
         """The same as a server-sent event, for a stream that has begun."""
         return b"data: " + json.dumps(self.body).encode() + b"\n\n"
@@ -97,6 +104,8 @@ def api_error(error: client.MinisglError, fields: Container[str]) -> ApiError:
 
     ``fields`` are those of the request; the engine's sentences begin with the one at fault.
     """
+    if _NO_MODEL.match(str(error)):  # the caller's model is this gateway's: it has another name
+        return busy(503, "the engine does not have the model", "engine_unavailable")
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
         message = _OTHER_NAMES.sub(lambda found: _NAMES[found[0]], str(error))
         word = re.split(r"\W", message, maxsplit=1)[0]
@@ -131,8 +140,10 @@ _LOST: Final = frozenset(
     }
 )
 """How the engine's sentences say that a request was lost with a process that is started again."""
+_NO_MODEL: Final = re.compile(r"Request for unknown model: '.*' is not found$")
+"""How Triton says so."""
 _TOO_LONG: Final = re.compile(
-    r"prompt of .* does not fit the context |max_tokens \d+ with a prompt of .* exceeds the context "
+    r"prompt of .* does not fit the context |max_tokens .* with a prompt of .* exceeds the context "
 )
 """How the engine's sentences say so; OpenAI's clients shorten their conversation by that code."""
 _NAMES: Final = {

@@ -211,7 +211,7 @@ class Service:
                 logger.info("%s: the client went away", heading.id)
                 return Response(status_code=GONE)
             except ApiError as error:
-                logger.info("%s: %s", heading.id, error)
+                logger.info("%s: %s", heading.id, error.story)
                 raise
         counts = Counts()
         for index, result in enumerate(results):

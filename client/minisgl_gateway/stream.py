@@ -133,7 +133,7 @@ class EventStream(Response):
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Tell an error: by the status, where that is not out yet, else as the last event."""
-        logger.info("%s: %s", self._request_id, error)
+        logger.info("%s: %s", self._request_id, error.story)
         if self._started:
             await send({"type": "http.response.body", "body": error.event})
         else:

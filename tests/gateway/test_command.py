@@ -12,6 +12,7 @@ from minisgl_gateway import command
 from minisgl_gateway.command import gateway
 from minisgl_gateway.options import GatewayOptions
 
+from minisgl_backend.server.process import TritonServer
 from tests.gateway.conftest import gateway_of
 
 
@@ -47,6 +48,31 @@ def test_options(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("MINISGL_API_KEYS", raising=False)
     result = CliRunner().invoke(gateway, ["--port", "0", *options])
     check_refused(result, words)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("model", "status", "cause"),
+    [
+        ("minisgl_batched", 500, "internal error: "),
+        ("nix", 503, "the engine does not have the model: Request for unknown model: 'nix' is not"),
+    ],
+)
+def test_the_log_has_the_story_of_a_model_that_cannot_be_used(
+    server: TritonServer, tmp_path: Path, model: str, status: int, cause: str
+) -> None:
+    log, triton = tmp_path / "log", f"127.0.0.1:{server.grpc_port}"
+    with gateway_of(triton, log, "--model", model, "--model-name", "minisgl") as gateway:
+        whole = gateway.chat("Hi")
+        streamed = gateway.chat("Hi", stream=True)
+    for answer in (whole, streamed):
+        assert answer.status_code == status
+        assert model not in answer.text
+        request_id = answer.headers["X-Request-Id"]
+        line = next(
+            line for line in log.read_text().splitlines() if f"{request_id}: {cause}" in line
+        )
+        assert f"'{model}'" in line
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,10 @@ def test_prompts_of_a_file_over_each_protocol(
     common += ["--warm-up", "1", "--json", str(figures)]
     if protocol == "openai":
         with gateway_of(f"127.0.0.1:{server.grpc_port}", tmp_path / "log") as gateway:
-            bench("--url", gateway.url, "--protocol", "openai", *common)
+            address = gateway.url.removeprefix("http://")
+            bench("--url", address, "--protocol", "openai", *common)
+            result = CliRunner().invoke(main, ["bench", "serve", "--url", gateway.url, *common])
+            assert "INVALID_ARG: no Triton HTTP server answers there: HTTP" in result.output
     else:
         url = server.url() if protocol == "http" else f"127.0.0.1:{server.grpc_port}"
         bench("--url", url, *common)

@@ -242,7 +242,18 @@ def test_something_that_is_not_triton(way: Way) -> None:
 
 def test_an_error_in_the_form_of_another_server() -> None:
     response = httpx.Response(404, json={"error": {"message": "Not Found", "param": None}})
-    assert str(http_transport._refusal(response)) == "HTTP status 404"
+    sentence = "no Triton HTTP server answers there: HTTP status 404"
+    assert str(http_transport._refusal(response)) == sentence
+
+
+def test_http_to_the_port_of_grpc() -> None:
+    told = "no Triton HTTP server answers there: illegal"
+    with (
+        grpc_server(Script([["a"]])) as address,
+        Client(f"http://{address}") as client,
+        pytest.raises(ConnectionLost, match=told),
+    ):
+        client.generate("x")
 
 
 def test_an_endless_answer_ends_with_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

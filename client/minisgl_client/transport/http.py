@@ -33,6 +33,9 @@ from minisgl_client.response import EventReader, delta_of_event, json_object
 
 _CONNECT_S: Final = 20.0
 _READY_S: Final = 5.0
+_NO_TRITON: Final = "no Triton HTTP server answers there"
+_NOT_HTTP: Final = ("illegal request line", "illegal status line")
+"""What is said of an answer that is none of HTTP, such as that of a port of gRPC."""
 
 
 class _Events:
@@ -188,6 +191,8 @@ def _refusal(response: httpx.Response) -> MinisglError:
     except (MinisglError, KeyError):
         pass
     sentence = f"HTTP status {response.status_code}"
+    if response.status_code in (404, 405):
+        sentence = f"{_NO_TRITON}: {sentence}"
     return Unavailable(sentence) if response.status_code == 503 else InvalidArgument(sentence)
 
 
@@ -201,4 +206,7 @@ def _told() -> Iterator[None]:
     except httpx.TimeoutException:
         raise Timeout("no answer in time, and none from the server after it") from None
     except (httpx.TransportError, httpx.StreamError) as error:
-        raise ConnectionLost(str(error) or type(error).__name__) from None
+        sentence = str(error) or type(error).__name__
+        if sentence.startswith(_NOT_HTTP):
+            sentence = f"{_NO_TRITON}: {sentence}"
+        raise ConnectionLost(sentence) from None

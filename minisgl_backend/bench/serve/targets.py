@@ -103,6 +103,8 @@ class OpenAITarget:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # a load generator opens as many connections as it has requests in flight
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        if "://" not in url:
+            url = f"http://{url}"
         self._client = httpx.AsyncClient(
             base_url=url.rstrip("/").removesuffix("/v1"),
             headers=headers,

@@ -11,7 +11,9 @@ from typing import Any
 
 import pexpect
 import pytest
+from click.testing import CliRunner
 
+from minisgl_backend.cli.main import main
 from minisgl_backend.server.process import TritonServer
 from tests.client.commands import GREEDY, MINISGL, run
 from tests.client.engine import Engine
@@ -223,6 +225,29 @@ def test_interrupted(paced_server: TritonServer, num_lines: int) -> None:
         assert process.wait(PATIENCE_S) == 130
         assert process.stderr.read() == b""
     engine.check_cancelled(num_running)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--stop", "a", "-p", "stop=c"], "--stop and --param stop have different values"),
+        (["--max-tokens", "3", "-p", "max_tokens=4"], "--max-tokens and --param max_tokens have"),
+        (["-p", "top_k=3", "-p", "top_k=4"], "top_k has two values"),
+    ],
+)
+def test_a_parameter_of_two_values(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["generate", "x", "--url", "127.0.0.1:1", *words])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_parameter_that_is_said_twice_alike() -> None:
+    """Or that has a default: the command goes on to a server, which is not there."""
+    words = ["--stop", "a", "-p", "stop=a", "-p", "max_tokens=4", "--top-k", "3", "-p", "top_k=3"]
+    words += ["--model", "minisgl", "-p", "model=x"]
+    result = CliRunner().invoke(main, ["generate", "x", "--url", "127.0.0.1:1", *words])
+    assert result.exit_code == 1
+    assert "Error: CONNECTION_FAILED" in result.output
 
 
 @pytest.mark.parametrize("jsonl", [False, True])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from minisgl_client.wire import INPUTS, LISTS
 
@@ -67,7 +68,10 @@ def given(
     stop: Sequence[str],
     others: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The parameters of a command's options, by name; ``--param`` goes before the others."""
+    """The parameters of the running command's options, by name.
+
+    Raises ``click.UsageError`` where ``--param`` contradicts another option.
+    """
     options = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -75,14 +79,25 @@ def given(
         "top_k": top_k,
         "seed": seed,
         "stop": list(stop) or None,
-        **others,
     }
-    return {name: value for name, value in options.items() if value is not None}
+    context = click.get_current_context()
+    for name, value in others.items():
+        if name not in options or context.get_parameter_source(name) is ParameterSource.DEFAULT:
+            continue
+        if options[name] != ([value] if name in LISTS and isinstance(value, str) else value):
+            option = name.replace("_", "-")
+            raise click.UsageError(f"--{option} and --param {name} have different values")
+    return {name: value for name, value in {**options, **others}.items() if value is not None}
 
 
 def parameters_of(texts: Sequence[str]) -> dict[str, Any]:
     """The values of NAME=VALUE texts; raises ``click.BadParameter``."""
-    return dict(map(_parameter, texts))
+    values: dict[str, Any] = {}
+    for name, value in map(_parameter, texts):
+        if name in values and values[name] != value:
+            raise click.BadParameter(f"{name} has two values")
+        values[name] = value
+    return values
 
 
 def _parameter(text: str) -> tuple[str, Any]:

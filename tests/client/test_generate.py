@@ -292,3 +292,12 @@ def test_progress_on_a_terminal(server: TritonServer, tmp_path: Path) -> None:
     assert terminal.exitstatus == 0
     told = map(json.loads, answers.read_text("utf-8").splitlines())
     assert [line["num_output_tokens"] for line in told] == [2] * 9
+
+
+def test_a_prompt_that_leaves_room_for_few_tokens(server: TritonServer, tmp_path: Path) -> None:
+    """The context is 8192 tokens, and --max-tokens 256 by default."""
+    file = tmp_path / "prompt"
+    file.write_text("a " * 8150, "utf-8")
+    command = ["generate", "--url", url_of(server, "grpc"), "--file", str(file), *GREEDY]
+    done = run(*command, "-p", "ignore_eos=true")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -119,8 +119,9 @@ class _Shell:
     def _ask(self, question: str) -> None:
         """Send a question, show the answer as it comes, remember both."""
         messages = self._conversation.messages(question)
+        request = {"fit_max_tokens": True, **self._conversation.parameters}
         try:
-            stream = self._client.stream(messages=messages, **self._conversation.parameters)
+            stream = self._client.stream(messages=messages, **request)
             with suppress(KeyboardInterrupt), stream, MarkdownDisplay(self._console) as display:
                 for delta in stream:
                     display.push(delta.text)

@@ -134,7 +134,8 @@ def _write(text: str) -> None:
 
 def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -> None:
     """Write the answer as it comes, and a newline."""
-    with Client(**settings) as client, client.stream(**template.fill(prompt)) as stream:
+    request = {"fit_max_tokens": True, **template.fill(prompt)}
+    with Client(**settings) as client, client.stream(**request) as stream:
         for delta in stream:
             _write(delta.text)
     _write("\n")

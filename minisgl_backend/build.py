@@ -40,7 +40,7 @@ def build_engine(options: EngineOptions) -> Engine:
     info, executor = build_executor(options)
     logger.info("engine: %s", info)
     num_positions = info.num_pages * info.page_size
-    if num_positions < info.max_sequence_length:
+    if num_positions + 1 < info.max_sequence_length:  # a last token needs no position
         logger.warning(
             "the KV pages hold %d tokens, the context has %d: requests must fit the pages",
             num_positions,

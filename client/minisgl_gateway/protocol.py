@@ -37,12 +37,13 @@ def protocol_of(options: GatewayOptions, telemetry: Telemetry) -> type[BoundedPr
 _UPGRADE: Final = re.compile(rb"^Upgrade(?=:)", re.IGNORECASE)
 """An offer to speak something else, which Java's client makes to all. Nothing else is spoken here,
 and with the offer in sight the parser would not read the body. So the name gets longer, just before
-its colon, which works too where the name came in pieces of which the parser has some."""
+its colon, which works too where the name came in pieces of which the parser has some. (Of a head
+that comes in one packet with the body before it, the beginning passes as it is.)"""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A head must come within ``patience_s``; so must the rest of a body that nobody reads. What is
-    sent must be read as soon.
+    """A head must come within ``patience_s``; so must the rest of a body that nobody reads. Of what
+    is sent some must be read in that time.
 
     ``head_bytes`` bounds heads that do not end; what is complete the application refuses.
     """
@@ -74,6 +75,8 @@ class BoundedProtocol(HttpToolsProtocol):
             begin = end
         if begin < len(data) and not self.transport.is_closing():
             super().data_received(data[begin:])
+            if self._in_head:  # of the next request
+                self._line = data[begin:].rpartition(b"\n")[2]
         if self._num_head_bytes is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > self.head_bytes:
@@ -106,7 +109,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reading_timer = self.loop.call_later(self.patience_s, self._cut)
+        self._await_reader()
 
     def resume_writing(self) -> None:
         self._stop_reading_timer()
@@ -152,6 +155,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _await_reader(self) -> None:
+        num_unread = self.transport.get_write_buffer_size()
+        self._reading_timer = self.loop.call_later(
+            self.patience_s, self._look_at_reader, num_unread
+        )
+
+    def _look_at_reader(self, num_unread: int) -> None:
+        if self.transport.get_write_buffer_size() < num_unread:
+            self._await_reader()
+        else:
+            self._cut()
+
     def _stop_reading_timer(self) -> None:
         if self._reading_timer is not None:
             self._reading_timer.cancel()
@@ -181,6 +196,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
         left = self.transport.get_write_buffer_size()
         if left == num_unread:
-            self.transport.abort()
+            self._cut()
         elif left:
             self._timer = self.loop.call_later(self.patience_s, self._close, left)

@@ -1,4 +1,4 @@
-"""Server-sent events straight to the socket, and what happens when nobody takes them.
+"""Server-sent events straight to the socket, and what ends them before their time.
 
 ``EventStream`` sends bytes as they are made, without a layer in between. Its status is decided when
 the first event, or an error instead of it, is there. While it runs it listens for the client's

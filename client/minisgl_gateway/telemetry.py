@@ -11,7 +11,7 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 
 
 
 class Telemetry:
-    """The metrics; routes are paths of the API, ``other`` for what is none or came not so far."""
+    """The metrics; routes are paths of the API, ``other`` for what is none or did not get there."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -16,7 +16,7 @@ from minisgl_backend.attention.paged import AttentionSetting, Chunks, DecodeRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """What each layer passes on: the page table of the sequences, [num_sequences, max_pages]."""
+    """What each layer passes on: the page table of the runs, [num_runs, max_pages]."""
 
     page_table: Tensor
     lengths: Tensor

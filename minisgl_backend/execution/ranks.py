@@ -164,7 +164,10 @@ class LeadingExecutor:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Inside, rank 0 may wait for the others, and so for ever where one is lost."""
+        """Inside, rank 0 may wait for the others, and so for ever where one is lost.
+
+        What it does there by itself counts too, such as compiling what the warm-up did not meet.
+        """
         self._waiting_since_s = time.monotonic()
         try:
             yield

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightPlace:
-    """Where one tensor of the checkpoint goes, or for this rank's slice of it.
+    """Where one tensor of the checkpoint goes, or this rank's slice of it.
 
     ``target`` is a view into a parameter. The checkpoint's tensor has ``shape``. If ``dim`` is
     given, only the indices from ``start`` up to ``start + target.shape[dim]`` along it go here.

@@ -129,7 +129,8 @@ class PromptEncoder:
         template = template or self._templates.get("default")
         if template is None:
             raise InvalidRequest("messages need a chat template, and this model has none")
-        variables = parse_variables(prompt.variables, limits) if prompt.variables else None
+        given = prompt.variables
+        variables = parse_variables(given, limits) if given is not None else None
         return template.render(messages, tools or None, variables)
 
     def prompt_text(self, prompt: Prompt, ids: IntArray) -> str:

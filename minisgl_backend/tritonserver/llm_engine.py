@@ -207,8 +207,10 @@ class TritonPythonModel:
         )
         seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
         max_tokens = generation.sampling.max_tokens
-        if generation.fit_max_tokens:  # where there is room for none, one is refused
-            max_tokens = max(1, min(max_tokens, self._engine.most_tokens(num_input_tokens)))
+        if generation.fit_max_tokens:
+            fitting = min(max_tokens, self._engine.most_tokens(num_input_tokens))
+            # where there is no room for the least, that is refused
+            max_tokens = max(1, generation.sampling.min_tokens, fitting)
         sink = self._dispatcher.open(stream)
         try:
             self._engine.submit(

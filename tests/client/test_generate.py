@@ -301,3 +301,10 @@ def test_a_prompt_that_leaves_room_for_few_tokens(server: TritonServer, tmp_path
     command = ["generate", "--url", url_of(server, "grpc"), "--file", str(file), *GREEDY]
     done = run(*command, "-p", "ignore_eos=true")
     assert (done.returncode, done.stderr) == (0, "")
+    lines: list[dict[str, Any]] = [{"input_ids": [5] * 8150, "ignore_eos": True} for _ in range(2)]
+    lines[1]["max_tokens"] = 256
+    words = ["generate", "--url", url_of(server, "grpc"), "--jsonl", *GREEDY]
+    done = run(*words, stdin="\n".join(map(json.dumps, lines)))
+    fitting, refused = map(json.loads, done.stdout.splitlines())
+    assert fitting["num_output_tokens"] == 42
+    assert refused["error"]["code"] == "INVALID_ARG"

@@ -46,7 +46,6 @@ class Before:
 
     def __init__(self, server: TritonServer) -> None:
         self.server = server
-        self.used = 0.0
         wait_for(self._is_idle, "an engine without requests")
         metrics = Metrics(server)
         self.cancelled = metrics["minisgl:requests_cancelled_total"]
@@ -75,7 +74,7 @@ class Before:
         return (
             metrics["vllm:num_requests_running"] == 0
             and metrics["vllm:num_requests_waiting"] == 0
-            and metrics["vllm:kv_cache_usage_perc"] == self.used
+            and metrics["vllm:kv_cache_usage_perc"] == 0
         )
 
 

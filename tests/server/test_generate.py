@@ -71,6 +71,8 @@ def test_who_does_not_say_how_many_tokens_gets_what_there_is_room_for(
         assert response["num_output_tokens"] == [3]
     with pytest.raises(Refused, match="max_tokens 16 with a prompt of 8189 tokens exceeds"):
         generate(server, **asked, max_tokens=16)
+    with pytest.raises(Refused, match="max_tokens 10 with a prompt of 8189 tokens exceeds"):
+        generate(server, **asked, min_tokens=10)
 
 
 def test_variables_of_the_chat_template(server: TritonServer) -> None:

@@ -168,6 +168,7 @@ def test_the_prompts_text(encoder: PromptEncoder) -> None:
         (replace(chat("a"), tools="[5]"), "tools[0] must be an object"),
         (replace(chat("a"), tools="5"), "tools must be a JSON list"),
         (replace(chat("a"), tools="[" + "{}," * 1024 + "{}]"), "tools must be at most 1024, got"),
+        (replace(chat("a"), variables=""), "chat_template_kwargs must be valid JSON"),
         (replace(chat("a"), variables="[]"), "chat_template_kwargs must be a JSON object"),
         (replace(chat("a"), variables='{"tools": 1}'), "chat_template_kwargs may not hold 'tools'"),
         (

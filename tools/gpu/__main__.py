@@ -1,10 +1,10 @@
 """``python -m tools.gpu kernels|server``: download wheels for the GPU machine and pack them.
 
-The GPU machine is expected to have Linux x86-64, Python 3.12, an NVIDIA driver, nvcc and torch; it
-needs no network. ``kernels`` packs FlashInfer and a trimmed sgl_kernel, ``server`` packs
-tritonserver, a numpy that its stub can read and what its clients need. Each archive stays small
-enough to travel with a working tree (``--limit-mib`` for both together); ``tools/gpu/activate.sh``
-unpacks them there.
+The GPU machine is expected to have Linux x86-64, Python 3.12, an NVIDIA driver, nvcc, torch, pytest
+and hypothesis; it needs no network. ``kernels`` packs FlashInfer and a trimmed sgl_kernel,
+``server`` packs tritonserver, a numpy that its stub can read and what its clients need. Each
+archive stays small enough to travel with a working tree (``--limit-mib`` for both together);
+``tools/gpu/activate.sh`` unpacks them there.
 
 Needs pip, ``xz`` and, for ``kernels``, ``pip install zstandard``.
 """

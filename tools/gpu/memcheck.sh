@@ -10,7 +10,7 @@ if ! type compute-sanitizer > /dev/null 2>&1; then
     exit 0
 fi
 
-run=(python3 -c 'from minisgl_backend.cli.main import main; main()' bench offline
+run=(python3 -m minisgl_backend.cli bench offline
     --load-format dummy --requests 8 --input-length 5 90 --output-length 4 12 --temperature 0.6
     --num-pages 128 --max-sequence-length 256 --max-running-requests 16 "$@")
 graphs=(--cuda-graph-batch-sizes 1,2,4,8)

@@ -38,7 +38,7 @@ DENSE="--model $SCRATCH/14b --load-format dummy --max-sequence-length 4096"
 EXPERTS="--model $SCRATCH/30b --load-format dummy --max-sequence-length 4096"
 SIZES="--batch-size 1 --batch-size 64 --batch-size 256 --cuda-graph-batch-sizes 1,64,256"
 ONE_SIZE="--batch-size 64 --cuda-graph-batch-sizes 64"
-MINISGL="python3 -c 'from minisgl_backend.cli.main import main; main()'"
+MINISGL="python3 -m minisgl_backend.cli"
 DECODE="$MINISGL bench decode"
 OFFLINE="$MINISGL bench offline --requests 256 --input-length 100 1024 --output-length 100 1024 \
     --temperature 0.6"

@@ -69,7 +69,8 @@ def generate(
     if sys.stdout is None:
         raise click.ClickException("standard output is closed")
     settings = {"url": url, "model": model, "timeout_s": timeout_s}
-    template = _Template(given(**parameters), chat or system is not None, system)
+    asked = {"fit_max_tokens": True, **given(**parameters)}
+    template = _Template(asked, chat or system is not None, system)
     try:
         if jsonl:
             sys.exit(asyncio.run(_answer_lines(settings, template, file, concurrency)))
@@ -134,8 +135,7 @@ def _write(text: str) -> None:
 
 def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -> None:
     """Write the answer as it comes, and a newline."""
-    request = {"fit_max_tokens": True, **template.fill(prompt)}
-    with Client(**settings) as client, client.stream(**request) as stream:
+    with Client(**settings) as client, client.stream(**template.fill(prompt)) as stream:
         for delta in stream:
             _write(delta.text)
     _write("\n")
@@ -193,6 +193,8 @@ def _request(line: bytes, template: _Template) -> dict[str, Any]:
         raise InvalidArgument("a line must be a JSON string or an object")
     if "request_id" in said:  # an argument of ours, not of the server
         raise InvalidArgument("unknown parameter 'request_id'; did you mean 'id'?")
+    if "max_tokens" in said:
+        said.setdefault("fit_max_tokens", False)
     if isinstance(prompt := said.get("prompt"), str):
         del said["prompt"]
         return template.fill(prompt) | said

@@ -49,7 +49,8 @@ INPUTS: Final[tuple[Input, ...]] = (
     _text("tools", "a JSON list of tools for the template", top_level=True, text_only=True),
     _text(
         "chat_template_kwargs",
-        "a JSON object of variables for the template, such as enable_thinking",
+        "a JSON object of variables for the template, such as enable_thinking; not those that it "
+        "gets anyway, such as messages",
         top_level=True,
         text_only=True,
     ),

@@ -38,27 +38,14 @@ os.environ.pop("COLUMNS", None)
 os.environ.pop("LINES", None)
 
 # before any test is read: a property takes the profile of that moment
-settings.register_profile(
-    "default",
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.register_profile(
-    "nightly",
-    max_examples=5000,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.register_profile(
-    "fuzz",
-    max_examples=1000,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+for name, kind in {
+    "default": settings(max_examples=100, derandomize=True),
+    "nightly": settings(max_examples=5000, print_blob=True),
+    "fuzz": settings(max_examples=1000, print_blob=True),
+}.items():
+    settings.register_profile(
+        name, kind, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

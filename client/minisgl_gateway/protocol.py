@@ -112,7 +112,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def resume_writing(self) -> None:
-        self._stop_reading_timer()
+        if not self.transport.is_closing():  # else all of it has to be read
+            self._stop_reading_timer()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -156,6 +157,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _await_reader(self) -> None:
+        self._stop_reading_timer()
         num_unread = self.transport.get_write_buffer_size()
         self._reading_timer = self.loop.call_later(
             self.patience_s, self._look_at_reader, num_unread
@@ -190,12 +192,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write(head.encode() + body)
         self._close()
 
-    def _close(self, num_unread: int = -1) -> None:
-        """Close when all is sent; cut where of the last answer nothing was read for that long."""
+    def _close(self) -> None:
+        """Close when all is sent."""
         self._stop_timer()
         self.transport.close()
-        left = self.transport.get_write_buffer_size()
-        if left == num_unread:
-            self._cut()
-        elif left:
-            self._timer = self.loop.call_later(self.patience_s, self._close, left)
+        if self.transport.get_write_buffer_size():
+            self._await_reader()

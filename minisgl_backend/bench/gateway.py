@@ -24,9 +24,16 @@ import click
 
 from minisgl_backend.bench.own_gateway import gateway_of
 from minisgl_backend.bench.report import Report, json_option
-from minisgl_backend.bench.response_path import STOP, Exchange, run_grpc, run_streams, summary
+from minisgl_backend.bench.response_path import (
+    STOP,
+    Exchange,
+    run_grpc,
+    run_streams,
+    streams_option,
+    summary,
+)
 from minisgl_backend.bench.servers import started_paced
-from minisgl_backend.cli.options import numbers, tritonserver_option
+from minisgl_backend.cli.options import tritonserver_option
 from minisgl_backend.errors import EngineFailure
 
 _END: Final = b"0\r\n\r\n"
@@ -34,13 +41,7 @@ _END: Final = b"0\r\n\r\n"
 
 
 @click.command()
-@click.option(
-    "--streams",
-    default="1,16,64",
-    show_default=True,
-    callback=numbers(int),
-    help="concurrent requests",
-)
+@streams_option
 @click.option("--step-ms", default=3.4, show_default=True, help="time of an engine step")
 @click.option("--requests", default=3, show_default=True, help="requests a stream, in turn")
 @click.option("--tokens", default=384, show_default=True, help="tokens a request, on average")

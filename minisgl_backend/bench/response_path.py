@@ -37,6 +37,14 @@ from minisgl_backend.text.tokenizer import load_vocabulary
 
 STOP: Final = "<|never|>"
 
+streams_option = click.option(
+    "--streams",
+    default="1,16,64",
+    show_default=True,
+    callback=numbers(int),
+    help="concurrent requests",
+)
+
 
 @dataclass(slots=True)
 class Exchange:
@@ -61,13 +69,7 @@ class Exchange:
 
 
 @click.command("response-path")
-@click.option(
-    "--streams",
-    default="1,16,64",
-    show_default=True,
-    callback=numbers(int),
-    help="concurrent requests",
-)
+@streams_option
 @click.option("--step-ms", default=3.4, show_default=True, help="time of an engine step")
 @click.option("--requests", default=6, show_default=True, help="requests a stream, in turn")
 @click.option("--tokens", default=384, show_default=True, help="tokens a request, on average")

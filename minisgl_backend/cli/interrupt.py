@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Final
 
 INTERRUPTED: Final = 130
+_OTHERS: Final = (signal.SIGTERM, signal.SIGHUP)
 """The exit code, as shells have it."""
 
 
@@ -24,7 +25,7 @@ def ended_by_ctrl_c() -> Iterator[None]:
     if before is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     try:
         yield
     finally:
@@ -59,6 +60,3 @@ def signals_as_ctrl_c() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
         if came:
             raise SystemExit(128 + came[0])
-
-
-_OTHERS: Final = (signal.SIGTERM, signal.SIGHUP)

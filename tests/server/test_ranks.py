@@ -19,7 +19,7 @@ from minisgl_backend.request import Request, SamplingParams
 from minisgl_backend.server.recoveries import Recoveries
 from minisgl_backend.server.repository import shipped_repository
 from tests.parallel.engines import Answer, wait_for_all, wait_until
-from tests.server.client import Call, Refused, wait_for
+from tests.server.client import Call, Refused
 from tests.server.test_supervision import PATIENCE_S, Supervised
 
 OPTIONS = {
@@ -103,10 +103,6 @@ def test_tokens_are_those_of_one_rank(world: Supervised) -> None:
     assert found == expected_tokens()
 
 
-def num_recoveries(world: Supervised) -> int:
-    return int(world.get("/stats")[1]["num_recoveries"])
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_ends_every_stream_and_the_engine_comes_back(
     world: Supervised, number: signal.Signals
@@ -116,7 +112,7 @@ def test_a_lost_rank_ends_every_stream_and_the_engine_comes_back(
     Since none is lost, the engine's model is loaded again and the server stays.
     """
     world.supervisor._recoveries = Recoveries(first_pause_s=0.1)
-    server, before = world.server, num_recoveries(world)
+    server, before = world.server, world.num_recoveries()
     models = ("minisgl", "minisgl", "llm_engine")
     calls = [Call(world.server, model, **ENDLESS) for model in models]
     try:
@@ -132,8 +128,7 @@ def test_a_lost_rank_ends_every_stream_and_the_engine_comes_back(
     finally:
         for call in calls:
             call.cancel()
-    wait_for(lambda: num_recoveries(world) > before, "a recovery", PATIENCE_S)
-    world.wait_ready()
+    world.wait_recovered(before)
     assert world.answers()
     assert rank_1(world) != lost
     assert not runs(lost)

@@ -6,7 +6,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,25 +132,23 @@ class Reader:
         assert self.channel.acknowledge(chunk.reply_to, Ack(chunk.key, chunk.index, verdict))
 
 
-def wait_idle(model: Model) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while model._engine.stats().num_open or len(model._dispatcher):
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def wait_idle(model: Model) -> None:
+    wait_until(lambda: model._engine.stats().num_open == len(model._dispatcher) == 0)
 
 
 def wait_open(model: Model, num_open: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while model._engine.stats().num_open != num_open:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: model._engine.stats().num_open == num_open)
 
 
 def wait_tokens(model: Model, num_tokens: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while model._engine.stats().num_generated_tokens < num_tokens:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: model._engine.stats().num_generated_tokens >= num_tokens)
 
 
 @pytest.fixture

@@ -19,12 +19,8 @@ from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
 from minisgl_backend.kernels.moe import fused_experts
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
 from minisgl_backend.kernels.rope_store import qk_norm_rope_store
-from minisgl_backend.kernels.sampling import (
-    RowParameters,
-    SamplingWorkspace,
-    sample,
-    sample_reference,
-)
+from minisgl_backend.kernels.sampling import SamplingWorkspace, sample, sample_reference
+from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE, small_batch_linear
 
 Call: TypeAlias = Callable[[], object]
@@ -145,32 +141,34 @@ def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
 
 
 def sampling_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
-    """Greedy, plain random and filtered rows; the library is torch's argmax."""
+    """Greedy, plain random, filtered and penalized rows; the library is torch's argmax."""
     num_bytes = 2 * batch_size * shape.vocab_size
-    logits = [normal(batch_size, shape.vocab_size, scale=2.0) for _ in copies(num_bytes)]
-    workspace = SamplingWorkspace(batch_size, logits[0].device)
-    for name, temperature, top_k, top_p in (
-        ("greedy", 0.0, 0, 1.0),
-        ("random", 0.6, 0, 1.0),
-        ("top-k 20, top-p 0.95", 0.6, 20, 0.95),
-        ("top-p 0.95", 0.6, 0, 0.95),
+    logits = [(normal(batch_size, shape.vocab_size, scale=2.0),) for _ in copies(num_bytes)]
+    device = logits[0][0].device
+    filters = {"top_k": 20, "top_p": 0.95}
+    penalties = {"repetition": 1.1, "marked": 1.0}
+    for name, numbers in (
+        ("greedy", {}),
+        ("random", {"temperature": 0.6}),
+        ("top-k 20, top-p 0.95", {"temperature": 0.6, **filters}),
+        ("top-p 0.95", {"temperature": 0.6, "top_p": 0.95}),
+        ("random, penalties", {"temperature": 0.6, **penalties}),
+        ("top-k, top-p, penalties", {"temperature": 0.6, **filters, **penalties}),
     ):
-        full = functools.partial(torch.full, (batch_size,), device="cuda")
-        rows = RowParameters(
-            temperature=full(temperature, dtype=torch.float32),
-            top_k=full(top_k, dtype=torch.int32),
-            top_p=full(top_p, dtype=torch.float32),
-            min_p=full(0.0, dtype=torch.float32),
-            seeds=full(1, dtype=torch.int64),
-            positions=full(5, dtype=torch.int64),
-        )
-        inputs = [(of_call, rows) for of_call in logits]
+        table = SamplingTable.empty(batch_size, shape.vocab_size, device)
+        for column, value in numbers.items():
+            table.column(column).fill_(value)
+        inputs = {
+            "table": table,
+            "rows": torch.arange(batch_size, dtype=torch.int32, device=device),
+            "positions": torch.full((batch_size,), 5, dtype=torch.int32, device=device),
+        }
         yield Case(
             f"sampling, {name}",
-            num_bytes,
-            each(sample, inputs, workspace=workspace),
-            each(sample_reference, inputs[:2]),
-            each(torch.argmax, [(of_call, -1) for of_call in logits]) if top_k == 0 else (),
+            num_bytes + (4 * num_bytes // 2 if "marked" in numbers else 0),
+            each(sample, logits, **inputs, workspace=SamplingWorkspace(batch_size, device)),
+            each(sample_reference, logits[:2], **inputs),
+            each(torch.argmax, logits, dim=-1) if len(numbers) < 2 else (),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,19 +31,17 @@ _TRANSFORMERS: Final = "transformers"
 
 
 def run_engine(
-    engine: Engine, prompts: Sequence[Prompt], *, temperature: float
+    engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> tuple[list[Collector], float]:
-    """Submit all prompts at once; what came of each, and the seconds for all."""
+    """Submit all prompts at once; what came of each, and the seconds for all.
+
+    All are sampled alike, but for seed and number of tokens.
+    """
     sinks = []
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(
-            max_tokens=prompt.num_output_tokens,
-            temperature=temperature,
-            seed=index,
-            ignore_eos=True,
-        )
-        sinks.append(submitted(engine, prompt.tokens, sampling))
+        own = replace(sampling, max_tokens=prompt.num_output_tokens, seed=index, ignore_eos=True)
+        sinks.append(submitted(engine, prompt.tokens, own))
     for sink in sinks:
         sink.wait()
     return sinks, time.perf_counter() - started
@@ -146,6 +145,18 @@ def beside(
 @click.command()
 @engine_options
 @request_options
+@click.option(
+    "--repetition-penalty",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="1 is off",
+)
+@click.option(
+    "--logprobs",
+    type=click.IntRange(min=0),
+    help="alternatives beside each token's log-probability  [default: no logprobs]",
+)
 @compare_option
 @nvtx_option
 @profile_option
@@ -153,6 +164,8 @@ def beside(
 def offline(
     options: EngineOptions,
     requests: RandomRequests,
+    repetition_penalty: float,
+    logprobs: int | None,
     compare: str | None,
     nvtx: bool,
     profile_path: Path | None,
@@ -163,24 +176,33 @@ def offline(
     --compare also takes "transformers": the same prompts there, one by one.
     """
     with_transformers = compare == _TRANSFORMERS
-    if with_transformers and requests.temperature:
-        raise click.UsageError("--compare transformers needs --temperature 0")
+    if with_transformers and (requests.temperature or repetition_penalty != 1):
+        raise click.UsageError("--compare transformers needs --temperature 0, and no penalty")
+    sampling = SamplingParams(
+        temperature=requests.temperature,
+        repetition_penalty=repetition_penalty,
+        num_logprobs=logprobs,
+    )
 
     def measure(options: EngineOptions, trace: Path | None) -> Report:
         from minisgl_backend.resolve import resolve_checkpoint
 
         with running_engine(options, nvtx=nvtx) as (engine, _):
-            vocab_size, temperature = engine.info.vocab_size, requests.temperature
+            vocab_size = engine.info.vocab_size
             prompts, warm_up = requests.prompts(vocab_size), requests.warm_up(vocab_size)
-            run_engine(engine, warm_up, temperature=temperature)
+            run_engine(engine, warm_up, sampling)
             steps = engine.stats().num_steps
-            sinks, seconds = run_engine(engine, prompts, temperature=temperature)
+            sinks, seconds = run_engine(engine, prompts, sampling)
             steps = engine.stats().num_steps - steps
-            report = Report("offline throughput", info=engine_facts(engine.info, options))
+            facts = engine_facts(engine.info, options)
+            facts["repetition_penalty"] = repetition_penalty
+            if logprobs is not None:
+                facts["logprobs"] = logprobs
+            report = Report("offline throughput", info=facts)
             if trace is not None:
                 again = requests.again(vocab_size)
                 with profiled(trace):
-                    run_engine(engine, again, temperature=temperature)
+                    run_engine(engine, again, sampling)
         figures = figures_of(prompts, sinks, seconds)
         figures["mean_batch"] = figures["output_tokens"] / steps
         if with_transformers:

@@ -3,10 +3,8 @@
 What outlives a step is on the GPU, by row or page (``rows``), so a step is enqueued without knowing
 what the one before it sampled. Everything runs in the order of one stream.
 
-Rows that ask for penalties, a logit bias, logprobs, or stop tokens after ``min_tokens`` are
-*special*: they are sampled once more by ``sampler``, from the logits of the step. That waits for
-the device, so steps with such rows do not overlap; a row's tokens do not depend on its neighbours
-either way.
+Every way to sample is part of the captured step. Logprobs alone are computed behind it, of the rows
+that ask for them, from the logits that it leaves; nothing waits for them but who reads the tokens.
 
 Must not know queues, caches or why rows and pages are granted.
 """
@@ -31,14 +29,13 @@ from minisgl_backend.execution.flat_layers import FlatLayers
 from minisgl_backend.execution.graphs import DecodeGraphs, StepOutput
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.rows import DeviceRows
-from minisgl_backend.execution.sampler import Sampler
 from minisgl_backend.execution.storage import KVStorage, paged_layers
-from minisgl_backend.kernels.rows import StepInbox, begin_decode, finish_decode
+from minisgl_backend.kernels.rows import StepInbox, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.fused import FusedDecoder
 from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
-from minisgl_backend.request import IntArray, TokenLogprobs
+from minisgl_backend.request import IntArray
 
 logger = logging.getLogger(__name__)
 
@@ -69,76 +66,72 @@ class CudaExecutor:
         self._device = device
         self._attention = attention
         self._group = model.group
+        # weights, pages and what attention keeps were written on the stream of this thread
+        device.stream.wait_stream(torch.cuda.current_stream(device.torch_device))
         with device.queue():
-            self._model = FusedDecoder(
-                model,
-                paged_layers(storage),
-                fused_experts=fused_experts,
-            )
+            self._model = FusedDecoder(model, paged_layers(storage), fused_experts=fused_experts)
             self._rows = DeviceRows(
                 device,
                 max_rows=max_rows,
                 max_sequence_length=max_sequence_length,
                 page_size=storage.page_size,
                 dummy_page=storage.dummy_page,
+                vocab_size=model.spec.vocab_size,
             )
             self._layers = FlatLayers(self._model, self._rows, attention, device)
             self._workspace = SamplingWorkspace(max_rows, device.torch_device)
-            vocab_size = model.spec.vocab_size
             self._logits = torch.empty(
-                (max([0, *graph_sizes]), vocab_size), dtype=model.dtype, device=device.torch_device
-            )
-            self._sampler = Sampler(
-                max_rows=max_rows, vocab_size=vocab_size, device=device.torch_device
+                (max([0, *graph_sizes]), model.spec.vocab_size),
+                dtype=model.dtype,
+                device=device.torch_device,
             )
         self._request_ids = np.zeros(max_rows + 1, np.int64)
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
         longest = min(max_prefill_tokens, max_sequence_length)
         self._warm_up(longest, min(longest, 64), 1, 0)
-        if graph_sizes:
-            decode = attention.decode
-            self.graphs = DecodeGraphs(
-                device,
-                self._rows.table,
-                self._decode_step,
-                graph_sizes,
-                decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
-            )
-        if chunk_graph_sizes:
-            self.chunk_graphs = ChunkGraphs(
-                device, self._layers.over, chunk_graph_sizes, max_rows=max_rows
-            )
+        with device.queue():
+            if graph_sizes:
+                decode = attention.decode
+                self.graphs = DecodeGraphs(
+                    device,
+                    self._rows.table,
+                    self._decode_step,
+                    graph_sizes,
+                    decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
+                )
+            if chunk_graph_sizes:
+                self.chunk_graphs = ChunkGraphs(
+                    device, self._layers.over, chunk_graph_sizes, max_rows=max_rows
+                )
         if graph_sizes or chunk_graph_sizes:
             self._warm_up(longest)  # again, since it has to fit beside the graphs
 
     def launch(self, plan: StepPlan) -> CudaPending:
         """Enqueue the step."""
         with self._device.queue():
-            for row in plan.released_rows[self._rows.is_special[plan.released_rows]].tolist():
-                self._sampler.release(row)
             if plan.admissions:
-                self._admit(plan)
+                self._rows.admit(plan.admissions)
+                for admission in plan.admissions:
+                    self._request_ids[admission.row] = admission.request_id
             grants = np.stack([plan.grant_rows, plan.grant_indices, plan.grant_pages])
             num_decodes, num_grants = len(plan.decode_rows), grants.shape[1]
             is_decode = num_decodes > 0 and not len(plan.prefill_rows)
             if is_decode and self.graphs and self.graphs.fits(num_decodes, num_grants):
                 output = self.graphs.replay(plan.decode_rows, plan.decode_positions, grants)
-                sample_rows = plan.decode_rows.astype(np.int64)
-                sample_positions = plan.decode_positions + np.int64(1)
             else:
                 self._rows.grant(*grants)
-                batch = FlatBatch.of(plan)
-                output = self._step(batch, plan.prefill_tokens)
-                sample_rows, sample_positions = batch.sample_rows, batch.sample_positions
-            special = np.flatnonzero(self._rows.is_special[sample_rows])
-            logprobs = None
-            if len(special):
-                logprobs = self._sample_special(output, special, sample_rows, sample_positions)
-            tokens = self._device.download(output.tokens[: len(sample_rows)])
+                output = self._step(FlatBatch.of(plan), plan.prefill_tokens)
+            rows = plan.sample_rows
+            logprobs = RawLogprobs.of(
+                output.logits, output.tokens, self._rows.num_logprobs[rows], self._device.upload
+            )
+            if logprobs is not None:
+                logprobs = logprobs.download(self._device)
+            tokens = self._device.download(output.tokens[: len(rows)])
             done = torch.cuda.Event()
             done.record(self._device.stream)
-        return CudaPending(done, tokens, self._request_ids[sample_rows], special, logprobs)
+        return CudaPending(done, tokens, self._request_ids[rows], logprobs)
 
     def renew(self) -> None:
         """Nothing: a step that breaks does so in ``launch``, and rows are told when they begin."""
@@ -185,13 +178,6 @@ class CudaExecutor:
             last.synchronize()
         return float(first.elapsed_time(last)) / steps
 
-    def _admit(self, plan: StepPlan) -> None:
-        self._rows.admit(plan.admissions)
-        for admission in plan.admissions:
-            self._request_ids[admission.row] = admission.request_id
-            if self._rows.is_special[admission.row]:
-                self._sampler.admit(admission)
-
     def _decode_step(self, inbox: StepInbox, batch_size: int) -> StepOutput:
         """A whole decode step of the first rows of ``inbox``; this is what graphs hold."""
         table, attention = self._rows.table, self._attention.decode
@@ -212,8 +198,9 @@ class CudaExecutor:
 
         hidden = self._model.hidden(inputs.tokens, inputs.positions, inputs.slots, attend)
         logits = self._model.logits(hidden, out=self._logits[:batch_size])
-        tokens = self._group.broadcast(sample(logits, inputs.sampling, self._workspace))
-        finish_decode(table, inbox, inputs, tokens)
+        sampled = sample(logits, table.sampling, inputs.rows, inputs.lengths, self._workspace)
+        tokens = self._group.broadcast(sampled)
+        keep_sampled(table, inputs.rows, inputs.lengths, tokens)
         return StepOutput(tokens, logits)
 
     def _step(self, batch: FlatBatch, prefill_tokens: IntArray) -> StepOutput:
@@ -224,26 +211,16 @@ class CudaExecutor:
             hidden = self._layers.launched(batch, prefill_tokens)
         if not len(batch.samples):
             return self._no_output
-        samples, sample_rows, sample_positions = self._device.upload(
-            np.stack([batch.samples, batch.sample_rows, batch.sample_positions])
+        table, numbers = (
+            self._rows.table,
+            [batch.samples, batch.sample_rows, batch.sample_positions],
         )
+        samples, rows, positions = self._device.upload(np.stack(numbers).astype(np.int32))
         logits = self._model.logits(hidden.index_select(0, samples))
-        parameters = self._rows.sampling(sample_rows, sample_positions)
-        sampled = self._group.broadcast(sample(logits, parameters, self._workspace))
-        self._rows.keep(sample_rows, sampled, sample_positions)
-        return StepOutput(sampled, logits)
-
-    def _sample_special(
-        self, output: StepOutput, special: HostArray, rows: HostArray, positions: HostArray
-    ) -> RawLogprobs | None:
-        """Sample the rows at these indices of the output again, by all of their parameters."""
-        index = self._device.upload(special)
-        logits = output.logits.index_select(0, index).float()
-        chosen = self._sampler.sample(logits, rows[special], positions[special])
-        tokens = self._group.broadcast(chosen.tokens.to(torch.int32))
-        output.tokens[index] = tokens
-        self._rows.table.tokens[self._device.upload(rows[special])] = tokens.clamp_min(0)
-        return chosen.logprobs and chosen.logprobs.download(self._device)
+        sampled = sample(logits, table.sampling, rows, positions, self._workspace)
+        tokens = self._group.broadcast(sampled)
+        keep_sampled(table, rows, positions, tokens)
+        return StepOutput(tokens, logits)
 
     @property
     def _no_output(self) -> StepOutput:
@@ -258,7 +235,6 @@ class CudaExecutor:
             try:
                 with self._device.queue():
                     self._step(FlatBatch.of(plan), plan.prefill_tokens)
-                    self._rows.table.lengths.zero_()
             except torch.cuda.OutOfMemoryError as error:
                 raise ConfigError(
                     f"a step of {length} tokens does not fit beside the KV pages: lower "
@@ -294,15 +270,13 @@ class CudaPending:
         done: torch.cuda.Event,
         tokens: Tensor,
         request_ids: HostArray,
-        special: HostArray,
         logprobs: RawLogprobs | None,
     ):
-        """``tokens`` int32[num_samples] is on the host and valid once ``done`` is; ``request_ids``
-        are those of the samples; ``logprobs`` count among the ``special`` samples."""
+        """``tokens`` int32[num_samples] and ``logprobs`` are on the host, and valid once ``done``
+        is; ``request_ids`` are those of the samples."""
         self._done = done
         self._tokens = tokens
         self._request_ids = request_ids
-        self._special = special
         self._logprobs = logprobs
 
     def tokens(self) -> SampledTokens:
@@ -310,8 +284,5 @@ class CudaPending:
         token_ids = self._tokens.numpy()
         for index in np.flatnonzero(token_ids == NO_TOKEN).tolist():
             logger.error("request %d: the logits are not finite", self._request_ids[index])
-        logprobs: dict[int, TokenLogprobs] = {}
-        if self._logprobs is not None:
-            found = self._logprobs.by_sample(token_ids[self._special])
-            logprobs = {int(self._special[index]): value for index, value in found.items()}
+        logprobs = self._logprobs.by_sample(token_ids) if self._logprobs else {}
         return SampledTokens(token_ids, logprobs)

@@ -72,7 +72,10 @@ class DecodeGraphs:
         schedule: Callable[[IntArray], None] | None = None,
     ):
         """``step`` enqueues a decode step of the first so many rows of an inbox; ``schedule`` is
-        told the rows' lengths, int32 [batch_size], before a step of that size is enqueued."""
+        told the rows' lengths, int32 [batch_size], before a step of that size is enqueued.
+
+        To be called in the device's queue, in which the inbox is written, too.
+        """
         self._table = table
         most = max(sizes)
         self._sizes = sorted(sizes)

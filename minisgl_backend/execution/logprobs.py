@@ -6,10 +6,10 @@ the request is sampled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import HostArray
@@ -35,18 +35,25 @@ class RawLogprobs:
     alternative_ids: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, tokens: Tensor, num_logprobs: HostArray) -> RawLogprobs | None:
-        """From [num_samples, vocab_size] logits and int64[num_samples] tokens.
+    def of(
+        cls,
+        logits: Tensor,
+        tokens: Tensor,
+        num_logprobs: HostArray,
+        upload: Callable[[HostArray], Tensor],
+    ) -> RawLogprobs | None:
+        """From [num_samples, vocab_size] logits and int [num_samples] tokens.
 
         ``num_logprobs`` [num_samples] is -1 for a sample that asks for none. None if all do.
+        ``upload`` copies to the device of the logits.
         """
         samples = np.flatnonzero(num_logprobs >= 0)
         if len(samples) == 0:
             return None
         counts = num_logprobs[samples]
-        index = torch.from_numpy(samples).to(logits.device)
-        logprobs = logits[index].log_softmax(dim=-1)  # [n, vocab_size]
-        chosen = logprobs.gather(1, tokens[index].clamp_min(0).unsqueeze(1))  # [n, 1]
+        index = upload(samples)
+        logprobs = logits[index].float().log_softmax(dim=-1)  # [n, vocab_size]
+        chosen = logprobs.gather(1, tokens[index].long().clamp_min(0).unsqueeze(1))  # [n, 1]
         ranks = (logprobs > chosen).sum(dim=-1) + 1  # [n]
         most = min(int(counts.max()), logits.shape[1])
         alternatives, ids = logprobs.topk(most, dim=-1)

@@ -1,27 +1,28 @@
 """The state of all rows on a GPU, as the host writes and reads it.
 
-Knows ``kernels.rows.RowTable``, and which rows ask for more than a captured step can sample
-(``is_special``). Must not know models or attention.
+Knows ``kernels.rows.RowTable``, and which rows ask for logprobs. Must not know models or attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from torch import Tensor
 
+from minisgl_backend.attention.base import HostArray
 from minisgl_backend.device.base import Device
+from minisgl_backend.execution.sampling_lines import bias_of, marks_of
 from minisgl_backend.kernels.rows import RowTable
-from minisgl_backend.kernels.sampling import RowParameters
+from minisgl_backend.kernels.sampling_table import COLUMNS
 from minisgl_backend.plan import Admission
-from minisgl_backend.request import IntArray, SamplingParams
+from minisgl_backend.request import IntArray
 
 
 class DeviceRows:
-    """Writes admissions and grants into a ``RowTable``, and reads rows of it: for all steps but
-    captured decode steps, which do so themselves."""
+    """Writes admissions into a ``RowTable``; and grants, as the inbox of a captured step does."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class DeviceRows:
         max_sequence_length: int,
         page_size: int,
         dummy_page: int,
+        vocab_size: int,
     ):
         self._device = device
         self.page_size = page_size
@@ -38,32 +40,36 @@ class DeviceRows:
             max_rows,
             max_pages=-(-max_sequence_length // page_size),
             dummy_page=dummy_page,
+            vocab_size=vocab_size,
             device=device.torch_device,
         )
-        self.is_special = np.zeros(max_rows, np.bool_)
+        self.num_logprobs = np.full(max_rows + 1, -1, np.int64)  # -1 for none
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Let requests take rows: copy to the GPU how each is sampled, for all in a few copies."""
-        rows = np.array([admission.row for admission in admissions], np.int64)
-        params = [admission.sampling for admission in admissions]
-        self.is_special[rows] = [_is_special(of_row) for of_row in params]
-        numbers = np.array(
-            [[p.temperature, p.top_p, p.min_p, p.top_k] for p in params], np.float32
-        )  # a top_k beyond 2^24 is beyond any vocabulary, so float32 holds what matters
-        seeds = np.array([p.seed for p in params], np.uint64).view(np.int64)
-        index, values, keys = (self._device.upload(array) for array in (rows, numbers, seeds))
-        table = self.table
-        table.temperature[index] = values[:, 0]
-        table.top_p[index] = values[:, 1]
-        table.min_p[index] = values[:, 2]
-        table.top_k[index] = values[:, 3].to(torch.int32)
-        table.seeds[index] = keys
+        """Let requests take rows: copy to the GPU how each is sampled."""
+        table = self.table.sampling
+        numbers = np.empty((len(admissions), len(COLUMNS)), np.float32)
+        for index, admission in enumerate(admissions):
+            marks, bias = (
+                marks_of(admission, table.vocab_size),
+                bias_of(admission, table.vocab_size),
+            )
+            numbers[index] = _numbers(
+                admission, table.vocab_size, marked=marks is not None, biased=bias is not None
+            )
+            self.num_logprobs[admission.row] = _num_logprobs(admission)
+            self._write_line(table.marks[admission.row], marks)
+            self._write_line(table.bias[admission.row], bias)
+        rows = self._device.upload(np.array([admission.row for admission in admissions], np.int64))
+        seeds = np.array([admission.sampling.seed for admission in admissions], np.uint64)
+        table.numbers[rows] = self._device.upload(numbers)
+        table.seeds[rows] = self._device.upload(seeds.view(np.int64))
 
     def grant(self, rows: IntArray, indices: IntArray, pages: IntArray) -> None:
         """Write grants to the page table: pages[row, index] = page. Each is int32[num_grants]."""
         if len(rows):
-            grants = self._device.upload(np.stack([rows, indices, pages]).astype(np.int64))
-            self.table.pages[grants[0], grants[1]] = grants[2].to(torch.int32)
+            to_rows, at, granted = self._device.upload(np.stack([rows, indices, pages]))
+            self.table.pages[to_rows, at] = granted
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """The slots of (row, position) pairs: where their keys and values go.
@@ -73,29 +79,34 @@ class DeviceRows:
         pages = self.table.pages[rows, positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
 
-    def sampling(self, rows: Tensor, positions: Tensor) -> RowParameters:
-        """How these rows are sampled at these positions, both int64[num_samples]."""
-        table = self.table
-        return RowParameters(
-            temperature=table.temperature[rows],
-            top_k=table.top_k[rows],
-            top_p=table.top_p[rows],
-            min_p=table.min_p[rows],
-            seeds=table.seeds[rows],
-            positions=positions,
-        )
-
-    def keep(self, rows: Tensor, tokens: Tensor, lengths: Tensor) -> None:
-        """Keep the last tokens of rows, and their positions. NO_TOKEN is kept as 0, a valid id."""
-        self.table.tokens[rows] = tokens.clamp_min(0).to(torch.int32)
-        self.table.lengths[rows] = lengths.to(torch.int32)
+    def _write_line(self, line: Tensor, known: tuple[HostArray, npt.NDArray[Any]] | None) -> None:
+        """Zeros but for these tokens; where nothing is known the line is not read."""
+        if known is not None:
+            tokens, values = known
+            line.zero_()[self._device.upload(tokens)] = self._device.upload(values)
 
 
-def _is_special(params: SamplingParams) -> bool:
-    """Whether sampling needs more than logits and the parameters of ``RowTable``."""
-    return bool(
-        params.has_penalties
-        or params.logit_bias
-        or (params.min_tokens and params.stop_token_ids)
-        or params.num_logprobs is not None
-    )
+def _numbers(
+    admission: Admission, vocab_size: int, *, marked: bool, biased: bool
+) -> tuple[float, ...]:
+    """The line of ``SamplingTable.numbers``. Whole numbers beyond 2^24 do not occur: there are
+    neither so many tokens nor positions."""
+    params = admission.sampling
+    values = {
+        "temperature": params.temperature,
+        "top_k": min(params.top_k, vocab_size),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "stops_from": min(admission.num_prompt_tokens + params.min_tokens, 2**24),
+        "marked": marked,
+        "biased": biased,
+    }
+    return tuple(values[name] for name in COLUMNS)
+
+
+def _num_logprobs(admission: Admission) -> int:
+    asked = admission.sampling.num_logprobs
+    return -1 if asked is None else asked

@@ -126,7 +126,7 @@ class Sampler:
         penalized = np.flatnonzero(records["penalized"])
         if len(penalized):
             self._counts.record(rows[penalized], tokens[self._upload(penalized)])
-        return Sample(tokens, RawLogprobs.of(logits, tokens, records["num_logprobs"]))
+        return Sample(tokens, RawLogprobs.of(logits, tokens, records["num_logprobs"], self._upload))
 
     def _sample_any(
         self, logits: Tensor, rows: HostArray, records: _Records, positions: HostArray

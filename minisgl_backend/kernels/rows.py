@@ -1,8 +1,9 @@
 """What a decode step reads from the state of its rows before the layers, and writes back after.
 
 The state of a request lives on the GPU, one entry a row (``RowTable``): its last token, its length,
-its pages and how it is sampled. A step is told only which rows decode and which pages they were
-granted (``StepInbox``), and finds everything else itself: a captured graph needs no other input.
+its pages, and how it is sampled (``SamplingTable``). A step is told only which rows decode and
+which pages they were granted (``StepInbox``), and finds everything else itself: a captured graph
+needs no other input.
 
 The last row of the table is the *dummy row*: padding decodes it at position 0 over and over.
 """
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import use_jit
-from minisgl_backend.kernels.sampling import RowParameters
+from minisgl_backend.kernels.sampling_table import ONCE, SamplingTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,38 +24,32 @@ class RowTable:
     """The state of all rows; tensors [num_rows + 1], of which the last is the dummy row.
 
     ``tokens`` int32: sampled last, not computed yet. ``lengths`` int32: the position at which that
-    token stands. ``pages`` int32 [num_rows + 1, max_pages]. ``temperature``, ``top_p``, ``min_p``
-    float32, ``top_k`` int32, ``seeds`` int64: see ``sampling.RowParameters``.
+    token stands. ``pages`` int32 [num_rows + 1, max_pages].
     """
 
     tokens: Tensor
     lengths: Tensor
     pages: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seeds: Tensor
+    sampling: SamplingTable
 
     @classmethod
     def empty(
-        cls, num_rows: int, *, max_pages: int, dummy_page: int, device: torch.device
+        cls,
+        num_rows: int,
+        *,
+        max_pages: int,
+        dummy_page: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> RowTable:
         """Greedy rows of length 0 whose pages are all the dummy page."""
 
-        def zeros(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(num_rows + 1, dtype=dtype, device=device)
-
         shape = (num_rows + 1, max_pages)
         return cls(
-            tokens=zeros(torch.int32),
-            lengths=zeros(torch.int32),
+            tokens=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
+            lengths=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
             pages=torch.full(shape, dummy_page, dtype=torch.int32, device=device),
-            temperature=zeros(torch.float32),
-            top_k=zeros(torch.int32),
-            top_p=zeros(torch.float32) + 1,
-            min_p=zeros(torch.float32),
-            seeds=zeros(torch.int64),
+            sampling=SamplingTable.empty(num_rows + 1, vocab_size, device),
         )
 
     @property
@@ -90,7 +85,7 @@ class DecodeInputs:
     """What the layers and the sampler of one decode step read; tensors [batch_size].
 
     int32: ``rows``, ``tokens``, ``positions``, ``slots`` (page * page_size + offset) and
-    ``lengths``, positions + 1.
+    ``lengths``, positions + 1, at which the sampled tokens stand.
     """
 
     rows: Tensor
@@ -98,34 +93,21 @@ class DecodeInputs:
     positions: Tensor
     slots: Tensor
     lengths: Tensor
-    sampling: RowParameters
 
 
 def begin_decode(
-    table: RowTable, inbox: StepInbox, batch_size: int, page_size: int, *, pdl: bool = False
+    table: RowTable, inbox: StepInbox, batch_size: int, page_size: int
 ) -> DecodeInputs:
-    """Write the granted pages, then look up the first ``batch_size`` rows of the inbox."""
-    device = table.tokens.device
-    numbers = torch.empty((4, batch_size), dtype=torch.int32, device=device)
-    tokens, positions, slots, lengths = numbers
-    counts = torch.empty(batch_size, dtype=torch.int32, device=device)
-    shares = torch.empty((3, batch_size), dtype=torch.float32, device=device)
-    seeds = torch.empty(batch_size, dtype=torch.int64, device=device)
-    sampling = RowParameters(
-        temperature=shares[0],
-        top_k=counts,
-        top_p=shares[1],
-        min_p=shares[2],
-        seeds=seeds,
-        positions=lengths,
-    )
-    inputs = DecodeInputs(inbox.rows[:batch_size], tokens, positions, slots, lengths, sampling)
+    """Write the granted pages and empty the inbox of them, then look up its first ``batch_size``
+    rows."""
+    numbers = torch.empty((4, batch_size), dtype=torch.int32, device=table.tokens.device)
+    inputs = DecodeInputs(inbox.rows[:batch_size], *numbers)
     if not use_jit(table.tokens):
         begin_decode_reference(inputs, table, inbox, page_size)
         return inputs
     from minisgl_backend.kernels.jit import rows as jit
 
-    jit.launch_begin_decode(inputs, table, inbox, page_size, pdl=pdl)
+    jit.launch_begin_decode(inputs, table, inbox, page_size)
     return inputs
 
 
@@ -136,38 +118,36 @@ def begin_decode_reference(
     num_grants = int(inbox.buffer[0])
     grants = inbox.buffer[1 + inbox.max_batch :].view(-1, 3)[:num_grants].long()
     table.pages[grants[:, 0], grants[:, 1]] = grants[:, 2].int()
+    inbox.buffer[0] = 0
     rows = inputs.rows.long()
     inputs.tokens.copy_(table.tokens[rows])
     inputs.positions.copy_(table.lengths[rows])
     inputs.lengths.copy_(inputs.positions + 1)
     pages = table.pages[rows, inputs.positions.long() // page_size]
     inputs.slots.copy_(pages * page_size + inputs.positions % page_size)
-    sampling = inputs.sampling
-    for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
-        getattr(sampling, name).copy_(getattr(table, name)[rows])
 
 
-def finish_decode(
-    table: RowTable, inbox: StepInbox, inputs: DecodeInputs, sampled: Tensor, *, pdl: bool = False
-) -> None:
-    """Keep the ``sampled`` tokens, int32 [batch_size], and count them; empty the inbox of grants.
+def keep_sampled(table: RowTable, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
+    """Keep the ``sampled`` tokens of rows, and where they stand; count them in marked rows.
 
-    A token of -1 (not finite logits) is kept as 0, a valid id. The dummy row stays at length 0.
+    All int32 [batch_size]; no row but the dummy row may be there twice. A token of -1 (not finite
+    logits) is kept as 0, a valid id, and not counted. The dummy row stays at length 0.
     """
     if not use_jit(sampled):
-        finish_decode_reference(table, inbox, inputs, sampled)
+        keep_sampled_reference(table, rows, positions, sampled)
         return
     from minisgl_backend.kernels.jit import rows as jit
 
-    jit.launch_finish_decode(table, inbox, inputs, sampled, pdl=pdl)
+    jit.launch_keep_sampled(table, rows, positions, sampled)
 
 
-def finish_decode_reference(
-    table: RowTable, inbox: StepInbox, inputs: DecodeInputs, sampled: Tensor
+def keep_sampled_reference(
+    table: RowTable, rows: Tensor, positions: Tensor, sampled: Tensor
 ) -> None:
-    """The twin of ``finish_decode``."""
-    rows = inputs.rows.long()
-    table.tokens[rows] = sampled.clamp_min(0)
-    table.lengths[rows] = inputs.lengths
+    """The twin of ``keep_sampled``."""
+    rows, tokens = rows.long(), sampled.clamp_min(0)
+    table.tokens[rows] = tokens
+    table.lengths[rows] = positions
     table.lengths[table.dummy_row] = 0
-    inbox.buffer[0] = 0
+    counted = (table.sampling.column("marked")[rows] > 0) & (sampled >= 0)
+    table.sampling.marks[rows, tokens.long()] += ONCE * counted.int()

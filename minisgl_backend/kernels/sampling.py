@@ -1,4 +1,5 @@
-"""The next token of each row from its logits, inside a CUDA graph: all parameters are GPU tensors.
+"""The next token of each row from its logits, inside a CUDA graph: all parameters are on the GPU
+(``SamplingTable``), and logits are adjusted by those of their row as they are read.
 
 Greedy rows are an argmax. Random rows add Gumbel noise (``noise``) to logits / temperature and take
 the largest; no softmax is written. Where all tokens may be drawn, this is done twice: one of
@@ -21,47 +22,13 @@ from torch import Tensor
 
 from minisgl_backend.kernels import noise
 from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.sampling_table import SamplingTable, adjust_reference
 
 NO_TOKEN = -1
 """Stands for the token of a row whose largest logit is not finite or that holds a NaN."""
 
 SPLITS = 32
 MAX_CANDIDATES = 2048
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowParameters:
-    """How each row of a batch is sampled; all [batch_size] on the device of the logits.
-
-    ``temperature`` float32, 0 is greedy; ``top_k`` int32, 0 is off; ``top_p`` float32, 1 is off;
-    ``min_p`` float32, 0 is off; ``seeds`` int64; ``positions`` int32 or int64 of the tokens that
-    are sampled. Padding rows may hold any values of these ranges.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seeds: Tensor
-    positions: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Penalties:
-    """What tokens seen so far do to logits; rows without penalties have line -1.
-
-    ``lines`` int32 [batch_size] into ``output_counts`` int32 [num_lines, vocab_size] and
-    ``in_prompt`` bool [num_lines, vocab_size]; ``repetition`` (CTRL, arXiv 1909.05858: divides
-    positive logits of seen tokens, multiplies negative ones), ``presence`` and ``frequency``
-    float32 [batch_size].
-    """
-
-    lines: Tensor
-    output_counts: Tensor
-    in_prompt: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
 
 
 class SamplingWorkspace:
@@ -78,45 +45,44 @@ class SamplingWorkspace:
 
 def sample(
     logits: Tensor,
-    rows: RowParameters,
+    table: SamplingTable,
+    rows: Tensor,
+    positions: Tensor,
     workspace: SamplingWorkspace,
-    *,
-    penalties: Penalties | None = None,
-    pdl: bool = False,
 ) -> Tensor:
-    """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size], which stay as they are."""
+    """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size], which stay as they are.
+
+    ``rows`` of the table and ``positions`` of the tokens are int32 [batch_size].
+    """
     if not use_jit(logits):
-        return sample_reference(logits, rows, penalties=penalties)
+        return sample_reference(logits, table, rows, positions)
     from minisgl_backend.kernels.jit import sampling as jit
 
     out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    jit.launch_sample(out, logits, rows, workspace, penalties, pdl=pdl)
+    jit.launch_sample(out, logits, table, rows, positions, workspace)
     return out
 
 
 def sample_reference(
-    logits: Tensor, rows: RowParameters, *, penalties: Penalties | None = None
+    logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor
 ) -> Tensor:
     """The twin of ``sample``, by sorting."""
-    x = logits.float()
-    if penalties is not None:
-        x = penalize_reference(x, penalties)
+    of_rows = rows.long()
+    x = adjust_reference(logits, table, of_rows, positions)
     best = x.amax(dim=-1, keepdim=True)
-    greedy = rows.temperature == 0
-    temperature = torch.where(greedy, 1.0, rows.temperature)[:, None]
-    scaled = (x - best) * (1 / temperature)
+    temperature = table.column("temperature")[of_rows][:, None]
+    scaled = (x - best) * (1 / torch.where(temperature == 0, 1.0, temperature))
     weights = scaled.exp()
-    threshold = filter_threshold_reference(weights, rows)
-    key = noise.keys(rows.seeds, rows.positions)[:, None]
+    filters = Filters.of(table, of_rows)
+    threshold = filter_threshold_reference(weights, filters)
+    key = noise.keys(table.seeds[of_rows], positions)[:, None]
     tokens = torch.arange(x.shape[1], device=x.device)
     noisy = scaled + noise.gumbel(key, tokens)
     split = _split_reference(scaled, key)
-    is_filtered = ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))[:, None]
     excluded = torch.where(
-        is_filtered, weights < threshold, tokens // split_size(x.shape[1]) != split
+        filters.are_on, weights < threshold, tokens // split_size(x.shape[1]) != split
     )
-    noisy = noisy.masked_fill(excluded, -torch.inf)
-    scores = torch.where(greedy[:, None], x, noisy)
+    scores = torch.where(temperature == 0, x, noisy.masked_fill(excluded, -torch.inf))
     chosen = scores.argmax(dim=-1)
     return torch.where(best.squeeze(1).isfinite(), chosen, NO_TOKEN).int()
 
@@ -137,31 +103,35 @@ def _split_reference(scaled: Tensor, key: Tensor) -> Tensor:
     return (masses + noise.gumbel(key, ids)).argmax(dim=-1, keepdim=True)
 
 
-def filter_threshold_reference(weights: Tensor, rows: RowParameters) -> Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class Filters:
+    """Those of a batch's rows, float32 [batch_size, 1]."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    @classmethod
+    def of(cls, table: SamplingTable, rows: Tensor) -> Filters:
+        return cls(*(table.column(name)[rows][:, None] for name in ("top_k", "top_p", "min_p")))
+
+    @property
+    def are_on(self) -> Tensor:
+        """bool [batch_size, 1]."""
+        return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+
+
+def filter_threshold_reference(weights: Tensor, filters: Filters) -> Tensor:
     """float32 [batch_size, 1]: the least weight that passes all filters of the row."""
     vocab_size = weights.shape[1]
     ordered = weights.sort(dim=-1, descending=True).values
-    limit = torch.where(rows.top_k > 0, rows.top_k, vocab_size).clamp_max(vocab_size)
-    least = ordered.gather(1, limit.long()[:, None] - 1)
+    limit = torch.where(filters.top_k > 0, filters.top_k, vocab_size).clamp_max(vocab_size)
+    least = ordered.gather(1, limit.long() - 1)
     passed = ordered.masked_fill(ordered < least, 0)
     before = passed.cumsum(dim=-1, dtype=torch.float64) - passed
-    target = rows.top_p[:, None].double() * passed.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    kept = ((before < target) & (passed > 0)) | (rows.top_p[:, None] >= 1)
+    target = filters.top_p.double() * passed.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    kept = ((before < target) & (passed > 0)) | (filters.top_p >= 1)
     kept[:, 0] = True
     by_mass = ordered.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
-    least = torch.where(rows.top_p[:, None] < 1, torch.maximum(least, by_mass), least)
-    return torch.maximum(least, rows.min_p[:, None]).clamp_max(1.0)
-
-
-def penalize_reference(logits: Tensor, penalties: Penalties) -> Tensor:
-    """float32 logits after the penalties of their rows."""
-    held = (penalties.lines >= 0)[:, None]
-    lines = penalties.lines.clamp_min(0).long()
-    counts = penalties.output_counts[lines]
-    seen = (penalties.in_prompt[lines] | (counts > 0)) & held
-    repetition = penalties.repetition[:, None]
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    changed = torch.where(seen, repeated, logits)
-    changed = changed - penalties.frequency[:, None] * counts
-    changed = changed - penalties.presence[:, None] * (counts > 0)
-    return torch.where(held, changed, logits)
+    least = torch.where(filters.top_p < 1, torch.maximum(least, by_mass), least)
+    return torch.maximum(least, filters.min_p).clamp_max(1.0)

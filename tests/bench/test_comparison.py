@@ -18,6 +18,7 @@ from minisgl_backend.build import build_executor, build_scheduler
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
 
 SMALL = ["--device", "cpu", "--num-pages", "64", "--max-sequence-length", "128"]
@@ -83,7 +84,7 @@ def test_marks_name_the_phases_of_each_step() -> None:
         1, input_length=(20, 20), output_length=(2, 2), vocab_size=info.vocab_size, seed=0
     )
     try:
-        run_engine(engine, prompts, temperature=0)
+        run_engine(engine, prompts, SamplingParams(temperature=0))
     finally:
         engine.close(drain_s=0)
     expected: list[str] = []

@@ -10,37 +10,30 @@ from torch import Tensor
 
 from minisgl_backend.kernels import sampling
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.sampling_table import IS_STOP, SamplingTable
 
 VOCAB = 3000 if is_interpreted() else 151_936
 BATCH = 6 if is_interpreted() else 64
 
 
-def parameters(
-    device: torch.device,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> sampling.RowParameters:
-    def full(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((BATCH,), value, dtype=dtype, device=device)
-
-    return sampling.RowParameters(
-        temperature=full(temperature, torch.float32),
-        top_k=full(top_k, torch.int32),
-        top_p=full(top_p, torch.float32),
-        min_p=full(min_p, torch.float32),
-        seeds=torch.arange(BATCH, device=device) * 2**40 - 7,
-        positions=torch.arange(BATCH, dtype=torch.int32, device=device) % 3,
-    )
+def table_of(device: torch.device, num_rows: int = BATCH, **numbers: float) -> SamplingTable:
+    """Rows of the same numbers, each with a seed of its own."""
+    table = SamplingTable.empty(num_rows, VOCAB, device)
+    for name, value in {"temperature": 1.0, **numbers}.items():
+        table.column(name).fill_(value)
+    table.seeds.copy_(torch.arange(num_rows) * 2**40 - 7)
+    return table
 
 
-def sampled(
-    logits: Tensor, rows: sampling.RowParameters, penalties: sampling.Penalties | None = None
-) -> Tensor:
+def batch_of(table: SamplingTable) -> tuple[Tensor, Tensor]:
+    """All rows, the last one first, and a position for each."""
+    rows = torch.arange(len(table.numbers), dtype=torch.int32, device=table.numbers.device).flip(0)
+    return rows, rows % 3
+
+
+def sampled(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor) -> Tensor:
     workspace = sampling.SamplingWorkspace(len(logits), logits.device)
-    return sampling.sample(logits, rows, workspace, penalties=penalties)
+    return sampling.sample(logits, table, rows, positions, workspace)
 
 
 @pytest.mark.parametrize("spread", [0.3, 4.0])
@@ -64,9 +57,9 @@ def test_tokens_equal_the_twins(
     device: torch.device, spread: float, options: dict[str, Any]
 ) -> None:
     logits = torch.randn(BATCH, VOCAB, device=device) * spread
-    rows = parameters(device, **options)
-    actual = sampled(logits, rows)
-    expected = sampling.sample_reference(logits, rows)
+    table = table_of(device, **options)
+    actual = sampled(logits, table, *batch_of(table))
+    expected = sampling.sample_reference(logits, table, *batch_of(table))
     # the last bit of a sum may move a top-p threshold by one token, which rarely is the one chosen
     assert int((actual != expected).sum()) <= BATCH // 32
     assert bool((actual >= 0).all()) and bool((actual < VOCAB).all())
@@ -79,58 +72,67 @@ def test_mixed_rows_ties_and_broken_rows(device: torch.device, dtype: torch.dtyp
     logits[2, 5] = torch.inf
     logits[3] = -torch.inf
     logits[4, 100:] = -torch.inf
-    rows = parameters(device, temperature=0.7, top_p=0.9)
-    rows.top_k[0] = 10
-    rows.temperature[4] = 0.0
-    actual = sampled(logits, rows)
+    table = table_of(device, temperature=0.7, top_p=0.9)
+    rows, positions = batch_of(table)
+    table.column("top_k")[rows[0]] = 10
+    table.column("temperature")[rows[4]] = 0.0
+    actual = sampled(logits, table, rows, positions)
     assert actual[1:4].tolist() == [sampling.NO_TOKEN] * 3
     assert int(actual[4]) == int(logits[4].argmax())
-    assert int(actual[0]) == int(sampling.sample_reference(logits, rows)[0])
+    assert int(actual[0]) == int(sampling.sample_reference(logits, table, rows, positions)[0])
 
 
-def test_penalties(device: torch.device) -> None:
-    logits = torch.randn(BATCH, VOCAB, device=device) * 2
-    counts = torch.randint(0, 3, (4, VOCAB), dtype=torch.int32, device=device)
-    penalties = sampling.Penalties(
-        lines=torch.tensor([-1, 3, 0] + [-1] * (BATCH - 3), dtype=torch.int32, device=device),
-        output_counts=counts,
-        in_prompt=torch.rand(4, VOCAB, device=device) < 0.3,
-        repetition=torch.full((BATCH,), 1.3, device=device),
-        presence=torch.full((BATCH,), 0.4, device=device),
-        frequency=torch.full((BATCH,), 0.2, device=device),
-    )
-    choices: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 50}]
-    for options in choices:
-        rows = parameters(device, **options)
-        expected = sampling.sample_reference(logits, rows, penalties=penalties)
-        assert torch.equal(sampled(logits, rows, penalties), expected)
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 50}, {"top_p": 0.9, "min_p": 0.001}],
+)
+def test_adjusted_rows(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Rows with marks, with a bias, with both and with neither, side by side."""
+    table = table_of(device, repetition=1.3, presence=0.4, frequency=0.2, **options)
+    rows, positions = batch_of(table)
+    table.column("marked")[::2] = 1
+    table.column("biased")[: BATCH // 2] = 1
+    table.column("stops_from")[: BATCH // 3] = 2
+    table.marks.copy_(torch.randint(0, 9, table.marks.shape) * (torch.rand(VOCAB) < 0.5))
+    table.bias.copy_(torch.randn(table.bias.shape) * 2)
+    logits = (torch.randn(BATCH, VOCAB, device=device) * 2).to(dtype)
+    expected = sampling.sample_reference(logits, table, rows, positions)
+    actual = sampled(logits, table, rows, positions)
+    assert int((actual != expected).sum()) <= BATCH // 32
+    plain = table_of(device, **options)
+    assert not torch.equal(actual, sampled(logits, plain, rows, positions))
+
+
+def test_stop_tokens_do_not_come_early(device: torch.device) -> None:
+    """Only one token stops nothing; from its row's position on, the best of the others may come."""
+    for temperature in (0.0, 1.0):
+        table = table_of(device, temperature=temperature, stops_from=2.0, marked=1.0)
+        table.marks.fill_(IS_STOP)
+        table.marks[:, 7] = 0
+        rows, positions = batch_of(table)
+        logits = torch.zeros(BATCH, VOCAB, device=device)
+        logits[:, 3] = 50.0
+        expected = torch.where(positions < 2, 7, 3)
+        assert torch.equal(sampled(logits, table, rows, positions), expected)
 
 
 def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
     logits = torch.randn(BATCH, VOCAB, device=device)
-    rows = parameters(device, temperature=0.9, top_k=40)
-    together = sampled(logits, rows)
-    order = torch.arange(BATCH - 1, -1, -1, device=device)
-    reversed_rows = sampling.RowParameters(
-        **{name: getattr(rows, name)[order] for name in rows.__dataclass_fields__}
-    )
-    assert torch.equal(sampled(logits[order].contiguous(), reversed_rows), together[order])
+    table = table_of(device, temperature=0.9, top_k=40)
+    rows, positions = batch_of(table)
+    together = sampled(logits, table, rows, positions)
+    turned = sampled(logits.flip(0), table, rows.flip(0), positions.flip(0))
+    assert torch.equal(turned.flip(0), together)
 
 
 def test_frequencies_are_those_of_the_softmax(device: torch.device) -> None:
     """Of 50 tokens, 16 each are in one split, and 2 in the last."""
     draws = 200 if is_interpreted() else 100_000
-    one = torch.ones(draws, device=device)
-    rows = sampling.RowParameters(
-        temperature=0.7 * one,
-        top_k=torch.zeros_like(one, dtype=torch.int32),
-        top_p=one,
-        min_p=torch.zeros_like(one),
-        seeds=torch.arange(draws, device=device),
-        positions=torch.zeros_like(one, dtype=torch.int32),
-    )
+    table = SamplingTable.empty(draws, 50, device)
+    table.column("temperature").fill_(0.7)
+    table.seeds.copy_(torch.arange(draws))
     logits = torch.linspace(2.0, -1.0, 50, device=device)
-    tokens = sampled(logits.repeat(draws, 1), rows)
+    tokens = sampled(logits.repeat(draws, 1), table, *batch_of(table))
     frequency = torch.bincount(tokens, minlength=50) / draws
     expected = (logits / 0.7).softmax(dim=0)
     assert ((frequency - expected).abs() < 6 * (expected / draws).sqrt()).all()

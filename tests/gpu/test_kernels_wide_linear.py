@@ -75,11 +75,12 @@ def test_state_of_rows(device: torch.device, batch: int) -> None:
     tables = []
     for _ in range(2):
         generator = torch.Generator().manual_seed(1)
-        table = rows.RowTable.empty(num_rows, max_pages=max_pages, dummy_page=99, device=device)
+        table = rows.RowTable.empty(
+            num_rows, max_pages=max_pages, dummy_page=99, vocab_size=1000, device=device
+        )
         table.tokens[:-1] = torch.randint(0, 1000, (num_rows,), generator=generator).int()
         table.lengths[:-1] = torch.randint(0, 90, (num_rows,), generator=generator).int()
-        table.temperature[:-1] = torch.rand(num_rows, generator=generator)
-        table.seeds[:-1] = torch.randint(-(2**62), 2**62, (num_rows,), generator=generator)
+        table.sampling.column("marked")[:-1:2] = 1
         tables.append(table)
     inboxes = [rows.StepInbox.empty(64, 64, device) for _ in range(2)]
     chosen = torch.randperm(num_rows, generator=generator)[:batch].int()
@@ -90,15 +91,15 @@ def test_state_of_rows(device: torch.device, batch: int) -> None:
         inbox.rows[:batch] = chosen
         inbox.buffer[65 : 65 + 3 * batch] = grants.flatten()
     actual = rows.begin_decode(tables[0], inboxes[0], batch, page_size)
-    expected = rows.begin_decode(tables[1], inboxes[1], batch, page_size)
+    numbers = torch.empty((4, batch), dtype=torch.int32, device=device)
+    expected = rows.DecodeInputs(inboxes[1].rows[:batch], *numbers)
     rows.begin_decode_reference(expected, tables[1], inboxes[1], page_size)
     for name in ("tokens", "positions", "slots", "lengths"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
-    for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
-        assert torch.equal(getattr(actual.sampling, name), getattr(expected.sampling, name)), name
     sampled = torch.randint(-1, 1000, (batch,), generator=generator).int().to(device)
-    rows.finish_decode(tables[0], inboxes[0], actual, sampled)
-    rows.finish_decode_reference(tables[1], inboxes[1], expected, sampled)
+    rows.keep_sampled(tables[0], actual.rows, actual.lengths, sampled)
+    rows.keep_sampled_reference(tables[1], expected.rows, expected.lengths, sampled)
     for name in ("tokens", "lengths", "pages"):
         assert torch.equal(getattr(tables[0], name), getattr(tables[1], name)), name
+    assert torch.equal(tables[0].sampling.marks, tables[1].sampling.marks)
     assert inboxes[0].buffer[0] == 0

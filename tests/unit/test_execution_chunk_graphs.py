@@ -183,6 +183,7 @@ class Layers:
             max_sequence_length=CONTEXT,
             page_size=PAGE_SIZE,
             dummy_page=self.storage.dummy_page,
+            vocab_size=10,
         )
         pages = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(0))
         self.rows.table.pages[:4, :16] = pages.view(4, 16).int()

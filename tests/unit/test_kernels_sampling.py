@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from minisgl_backend.kernels import noise
 from minisgl_backend.kernels.sampling import (
     NO_TOKEN,
-    Penalties,
-    RowParameters,
+    Filters,
     SamplingWorkspace,
     filter_threshold_reference,
     sample,
 )
+from minisgl_backend.kernels.sampling_table import IN_PROMPT, IS_STOP, ONCE, SamplingTable
 
 
-def rows(num_rows: int, **changed: float) -> RowParameters:
-    plain = RowParameters(
-        temperature=torch.ones(num_rows),
-        top_k=torch.zeros(num_rows, dtype=torch.int32),
-        top_p=torch.ones(num_rows),
-        min_p=torch.zeros(num_rows),
-        seeds=torch.arange(num_rows),
-        positions=torch.zeros(num_rows, dtype=torch.int64),
-    )
-    same = {name: torch.full_like(getattr(plain, name), value) for name, value in changed.items()}
-    return dataclasses.replace(plain, **same)
+def table_of(num_rows: int, vocab_size: int, **numbers: float) -> SamplingTable:
+    """Rows of the same numbers, each with a seed of its own."""
+    table = SamplingTable.empty(num_rows, vocab_size, torch.device("cpu"))
+    for name, value in {"temperature": 1.0, **numbers}.items():
+        table.column(name).fill_(value)
+    table.seeds.copy_(torch.arange(num_rows))
+    return table
 
 
-def draw(
-    logits: torch.Tensor, parameters: RowParameters, penalties: Penalties | None = None
-) -> list[int]:
-    workspace = SamplingWorkspace(len(logits), logits.device)
-    tokens = sample(logits, parameters, workspace, penalties=penalties)
+def draw(logits: Tensor, table: SamplingTable, position: int = 0) -> list[int]:
+    """A token for each row of the table."""
+    num_rows = len(logits)
+    rows = torch.arange(num_rows, dtype=torch.int32)
+    workspace = SamplingWorkspace(num_rows, logits.device)
+    tokens = sample(logits, table, rows, torch.full_like(rows, position), workspace)
     assert tokens.dtype == torch.int32
     return tokens.tolist()
 
@@ -72,7 +68,7 @@ def test_noise_is_gumbel() -> None:
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [0.0, -1.0, -2.0, -3.0]])
-    assert draw(logits, rows(2, temperature=0.0)) == [1, 0]
+    assert draw(logits, table_of(2, 4, temperature=0.0)) == [1, 0]
 
 
 @pytest.mark.parametrize("vocab_size", [3, 50])
@@ -80,7 +76,8 @@ def test_frequencies_are_those_of_the_softmax(vocab_size: int) -> None:
     """Of 50 tokens, 16 each are in one split, and 2 in the last."""
     num_rows = 20_000
     logits = torch.linspace(2.0, -1.0, vocab_size)
-    tokens = draw(logits.expand(num_rows, vocab_size), rows(num_rows, temperature=0.7))
+    table = table_of(num_rows, vocab_size, temperature=0.7)
+    tokens = draw(logits.expand(num_rows, vocab_size), table)
     frequency = torch.bincount(torch.tensor(tokens), minlength=vocab_size) / num_rows
     expected = (logits / 0.7).softmax(dim=0)
     assert ((frequency - expected).abs() < 5 * (expected / num_rows).sqrt()).all()
@@ -103,12 +100,13 @@ def test_frequencies_are_those_of_the_softmax(vocab_size: int) -> None:
 def test_filters_keep_what_they_should(changed: dict[str, float], allowed: set[int]) -> None:
     probabilities = torch.tensor([0.07, 0.45, 0.25, 0.06, 0.17])
     logits = probabilities.log().expand(2000, 5)
-    assert set(draw(logits, rows(2000, **changed))) == allowed
+    assert set(draw(logits, table_of(2000, 5, **changed))) == allowed
 
 
 def test_ties_at_the_threshold_are_kept() -> None:
     weights = torch.tensor([[1.0, 0.5, 0.5, 0.5, 0.1]])
-    assert float(filter_threshold_reference(weights, rows(1, top_k=2))) == 0.5
+    filters = Filters.of(table_of(1, 5, top_k=2), torch.zeros(1, dtype=torch.int64))
+    assert float(filter_threshold_reference(weights, filters)) == 0.5
 
 
 def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other() -> None:
@@ -118,19 +116,27 @@ def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other() -> None:
     logits[2] = -torch.inf
     logits[3, 4] = 9.0
     for temperature in (0.0, 0.01):
-        tokens = draw(logits, rows(4, temperature=temperature))
+        tokens = draw(logits, table_of(4, 6, temperature=temperature))
         assert tokens == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 4]
 
 
 def test_penalties_by_hand() -> None:
-    penalties = Penalties(
-        lines=torch.tensor([-1, 0], dtype=torch.int32),
-        output_counts=torch.tensor([[2, 0, 0, 0]], dtype=torch.int32),
-        in_prompt=torch.tensor([[False, True, False, False]]),
-        repetition=torch.full((2,), 2.0),
-        presence=torch.full((2,), 0.5),
-        frequency=torch.full((2,), 1.0),
-    )
+    table = table_of(2, 4, temperature=0.0, repetition=2.0, presence=0.5, frequency=1.0)
+    table.marks[:] = torch.tensor([2 * ONCE, IN_PROMPT, 0, 0])
+    table.column("marked")[1] = 1
     # row 1: 9 / 2 - 2 * 1 - 0.5 = 2, and 4.2 / 2 = 2.1, so that the third token wins with 2.5
-    logits = torch.tensor([[9.0, 4.2, 2.5, -3.0]] * 2)
-    assert draw(logits, rows(2, temperature=0.0), penalties) == [0, 2]
+    assert draw(torch.tensor([[9.0, 4.2, 2.5, -3.0]] * 2), table) == [0, 2]
+
+
+def test_bias_by_hand() -> None:
+    table = table_of(2, 3, temperature=0.0)
+    table.bias[:] = torch.tensor([-5.0, 0.0, 0.5])
+    table.column("biased")[1] = 1
+    assert draw(torch.tensor([[9.0, 4.2, 4.0]] * 2), table) == [0, 2]
+
+
+def test_stop_tokens_come_from_their_position_on() -> None:
+    table = table_of(1, 3, temperature=0.0, stops_from=7, marked=1)
+    table.marks[0, 1] = IS_STOP
+    logits = torch.tensor([[0.0, 9.0, 1.0]])
+    assert [draw(logits, table, position)[0] for position in (5, 6, 7, 8)] == [2, 2, 1, 1]

@@ -17,7 +17,8 @@ from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.graphs import batch_sizes
 from minisgl_backend.kernels import wide_linear
-from minisgl_backend.kernels.rows import RowTable, StepInbox, begin_decode, finish_decode
+from minisgl_backend.kernels.rows import RowTable, StepInbox, begin_decode, keep_sampled
+from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
@@ -145,23 +146,25 @@ def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table:
 
 
 def test_state_of_rows_goes_in_and_out() -> None:
-    table = RowTable.empty(4, max_pages=3, dummy_page=9, device=CPU)
+    table = RowTable.empty(4, max_pages=3, dummy_page=9, vocab_size=20, device=CPU)
     inbox = StepInbox.empty(3, 2, CPU)
     table.tokens[:4] = torch.tensor([10, 11, 12, 13], dtype=torch.int32)
     table.lengths[:4] = torch.tensor([0, 5, 8, 3], dtype=torch.int32)
-    table.temperature[2] = 0.5
+    table.sampling.column("marked")[1:3] = 1
     inbox.buffer[:] = torch.tensor([2, 2, 1, table.dummy_row, 2, 2, 6, 1, 1, 4], dtype=torch.int32)
     inputs = begin_decode(table, inbox, 3, PAGE_SIZE)
     assert inputs.tokens.tolist() == [12, 11, 0]
     assert inputs.positions.tolist() == [8, 5, 0]
     assert inputs.lengths.tolist() == [9, 6, 1]
     assert inputs.slots.tolist() == [6 * PAGE_SIZE, 4 * PAGE_SIZE + 1, 9 * PAGE_SIZE]
-    assert inputs.sampling.temperature.tolist() == [0.5, 0.0, 0.0]
+    assert inbox.buffer[0] == 0
 
-    finish_decode(table, inbox, inputs, torch.tensor([7, -1, 3], dtype=torch.int32))
+    sampled = torch.tensor([7, -1, 3], dtype=torch.int32)
+    keep_sampled(table, inputs.rows, inputs.lengths, sampled)
     assert table.tokens.tolist() == [10, 0, 7, 13, 3]
     assert table.lengths.tolist() == [0, 6, 9, 3, 0]
-    assert inbox.buffer[0] == 0
+    assert table.sampling.marks.nonzero().tolist() == [[2, 7]]
+    assert table.sampling.marks[2, 7] == ONCE
 
 
 def test_batch_sizes_to_capture() -> None:

@@ -10,8 +10,8 @@ arithmetic.
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.jit.logits import load_logits
 from minisgl_backend.kernels.jit.noise import gumbel
+from minisgl_backend.kernels.jit.sampling_table import load_logits
 
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0, the largest weight
 _STAGES = tl.constexpr(3)  # more of them spill registers, which costs more than it hides
@@ -25,7 +25,7 @@ def _bits(w):
 @triton.jit
 def _tally(
     row_ptr,
-    penalty,
+    adjustment,
     best,
     inverse,
     a,
@@ -33,7 +33,7 @@ def _tally(
     c,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
-    PENALTIES: tl.constexpr,
+    ADJUSTED: tl.constexpr,
 ):
     """How many tokens reach the weights of bits a <= b <= c, and the sums of their weights."""
     i = tl.arange(0, BLOCK)
@@ -41,7 +41,7 @@ def _tally(
     count_a, count_b, count_c = zeros, zeros, zeros
     mass_a, mass_b, mass_c = zeros, zeros, zeros
     for start in tl.range(0, VOCAB, BLOCK, num_stages=_STAGES):
-        x = load_logits(row_ptr, start + i, start + i < VOCAB, penalty, VOCAB, PENALTIES)
+        x = load_logits(row_ptr, start + i, start + i < VOCAB, adjustment, ADJUSTED)
         w = tl.exp((x - best) * inverse)
         bits = tl.where(start + i < VOCAB, _bits(w), -1)
         count_a += tl.where(bits >= a, 1.0, 0.0)
@@ -63,7 +63,7 @@ def _tally(
 @triton.jit
 def _search(
     row_ptr,
-    penalty,
+    adjustment,
     best,
     inverse,
     low,
@@ -73,7 +73,7 @@ def _search(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    PENALTIES: tl.constexpr,
+    ADJUSTED: tl.constexpr,
 ):
     """The largest bits whose tokens reach the target, or smaller ones that CANDIDATES reach.
 
@@ -86,7 +86,7 @@ def _search(
         b = tl.minimum(a + step, high)
         c = tl.minimum(b + step, high)
         count_a, count_b, count_c, mass_a, mass_b, mass_c = _tally(
-            row_ptr, penalty, best, inverse, a, b, c, VOCAB, BLOCK, PENALTIES
+            row_ptr, adjustment, best, inverse, a, b, c, VOCAB, BLOCK, ADJUSTED
         )
         # nothing reaches the bits of high where it still stands above those of 1.0
         reached_a = tl.where(by_count, count_a, mass_a) >= target
@@ -106,7 +106,7 @@ def _search(
 @triton.jit
 def choose_filtered(
     row_ptr,
-    penalty,
+    adjustment,
     best,
     inverse,
     top_k,
@@ -118,7 +118,7 @@ def choose_filtered(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    PENALTIES: tl.constexpr,
+    ADJUSTED: tl.constexpr,
 ):
     """The token of one row with the largest noisy logit among those that pass its filters.
 
@@ -131,14 +131,14 @@ def choose_filtered(
     low = tl.where((top_k > 0) & (top_p < 1), 0, floor)
     nothing = tl.full([], 0, tl.int32)
     _, count, _, total, _, _ = _tally(
-        row_ptr, penalty, best, inverse, nothing, low, low, VOCAB, BLOCK, PENALTIES
+        row_ptr, adjustment, best, inverse, nothing, low, low, VOCAB, BLOCK, ADJUSTED
     )
     target = top_p * total
     by_count = top_k > 0
     if by_count | (top_p < 1):
         low, count = _search(
             row_ptr,
-            penalty,
+            adjustment,
             best,
             inverse,
             low,
@@ -148,18 +148,18 @@ def choose_filtered(
             VOCAB,
             BLOCK,
             CANDIDATES,
-            PENALTIES,
+            ADJUSTED,
         )
     if by_count & (count > CANDIDATES) & (top_p < 1):
         # top_k keeps more than there is room for, and low is its threshold: go on by weight
         _, _, _, kept, _, _ = _tally(
-            row_ptr, penalty, best, inverse, low, low, low, VOCAB, BLOCK, PENALTIES
+            row_ptr, adjustment, best, inverse, low, low, low, VOCAB, BLOCK, ADJUSTED
         )
         by_count = top_k < 0
         target = top_p * kept
         low, count = _search(
             row_ptr,
-            penalty,
+            adjustment,
             best,
             inverse,
             low,
@@ -169,7 +169,7 @@ def choose_filtered(
             VOCAB,
             BLOCK,
             CANDIDATES,
-            PENALTIES,
+            ADJUSTED,
         )
 
     few = count <= CANDIDATES
@@ -179,7 +179,7 @@ def choose_filtered(
     chosen = tl.full([BLOCK], VOCAB, tl.int32)
     for start in tl.range(0, VOCAB, BLOCK, num_stages=_STAGES):
         at = start + i
-        x = load_logits(row_ptr, at, at < VOCAB, penalty, VOCAB, PENALTIES)
+        x = load_logits(row_ptr, at, at < VOCAB, adjustment, ADJUSTED)
         scaled = (x - best) * inverse
         passes = (_bits(tl.exp(scaled)) >= lowest) & (at < VOCAB)
         if few:

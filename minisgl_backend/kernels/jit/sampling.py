@@ -3,6 +3,8 @@
 The first scores each split by its largest logit; or for rows that draw from all tokens, by the
 logarithm of the sum of their weights and noise. The second takes the best split, and in it the best
 token or one drawn from it; for rows with filters it draws among what passes.
+
+What reads logits is compiled twice: rows that adjust nothing must not be slowed by those that do.
 """
 
 from __future__ import annotations
@@ -14,13 +16,21 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.jit.filters import choose_filtered
-from minisgl_backend.kernels.jit.logits import load_logits, load_penalty
 from minisgl_backend.kernels.jit.noise import gumbel, noise_key
-from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.kernels.jit.sampling_table import (
+    MIN_P,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    load_adjustment,
+    load_logits,
+    load_number,
+)
 from minisgl_backend.kernels.sampling import split_size
 
 if TYPE_CHECKING:
-    from minisgl_backend.kernels.sampling import Penalties, RowParameters, SamplingWorkspace
+    from minisgl_backend.kernels.sampling import SamplingWorkspace
+    from minisgl_backend.kernels.sampling_table import SamplingTable
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -28,71 +38,43 @@ _NEIGHBOURS = tl.constexpr(8)  # tokens that a thread loads at once, of bf16 log
 _DRAW_BLOCK = tl.constexpr(1024)  # a split has some thousand tokens: of more, many would be masked
 _LEAST = tl.constexpr(-3.0e38)  # finite, so that nothing that is -inf is taken from -inf
 
-BY_ROW = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "positions_ptr"]
-"""Arguments that are ``RowParameters``, in all alignments."""
+
+@triton.jit
+def _load_filters(numbers_ptr, row, VOCAB: tl.constexpr):
+    """top_k, top_p, min_p, and whether any of them is on."""
+    top_k = tl.minimum(load_number(numbers_ptr, row, TOP_K), VOCAB)
+    top_p = load_number(numbers_ptr, row, TOP_P)
+    min_p = load_number(numbers_ptr, row, MIN_P)
+    return top_k.to(tl.int32), top_p, min_p, (top_k > 0) | (top_p < 1) | (min_p > 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_ROW)
-def _best_of_split(
-    best_ptr,
-    token_ptr,
-    logits_ptr,
-    stride,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seeds_ptr,
-    positions_ptr,
-    lines_ptr,
-    counts_ptr,
-    in_prompt_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
+@triton.jit
+def _score(
+    row_ptr,
+    split,
+    adjustment,
+    noisy,
+    inverse,
+    key,
     VOCAB: tl.constexpr,
-    SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
-    PENALTIES: tl.constexpr,
-    PDL: tl.constexpr,
+    ADJUSTED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    if PDL:
-        allow_next()
-        wait_previous()
-    temperature = tl.load(temperature_ptr + row)
-    filtered = (
-        (tl.load(top_k_ptr + row) > 0)
-        | (tl.load(top_p_ptr + row) < 1)
-        | (tl.load(min_p_ptr + row) > 0)
-    )
-    noisy = (temperature > 0) & (filtered == 0)
-    inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
-    penalty = load_penalty(
-        row,
-        lines_ptr,
-        counts_ptr,
-        in_prompt_ptr,
-        repetition_ptr,
-        presence_ptr,
-        frequency_ptr,
-        VOCAB,
-        PENALTIES,
-    )
+    """The split's score, inf where a logit is inf or NaN; and its best token unless ``noisy``."""
     begin = split * PER_SPLIT
     end = tl.minimum(begin + PER_SPLIT, VOCAB)
     broken = tl.zeros([BLOCK], tl.int32)
+    # loops: unrolled, those of adjusted rows would take registers from all
     if noisy:
         # Weights are exp2(x * scale - best), sums of them online (arXiv 1805.02867). Neighbours
         # share a best, so that a token takes one exp2, not two.
         scale = inverse * _LOG2_E
         bests = tl.full([BLOCK // _NEIGHBOURS], _LEAST, tl.float32)
         mass = tl.zeros([BLOCK // _NEIGHBOURS], tl.float32)
-        for start in tl.static_range(0, PER_SPLIT, BLOCK):
+        for start in (tl.range if ADJUSTED else tl.static_range)(0, PER_SPLIT, BLOCK):
             at = begin + start + tl.arange(0, BLOCK)
-            x = load_logits(logits_ptr + row * stride, at, at < end, penalty, VOCAB, PENALTIES)
+            x = load_logits(row_ptr, at, at < end, adjustment, ADJUSTED)
             broken |= tl.where(x < float("inf"), 0, 1)  # inf or NaN
             scaled = tl.reshape(x * scale, [BLOCK // _NEIGHBOURS, _NEIGHBOURS])
             new_bests = tl.maximum(bests, tl.max(scaled, axis=1))
@@ -101,7 +83,6 @@ def _best_of_split(
             bests = new_bests
         top = tl.max(bests, axis=0)
         whole = tl.sum(mass * tl.exp2(bests - top), axis=0)
-        key = noise_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
         # ids behind the vocabulary stand for the splits
         drawn = gumbel(key, VOCAB + split + tl.zeros([1], tl.int32))
         score = (top + tl.log2(tl.maximum(whole, 1.0))) / _LOG2_E + tl.max(drawn, axis=0)
@@ -110,9 +91,9 @@ def _best_of_split(
     else:
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         token = tl.full([BLOCK], VOCAB, tl.int32)
-        for start in tl.static_range(0, PER_SPLIT, BLOCK):
+        for start in (tl.range if ADJUSTED else tl.static_range)(0, PER_SPLIT, BLOCK):
             at = begin + start + tl.arange(0, BLOCK)
-            x = load_logits(logits_ptr + row * stride, at, at < end, penalty, VOCAB, PENALTIES)
+            x = load_logits(row_ptr, at, at < end, adjustment, ADJUSTED)
             broken |= tl.where(x < float("inf"), 0, 1)
             better = x > best
             best = tl.where(better, x, best)
@@ -122,30 +103,68 @@ def _best_of_split(
         chosen = tl.min(tl.where(best == score, token, VOCAB), axis=0)
     if tl.max(broken, axis=0) > 0:
         score = float("inf")
-    tl.store(best_ptr + row * SPLITS + split, score)
-    tl.store(token_ptr + row * SPLITS + split, chosen)
+    return score, chosen
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+def _best_of_split(
+    best_ptr,
+    token_ptr,
+    logits_ptr,
+    stride,
+    rows_ptr,
+    positions_ptr,
+    numbers_ptr,
+    seeds_ptr,
+    marks_ptr,
+    bias_ptr,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    position = tl.load(positions_ptr + index)
+    temperature = load_number(numbers_ptr, row, TEMPERATURE)
+    _, _, _, filtered = _load_filters(numbers_ptr, row, VOCAB)
+    noisy = (temperature > 0) & (filtered == 0)
+    inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
+    key = noise_key(tl.load(seeds_ptr + row), position)
+    adjustment = load_adjustment(numbers_ptr, marks_ptr, bias_ptr, row, position, VOCAB)
+    row_ptr = logits_ptr + index * stride
+    if adjustment[0] | adjustment[1]:
+        score, chosen = _score(
+            row_ptr, split, adjustment, noisy, inverse, key, VOCAB, PER_SPLIT, BLOCK, True
+        )
+    else:
+        score, chosen = _score(
+            row_ptr, split, adjustment, noisy, inverse, key, VOCAB, PER_SPLIT, BLOCK, False
+        )
+    tl.store(best_ptr + index * SPLITS + split, score)
+    tl.store(token_ptr + index * SPLITS + split, chosen)
 
 
 @triton.jit
 def _draw(
     row_ptr,
     split,
-    penalty,
+    adjustment,
     inverse,
     key,
     VOCAB: tl.constexpr,
     PER_SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PENALTIES: tl.constexpr,
+    ADJUSTED: tl.constexpr,
 ):
     """A token of the split, drawn from the softmax over it."""
     begin = split * PER_SPLIT
     end = tl.minimum(begin + PER_SPLIT, VOCAB)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    token = tl.full([BLOCK], VOCAB, tl.int32)
-    for start in tl.static_range(0, PER_SPLIT, BLOCK):
-        at = begin + start + tl.arange(0, BLOCK)
-        x = load_logits(row_ptr, at, at < end, penalty, VOCAB, PENALTIES)
+    best = tl.full([_DRAW_BLOCK], float("-inf"), tl.float32)
+    token = tl.full([_DRAW_BLOCK], VOCAB, tl.int32)
+    for start in tl.static_range(0, PER_SPLIT, _DRAW_BLOCK):
+        at = begin + start + tl.arange(0, _DRAW_BLOCK)
+        x = load_logits(row_ptr, at, at < end, adjustment, ADJUSTED)
         x = x * inverse + gumbel(key, at)
         better = x > best
         best = tl.where(better, x, best)
@@ -153,7 +172,48 @@ def _draw(
     return tl.min(tl.where(best == tl.max(best, axis=0), token, VOCAB), axis=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_ROW)
+@triton.jit
+def _draw_any(
+    row_ptr,
+    split,
+    adjustment,
+    best,
+    inverse,
+    filters,
+    key,
+    scaled_ptr,
+    candidates_ptr,
+    VOCAB: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    ADJUSTED: tl.constexpr,
+):
+    """A token of the row: among what passes its filters, or without them of the split."""
+    top_k, top_p, min_p, filtered = filters
+    if filtered:
+        token = choose_filtered(
+            row_ptr,
+            adjustment,
+            best,
+            inverse,
+            top_k,
+            top_p,
+            min_p,
+            key,
+            scaled_ptr,
+            candidates_ptr,
+            VOCAB,
+            BLOCK,
+            CANDIDATES,
+            ADJUSTED,
+        )
+    else:
+        token = _draw(row_ptr, split, adjustment, inverse, key, VOCAB, PER_SPLIT, ADJUSTED)
+    return token
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
 def _choose(
     out_ptr,
     best_ptr,
@@ -162,114 +222,90 @@ def _choose(
     candidates_ptr,
     logits_ptr,
     stride,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seeds_ptr,
+    rows_ptr,
     positions_ptr,
-    lines_ptr,
-    counts_ptr,
-    in_prompt_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
+    numbers_ptr,
+    seeds_ptr,
+    marks_ptr,
+    bias_ptr,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    PENALTIES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        allow_next()
-        wait_previous()
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + index).to(tl.int64)
     s = tl.arange(0, SPLITS)
-    bests = tl.load(best_ptr + row * SPLITS + s)
-    tokens = tl.load(token_ptr + row * SPLITS + s)
+    bests = tl.load(best_ptr + index * SPLITS + s)
+    tokens = tl.load(token_ptr + index * SPLITS + s)
     best = tl.max(bests, axis=0)
     token = tl.min(tl.where(bests == best, tokens, VOCAB), axis=0)
     finite = (best < float("inf")) & (best > float("-inf"))
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.minimum(tl.load(top_k_ptr + row), VOCAB)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    temperature = load_number(numbers_ptr, row, TEMPERATURE)
     if finite & (temperature > 0):
-        penalty = load_penalty(
-            row,
-            lines_ptr,
-            counts_ptr,
-            in_prompt_ptr,
-            repetition_ptr,
-            presence_ptr,
-            frequency_ptr,
-            VOCAB,
-            PENALTIES,
-        )
-        row_ptr, inverse = logits_ptr + row * stride, 1.0 / temperature
-        key = noise_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-        if filtered:
-            token = choose_filtered(
+        position = tl.load(positions_ptr + index)
+        adjustment = load_adjustment(numbers_ptr, marks_ptr, bias_ptr, row, position, VOCAB)
+        filters = _load_filters(numbers_ptr, row, VOCAB)
+        key = noise_key(tl.load(seeds_ptr + row), position)
+        row_ptr, inverse = logits_ptr + index * stride, 1.0 / temperature
+        split = tl.min(tl.where(bests == best, s, SPLITS), axis=0)
+        scaled_ptr += index * CANDIDATES
+        candidates_ptr += index * CANDIDATES
+        if adjustment[0] | adjustment[1]:
+            token = _draw_any(
                 row_ptr,
-                penalty,
+                split,
+                adjustment,
                 best,
                 inverse,
-                top_k,
-                top_p,
-                min_p,
+                filters,
                 key,
-                scaled_ptr + row * CANDIDATES,
-                candidates_ptr + row * CANDIDATES,
+                scaled_ptr,
+                candidates_ptr,
                 VOCAB,
+                PER_SPLIT,
                 BLOCK,
                 CANDIDATES,
-                PENALTIES,
+                ADJUSTED=True,
             )
         else:
-            split = tl.min(tl.where(bests == best, s, SPLITS), axis=0)
-            token = _draw(
-                row_ptr, split, penalty, inverse, key, VOCAB, PER_SPLIT, _DRAW_BLOCK, PENALTIES
+            token = _draw_any(
+                row_ptr,
+                split,
+                adjustment,
+                best,
+                inverse,
+                filters,
+                key,
+                scaled_ptr,
+                candidates_ptr,
+                VOCAB,
+                PER_SPLIT,
+                BLOCK,
+                CANDIDATES,
+                ADJUSTED=False,
             )
-    tl.store(out_ptr + row, tl.where(finite, token, -1))
+    tl.store(out_ptr + index, tl.where(finite, token, -1))
 
 
 def launch_sample(
     out: Tensor,
     logits: Tensor,
-    rows: RowParameters,
+    table: SamplingTable,
+    rows: Tensor,
+    positions: Tensor,
     workspace: SamplingWorkspace,
-    penalties: Penalties | None,
-    *,
-    pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.sampling.sample``."""
     batch_size, vocab_size = logits.shape
     splits = workspace.best.shape[1]
-    inputs = [logits, logits.stride(0), rows.temperature, rows.top_k, rows.top_p, rows.min_p]
-    inputs += [rows.seeds, rows.positions]
-    if penalties is None:
-        inputs += [None] * 6
-    else:
-        inputs += [penalties.lines, penalties.output_counts, penalties.in_prompt]
-        inputs += [penalties.repetition, penalties.presence, penalties.frequency]
-    shared = {
-        "VOCAB": vocab_size,
-        "SPLITS": splits,
-        "PER_SPLIT": split_size(vocab_size),
-        "PENALTIES": penalties is not None,
-    }
+    assert table.vocab_size == vocab_size and rows.dtype == positions.dtype
+    state = (table.numbers, table.seeds, table.marks, table.bias)
+    inputs = (logits, logits.stride(0), rows, positions, *state)
+    shared = {"VOCAB": vocab_size, "SPLITS": splits, "PER_SPLIT": split_size(vocab_size)}
     _best_of_split[(batch_size, splits)](
-        workspace.best,
-        workspace.tokens,
-        *inputs,
-        **shared,
-        BLOCK=1024,
-        PDL=pdl,
-        num_warps=4,
-        **launch_options(pdl),
+        workspace.best, workspace.tokens, *inputs, **shared, BLOCK=1024, num_warps=4
     )
     _choose[(batch_size,)](
         out,
@@ -281,7 +317,5 @@ def launch_sample(
         **shared,
         BLOCK=4096,
         CANDIDATES=workspace.scaled.shape[1],
-        PDL=pdl,
         num_warps=16,
-        **launch_options(pdl),
     )

@@ -1,0 +1,45 @@
+"""What sampling has to know of single tokens for one request: its lines of a ``SamplingTable``.
+
+Pure arithmetic on the host. Ids that the model cannot produce need neither a bias nor a mark.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.attention.base import HostArray
+from minisgl_backend.kernels.sampling_table import IN_PROMPT, IS_STOP, ONCE
+from minisgl_backend.plan import Admission
+from minisgl_backend.request import IntArray
+
+_Biases: TypeAlias = npt.NDArray[np.float32]
+
+
+def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray] | None:
+    """Tokens int64[n] and their marks int32[n]; all others have none. None if none is needed."""
+    params = admission.sampling
+    stops = [token for token in params.stop_token_ids if token < vocab_size]
+    if not params.min_tokens:
+        stops = []
+    if not params.has_penalties and not stops:
+        return None
+    prompt, output = np.split(admission.history, [admission.num_prompt_tokens])
+    line = ONCE * np.bincount(output, minlength=vocab_size)
+    line[prompt] += IN_PROMPT
+    line[stops] += IS_STOP
+    tokens = np.flatnonzero(line)
+    return tokens, line[tokens].astype(np.int32)
+
+
+def bias_of(admission: Admission, vocab_size: int) -> tuple[HostArray, _Biases] | None:
+    """Tokens int64[n] and what is added to their logits, float32[n]. None if there are none."""
+    bias = [(token, value) for token, value in admission.sampling.logit_bias if token < vocab_size]
+    if not bias:
+        return None
+    line = np.zeros(vocab_size, np.float32)
+    tokens = np.array([token for token, _ in bias])
+    np.add.at(line, tokens, [value for _, value in bias])
+    return np.unique(tokens), line[np.unique(tokens)]

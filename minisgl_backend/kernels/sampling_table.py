@@ -1,0 +1,90 @@
+"""How each row of a GPU is sampled: what the host writes when a request takes the row.
+
+For most rows that is a few numbers. Penalties, biases, and stop tokens that must not come yet
+change single logits before a token is chosen: what they need to know of each token of the
+vocabulary stands in a line of ``marks`` and in one of ``bias``, which other rows never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+COLUMNS: Final = (
+    "temperature",  # 0 is greedy
+    "top_k",  # 0 is off
+    "top_p",  # 1 is off
+    "min_p",  # 0 is off
+    "repetition",  # 1 is off
+    "presence",  # 0 is off
+    "frequency",  # 0 is off
+    "stops_from",  # the first position at which stop tokens may be sampled
+    "marked",  # 1 where the row's line of marks counts, else 0
+    "biased",  # 1 where its line of bias counts, else 0
+)
+
+IN_PROMPT: Final = 1
+IS_STOP: Final = 2
+ONCE: Final = 4
+"""What a mark is the sum of: the prompt has the token; it ends the request; and for each time that
+it has been sampled, ``ONCE``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingTable:
+    """``numbers`` float32 [num_rows, len(COLUMNS)], ``seeds`` int64 [num_rows], ``marks`` int32 and
+    ``bias`` float32 [num_rows, vocab_size]."""
+
+    numbers: Tensor
+    seeds: Tensor
+    marks: Tensor
+    bias: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> SamplingTable:
+        """Greedy rows."""
+        table = cls(
+            numbers=torch.zeros((num_rows, len(COLUMNS)), dtype=torch.float32, device=device),
+            seeds=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            marks=torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device),
+            bias=torch.zeros((num_rows, vocab_size), dtype=torch.float32, device=device),
+        )
+        table.column("top_p").fill_(1)
+        table.column("repetition").fill_(1)
+        return table
+
+    @property
+    def vocab_size(self) -> int:
+        return self.marks.shape[1]
+
+    def column(self, name: str) -> Tensor:
+        """float32 [num_rows], a view."""
+        return self.numbers[:, COLUMNS.index(name)]
+
+
+def adjust_reference(
+    logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor
+) -> Tensor:
+    """float32 logits [batch_size, vocab_size] of ``rows``, for tokens at ``positions``, after
+    penalties, bias, and stop tokens that must not come yet.
+
+    Repetition (CTRL, arXiv 1909.05858) divides positive logits of tokens that prompt or output
+    have, and multiplies negative ones; presence is taken from those that the output has, frequency
+    as often as it has them.
+    """
+
+    def column(name: str) -> Tensor:
+        return table.column(name)[rows][:, None]
+
+    x = logits.float()
+    marks = table.marks[rows].where(column("marked") > 0, 0)
+    counts = marks // ONCE
+    repeated = torch.where(x > 0, x / column("repetition"), x * column("repetition"))
+    x = torch.where((marks & ~IS_STOP) > 0, repeated, x)
+    x = x - column("frequency") * counts - column("presence") * (counts > 0)
+    x = x + table.bias[rows].where(column("biased") > 0, 0)
+    is_early = positions[:, None] < column("stops_from")
+    return x.masked_fill(is_early & ((marks & IS_STOP) > 0), -torch.inf)

@@ -154,6 +154,7 @@ def _cuda_executor(
         max_batch_size=most,
         num_weights=sum(weight.numel() for weight in model.model.layers.parameters()),
     )
+    device.catch_up()  # with weights, pages and what attention keeps
     executor = CudaExecutor(
         model,
         storage=storage,

@@ -58,6 +58,8 @@ class StepPlan:
 
     ``released_rows``: rows that no request holds any more. Their state may be dropped, before the
     admissions of this plan are applied.
+    ``broken_pages``: pages of failed requests, which nobody uses any more. They may hold NaN, and
+    are not to be granted as they are.
     ``grant_rows``, ``grant_indices``, ``grant_pages`` [G]: page_table[row, index] = page.
     ``prefill_rows``, ``prefill_starts``, ``prefill_lengths`` [P]: the positions from start up to
     start + length of the row are computed. ``prefill_tokens`` [sum of lengths] has their tokens,
@@ -70,6 +72,7 @@ class StepPlan:
 
     step: int
     released_rows: IntArray
+    broken_pages: IntArray
     admissions: tuple[Admission, ...]
     grant_rows: IntArray
     grant_indices: IntArray

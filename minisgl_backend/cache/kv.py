@@ -99,10 +99,11 @@ class KVCache(Protocol):
     def release(self, lease: Lease) -> None:
         """End the lease: its private pages become free, and its shared pages may be evicted."""
 
-    def discard(self, lease: Lease) -> None:
+    def discard(self, lease: Lease) -> IntArray:
         """End the lease of a sequence whose keys and values cannot be trusted.
 
         Unless another lease uses them, its shared pages become free, and those that continue them.
+        Returns all pages that become free, int32[num_pages].
         """
 
     def emptied(self) -> KVCache:
@@ -168,8 +169,9 @@ class NaiveCache:
         del self._leases[lease]
         self._pool.free(_as_array(lease.pages[lease.num_shared :]))
 
-    def discard(self, lease: Lease) -> None:
+    def discard(self, lease: Lease) -> IntArray:
         self.release(lease)
+        return _as_array(lease.pages[lease.num_shared :])
 
     def emptied(self) -> KVCache:
         return type(self)(self.num_pages, self.page_size)
@@ -245,10 +247,12 @@ class RadixCache(NaiveCache):
         assert lease.node is not None
         self._tree.unpin(lease.node)
 
-    def discard(self, lease: Lease) -> None:
-        self.release(lease)
+    def discard(self, lease: Lease) -> IntArray:
+        private = super().discard(lease)
         assert lease.node is not None
-        self._pool.free(self._tree.drop(lease.node))
+        dropped = self._tree.drop(lease.node)
+        self._pool.free(dropped)
+        return np.concatenate([private, dropped])
 
     def check(self) -> None:
         self._pool.check()

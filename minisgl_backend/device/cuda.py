@@ -50,6 +50,10 @@ class CudaDevice:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             yield
 
+    def catch_up(self) -> None:
+        """Let the stream wait for what this thread has launched outside of ``queue``."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         writable = array if array.flags.writeable else array.copy()  # torch warns of others
         return torch.from_numpy(writable).pin_memory().to(self.torch_device, non_blocking=True)

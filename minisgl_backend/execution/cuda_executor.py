@@ -64,10 +64,9 @@ class CudaExecutor:
         fused_experts: bool = True,
     ):
         self._device = device
+        self._storage = storage
         self._attention = attention
         self._group = model.group
-        # weights, pages and what attention keeps were written on the stream of this thread
-        device.stream.wait_stream(torch.cuda.current_stream(device.torch_device))
         with device.queue():
             self._model = FusedDecoder(model, paged_layers(storage), fused_experts=fused_experts)
             self._rows = DeviceRows(
@@ -110,6 +109,8 @@ class CudaExecutor:
     def launch(self, plan: StepPlan) -> CudaPending:
         """Enqueue the step."""
         with self._device.queue():
+            if len(plan.broken_pages):
+                self._storage.clear(self._device.upload(plan.broken_pages.astype(np.int64)))
             if plan.admissions:
                 self._rows.admit(plan.admissions)
                 for admission in plan.admissions:
@@ -248,6 +249,7 @@ class CudaExecutor:
         return StepPlan(
             step=-1,
             released_rows=empty,
+            broken_pages=empty,
             admissions=(),
             grant_rows=empty,
             grant_indices=empty,

@@ -1,6 +1,7 @@
 """A step plan as words of 32 bits, in which form it is sent to the other tensor-parallel ranks.
 
-    header       step; numbers of releases, grants, chunks, chunk tokens, decodes and admissions
+    header       step; numbers of releases, broken pages, grants, chunks, chunk tokens, decodes and
+                 admissions
     arrays       those of the plan, in the order in which ``StepPlan`` declares them
     admissions   one after the other: a record of fixed size, stop ids, logit bias, history
 
@@ -18,7 +19,7 @@ import numpy as np
 from minisgl_backend.plan import Admission, StepPlan
 from minisgl_backend.request import IntArray, RequestId, SamplingParams
 
-_NUM_HEADER_WORDS: Final = 14  # seven numbers of 64 bits
+_NUM_HEADER_WORDS: Final = 16  # eight numbers of 64 bits
 _RECORD: Final = struct.Struct("<qQ6d11i")  # of an admission; see _encode_admission
 _WORD_BYTES: Final = 4
 
@@ -29,6 +30,7 @@ def encode_plan(plan: StepPlan) -> IntArray:
         [
             plan.step,
             len(plan.released_rows),
+            len(plan.broken_pages),
             len(plan.grant_rows),
             len(plan.prefill_rows),
             len(plan.prefill_tokens),
@@ -41,6 +43,7 @@ def encode_plan(plan: StepPlan) -> IntArray:
         [
             header.view(np.int32),
             plan.released_rows,
+            plan.broken_pages,
             plan.grant_rows,
             plan.grant_indices,
             plan.grant_pages,
@@ -60,11 +63,13 @@ def encode_plan(plan: StepPlan) -> IntArray:
 def decode_plan(buffer: IntArray) -> StepPlan:
     """The plan at the front of a buffer by ``encode_plan``. Its arrays are views of the buffer."""
     header = buffer[:_NUM_HEADER_WORDS].view(np.int64).tolist()
-    step, num_released, num_grants, num_chunks, num_tokens, num_decodes, num_admissions = header
+    step, num_released, num_broken, num_grants, num_chunks, num_tokens, *rest = header
+    num_decodes, num_admissions = rest
     words = _Words(buffer, _NUM_HEADER_WORDS)
     return StepPlan(
         step=step,
         released_rows=words.take(num_released),
+        broken_pages=words.take(num_broken),
         grant_rows=words.take(num_grants),
         grant_indices=words.take(num_grants),
         grant_pages=words.take(num_grants),

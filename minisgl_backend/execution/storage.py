@@ -57,18 +57,18 @@ class KVStorage:
     def clear(self, pages: Tensor) -> None:
         """Zero these pages, int64[n], in all layers.
 
-        A page is cleared before its first position is written. Padded attention multiplies what
-        lies behind a sequence's end by zero; a NaN left there by another sequence would survive
-        that and spread.
+        On a CPU before the first position is written, on a GPU after a sequence that failed. Padded
+        attention multiplies what lies behind a sequence's end by zero; a NaN left there by another
+        sequence would survive that and spread.
         """
-        self.pages.index_fill_(2, pages, 0)
+        self.pages.view(torch.uint8).index_fill_(2, pages, 0)  # whatever their type is
 
 
 def paged_layers(storage: KVStorage) -> list[PagedKV]:
     """The pages of each layer, set to zero: the dummy page, and what nobody has written, is finite.
 
-    On a GPU no page is cleared again: what a failed request leaves in its pages may be NaN. The
-    kernels of this package leave out what stands behind a row's end, whatever it is.
+    The kernels of this package leave out what stands behind a row's end, whatever it is; those of
+    libraries need not.
     """
     pages, layers = storage.pages, []
     pages.view(torch.uint8).zero_()

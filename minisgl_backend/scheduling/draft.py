@@ -51,7 +51,7 @@ class Draft:
         self.decode_rows = rows
         self.decode_positions = positions
 
-    def freeze(self, step: int, released_rows: list[int]) -> StepPlan:
+    def freeze(self, step: int, released_rows: list[int], broken_pages: list[int]) -> StepPlan:
         """The finished plan, which shares no memory with anything that will change."""
         chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 4).T
         grant_rows, grant_indices, grant_pages = (
@@ -62,6 +62,7 @@ class Draft:
         return StepPlan(
             step=step,
             released_rows=np.array(released_rows, dtype=np.int32),
+            broken_pages=np.array(broken_pages, dtype=np.int32),
             admissions=tuple(self._admissions),
             grant_rows=grant_rows,
             grant_indices=grant_indices,

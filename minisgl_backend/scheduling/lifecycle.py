@@ -28,7 +28,8 @@ class Lifecycle:
     """All sequences of the planner.
 
     ``live`` holds the sequences that have not ended; ``prefilling`` those with known tokens left to
-    plan, in order of precedence; ``released_rows`` the rows given back since the last plan.
+    plan, in order of precedence; ``released_rows`` the rows given back since the last plan, and
+    ``broken_pages`` the pages of failed sequences.
     ``changes`` counts the events after which a waiting sequence that did not fit might fit: a
     change of the queue, of the cached prefixes or of the free pages.
     """
@@ -40,6 +41,7 @@ class Lifecycle:
         self.live: dict[RequestId, Sequence] = {}
         self.prefilling: list[Sequence] = []
         self.released_rows: list[int] = []
+        self.broken_pages: list[int] = []
         self.changes = 0
         self._num_arrivals = 0
         self._remaps: list[tuple[Sequence, Lease, range]] = []
@@ -101,7 +103,7 @@ class Lifecycle:
         row = sequence.row
         known = np.concatenate([sequence.tokens, self.rows.output(row)])
         if sequence.failed:
-            self.cache.discard(sequence.held())
+            self.broken_pages += self.cache.discard(sequence.held()).tolist()
         else:
             self.publish(sequence, known[: self.rows.computed[row]])
             self.cache.release(sequence.held())

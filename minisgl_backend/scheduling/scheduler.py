@@ -115,8 +115,9 @@ class Scheduler:
         if draft.is_empty:
             return None
         self._life.grant_remaps(draft)
-        plan = draft.freeze(self._next_step, self._life.released_rows)
+        plan = draft.freeze(self._next_step, self._life.released_rows, self._life.broken_pages)
         self._life.released_rows.clear()
+        self._life.broken_pages.clear()
         self._next_step += 1
         return plan
 
@@ -160,6 +161,7 @@ class Scheduler:
         """A planner like this one with nothing in it; its first plan gives back all rows."""
         scheduler = Scheduler(self._cache.emptied(), self._config)
         scheduler._life.released_rows = self._life.rows_told()
+        scheduler._life.broken_pages = self._life.broken_pages
         scheduler._num_retractions = self._num_retractions  # counters never go back
         scheduler._prefix_queries = self._prefix_queries
         scheduler._prefix_hits = self._prefix_hits

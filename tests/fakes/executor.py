@@ -134,6 +134,7 @@ class FakeExecutor:
         for row in plan.released_rows.tolist():
             del self._rows[row]
             self._page_table[row] = -1
+        self._kv[plan.broken_pages] = _POISON
         for admission in plan.admissions:
             assert admission.row not in self._rows, "a row is taken twice"
             self._rows[admission.row] = _Row(

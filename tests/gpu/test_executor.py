@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from minisgl_backend.bench.engines import Collector
+from minisgl_backend.bench.engines import Collector, submitted
 from minisgl_backend.build import build_engine, build_executor, build_scheduler
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.execution.cuda_executor import CudaExecutor, CudaPending
@@ -34,6 +36,7 @@ from tests.conformance.engines import prompts_with_shared_prefixes
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 
+POISON = 7  # a token
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 CASES = [
     "llama",
@@ -333,6 +336,46 @@ def test_graphs_wait_for_their_inbox(
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
     assert np.mean(below > 0) < 0.1
     assert below.max() < 0.15
+
+
+@pytest.mark.parametrize("attention", [None, "triton", "sdpa"])
+@pytest.mark.parametrize("kv_cache_dtype", [None, "fp8_e4m3"])
+def test_pages_of_a_failed_request_serve_the_next_one(
+    attention: str | None, kv_cache_dtype: str | None, prompts: list[IntArray], tmp_path: Path
+) -> None:
+    """A token whose embedding is NaN breaks its request, alone, and leaves NaN in its pages."""
+    write_checkpoint("llama", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(tensors, path)
+    healthy = [prompt[prompt != POISON] for prompt in prompts[:6]]
+    options: dict[str, Any] = {
+        "device": "cuda",
+        "max_sequence_length": CONTEXT,
+        "num_pages": 12,
+        "max_running_requests": 1,
+        "attention_backend": attention,
+        "kv_cache_dtype": kv_cache_dtype,
+        "cache": "naive",
+    }
+    sampling = replace(GREEDY, logit_bias=((POISON, -1000.0),))
+    found = []
+    for poisoned in ([], [np.full(100, POISON, np.int32)]):
+        engine = build_engine(EngineOptions(model=str(tmp_path), **options))
+        try:
+            for prompt in poisoned:
+                sink = submitted(engine, prompt, sampling)
+                assert sink.done.wait(120)
+                assert sink.error is not None
+            sinks = [submitted(engine, prompt, sampling) for prompt in healthy]
+            for sink in sinks:
+                assert sink.done.wait(120)
+                assert sink.error is None
+        finally:
+            engine.close(drain_s=0)
+        found.append(tokens_of(sinks))
+    assert found[0] == found[1]
 
 
 def test_seeded_rows_do_not_depend_on_their_batch(tmp_path: Path) -> None:

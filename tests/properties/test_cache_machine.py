@@ -114,7 +114,11 @@ class CacheMachine(RuleBasedStateMachine):
         salt, tokens = self.held.pop(lease)
         shared = lease.pages[: lease.num_shared]
         used = {page for other in self.held for page in other.pages[: other.num_shared]}
-        self.cache.discard(lease)
+        private = lease.pages[lease.num_shared :].tolist()
+        free = self.cache.num_free
+        freed = self.cache.discard(lease).tolist()
+        assert len(freed) == len(set(freed)) == self.cache.num_free - free
+        assert set(freed) >= {*private, *shared} - used
         num_kept = sum(page in used for page in shared)
         if num_kept < len(shared):
             gone = tokens_of(tokens[: (num_kept + 1) * self.page_size]).tobytes()

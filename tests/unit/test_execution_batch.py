@@ -24,8 +24,8 @@ def _ints(*values: int) -> IntArray:
 def make_plan(**arrays: IntArray) -> StepPlan:
     """A plan of these arrays; all others are empty."""
     names = (
-        "released_rows grant_rows grant_indices grant_pages prefill_rows prefill_starts "
-        "prefill_lengths prefill_samples prefill_tokens decode_rows decode_positions"
+        "released_rows broken_pages grant_rows grant_indices grant_pages prefill_rows "
+        "prefill_starts prefill_lengths prefill_samples prefill_tokens decode_rows decode_positions"
     )
     values = {name: _ints() for name in names.split()} | arrays
     return StepPlan(step=0, admissions=(), **values)

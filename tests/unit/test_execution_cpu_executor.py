@@ -137,8 +137,9 @@ class Driver:
 
     def launch(self, admissions: tuple[Admission, ...] = (), **arrays: IntArray) -> Pending:
         names = (
-            "released_rows grant_rows grant_indices grant_pages prefill_rows prefill_starts "
-            "prefill_lengths prefill_samples prefill_tokens decode_rows decode_positions"
+            "released_rows broken_pages grant_rows grant_indices grant_pages prefill_rows "
+            "prefill_starts prefill_lengths prefill_samples prefill_tokens decode_rows "
+            "decode_positions"
         )
         values = {name: _ints() for name in names.split()} | arrays
         plan = StepPlan(step=self.step, admissions=admissions, **values)

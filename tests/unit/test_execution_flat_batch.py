@@ -21,6 +21,7 @@ def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, in
     return StepPlan(
         step=0,
         released_rows=ints(),
+        broken_pages=ints(),
         admissions=(),
         grant_rows=ints(),
         grant_indices=ints(),

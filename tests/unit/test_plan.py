@@ -53,10 +53,11 @@ ADMISSION = st.builds(
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    releases, grants, chunks, tokens, decodes = (draw(st.integers(0, 4)) for _ in range(5))
+    releases, broken, grants, chunks, tokens, decodes = (draw(st.integers(0, 4)) for _ in range(6))
     return StepPlan(
         step=draw(st.integers(0, 2**63 - 1)),
         released_rows=draw(arrays(releases)),
+        broken_pages=draw(arrays(broken)),
         admissions=tuple(draw(st.lists(ADMISSION, max_size=2))),
         grant_rows=draw(arrays(grants)),
         grant_indices=draw(arrays(grants)),
@@ -104,6 +105,7 @@ def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:
     plan = StepPlan(
         step=0,
         released_rows=empty,
+        broken_pages=empty,
         admissions=(),
         grant_rows=empty,
         grant_indices=empty,

@@ -195,6 +195,7 @@ def test_logits_that_are_not_finite_end_that_request_alone() -> None:
     for number in range(3):
         scheduler.add(request(number, 4))
     plan = planned(scheduler)
+    failing = plan.grant_pages[plan.grant_rows == 1].tolist()
     logprobs = {2: TokenLogprobs(-1.5, 1)}
     tokens = SampledTokens(np.array([3, NO_TOKEN, 4], dtype=np.int32), logprobs)
     result = scheduler.commit(plan, tokens)
@@ -204,19 +205,28 @@ def test_logits_that_are_not_finite_end_that_request_alone() -> None:
     assert result.completions == [Completion(RequestId(1), None)]
     assert scheduler.stats().cached_pages == 2, "what the failed one computed is not shared"
     scheduler.check()
-    assert planned(scheduler).decode_rows.tolist() == [0, 2]
+    plan = planned(scheduler)
+    assert plan.decode_rows.tolist() == [0, 2]
+    assert plan.broken_pages.tolist() == failing
+    commit(scheduler, plan)
+    assert planned(scheduler).broken_pages.tolist() == []
 
 
 def test_chunks_of_a_prompt_that_fails_are_not_shared_any_more() -> None:
     scheduler = make(max_prefill_tokens=8)
     scheduler.add(request(0, 20, first=1))
-    step(scheduler)
+    plan = planned(scheduler)
+    commit(scheduler, plan)
+    granted = plan.grant_pages.tolist()
     step(scheduler)
     assert scheduler.stats().cached_pages > 0
     assert step(scheduler, NO_TOKEN).completions == [Completion(RequestId(0), None)]
     stats = scheduler.stats()
     assert (stats.cached_pages, stats.used_pages) == (0, 0)
     scheduler.check()
+    scheduler = scheduler.renewed()
+    scheduler.add(request(1, 4))
+    assert sorted(planned(scheduler).broken_pages.tolist()) == sorted(granted)
 
 
 def test_a_prompt_is_shared_as_soon_as_its_prefill_is_committed() -> None:

@@ -24,6 +24,7 @@ from minisgl_backend.execution.cpu_executor import CpuExecutor
 from minisgl_backend.execution.cuda_executor import CudaExecutor
 from minisgl_backend.execution.graphs import batch_sizes
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
+from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
@@ -226,6 +227,9 @@ def _num_pages(facts: Resolved, group: Group) -> int:
         cap_bytes //= facts.place.local_size
     if options.num_pages is not None:
         return options.num_pages
+    if isinstance(device, CudaDevice):  # whose executor has a table beside the pages
+        rows = options.max_running_requests + 1
+        free_bytes -= SamplingTable.num_bytes(rows, facts.spec.vocab_size)
     return choose_num_pages(
         page_bytes=bytes_per_page(facts.shape, options.page_size, facts.kv_dtype),
         page_size=options.page_size,

@@ -57,7 +57,7 @@ class StepPlan:
     """One forward pass with P prefill chunks, D decoding rows and G grants. All arrays are int32.
 
     ``released_rows``: rows that no request holds any more. Their state may be dropped, before the
-    admissions of this plan are applied.
+    admissions of this plan are applied, which overwrite all of it in any case.
     ``broken_pages``: pages of failed requests, which nobody uses any more. They may hold NaN, and
     are not to be granted as they are.
     ``grant_rows``, ``grant_indices``, ``grant_pages`` [G]: page_table[row, index] = page.

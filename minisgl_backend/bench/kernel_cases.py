@@ -165,7 +165,7 @@ def sampling_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
         }
         yield Case(
             f"sampling, {name}",
-            num_bytes + (4 * num_bytes // 2 if "marked" in numbers else 0),
+            num_bytes + ("marked" in numbers) * 4 * batch_size * shape.vocab_size,
             each(sample, logits, **inputs, workspace=SamplingWorkspace(batch_size, device)),
             each(sample_reference, logits[:2], **inputs),
             each(torch.argmax, logits, dim=-1) if len(numbers) < 2 else (),

@@ -145,6 +145,10 @@ def beside(
 @click.command()
 @engine_options
 @request_options
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 is off")
+@click.option(
+    "--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="1 is off"
+)
 @click.option(
     "--repetition-penalty",
     type=click.FloatRange(min=0, min_open=True),
@@ -164,6 +168,8 @@ def beside(
 def offline(
     options: EngineOptions,
     requests: RandomRequests,
+    top_k: int,
+    top_p: float,
     repetition_penalty: float,
     logprobs: int | None,
     compare: str | None,
@@ -180,6 +186,8 @@ def offline(
         raise click.UsageError("--compare transformers needs --temperature 0, and no penalty")
     sampling = SamplingParams(
         temperature=requests.temperature,
+        top_k=top_k,
+        top_p=top_p,
         repetition_penalty=repetition_penalty,
         num_logprobs=logprobs,
     )
@@ -195,9 +203,14 @@ def offline(
             sinks, seconds = run_engine(engine, prompts, sampling)
             steps = engine.stats().num_steps - steps
             facts = engine_facts(engine.info, options)
-            facts["repetition_penalty"] = repetition_penalty
-            if logprobs is not None:
-                facts["logprobs"] = logprobs
+            asked = {
+                "temperature": sampling.temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "repetition_penalty": repetition_penalty,
+                "logprobs": "no" if logprobs is None else logprobs,
+            }
+            facts["sampling"] = " ".join(f"{name}={value}" for name, value in asked.items())
             report = Report("offline throughput", info=facts)
             if trace is not None:
                 again = requests.again(vocab_size)

@@ -89,20 +89,19 @@ class CudaExecutor:
         self.chunk_graphs: ChunkGraphs | None = None
         longest = min(max_prefill_tokens, max_sequence_length)
         self._warm_up(longest, min(longest, 64), 1, 0)
-        with device.queue():
-            if graph_sizes:
-                decode = attention.decode
-                self.graphs = DecodeGraphs(
-                    device,
-                    self._rows.table,
-                    self._decode_step,
-                    graph_sizes,
-                    decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
-                )
-            if chunk_graph_sizes:
-                self.chunk_graphs = ChunkGraphs(
-                    device, self._layers.over, chunk_graph_sizes, max_rows=max_rows
-                )
+        if graph_sizes:
+            decode = attention.decode
+            self.graphs = DecodeGraphs(
+                device,
+                self._rows.table,
+                self._decode_step,
+                graph_sizes,
+                decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
+            )
+        if chunk_graph_sizes:
+            self.chunk_graphs = ChunkGraphs(
+                device, self._layers.over, chunk_graph_sizes, max_rows=max_rows
+            )
         if graph_sizes or chunk_graph_sizes:
             self._warm_up(longest)  # again, since it has to fit beside the graphs
 
@@ -212,11 +211,9 @@ class CudaExecutor:
             hidden = self._layers.launched(batch, prefill_tokens)
         if not len(batch.samples):
             return self._no_output
-        table, numbers = (
-            self._rows.table,
-            [batch.samples, batch.sample_rows, batch.sample_positions],
-        )
-        samples, rows, positions = self._device.upload(np.stack(numbers).astype(np.int32))
+        numbers = np.stack([batch.samples, batch.sample_rows, batch.sample_positions])
+        samples, rows, positions = self._device.upload(numbers.astype(np.int32))
+        table = self._rows.table
         logits = self._model.logits(hidden.index_select(0, samples))
         sampled = sample(logits, table.sampling, rows, positions, self._workspace)
         tokens = self._group.broadcast(sampled)

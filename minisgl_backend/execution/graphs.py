@@ -72,15 +72,13 @@ class DecodeGraphs:
         schedule: Callable[[IntArray], None] | None = None,
     ):
         """``step`` enqueues a decode step of the first so many rows of an inbox; ``schedule`` is
-        told the rows' lengths, int32 [batch_size], before a step of that size is enqueued.
-
-        To be called in the device's queue, in which the inbox is written, too.
-        """
+        told the rows' lengths, int32 [batch_size], before a step of that size is enqueued."""
         self._table = table
         most = max(sizes)
         self._sizes = sorted(sizes)
-        self._inbox = StepInbox.empty(most, most, device.torch_device)
-        self._inbox.rows.fill_(table.dummy_row)
+        with device.queue():  # which reads it
+            self._inbox = StepInbox.empty(most, most, device.torch_device)
+            self._inbox.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
         self._schedule = schedule
         self._graphs = capture(

@@ -1,12 +1,14 @@
-"""The state of all rows on a GPU, as the host writes and reads it.
+"""The state of all rows on a GPU, as the host writes it.
 
-Knows ``kernels.rows.RowTable``, and which rows ask for logprobs. Must not know models or attention.
+Knows ``kernels.rows.RowTable``, and which rows ask for logprobs. An admission overwrites all that
+there is of a row, but for lines of the sampling table that it does not need: nobody reads these.
+Must not know models or attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,9 @@ from minisgl_backend.kernels.rows import RowTable
 from minisgl_backend.kernels.sampling_table import COLUMNS
 from minisgl_backend.plan import Admission
 from minisgl_backend.request import IntArray
+
+_LEAST_FACTOR: Final = 1e-30
+"""Beyond this and its inverse a penalty would make logits infinite, which means broken ones."""
 
 
 class DeviceRows:
@@ -50,10 +55,8 @@ class DeviceRows:
         table = self.table.sampling
         numbers = np.empty((len(admissions), len(COLUMNS)), np.float32)
         for index, admission in enumerate(admissions):
-            marks, bias = (
-                marks_of(admission, table.vocab_size),
-                bias_of(admission, table.vocab_size),
-            )
+            marks = marks_of(admission, table.vocab_size)
+            bias = bias_of(admission, table.vocab_size)
             numbers[index] = _numbers(
                 admission, table.vocab_size, marked=marks is not None, biased=bias is not None
             )
@@ -89,15 +92,15 @@ class DeviceRows:
 def _numbers(
     admission: Admission, vocab_size: int, *, marked: bool, biased: bool
 ) -> tuple[float, ...]:
-    """The line of ``SamplingTable.numbers``. Whole numbers beyond 2^24 do not occur: there are
-    neither so many tokens nor positions."""
+    """The line of ``SamplingTable.numbers``. float32 holds whole numbers up to 2^24, and no
+    vocabulary or sequence has more."""
     params = admission.sampling
     values = {
         "temperature": params.temperature,
         "top_k": min(params.top_k, vocab_size),
         "top_p": params.top_p,
         "min_p": params.min_p,
-        "repetition": params.repetition_penalty,
+        "repetition": min(max(params.repetition_penalty, _LEAST_FACTOR), 1 / _LEAST_FACTOR),
         "presence": params.presence_penalty,
         "frequency": params.frequency_penalty,
         "stops_from": min(admission.num_prompt_tokens + params.min_tokens, 2**24),

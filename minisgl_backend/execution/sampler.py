@@ -1,4 +1,6 @@
-"""From logits to tokens: all parameters of ``SamplingParams``, for whole batches at once.
+"""From logits to tokens on a CPU: all parameters of ``SamplingParams``, for whole batches at once.
+
+A GPU samples by ``kernels.sampling``, which adjusts logits alike and draws other random numbers.
 
 The parameters are kept in host arrays, indexed by row, and a step looks up those of its rows. Rows
 that ask for nothing special do not pay for the others: a batch of plain greedy rows takes one

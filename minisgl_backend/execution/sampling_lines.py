@@ -20,26 +20,25 @@ _Biases: TypeAlias = npt.NDArray[np.float32]
 
 def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray] | None:
     """Tokens int64[n] and their marks int32[n]; all others have none. None if none is needed."""
-    params = admission.sampling
-    stops = [token for token in params.stop_token_ids if token < vocab_size]
-    if not params.min_tokens:
-        stops = []
-    if not params.has_penalties and not stops:
-        return None
+    params, known = admission.sampling, range(vocab_size)
+    held_back = params.stop_token_ids if params.min_tokens else ()
+    stops = np.unique(np.array([token for token in held_back if token in known], np.int64))
+    if not params.has_penalties:
+        return (stops, np.full(len(stops), IS_STOP, np.int32)) if len(stops) else None
     prompt, output = np.split(admission.history, [admission.num_prompt_tokens])
     line = ONCE * np.bincount(output, minlength=vocab_size)
     line[prompt] += IN_PROMPT
     line[stops] += IS_STOP
-    tokens = np.flatnonzero(line)
+    tokens = np.flatnonzero(line != 0)
     return tokens, line[tokens].astype(np.int32)
 
 
 def bias_of(admission: Admission, vocab_size: int) -> tuple[HostArray, _Biases] | None:
     """Tokens int64[n] and what is added to their logits, float32[n]. None if there are none."""
-    bias = [(token, value) for token, value in admission.sampling.logit_bias if token < vocab_size]
+    known = range(vocab_size)
+    bias = [(token, value) for token, value in admission.sampling.logit_bias if token in known]
     if not bias:
         return None
-    line = np.zeros(vocab_size, np.float32)
-    tokens = np.array([token for token, _ in bias])
-    np.add.at(line, tokens, [value for _, value in bias])
-    return np.unique(tokens), line[np.unique(tokens)]
+    ids, values = zip(*bias, strict=True)
+    tokens, at = np.unique(ids, return_inverse=True)
+    return tokens, np.bincount(at, values).astype(np.float32)

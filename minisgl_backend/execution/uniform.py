@@ -1,7 +1,7 @@
 """Random numbers without state: a pure function of a request's seed and a token's position.
 
-So a token does not depend on the rest of the batch, on chunking or on a retraction. Integer
-arithmetic on the host makes the numbers, so they are the same for every device.
+So a token does not depend on the rest of the batch, on chunking or on a retraction. A GPU has
+others (``kernels.noise``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from torch import Tensor
 from minisgl_backend.kernels.dispatch import use_jit
 
 
-def embedding(token_ids: Tensor, weight: Tensor, *, start: int = 0, pdl: bool = False) -> Tensor:
+def embedding(token_ids: Tensor, weight: Tensor, *, start: int = 0) -> Tensor:
     """Rows of ``weight``; zeros for ids that other ranks hold, so that a sum over ranks is right.
 
     ``token_ids`` int32 or int64 [num_tokens]; ``weight`` [num_ids, hidden_size] holds the ids
@@ -20,7 +20,7 @@ def embedding(token_ids: Tensor, weight: Tensor, *, start: int = 0, pdl: bool = 
 
     shape = (len(token_ids), weight.shape[1])
     out = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-    jit.launch_embedding(out, token_ids, weight, start, pdl=pdl)
+    jit.launch_embedding(out, token_ids, weight, start)
     return out
 
 

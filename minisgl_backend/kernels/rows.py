@@ -1,4 +1,4 @@
-"""What a decode step reads from the state of its rows before the layers, and writes back after.
+"""What a step reads from the state of its rows before the layers, and writes back after.
 
 The state of a request lives on the GPU, one entry a row (``RowTable``): its last token, its length,
 its pages, and how it is sampled (``SamplingTable``). A step is told only which rows decode and

@@ -56,6 +56,11 @@ class SamplingTable:
         table.column("repetition").fill_(1)
         return table
 
+    @staticmethod
+    def num_bytes(num_rows: int, vocab_size: int) -> int:
+        """What marks and bias take; the rest is little."""
+        return 8 * num_rows * vocab_size
+
     @property
     def vocab_size(self) -> int:
         return self.marks.shape[1]

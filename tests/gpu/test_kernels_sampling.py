@@ -98,7 +98,7 @@ def test_adjusted_rows(device: torch.device, dtype: torch.dtype, options: dict[s
     logits = (torch.randn(BATCH, VOCAB, device=device) * 2).to(dtype)
     expected = sampling.sample_reference(logits, table, rows, positions)
     actual = sampled(logits, table, rows, positions)
-    assert int((actual != expected).sum()) <= BATCH // 32
+    assert int((actual != expected).sum()) <= (BATCH // 32 if "top_p" in options else 0)
     plain = table_of(device, **options)
     assert not torch.equal(actual, sampled(logits, plain, rows, positions))
 

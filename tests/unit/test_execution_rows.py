@@ -56,8 +56,8 @@ def test_lines_of_a_request() -> None:
     params = SamplingParams(
         **PENALTIES,
         min_tokens=2,
-        stop_token_ids=(3, 9, VOCAB_SIZE + 1),
-        logit_bias=((5, 1.5), (2, -1.0), (5, 0.25), (VOCAB_SIZE, 4.0)),
+        stop_token_ids=(3, 9, 9, VOCAB_SIZE + 1, -1),
+        logit_bias=((5, 1.5), (2, -1.0), (5, 0.25), (VOCAB_SIZE, 4.0), (-1, 4.0)),
     )
     marks = marks_of(admission(0, params, [3, 4, 4], [4, 6, 6]), VOCAB_SIZE)
     assert marks is not None
@@ -115,9 +115,22 @@ def test_greedy_tokens_are_those_of_the_sampler(seed: int) -> None:
             sampler.admit(of_row)
         batch = rng.permutation(MAX_ROWS)[:8]
         logits = torch.from_numpy(rng.normal(size=(8, VOCAB_SIZE)).astype(np.float32)) * 3
+        logits[rng.integers(8)] = torch.nan  # that row counts nothing
         expected = sampler.sample(logits, batch, positions[batch]).tokens.int()
         of_batch, at = torch.from_numpy(np.stack([batch, positions[batch]]).astype(np.int32))
         tokens = sample(logits, rows.table.sampling, of_batch, at, workspace)
         assert torch.equal(tokens, expected)
         keep_sampled(rows.table, of_batch, at, tokens)
         positions[batch] += 1
+
+
+@pytest.mark.parametrize("penalty", [1e-38, 3e38])
+def test_no_penalty_breaks_logits(penalty: float) -> None:
+    """The largest is chosen where all of them are rewarded, or punished, out of measure."""
+    rows = device_rows()
+    params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
+    rows.admit([admission(3, params, list(range(VOCAB_SIZE)), [])])
+    logits = torch.linspace(-5, 9, VOCAB_SIZE)[None]
+    of_batch, at = torch.tensor([[3], [VOCAB_SIZE]], dtype=torch.int32)
+    workspace = SamplingWorkspace(1, torch.device("cpu"))
+    assert sample(logits, rows.table.sampling, of_batch, at, workspace).tolist() == [VOCAB_SIZE - 1]

@@ -4,8 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
-
 
 @triton.jit
 def _embedding(
@@ -16,12 +14,8 @@ def _embedding(
     num_ids,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    if PDL:
-        allow_next()
-        wait_previous()
     index = tl.load(ids_ptr + token).to(tl.int64) - start
     held = (index >= 0) & (index < num_ids)
     i = tl.arange(0, BLOCK)
@@ -29,9 +23,7 @@ def _embedding(
     tl.store(out_ptr + token * SIZE + i, row, mask=i < SIZE)
 
 
-def launch_embedding(
-    out: Tensor, token_ids: Tensor, weight: Tensor, start: int, *, pdl: bool
-) -> None:
+def launch_embedding(out: Tensor, token_ids: Tensor, weight: Tensor, start: int) -> None:
     """``out`` [num_tokens, size] from ``weight`` [num_ids, size]."""
     num_ids, size = weight.shape
     if len(token_ids) == 0:
@@ -46,7 +38,5 @@ def launch_embedding(
         num_ids,
         SIZE=size,
         BLOCK=block,
-        PDL=pdl,
         num_warps=min(max(block // 512, 1), 8),
-        **launch_options(pdl),
     )

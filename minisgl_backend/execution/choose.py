@@ -1,4 +1,4 @@
-"""Choosing one token per row from logits, greedily or at random.
+"""Choosing one token per row from logits, greedily or at random, on a CPU.
 
 Pure functions of tensors, over whole batches. The result of a row depends on that row alone. Random
 choice inverts the cumulative distribution: one uniform number per row (``uniform``) decides.
@@ -21,16 +21,16 @@ def greedy(logits: Tensor) -> Tensor:
     Of equally likely tokens it is the one with the least id.
     """
     num_rows, vocab_size = logits.shape
-    if vocab_size <= 2 * _BLOCK or logits.device.type != "cpu":
+    if vocab_size <= 2 * _BLOCK:
         return logits.argmax(dim=-1)
-    # On a CPU amax is vectorized and argmax is not: amax finds the block, argmax the place in it.
+    # amax is vectorized and argmax is not: amax finds the block, argmax the place in it.
     num_blocks = vocab_size // _BLOCK
     blocks = logits[:, : num_blocks * _BLOCK].reshape(num_rows, num_blocks, _BLOCK)
     best_block = blocks.amax(dim=-1).argmax(dim=-1)  # [num_rows]
     begin = (best_block * _BLOCK).unsqueeze(1)  # [num_rows, 1]
     tail = logits[:, num_blocks * _BLOCK :]  # [num_rows, vocab_size % _BLOCK]
     # [num_rows, _BLOCK]
-    within = logits.gather(1, begin + torch.arange(_BLOCK, device=logits.device))
+    within = logits.gather(1, begin + torch.arange(_BLOCK))
     best = begin.squeeze(1) + within.argmax(dim=-1)  # [num_rows]
     if tail.shape[1] == 0:
         return best
@@ -72,7 +72,7 @@ def at_random_filtered(
         # take more candidates only if the filters turn out to need them.
         count = min(count, vocab_size)
         candidates, ids = weights.topk(count, dim=-1)  # [num_rows, count], descending
-        rank = torch.arange(count, device=logits.device)  # [count]
+        rank = torch.arange(count)  # [count]
         passed = candidates.masked_fill(rank >= limit, 0)  # [num_rows, count], those of top_k
         total = torch.where(top_k > 0, passed.sum(dim=-1, keepdim=True), total)
         before = passed.cumsum(dim=-1) - passed  # the weight of all more likely tokens

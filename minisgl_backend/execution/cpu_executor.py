@@ -62,9 +62,7 @@ class CpuExecutor:
             page_size=storage.page_size,
             dummy_page=storage.dummy_page,
         )
-        self._sampler = Sampler(
-            max_rows=max_rows, vocab_size=model.spec.vocab_size, device=device.torch_device
-        )
+        self._sampler = Sampler(max_rows=max_rows, vocab_size=model.spec.vocab_size)
         self._last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device.torch_device)
         self._request_ids: dict[int, RequestId] = {}
         self._is_broken = False

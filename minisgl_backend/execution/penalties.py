@@ -16,9 +16,9 @@ from minisgl_backend.request import IntArray
 class TokenCounts:
     """For each line and token: how often the output has it, and whether the prompt has it."""
 
-    def __init__(self, vocab_size: int, device: torch.device):
-        self._outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+    def __init__(self, vocab_size: int):
+        self._outputs = torch.zeros(0, vocab_size, dtype=torch.int32)
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool)
         self._line_of_row: dict[int, int] = {}
         self._free: list[int] = []
 
@@ -31,7 +31,7 @@ class TokenCounts:
         if not self._free:
             self._grow()
         line = self._line_of_row[row] = self._free.pop()
-        tokens = torch.from_numpy(history).to(self._outputs.device, torch.int64)
+        tokens = torch.from_numpy(history).long()
         vocab_size = self._outputs.shape[1]
         self._outputs[line] = tokens[num_prompt_tokens:].bincount(minlength=vocab_size)
         self._in_prompt[line] = False
@@ -73,7 +73,7 @@ class TokenCounts:
 
     def _lines(self, rows: HostArray) -> Tensor:
         lines = [self._line_of_row[row] for row in rows.tolist()]
-        return torch.tensor(lines, device=self._outputs.device)
+        return torch.tensor(lines)
 
     def _grow(self) -> None:
         num_lines, vocab_size = self._outputs.shape

@@ -69,10 +69,9 @@ class Sample:
 class Sampler:
     """Sampling parameters and token counts of all rows, and the sampling itself."""
 
-    def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device):
+    def __init__(self, *, max_rows: int, vocab_size: int):
         self._vocab_size = vocab_size
-        self._device = device
-        self._counts = TokenCounts(vocab_size, device)
+        self._counts = TokenCounts(vocab_size)
         self._records: _Records = np.zeros(max_rows, list({**_COPIED, **_DERIVED}.items()))
         self._biases: dict[int, tuple[HostArray, npt.NDArray[np.float32]]] = {}
         self._stops: dict[int, HostArray] = {}
@@ -127,8 +126,10 @@ class Sampler:
         tokens = torch.where(finite, tokens, NO_TOKEN)
         penalized = np.flatnonzero(records["penalized"])
         if len(penalized):
-            self._counts.record(rows[penalized], tokens[self._upload(penalized)])
-        return Sample(tokens, RawLogprobs.of(logits, tokens, records["num_logprobs"], self._upload))
+            self._counts.record(rows[penalized], tokens[torch.from_numpy(penalized)])
+        return Sample(
+            tokens, RawLogprobs.of(logits, tokens, records["num_logprobs"], torch.from_numpy)
+        )
 
     def _sample_any(
         self, logits: Tensor, rows: HostArray, records: _Records, positions: HostArray
@@ -154,7 +155,7 @@ class Sampler:
                 return greedy(of_group)
 
             def column(values: npt.NDArray[Any]) -> Tensor:
-                return self._upload(values[group][:, None])
+                return torch.from_numpy(values[group][:, None])
 
             temperature, number = column(records["temperature"]), column(drawn)
             if choice == _RANDOM:
@@ -183,10 +184,10 @@ class Sampler:
         found = np.unique(labels).tolist()
         if len(found) == 1:
             return choose(found[0], np.arange(len(labels)), logits)
-        tokens = torch.empty(len(labels), dtype=torch.int64, device=self._device)
+        tokens = torch.empty(len(labels), dtype=torch.int64)
         for label in found:
             group = np.flatnonzero(labels == label)
-            index = self._upload(group)
+            index = torch.from_numpy(group)
             tokens[index] = choose(label, group, logits[index])
         return tokens
 
@@ -197,17 +198,17 @@ class Sampler:
         logits = logits.clone()
         penalized, biased = np.flatnonzero(records["penalized"]), np.flatnonzero(records["biased"])
         if len(penalized):
-            index = self._upload(penalized)
+            index = torch.from_numpy(penalized)
             logits[index] = self._counts.penalize(
                 logits[index],
                 rows[penalized],
-                repetition=self._upload(records["repetition_penalty"][penalized][:, None]),
-                presence=self._upload(records["presence_penalty"][penalized][:, None]),
-                frequency=self._upload(records["frequency_penalty"][penalized][:, None]),
+                repetition=torch.from_numpy(records["repetition_penalty"][penalized][:, None]),
+                presence=torch.from_numpy(records["presence_penalty"][penalized][:, None]),
+                frequency=torch.from_numpy(records["frequency_penalty"][penalized][:, None]),
             )
         if len(biased):
             tokens, values = zip(*(self._biases[row] for row in rows[biased].tolist()), strict=True)
-            bias = self._upload(np.concatenate(values)).to(logits.dtype)
+            bias = torch.from_numpy(np.concatenate(values)).to(logits.dtype)
             logits.index_put_(self._places(biased, tokens), bias, accumulate=True)
         if masked.any():
             stops = tuple(self._stops[row] for row in rows[masked].tolist())
@@ -218,10 +219,7 @@ class Sampler:
     def _places(self, index: HostArray, tokens: tuple[HostArray, ...]) -> tuple[Tensor, Tensor]:
         """Row and column in the logits of each of ``tokens``, which has an array for each index."""
         counts = [len(of_row) for of_row in tokens]
-        return self._upload(np.repeat(index, counts)), self._upload(np.concatenate(tokens))
-
-    def _upload(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(np.repeat(index, counts)), torch.from_numpy(np.concatenate(tokens))
 
 
 def _choice(params: SamplingParams) -> int:

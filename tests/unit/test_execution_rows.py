@@ -92,7 +92,7 @@ def test_greedy_tokens_are_those_of_the_sampler(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows, sampler = (
         device_rows(),
-        Sampler(max_rows=MAX_ROWS, vocab_size=VOCAB_SIZE, device=torch.device("cpu")),
+        Sampler(max_rows=MAX_ROWS, vocab_size=VOCAB_SIZE),
     )
     workspace = SamplingWorkspace(MAX_ROWS, torch.device("cpu"))
     positions = np.zeros(MAX_ROWS, np.int64)

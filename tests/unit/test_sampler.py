@@ -21,7 +21,7 @@ GREEDY: Final = SamplingParams(temperature=0.0)
 
 
 def _sampler(vocab_size: int = VOCAB_SIZE) -> Sampler:
-    return Sampler(max_rows=64, vocab_size=vocab_size, device=torch.device("cpu"))
+    return Sampler(max_rows=64, vocab_size=vocab_size)
 
 
 def _admit(

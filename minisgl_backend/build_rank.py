@@ -227,13 +227,15 @@ def _num_pages(facts: Resolved, group: Group) -> int:
         cap_bytes //= facts.place.local_size
     if options.num_pages is not None:
         return options.num_pages
-    if isinstance(device, CudaDevice):  # whose executor has a table beside the pages
+    reserved_bytes = 0
+    if isinstance(device, CudaDevice):
         rows = options.max_running_requests + 1
-        free_bytes -= SamplingTable.num_bytes(rows, facts.spec.vocab_size)
+        reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size)
     return choose_num_pages(
         page_bytes=bytes_per_page(facts.shape, options.page_size, facts.kv_dtype),
         page_size=options.page_size,
         free_bytes=free_bytes,
+        reserved_bytes=reserved_bytes,
         memory_ratio=options.memory_ratio,
         cap_bytes=cap_bytes,
         max_rows=options.max_running_requests,

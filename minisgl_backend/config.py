@@ -68,7 +68,10 @@ class EngineOptions:
         None, "pages of KV; auto: as many as fit the free memory", minimum=1
     )
     memory_ratio: float = option(
-        0.9, "share of the free memory that KV pages may take", minimum=0.01, maximum=1.0
+        0.9,
+        "share of the free memory, on a GPU without what rows take, for KV pages",
+        minimum=0.01,
+        maximum=1.0,
     )
     max_running_requests: int = option(
         256, "most requests that run at the same time", minimum=1, maximum=4096

@@ -163,9 +163,10 @@ def sampling_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
             "rows": torch.arange(batch_size, dtype=torch.int32, device=device),
             "positions": torch.full((batch_size,), 5, dtype=torch.int32, device=device),
         }
+        mark_bytes = 4 * batch_size * shape.vocab_size if "marked" in numbers else 0
         yield Case(
             f"sampling, {name}",
-            num_bytes + ("marked" in numbers) * 4 * batch_size * shape.vocab_size,
+            num_bytes + mark_bytes,
             each(sample, logits, **inputs, workspace=SamplingWorkspace(batch_size, device)),
             each(sample_reference, logits[:2], **inputs),
             each(torch.argmax, logits, dim=-1) if len(numbers) < 2 else (),

@@ -133,7 +133,8 @@ class ChunkGraphs:
         self._sizes = list(sizes)
         self._max_rows = max_rows
         most = sum(_lengths(self._sizes[-1], max_rows))
-        self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
+        with device.queue():
+            self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
 
         self._graphs = capture(
             device,

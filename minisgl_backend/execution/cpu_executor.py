@@ -94,7 +94,10 @@ class CpuExecutor:
             raise
 
     def _run(self, plan: StepPlan) -> _HostSample:
-        """Apply the plan to the rows, then compute and sample."""
+        """Apply the plan to the rows, then compute and sample.
+
+        Broken pages are cleared as all others, when they are first written.
+        """
         for row in plan.released_rows.tolist():
             self._sampler.release(row)
             self._request_ids.pop(row, None)

@@ -45,7 +45,8 @@ class CudaExecutor:
 
     Rows are numbered 0 .. max_rows - 1, pages 0 .. storage.num_pages - 1. ``graph_sizes`` are the
     batch sizes of decode steps to capture, ``chunk_graph_sizes`` the numbers of tokens of steps
-    with prompt chunks; none turns these graphs off. Raises ``ConfigError`` where the memory left
+    with prompt chunks; none turns these graphs off. What is given must be ready on the device's
+    stream (``CudaDevice.catch_up``). Raises ``ConfigError`` where the memory left
     over does not hold a step of ``max_prefill_tokens`` beside the graphs.
     """
 

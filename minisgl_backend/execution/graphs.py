@@ -76,7 +76,7 @@ class DecodeGraphs:
         self._table = table
         most = max(sizes)
         self._sizes = sorted(sizes)
-        with device.queue():  # which reads it
+        with device.queue():  # in the order of the steps that read it
             self._inbox = StepInbox.empty(most, most, device.torch_device)
             self._inbox.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)

@@ -1,4 +1,4 @@
-"""How often each token has occurred in the rows whose sampling depends on it.
+"""How often each token has occurred in the rows of a CPU whose sampling depends on it.
 
 Only rows with penalties have a line here, since a line is as long as the vocabulary. Lines are used
 again, and their number doubles when none is free. Must not know pages or plans.

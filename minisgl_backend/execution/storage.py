@@ -57,11 +57,13 @@ class KVStorage:
     def clear(self, pages: Tensor) -> None:
         """Zero these pages, int64[n], in all layers.
 
-        On a CPU before the first position is written, on a GPU after a sequence that failed. Padded
-        attention multiplies what lies behind a sequence's end by zero; a NaN left there by another
-        sequence would survive that and spread.
+        Padded attention multiplies what lies behind a sequence's end by zero; a NaN left there by
+        another sequence would survive that and spread. So the CPU's executor clears a page before
+        its first position is written, and a GPU's those of sequences that failed.
         """
-        self.pages.view(torch.uint8).index_fill_(2, pages, 0)  # whatever their type is
+        # of float8 nothing can be filled but its bytes
+        filled = self.pages.view(torch.uint8) if self.pages.itemsize == 1 else self.pages
+        filled.index_fill_(2, pages, 0)
 
 
 def paged_layers(storage: KVStorage) -> list[PagedKV]:
@@ -94,6 +96,7 @@ def choose_num_pages(
     page_bytes: int,
     page_size: int,
     free_bytes: int,
+    reserved_bytes: int,
     memory_ratio: float,
     cap_bytes: int | None,
     max_rows: int,
@@ -101,10 +104,11 @@ def choose_num_pages(
 ) -> int:
     """How many pages to make: as many as fit the budget, but no more than all rows can ever fill.
 
-    The budget is ``memory_ratio`` of ``free_bytes``, and at most ``cap_bytes``. Raises
-    ``ConfigError``, with the numbers, if not even one page fits.
+    The budget is ``memory_ratio`` of the ``free_bytes`` without the ``reserved_bytes`` that rows
+    take, and at most ``cap_bytes``. Raises ``ConfigError``, with the numbers, if not even one page
+    fits.
     """
-    budget = int(free_bytes * memory_ratio)
+    budget = int(max(free_bytes - reserved_bytes, 0) * memory_ratio)
     if cap_bytes is not None:
         budget = min(budget, cap_bytes)
     pages_per_row = -(-max_sequence_length // page_size)
@@ -112,7 +116,8 @@ def choose_num_pages(
     if num_pages < 1:
         raise ConfigError(
             f"no memory for KV pages: one of {page_size} positions takes {page_bytes:,} bytes, but "
-            f"only {budget:,} bytes are left for them ({memory_ratio:g} of {free_bytes:,} free)"
+            f"only {budget:,} bytes are left for them ({memory_ratio:g} of {free_bytes:,} free, of "
+            f"which {max_rows} running requests take {reserved_bytes:,})"
         )
     if num_pages < pages_per_row:
         logger.warning(

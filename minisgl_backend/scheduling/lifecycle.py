@@ -28,8 +28,8 @@ class Lifecycle:
     """All sequences of the planner.
 
     ``live`` holds the sequences that have not ended; ``prefilling`` those with known tokens left to
-    plan, in order of precedence; ``released_rows`` the rows given back since the last plan, and
-    ``broken_pages`` the pages of failed sequences.
+    plan, in order of precedence; ``released_rows`` the rows given back since the last plan;
+    ``broken_pages`` the pages of failed sequences that no plan has named yet.
     ``changes`` counts the events after which a waiting sequence that did not fit might fit: a
     change of the queue, of the cached prefixes or of the free pages.
     """

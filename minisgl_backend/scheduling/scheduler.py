@@ -158,10 +158,11 @@ class Scheduler:
         )
 
     def renewed(self) -> Scheduler:
-        """A planner like this one with nothing in it; its first plan gives back all rows."""
+        """A planner like this one with nothing in it; its first plan gives back all rows, and takes
+        all pages for broken."""
         scheduler = Scheduler(self._cache.emptied(), self._config)
         scheduler._life.released_rows = self._life.rows_told()
-        scheduler._life.broken_pages = self._life.broken_pages
+        scheduler._life.broken_pages = list(range(self._cache.num_pages))
         scheduler._num_retractions = self._num_retractions  # counters never go back
         scheduler._prefix_queries = self._prefix_queries
         scheduler._prefix_hits = self._prefix_hits
@@ -281,6 +282,8 @@ class Scheduler:
         accepted = rows.accepting[sample_rows]  # [num_samples], as are token_ids
         failed = token_ids == NO_TOKEN
         if failed.any():
+            for row in sample_rows[failed].tolist():  # also of requests that have ended meanwhile
+                rows.sequence(row).failed = True
             completions += self._fail(sample_rows[accepted & failed])
             accepted &= ~failed
         if not accepted.all():
@@ -301,7 +304,6 @@ class Scheduler:
         """End the requests of these rows, whose logits were not finite."""
         sequences = [self._rows.sequence(row) for row in rows.tolist()]
         for sequence in sequences:
-            sequence.failed = True
             self._life.end(sequence)
         return [Completion(sequence.request.id, None) for sequence in sequences]
 

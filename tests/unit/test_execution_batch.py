@@ -91,15 +91,16 @@ SHAPE = AttentionShape(
 )
 
 
-def test_storage_has_a_page_of_its_own() -> None:
-    kv = KVStorage(SHAPE, num_pages=5, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_storage_has_a_page_of_its_own(dtype: torch.dtype) -> None:
+    kv = KVStorage(SHAPE, num_pages=5, page_size=4, dtype=dtype, device=torch.device("cpu"))
     keys, values = kv.layer(1)
     assert keys.shape == values.shape == (6, 4, 2, 8)
     assert kv.dummy_page == 5
-    assert not keys[5].any() and not values[5].any()
-    kv.pages.fill_(float("nan"))
+    assert not keys[5].float().any() and not values[5].float().any()
+    kv.pages.copy_(torch.full(kv.pages.shape, float("nan")))
     kv.clear(torch.tensor([1, 3]))
-    finite = kv.pages.isfinite().transpose(0, 2).flatten(1).all(dim=1)
+    finite = kv.pages.float().isfinite().transpose(0, 2).flatten(1).all(dim=1)
     assert finite.tolist() == [False, True, False, True, False, False]
 
 
@@ -113,12 +114,18 @@ def test_bytes_of_a_page() -> None:
 
 
 def _choose(
-    free_bytes: int, *, cap_bytes: int | None = None, max_rows: int = 100, length: int = 160
+    free_bytes: int,
+    *,
+    reserved_bytes: int = 0,
+    cap_bytes: int | None = None,
+    max_rows: int = 100,
+    length: int = 160,
 ) -> int:
     return choose_num_pages(
         page_bytes=1000,
         page_size=16,
         free_bytes=free_bytes,
+        reserved_bytes=reserved_bytes,
         memory_ratio=0.5,
         cap_bytes=cap_bytes,
         max_rows=max_rows,
@@ -129,6 +136,7 @@ def _choose(
 def test_number_of_pages() -> None:
     assert _choose(100_000) == 50
     assert _choose(100_000, cap_bytes=30_000) == 30
+    assert _choose(100_000, reserved_bytes=20_000) == 40
     assert _choose(10**9) == 100 * 10  # all rows at full length
     assert _choose(10**9, max_rows=2, length=161) == 2 * 11
 

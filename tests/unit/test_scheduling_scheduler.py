@@ -224,9 +224,29 @@ def test_chunks_of_a_prompt_that_fails_are_not_shared_any_more() -> None:
     stats = scheduler.stats()
     assert (stats.cached_pages, stats.used_pages) == (0, 0)
     scheduler.check()
-    scheduler = scheduler.renewed()
     scheduler.add(request(1, 4))
     assert sorted(planned(scheduler).broken_pages.tolist()) == sorted(granted)
+    scheduler = scheduler.renewed()
+    scheduler.add(request(1, 4))
+    assert planned(scheduler).broken_pages.tolist() == list(range(32)), "whoever held them"
+
+
+@pytest.mark.parametrize("ended_by", ["abort", "stop"])
+def test_logits_that_break_after_the_end_taint_the_pages(ended_by: str) -> None:
+    """The step in which they do was launched before the request ended."""
+    scheduler = make()
+    scheduler.add(request(0, 8, sampling=SamplingParams(stop_token_ids=(9,), max_tokens=8)))
+    first = planned(scheduler)
+    second = planned(scheduler)
+    held = {*first.grant_pages.tolist(), *second.grant_pages.tolist()}
+    commit(scheduler, first, 9 if ended_by == "stop" else 5)
+    if ended_by == "abort":
+        assert scheduler.abort(RequestId(0))
+    assert commit(scheduler, second, NO_TOKEN).completions == []
+    scheduler.check()
+    assert scheduler.stats().cached_pages == 0
+    scheduler.add(request(1, 4))
+    assert set(planned(scheduler).broken_pages.tolist()) == held
 
 
 def test_a_prompt_is_shared_as_soon_as_its_prefill_is_committed() -> None:

@@ -56,7 +56,7 @@ class DeviceRows:
         numbers = np.empty((len(admissions), len(COLUMNS)), np.float32)
         for index, admission in enumerate(admissions):
             marks = marks_of(admission, table.vocab_size)
-            bias = bias_of(admission, table.vocab_size)
+            bias = bias_of(admission.sampling, table.vocab_size)
             numbers[index] = _numbers(
                 admission, table.vocab_size, marked=marks is not None, biased=bias is not None
             )

@@ -26,6 +26,7 @@ from minisgl_backend.attention.base import HostArray
 from minisgl_backend.execution.choose import at_random, at_random_filtered, greedy
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.penalties import TokenCounts
+from minisgl_backend.execution.sampling_lines import bias_of, held_back
 from minisgl_backend.execution.uniform import uniform
 from minisgl_backend.plan import NO_TOKEN, Admission
 from minisgl_backend.request import SamplingParams
@@ -80,15 +81,11 @@ class Sampler:
         """Let a request take a row."""
         params, row = admission.sampling, admission.row
         self.release(row)
-        # ids that the model cannot produce need neither a bias nor a mask
-        known = range(self._vocab_size)
-        bias = [(token, value) for token, value in params.logit_bias if token in known]
-        stops = [token for token in params.stop_token_ids if token in known]
-        if bias:
-            tokens, values = zip(*bias, strict=True)
-            self._biases[row] = np.array(tokens, np.int64), np.array(values, np.float32)
-        if stops and params.min_tokens:
-            self._stops[row] = np.array(stops, np.int64)
+        bias, stops = bias_of(params, self._vocab_size), held_back(params, self._vocab_size)
+        if bias is not None:
+            self._biases[row] = bias
+        if len(stops):
+            self._stops[row] = stops
         if params.has_penalties:
             self._counts.open(row, admission.history, admission.num_prompt_tokens)
 

@@ -151,13 +151,15 @@ def sampling_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
         ("greedy", {}),
         ("random", {"temperature": 0.6}),
         ("top-k 20, top-p 0.95", {"temperature": 0.6, **filters}),
-        ("top-p 0.95", {"temperature": 0.6, "top_p": 0.95}),
+        ("top-p 0.95", {"temperature": 0.3, "top_p": 0.95}),
+        ("top-p 0.95, nearly flat", {"temperature": 0.6, "top_p": 0.95}),
         ("random, penalties", {"temperature": 0.6, **penalties}),
         ("top-k, top-p, penalties", {"temperature": 0.6, **filters, **penalties}),
     ):
         table = SamplingTable.empty(batch_size, shape.vocab_size, device)
         for column, value in numbers.items():
             table.column(column).fill_(value)
+        workspace = SamplingWorkspace(batch_size, shape.vocab_size, device)
         inputs = {
             "table": table,
             "rows": torch.arange(batch_size, dtype=torch.int32, device=device),
@@ -167,7 +169,7 @@ def sampling_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
         yield Case(
             f"sampling, {name}",
             num_bytes + mark_bytes,
-            each(sample, logits, **inputs, workspace=SamplingWorkspace(batch_size, device)),
+            each(sample, logits, **inputs, workspace=workspace),
             each(sample_reference, logits[:2], **inputs),
             each(torch.argmax, logits, dim=-1) if len(numbers) < 2 else (),
         )

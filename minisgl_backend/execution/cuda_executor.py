@@ -79,7 +79,9 @@ class CudaExecutor:
                 vocab_size=model.spec.vocab_size,
             )
             self._layers = FlatLayers(self._model, self._rows, attention, device)
-            self._workspace = SamplingWorkspace(max_rows, device.torch_device)
+            self._workspace = SamplingWorkspace(
+                max_rows, model.spec.vocab_size, device.torch_device
+            )
             self._logits = torch.empty(
                 (max([0, *graph_sizes]), model.spec.vocab_size),
                 dtype=model.dtype,
@@ -89,7 +91,12 @@ class CudaExecutor:
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
         longest = min(max_prefill_tokens, max_sequence_length)
-        self._warm_up(longest, min(longest, 64), 1, 0)
+        num_whole, rest = divmod(max_prefill_tokens, longest)
+        chunks = ([longest] * num_whole + [rest] * (rest > 0))[:max_rows]
+        self._warm_up(chunks, max_rows - len(chunks))
+        for length in (min(longest, 64), 1):
+            self._warm_up([length], 0)
+        self._warm_up([], 1)
         if graph_sizes:
             decode = attention.decode
             self.graphs = DecodeGraphs(
@@ -104,7 +111,8 @@ class CudaExecutor:
                 device, self._layers.over, chunk_graph_sizes, max_rows=max_rows
             )
         if graph_sizes or chunk_graph_sizes:
-            self._warm_up(longest)  # again, since it has to fit beside the graphs
+            # again, since it has to fit beside the graphs
+            self._warm_up(chunks, max_rows - len(chunks))
 
     def launch(self, plan: StepPlan) -> CudaPending:
         """Enqueue the step."""
@@ -226,24 +234,24 @@ class CudaExecutor:
         nothing = torch.empty(0, dtype=torch.int32, device=self._device.torch_device)
         return StepOutput(nothing, self._logits[:0])
 
-    def _warm_up(self, *lengths: int) -> None:
-        """Compile what steps of so many tokens launch, by steps of the dummy row, and find out
-        whether they have the memory they need."""
-        for length in lengths:
-            plan = self._dummy_plan(length)
-            try:
-                with self._device.queue():
-                    self._step(FlatBatch.of(plan), plan.prefill_tokens)
-            except torch.cuda.OutOfMemoryError as error:
-                raise ConfigError(
-                    f"a step of {length} tokens does not fit beside the KV pages: lower "
-                    "memory_ratio, num_pages or max_prefill_tokens"
-                ) from error
+    def _warm_up(self, chunks: list[int], num_decodes: int) -> None:
+        """Compile what a step of prompt chunks of these lengths and so many decodes launches, and
+        find out whether it has the memory it needs, with logprobs of all its samples."""
+        plan = self._dummy_plan(chunks, num_decodes)
+        try:
+            with self._device.queue():
+                output = self._step(FlatBatch.of(plan), plan.prefill_tokens)
+                wanted = np.ones(len(output.tokens), np.int64)
+                RawLogprobs.of(output.logits, output.tokens, wanted, self._device.upload)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of {sum(chunks) + num_decodes} tokens does not fit beside the KV pages: "
+                "lower memory_ratio, num_pages, max_prefill_tokens or max_running_requests"
+            ) from error
 
-    def _dummy_plan(self, length: int) -> StepPlan:
-        """The dummy row prefills a chunk of so many tokens; or it decodes, where there are none."""
-        row, empty = np.array([self._rows.table.dummy_row], np.int32), np.empty(0, np.int32)
-        is_chunk = int(length > 0)
+    def _dummy_plan(self, chunks: list[int], num_decodes: int) -> StepPlan:
+        """The dummy row has all chunks and all decodes: only its page is written."""
+        row, empty = self._rows.table.dummy_row, np.empty(0, np.int32)
         return StepPlan(
             step=-1,
             released_rows=empty,
@@ -252,13 +260,13 @@ class CudaExecutor:
             grant_rows=empty,
             grant_indices=empty,
             grant_pages=empty,
-            prefill_rows=row[:is_chunk],
-            prefill_starts=np.zeros(is_chunk, np.int32),
-            prefill_lengths=np.full(is_chunk, length, np.int32),
-            prefill_samples=np.ones(is_chunk, np.int32),
-            prefill_tokens=np.zeros(length, np.int32),
-            decode_rows=row[is_chunk:],
-            decode_positions=np.zeros(1 - is_chunk, np.int32),
+            prefill_rows=np.full(len(chunks), row, np.int32),
+            prefill_starts=np.zeros(len(chunks), np.int32),
+            prefill_lengths=np.array(chunks, np.int32),
+            prefill_samples=np.ones(len(chunks), np.int32),
+            prefill_tokens=np.zeros(sum(chunks), np.int32),
+            decode_rows=np.full(num_decodes, row, np.int32),
+            decode_positions=np.zeros(num_decodes, np.int32),
         )
 
 

@@ -33,3 +33,9 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def can_start_early(device: torch.device) -> bool:
+    """Whether kernels of a GPU can be launched before their predecessors have ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -28,19 +28,34 @@ NO_TOKEN = -1
 """Stands for the token of a row whose largest logit is not finite or that holds a NaN."""
 
 SPLITS = 32
+BLOCK = 1024
+"""Tokens of a split that a program reads at once."""
+ROUNDS = 2
+BINS = 64
+SUMS = 3
+"""Masses of a split in one round: above its bins, in them, and below."""
 MAX_CANDIDATES = 2048
 
 
 class SamplingWorkspace:
-    """Partial results of the splits and the candidates of the filters; one a stream."""
+    """Partial results of the splits, and for rows with filters: the largest weight of each block,
+    tokens and masses by bin, the best of what lies above the candidates, and these; one a stream.
+    """
 
-    def __init__(self, max_batch_size: int, device: torch.device) -> None:
-        splits = (max_batch_size, SPLITS)
-        self.best = torch.empty(splits, dtype=torch.float32, device=device)
-        self.tokens = torch.empty(splits, dtype=torch.int32, device=device)
-        candidates = (max_batch_size, MAX_CANDIDATES)
-        self.scaled = torch.empty(candidates, dtype=torch.float32, device=device)
-        self.candidates = torch.empty(candidates, dtype=torch.int32, device=device)
+    def __init__(self, max_batch_size: int, vocab_size: int, device: torch.device) -> None:
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty((max_batch_size, *shape), dtype=dtype, device=device)
+
+        self.best = empty(SPLITS)
+        self.tokens = empty(SPLITS, dtype=torch.int32)
+        self.heaviest = empty(SPLITS, -(-split_size(vocab_size) // BLOCK))
+        self.counts = empty(ROUNDS, SPLITS, BINS, dtype=torch.int32)
+        self.sums = empty(ROUNDS, SPLITS, SUMS)
+        self.above = empty(SPLITS)
+        self.above_scores = empty(SPLITS)
+        self.above_tokens = empty(SPLITS, dtype=torch.int32)
+        self.scaled = empty(MAX_CANDIDATES)
+        self.candidates = empty(MAX_CANDIDATES, dtype=torch.int32)
 
 
 def sample(

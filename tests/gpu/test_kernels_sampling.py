@@ -32,7 +32,7 @@ def batch_of(table: SamplingTable) -> tuple[Tensor, Tensor]:
 
 
 def sampled(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor) -> Tensor:
-    workspace = sampling.SamplingWorkspace(len(logits), logits.device)
+    workspace = sampling.SamplingWorkspace(len(logits), table.vocab_size, logits.device)
     return sampling.sample(logits, table, rows, positions, workspace)
 
 
@@ -45,6 +45,8 @@ def sampled(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tenso
         {"top_k": 1},
         {"top_k": 20},
         {"top_k": 2500},
+        {"top_k": VOCAB},
+        {"top_p": 0.0},
         {"top_p": 0.5},
         {"top_p": 0.999},
         {"min_p": 0.1},
@@ -65,6 +67,29 @@ def test_tokens_equal_the_twins(
     assert bool((actual >= 0).all()) and bool((actual < VOCAB).all())
 
 
+@pytest.mark.parametrize("seed", range(2 if is_interpreted() else 12))
+def test_rows_of_all_kinds(device: torch.device, seed: int) -> None:
+    """From flat to peaked, with any filters side by side."""
+    random = torch.Generator().manual_seed(seed)
+
+    def numbers(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(BATCH, generator=random)
+
+    def one_of(*values: float) -> Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (BATCH,), generator=random)]
+
+    logits = torch.randn(BATCH, VOCAB, generator=random) * 10 ** numbers(-2, 1.3)[:, None]
+    table = table_of(device)
+    table.column("temperature").copy_(numbers(0.2, 2.0))
+    table.column("top_k").copy_(one_of(0, 0, 1, 7, 60, 900, 2100, 2990))
+    table.column("top_p").copy_(torch.where(one_of(0, 1) > 0, numbers(0, 1), one_of(1, 0.95)))
+    table.column("min_p").copy_(one_of(0, 0, 0, 1e-6, 0.01, 0.9))
+    rows, positions = batch_of(table)
+    expected = sampling.sample_reference(logits.to(device), table, rows, positions)
+    actual = sampled(logits.to(device), table, rows, positions)
+    assert int((actual != expected).sum()) <= BATCH // 32
+
+
 def test_mixed_rows_ties_and_broken_rows(device: torch.device, dtype: torch.dtype) -> None:
     logits = (torch.randn(BATCH, VOCAB, device=device) * 2).to(dtype)
     logits[0] = 1.0  # all tie, at more places than there are candidates
@@ -72,6 +97,7 @@ def test_mixed_rows_ties_and_broken_rows(device: torch.device, dtype: torch.dtyp
     logits[2, 5] = torch.inf
     logits[3] = -torch.inf
     logits[4, 100:] = -torch.inf
+    logits[5] = -2.0  # no top_k here: whatever the share, all are kept
     table = table_of(device, temperature=0.7, top_p=0.9)
     rows, positions = batch_of(table)
     table.column("top_k")[rows[0]] = 10
@@ -79,7 +105,8 @@ def test_mixed_rows_ties_and_broken_rows(device: torch.device, dtype: torch.dtyp
     actual = sampled(logits, table, rows, positions)
     assert actual[1:4].tolist() == [sampling.NO_TOKEN] * 3
     assert int(actual[4]) == int(logits[4].argmax())
-    assert int(actual[0]) == int(sampling.sample_reference(logits, table, rows, positions)[0])
+    expected = sampling.sample_reference(logits, table, rows, positions)
+    assert actual[[0, 5]].tolist() == expected[[0, 5]].tolist()
 
 
 @pytest.mark.parametrize(

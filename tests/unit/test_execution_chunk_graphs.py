@@ -283,9 +283,13 @@ class NoGraphs:
         return False
 
 
+@pytest.mark.parametrize("max_prefill_tokens", [100, 2 * CONTEXT + 40])
 def test_the_longest_step_has_to_fit_beside_the_graphs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    max_prefill_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It fills all rows: those that have no chunk decode."""
+    num_chunks = -(-max_prefill_tokens // CONTEXT)
+    num_tokens = max_prefill_tokens + MAX_ROWS - num_chunks
     monkeypatch.setattr(choose, "has_triton", lambda: True)
     monkeypatch.setattr(cuda_executor, "ChunkGraphs", NoGraphs)
     write_checkpoint("qwen3", tmp_path)
@@ -302,7 +306,7 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
         return launched(self, batch, prefill_tokens)
 
     monkeypatch.setattr(FlatLayers, "launched", short_of_memory)
-    with pytest.raises(ConfigError, match="a step of 100 tokens does not fit"):
+    with pytest.raises(ConfigError, match=f"a step of {num_tokens} tokens does not fit"):
         cuda_executor.CudaExecutor(
             layers.model,
             storage=layers.storage,
@@ -310,8 +314,8 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
             device=device,
             max_rows=MAX_ROWS,
             max_sequence_length=CONTEXT,
-            max_prefill_tokens=100,
+            max_prefill_tokens=max_prefill_tokens,
             graph_sizes=[],
             chunk_graph_sizes=[16],
         )
-    assert lengths == [100, 64, 1, 1, 100]
+    assert lengths == [num_tokens, 64, 1, 1, num_tokens]

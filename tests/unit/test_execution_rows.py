@@ -94,7 +94,7 @@ def test_greedy_tokens_are_those_of_the_sampler(seed: int) -> None:
         device_rows(),
         Sampler(max_rows=MAX_ROWS, vocab_size=VOCAB_SIZE),
     )
-    workspace = SamplingWorkspace(MAX_ROWS, torch.device("cpu"))
+    workspace = SamplingWorkspace(MAX_ROWS, VOCAB_SIZE, torch.device("cpu"))
     positions = np.zeros(MAX_ROWS, np.int64)
     for step in range(12):
         admitted = range(MAX_ROWS) if step == 0 else rng.choice(MAX_ROWS, 3, replace=False).tolist()
@@ -132,5 +132,5 @@ def test_no_penalty_breaks_logits(penalty: float) -> None:
     rows.admit([admission(3, params, list(range(VOCAB_SIZE)), [])])
     logits = torch.linspace(-5, 9, VOCAB_SIZE)[None]
     of_batch, at = torch.tensor([[3], [VOCAB_SIZE]], dtype=torch.int32)
-    workspace = SamplingWorkspace(1, torch.device("cpu"))
+    workspace = SamplingWorkspace(1, VOCAB_SIZE, torch.device("cpu"))
     assert sample(logits, rows.table.sampling, of_batch, at, workspace).tolist() == [VOCAB_SIZE - 1]

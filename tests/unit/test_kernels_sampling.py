@@ -31,7 +31,7 @@ def draw(logits: Tensor, table: SamplingTable, position: int = 0) -> list[int]:
     """A token for each row of the table."""
     num_rows = len(logits)
     rows = torch.arange(num_rows, dtype=torch.int32)
-    workspace = SamplingWorkspace(num_rows, logits.device)
+    workspace = SamplingWorkspace(num_rows, table.vocab_size, logits.device)
     tokens = sample(logits, table, rows, torch.full_like(rows, position), workspace)
     assert tokens.dtype == torch.int32
     return tokens.tolist()

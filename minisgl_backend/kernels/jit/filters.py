@@ -1,223 +1,138 @@
-"""The least weight that passes a row's filters, and the choice among what passes.
+"""The choice among what passes the filters of a row, after its splits have collected candidates.
 
-A weight w = exp((x - max) / temperature) lies in [0, 1], and floats of one sign order as their bit
-patterns do: thresholds are searched among these integers, four ways at a time. First over all
-tokens, until few enough are left to be written down as candidates, then among these. Partial sums
-stay in vectors until a pass is over, since a reduction across warps costs more than a block's
-arithmetic.
+The threshold is searched among the candidates, by halving. Where the splits have counted again
+instead, one program writes the candidates down alone; and where these still are too many, as with
+thousands of equal logits, it searches in the whole row.
 """
 
 import triton
 import triton.language as tl
 
+from minisgl_backend.kernels.jit.bins import ONE, bits_of, load_scaled
+from minisgl_backend.kernels.jit.filter_splits import (
+    ROUNDS,
+    SUMS,
+    choose_above,
+    load_bracket,
+    load_finer_bracket,
+    write_candidates,
+)
 from minisgl_backend.kernels.jit.noise import gumbel
-from minisgl_backend.kernels.jit.sampling_table import load_logits
-
-_ONE = tl.constexpr(0x3F800000)  # the bits of 1.0, the largest weight
-_STAGES = tl.constexpr(3)  # more of them spill registers, which costs more than it hides
-
-
-@triton.jit
-def _bits(w):
-    return w.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _tally(
-    row_ptr,
-    adjustment,
-    best,
-    inverse,
-    a,
-    b,
-    c,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-):
-    """How many tokens reach the weights of bits a <= b <= c, and the sums of their weights."""
-    i = tl.arange(0, BLOCK)
-    zeros = tl.zeros([BLOCK], tl.float32)
-    count_a, count_b, count_c = zeros, zeros, zeros
-    mass_a, mass_b, mass_c = zeros, zeros, zeros
-    for start in tl.range(0, VOCAB, BLOCK, num_stages=_STAGES):
-        x = load_logits(row_ptr, start + i, start + i < VOCAB, adjustment, ADJUSTED)
-        w = tl.exp((x - best) * inverse)
-        bits = tl.where(start + i < VOCAB, _bits(w), -1)
-        count_a += tl.where(bits >= a, 1.0, 0.0)
-        count_b += tl.where(bits >= b, 1.0, 0.0)
-        count_c += tl.where(bits >= c, 1.0, 0.0)
-        mass_a += tl.where(bits >= a, w, 0.0)
-        mass_b += tl.where(bits >= b, w, 0.0)
-        mass_c += tl.where(bits >= c, w, 0.0)
-    return (
-        tl.sum(count_a, axis=0),
-        tl.sum(count_b, axis=0),
-        tl.sum(count_c, axis=0),
-        tl.sum(mass_a, axis=0),
-        tl.sum(mass_b, axis=0),
-        tl.sum(mass_c, axis=0),
-    )
-
-
-@triton.jit
-def _search(
-    row_ptr,
-    adjustment,
-    best,
-    inverse,
-    low,
-    count,
-    target,
-    by_count,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-):
-    """The largest bits whose tokens reach the target, or smaller ones that CANDIDATES reach.
-
-    ``low`` reaches the target, with ``count`` tokens. Returns the bits and their count.
-    """
-    high = tl.full([], _ONE + 1, tl.int32)
-    while (high - low > 1) & (count > CANDIDATES):
-        step = tl.maximum((high - low) // 4, 1)
-        a = low + step
-        b = tl.minimum(a + step, high)
-        c = tl.minimum(b + step, high)
-        count_a, count_b, count_c, mass_a, mass_b, mass_c = _tally(
-            row_ptr, adjustment, best, inverse, a, b, c, VOCAB, BLOCK, ADJUSTED
-        )
-        # nothing reaches the bits of high where it still stands above those of 1.0
-        reached_a = tl.where(by_count, count_a, mass_a) >= target
-        reached_b = (tl.where(by_count, count_b, mass_b) >= target) & (b < high)
-        reached_c = (tl.where(by_count, count_c, mass_c) >= target) & (c < high)
-        if reached_c:
-            low, count = c, count_c
-        elif reached_b:
-            low, count, high = b, count_b, c
-        elif reached_a:
-            low, count, high = a, count_a, b
-        else:
-            high = a
-    return low, count
 
 
 @triton.jit
 def choose_filtered(
-    row_ptr,
-    adjustment,
-    best,
-    inverse,
-    top_k,
-    top_p,
-    min_p,
+    index,
+    filters,
+    row,
     key,
+    above_ptr,
+    score_ptr,
+    token_ptr,
     scaled_ptr,
     candidates_ptr,
+    counts_ptr,
+    sums_ptr,
     VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BINS: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    ADJUSTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """The token of one row with the largest noisy logit among those that pass its filters.
-
-    ``best`` is the largest logit, ``inverse`` 1 / temperature; ``scaled_ptr`` and
-    ``candidates_ptr`` have room for CANDIDATES values.
-    """
-    i = tl.arange(0, BLOCK)
-    # top_p's share is one of all that top_k keeps, so min_p must not drop any of these yet
-    floor = tl.maximum(_bits(tl.minimum(min_p, 1.0)), 0)
-    low = tl.where((top_k > 0) & (top_p < 1), 0, floor)
-    nothing = tl.full([], 0, tl.int32)
-    _, count, _, total, _, _ = _tally(
-        row_ptr, adjustment, best, inverse, nothing, low, low, VOCAB, BLOCK, ADJUSTED
+    """The token of a row with the largest noisy logit among those that pass its filters, after
+    ``collect_splits``."""
+    counts_ptr += index * ROUNDS * SPLITS * BINS
+    sums_ptr += index * ROUNDS * SPLITS * SUMS
+    scaled_ptr += index * CANDIDATES
+    candidates_ptr += index * CANDIDATES
+    top_k, top_p, min_p, _filtered = filters
+    floor = bits_of(min_p)
+    bins, num_above, num_candidates, total = load_bracket(
+        counts_ptr, sums_ptr, top_k, top_p, SPLITS, BINS, CANDIDATES
     )
-    target = top_p * total
-    by_count = top_k > 0
-    if by_count | (top_p < 1):
-        low, count = _search(
-            row_ptr,
-            adjustment,
-            best,
-            inverse,
-            low,
-            count,
-            tl.where(by_count, top_k.to(tl.float32), target),
-            by_count,
-            VOCAB,
-            BLOCK,
-            CANDIDATES,
-            ADJUSTED,
+    is_alone = num_candidates > CANDIDATES  # the splits have counted again instead of collecting
+    if is_alone & ((top_k == 0) | (top_p == 1)):
+        bins, num_above, num_candidates = load_finer_bracket(
+            counts_ptr, sums_ptr, top_k, top_p, bins, num_above, SPLITS, BINS
         )
-    if by_count & (count > CANDIDATES) & (top_p < 1):
-        # top_k keeps more than there is room for, and low is its threshold: go on by weight
-        _, _, _, kept, _, _ = _tally(
-            row_ptr, adjustment, best, inverse, low, low, low, VOCAB, BLOCK, ADJUSTED
-        )
-        by_count = top_k < 0
-        target = top_p * kept
-        low, count = _search(
-            row_ptr,
-            adjustment,
-            best,
-            inverse,
-            low,
-            count,
-            target,
-            by_count,
-            VOCAB,
-            BLOCK,
-            CANDIDATES,
-            ADJUSTED,
-        )
-
-    few = count <= CANDIDATES
-    lowest = tl.where(few, low, tl.maximum(low, floor))
-    written = 0
-    best_score = tl.full([BLOCK], float("-inf"), tl.float32)
-    chosen = tl.full([BLOCK], VOCAB, tl.int32)
-    for start in tl.range(0, VOCAB, BLOCK, num_stages=_STAGES):
-        at = start + i
-        x = load_logits(row_ptr, at, at < VOCAB, adjustment, ADJUSTED)
-        scaled = (x - best) * inverse
-        passes = (_bits(tl.exp(scaled)) >= lowest) & (at < VOCAB)
-        if few:
-            num_passes = tl.sum(passes.to(tl.int32), axis=0)
-            if num_passes > 0:
-                place = written + tl.cumsum(passes.to(tl.int32), axis=0) - 1
-                tl.store(scaled_ptr + place, scaled, mask=passes)
-                tl.store(candidates_ptr + place, at, mask=passes)
-                written += num_passes
-        else:
-            score = tl.where(passes, scaled + gumbel(key, at), float("-inf"))
-            better = score > best_score
-            best_score = tl.where(better, score, best_score)
-            chosen = tl.where(better, at, chosen)
-    top = tl.max(best_score, axis=0)
-    token = tl.min(tl.where(best_score == top, chosen, VOCAB), axis=0)
-    if few:
-        tl.debug_barrier()
-        token = _choose_candidate(
-            scaled_ptr,
-            candidates_ptr,
-            written,
-            low,
-            floor,
-            top_k,
-            top_p,
-            target,
-            by_count,
-            key,
-            VOCAB,
-            CANDIDATES,
-        )
+    if num_candidates <= CANDIDATES:
+        above = 0.0
+        score = float("-inf")
+        token = VOCAB
+        if is_alone:
+            top, shift, first, _last = bins
+            high = top - (first << shift)
+            above, score, token = choose_above(row, 0, VOCAB, high, floor, key, VOCAB, BLOCK)
+            write_candidates(
+                scaled_ptr, candidates_ptr, row, 0, VOCAB, bins, num_above * 0, None, BLOCK, BINS
+            )
+            tl.debug_barrier()
+        elif (num_above > 0) | (num_candidates == 0):
+            s = index * SPLITS + tl.arange(0, SPLITS)
+            above = tl.sum(tl.load(above_ptr + s), axis=0)
+            scores = tl.load(score_ptr + s)
+            score = tl.max(scores, axis=0)
+            token = tl.min(tl.where(scores == score, tl.load(token_ptr + s), VOCAB), axis=0)
+        if num_candidates > 0:
+            candidate_score, candidate = _choose_candidate(
+                scaled_ptr,
+                candidates_ptr,
+                num_candidates,
+                num_above,
+                above,
+                floor,
+                top_k,
+                top_p,
+                total,
+                key,
+                VOCAB,
+                CANDIDATES,
+            )
+            token = tl.where(candidate_score > score, candidate, token)
+    else:
+        low = floor
+        if top_k > 0:
+            low_k, total = _search(row, total, top_k.to(tl.float32), True, VOCAB, BLOCK)
+            low = tl.maximum(low, low_k)
+        if top_p < 1:
+            low_p, _kept = _search(row, total, top_p * total, False, VOCAB, BLOCK)
+            low = tl.maximum(low, low_p)
+        _kept, score, token = choose_above(row, 0, VOCAB, low - 1, low, key, VOCAB, BLOCK)
     return token
 
 
 @triton.jit
-def _add_pairs(mass, count, other_mass, other_count):
-    return mass + other_mass, count + other_count
+def _choose_candidate(
+    scaled_ptr,
+    candidates_ptr,
+    num_candidates,
+    num_above,
+    above,
+    floor,
+    top_k,
+    top_p,
+    total,
+    key,
+    VOCAB: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    """The largest noisy logit among the candidates that pass, and its token."""
+    c = tl.arange(0, CANDIDATES)
+    at = tl.load(candidates_ptr + c, mask=c < num_candidates, other=VOCAB)
+    scaled = tl.load(scaled_ptr + c, mask=c < num_candidates, other=float("-inf"))
+    w = tl.exp(scaled)
+    bits = tl.where(c < num_candidates, bits_of(w), -1)
+    low = tl.min(tl.where(c < num_candidates, bits, ONE), axis=0)
+    others = (num_above.to(tl.float32), above)
+    if top_k > 0:
+        low = _halve(w, bits, others, low, top_k.to(tl.float32), True)
+        total, _num_kept = _weigh(w, bits >= low)
+    if top_p < 1:
+        low = _halve(w, bits, others, low, top_p * total, False)
+    low = tl.maximum(low, floor)
+    score = tl.where(bits >= low, scaled + gumbel(key, at), float("-inf"))
+    top = tl.max(score, axis=0)
+    return top, tl.min(tl.where(score == top, at, VOCAB), axis=0)
 
 
 @triton.jit
@@ -229,52 +144,52 @@ def _weigh(w, passes):
 
 
 @triton.jit
-def _choose_candidate(
-    scaled_ptr,
-    candidates_ptr,
-    written,
-    low,
-    floor,
-    top_k,
-    top_p,
-    target,
-    by_count,
-    key,
-    VOCAB: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-):
-    """The same among the candidates alone, which hold all that passes."""
-    c = tl.arange(0, CANDIDATES)
-    at = tl.load(candidates_ptr + c, mask=c < written, other=0)
-    scaled = tl.load(scaled_ptr + c, mask=c < written, other=float("-inf"))
-    w = tl.exp(scaled)
-    bits = tl.where(c < written, _bits(w), -1)
-    # Halving ends early, where one distinct place is left between the two ends: most do by then.
-    if by_count:
-        high = tl.full([], _ONE + 1, tl.int32)
-        above = 0.0
-        count = written.to(tl.float32)
-        while (high - low > 1) & (count - above > 1.5):
-            middle = (low + high) // 2
-            _, num_passes = _weigh(w, bits >= middle)
-            if num_passes >= top_k:
-                low, count = middle, num_passes
-            else:
-                high, above = middle, num_passes
-        kept, _ = _weigh(w, bits >= low)
-        target = top_p * kept
-    if top_p < 1:
-        high = tl.full([], _ONE + 1, tl.int32)
-        above = 0.0
-        _, count = _weigh(w, bits >= low)
-        while (high - low > 1) & (count - above > 1.5):
-            middle = (low + high) // 2
-            mass, num_passes = _weigh(w, bits >= middle)
-            if mass >= target:
-                low, count = middle, num_passes
-            else:
-                high, above = middle, num_passes
-    low = tl.maximum(low, floor)
-    score = tl.where(bits >= low, scaled + gumbel(key, at), float("-inf"))
-    top = tl.max(score, axis=0)
-    return tl.min(tl.where(score == top, at, VOCAB), axis=0)
+def _add_pairs(mass, count, other_mass, other_count):
+    return mass + other_mass, count + other_count
+
+
+@triton.jit
+def _halve(w, bits, above, low, target, by_count):
+    """The largest bits at or above ``low`` whose candidates reach the target, with the ``above``
+    tokens and mass; ``low`` where they do not."""
+    num_above, mass_above = above
+    high = tl.max(bits, axis=0) + 1
+    none = 0.0
+    mass, count = _weigh(w, bits >= low)
+    # ends early, where one distinct place is left between the two ends: most do by then
+    while (high - low > 1) & (count - none > 1.5):
+        middle = low + (high - low) // 2
+        mass, num_passes = _weigh(w, bits >= middle)
+        if tl.where(by_count, num_above + num_passes, mass_above + mass) >= target:
+            low, count = middle, num_passes
+        else:
+            high, none = middle, num_passes
+    return low
+
+
+@triton.jit
+def _search(row, total, target, by_count, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest bits whose tokens of the whole row reach the target, and the mass of these, by
+    halving, too. ``total`` is the row's mass."""
+    low = tl.full([], 0, tl.int32)
+    high = low + ONE + 1
+    count = low + VOCAB
+    none = low
+    kept = total
+    while (high - low > 1) & (count - none > 1):
+        middle = low + (high - low) // 2
+        num_passes = tl.zeros([BLOCK], tl.int32)
+        masses = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, VOCAB, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            w = tl.exp(load_scaled(row, at, at < VOCAB))
+            passes = bits_of(w) >= middle
+            num_passes += passes.to(tl.int32)
+            masses += tl.where(passes, w, 0.0)
+        num = tl.sum(num_passes, axis=0)
+        mass = tl.sum(masses, axis=0)
+        if tl.where(by_count, num.to(tl.float32), mass) >= target:
+            low, count, kept = middle, num, mass
+        else:
+            high, none = middle, num
+    return low, kept

@@ -1,8 +1,9 @@
-"""Sampling in two launches: splits of each row in parallel, then a program per row.
+"""Sampling: splits of each row in parallel, then a program per row.
 
-The first scores each split by its largest logit; or for rows that draw from all tokens, by the
-logarithm of the sum of their weights and noise. The second takes the best split, and in it the best
-token or one drawn from it; for rows with filters it draws among what passes.
+The first launch scores each split by its largest logit; or for rows that draw from all tokens, by
+the logarithm of the sum of their weights and noise. The last one takes the best split, and in it
+the best token or one drawn from it. Rows with filters have two launches more between, which other
+rows leave at once (``filters``).
 
 What reads logits is compiled twice: rows that adjust nothing must not be slowed by those that do.
 """
@@ -15,18 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.dispatch import can_start_early
+from minisgl_backend.kernels.jit.filter_splits import collect_splits, count_splits
 from minisgl_backend.kernels.jit.filters import choose_filtered
 from minisgl_backend.kernels.jit.noise import gumbel, noise_key
+from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.jit.sampling_table import (
-    MIN_P,
     TEMPERATURE,
-    TOP_K,
-    TOP_P,
     load_adjustment,
+    load_filters,
     load_logits,
     load_number,
+    load_row,
 )
-from minisgl_backend.kernels.sampling import split_size
+from minisgl_backend.kernels.sampling import BLOCK, split_size
 
 if TYPE_CHECKING:
     from minisgl_backend.kernels.sampling import SamplingWorkspace
@@ -37,15 +40,6 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _NEIGHBOURS = tl.constexpr(8)  # tokens that a thread loads at once, of bf16 logits
 _DRAW_BLOCK = tl.constexpr(1024)  # a split has some thousand tokens: of more, many would be masked
 _LEAST = tl.constexpr(-3.0e38)  # finite, so that nothing that is -inf is taken from -inf
-
-
-@triton.jit
-def _load_filters(numbers_ptr, row, VOCAB: tl.constexpr):
-    """top_k, top_p, min_p, and whether any of them is on."""
-    top_k = tl.minimum(load_number(numbers_ptr, row, TOP_K), VOCAB)
-    top_p = load_number(numbers_ptr, row, TOP_P)
-    min_p = load_number(numbers_ptr, row, MIN_P)
-    return top_k.to(tl.int32), top_p, min_p, (top_k > 0) | (top_p < 1) | (min_p > 0)
 
 
 @triton.jit
@@ -122,13 +116,14 @@ def _best_of_split(
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
     temperature = load_number(numbers_ptr, row, TEMPERATURE)
-    _, _, _, filtered = _load_filters(numbers_ptr, row, VOCAB)
+    _, _, _, filtered = load_filters(numbers_ptr, row, VOCAB)
     noisy = (temperature > 0) & (filtered == 0)
     inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     key = noise_key(tl.load(seeds_ptr + row), position)
@@ -142,6 +137,8 @@ def _best_of_split(
         score, chosen = _score(
             row_ptr, split, adjustment, noisy, inverse, key, VOCAB, PER_SPLIT, BLOCK, False
         )
+    if PDL:
+        allow_next()
     tl.store(best_ptr + index * SPLITS + split, score)
     tl.store(token_ptr + index * SPLITS + split, chosen)
 
@@ -172,54 +169,19 @@ def _draw(
     return tl.min(tl.where(best == tl.max(best, axis=0), token, VOCAB), axis=0)
 
 
-@triton.jit
-def _draw_any(
-    row_ptr,
-    split,
-    adjustment,
-    best,
-    inverse,
-    filters,
-    key,
-    scaled_ptr,
-    candidates_ptr,
-    VOCAB: tl.constexpr,
-    PER_SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-):
-    """A token of the row: among what passes its filters, or without them of the split."""
-    top_k, top_p, min_p, filtered = filters
-    if filtered:
-        token = choose_filtered(
-            row_ptr,
-            adjustment,
-            best,
-            inverse,
-            top_k,
-            top_p,
-            min_p,
-            key,
-            scaled_ptr,
-            candidates_ptr,
-            VOCAB,
-            BLOCK,
-            CANDIDATES,
-            ADJUSTED,
-        )
-    else:
-        token = _draw(row_ptr, split, adjustment, inverse, key, VOCAB, PER_SPLIT, ADJUSTED)
-    return token
-
-
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
 def _choose(
     out_ptr,
-    best_ptr,
     token_ptr,
+    above_ptr,
+    above_score_ptr,
+    above_token_ptr,
     scaled_ptr,
     candidates_ptr,
+    heaviest_ptr,
+    counts_ptr,
+    sums_ptr,
+    best_ptr,
     logits_ptr,
     stride,
     rows_ptr,
@@ -231,61 +193,60 @@ def _choose(
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_previous()
     index = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + index).to(tl.int64)
+    is_drawn, filters, row, key = load_row(
+        index,
+        best_ptr,
+        logits_ptr,
+        stride,
+        rows_ptr,
+        positions_ptr,
+        numbers_ptr,
+        seeds_ptr,
+        marks_ptr,
+        bias_ptr,
+        VOCAB,
+        SPLITS,
+    )
     s = tl.arange(0, SPLITS)
     bests = tl.load(best_ptr + index * SPLITS + s)
     tokens = tl.load(token_ptr + index * SPLITS + s)
     best = tl.max(bests, axis=0)
     token = tl.min(tl.where(bests == best, tokens, VOCAB), axis=0)
-    finite = (best < float("inf")) & (best > float("-inf"))
-    temperature = load_number(numbers_ptr, row, TEMPERATURE)
-    if finite & (temperature > 0):
-        position = tl.load(positions_ptr + index)
-        adjustment = load_adjustment(numbers_ptr, marks_ptr, bias_ptr, row, position, VOCAB)
-        filters = _load_filters(numbers_ptr, row, VOCAB)
-        key = noise_key(tl.load(seeds_ptr + row), position)
-        row_ptr, inverse = logits_ptr + index * stride, 1.0 / temperature
+    if is_drawn:
+        row_ptr, adjustment, _top, inverse = row
         split = tl.min(tl.where(bests == best, s, SPLITS), axis=0)
-        scaled_ptr += index * CANDIDATES
-        candidates_ptr += index * CANDIDATES
-        if adjustment[0] | adjustment[1]:
-            token = _draw_any(
-                row_ptr,
-                split,
-                adjustment,
-                best,
-                inverse,
+        if filters[3]:
+            token = choose_filtered(
+                index,
                 filters,
+                row,
                 key,
+                above_ptr,
+                above_score_ptr,
+                above_token_ptr,
                 scaled_ptr,
                 candidates_ptr,
+                counts_ptr,
+                sums_ptr,
                 VOCAB,
-                PER_SPLIT,
-                BLOCK,
+                SPLITS,
+                BINS,
                 CANDIDATES,
-                ADJUSTED=True,
+                BLOCK,
             )
+        elif adjustment[0] | adjustment[1]:
+            token = _draw(row_ptr, split, adjustment, inverse, key, VOCAB, PER_SPLIT, True)
         else:
-            token = _draw_any(
-                row_ptr,
-                split,
-                adjustment,
-                best,
-                inverse,
-                filters,
-                key,
-                scaled_ptr,
-                candidates_ptr,
-                VOCAB,
-                PER_SPLIT,
-                BLOCK,
-                CANDIDATES,
-                ADJUSTED=False,
-            )
+            token = _draw(row_ptr, split, adjustment, inverse, key, VOCAB, PER_SPLIT, False)
+    finite = (best < float("inf")) & (best > float("-inf"))
     tl.store(out_ptr + index, tl.where(finite, token, -1))
 
 
@@ -299,23 +260,33 @@ def launch_sample(
 ) -> None:
     """See ``minisgl_backend.kernels.sampling.sample``."""
     batch_size, vocab_size = logits.shape
-    splits = workspace.best.shape[1]
+    splits, bins = workspace.counts.shape[2:]
     assert table.vocab_size == vocab_size and rows.dtype == positions.dtype
     state = (table.numbers, table.seeds, table.marks, table.bias)
     inputs = (logits, logits.stride(0), rows, positions, *state)
-    shared = {"VOCAB": vocab_size, "SPLITS": splits, "PER_SPLIT": split_size(vocab_size)}
+    pdl = can_start_early(logits.device)
+    parts = {
+        "VOCAB": vocab_size,
+        "SPLITS": splits,
+        "PER_SPLIT": split_size(vocab_size),
+        "PDL": pdl,
+    }
     _best_of_split[(batch_size, splits)](
-        workspace.best, workspace.tokens, *inputs, **shared, BLOCK=1024, num_warps=4
+        workspace.best, workspace.tokens, *inputs, **parts, BLOCK=BLOCK, num_warps=4
     )
-    _choose[(batch_size,)](
-        out,
-        workspace.best,
-        workspace.tokens,
+    # Few programs a row of a large batch: where no row has filters, each is only in the way.
+    grid = (batch_size, max(4, min(512 // batch_size, splits)))
+    filtering = {**parts, **launch_options(pdl), "BINS": bins}
+    counted = (workspace.heaviest, workspace.counts, workspace.sums, workspace.best, *inputs)
+    count_splits[grid](*counted, **filtering, BLOCK=BLOCK, num_warps=4)
+    collected = (
+        workspace.above,
+        workspace.above_scores,
+        workspace.above_tokens,
         workspace.scaled,
         workspace.candidates,
-        *inputs,
-        **shared,
-        BLOCK=4096,
-        CANDIDATES=workspace.scaled.shape[1],
-        num_warps=16,
+        *counted,
     )
+    filtering["CANDIDATES"] = workspace.scaled.shape[1]
+    collect_splits[grid](*collected, **filtering, BLOCK=BLOCK, num_warps=4)
+    _choose[(batch_size,)](out, workspace.tokens, *collected, **filtering, BLOCK=4096, num_warps=16)

@@ -1,15 +1,16 @@
-"""``kernels.sampling_table`` in Triton: a number of a row, and a block of its adjusted logits."""
+"""``kernels.sampling_table`` in Triton: what a row is sampled by, and its adjusted logits."""
 
 import triton
 import triton.language as tl
 
 from minisgl_backend.kernels import sampling_table
+from minisgl_backend.kernels.jit.noise import noise_key
 from minisgl_backend.kernels.sampling_table import COLUMNS
 
 TEMPERATURE = tl.constexpr(COLUMNS.index("temperature"))
-TOP_K = tl.constexpr(COLUMNS.index("top_k"))
-TOP_P = tl.constexpr(COLUMNS.index("top_p"))
-MIN_P = tl.constexpr(COLUMNS.index("min_p"))
+_TOP_K = tl.constexpr(COLUMNS.index("top_k"))
+_TOP_P = tl.constexpr(COLUMNS.index("top_p"))
+_MIN_P = tl.constexpr(COLUMNS.index("min_p"))
 MARKED = tl.constexpr(COLUMNS.index("marked"))
 _REPETITION = tl.constexpr(COLUMNS.index("repetition"))
 _PRESENCE = tl.constexpr(COLUMNS.index("presence"))
@@ -29,6 +30,15 @@ def load_number(numbers_ptr, row, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def load_filters(numbers_ptr, row, VOCAB: tl.constexpr):
+    """top_k, top_p, min_p, and whether any of them is on."""
+    top_k = tl.minimum(load_number(numbers_ptr, row, _TOP_K), VOCAB)
+    top_p = load_number(numbers_ptr, row, _TOP_P)
+    min_p = load_number(numbers_ptr, row, _MIN_P)
+    return top_k.to(tl.int32), top_p, min_p, (top_k > 0) | (top_p < 1) | (min_p > 0)
+
+
+@triton.jit
 def load_adjustment(numbers_ptr, marks_ptr, bias_ptr, row, position, VOCAB: tl.constexpr):
     """What ``load_logits`` has to know of a row: whether it has marks and a bias, where these are,
     the penalties, and which mark makes a token impossible."""
@@ -43,6 +53,44 @@ def load_adjustment(numbers_ptr, marks_ptr, bias_ptr, row, position, VOCAB: tl.c
         load_number(numbers_ptr, row, _PRESENCE),
         load_number(numbers_ptr, row, _FREQUENCY),
         tl.where(is_early, _IS_STOP, 0),
+    )
+
+
+@triton.jit
+def load_row(
+    index,
+    best_ptr,
+    logits_ptr,
+    stride,
+    rows_ptr,
+    positions_ptr,
+    numbers_ptr,
+    seeds_ptr,
+    marks_ptr,
+    bias_ptr,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Whether a token is drawn for the row ``index`` of the batch, its filters, its logits as
+    (pointer, adjustment, the largest one, 1 / temperature), and the key of its noise.
+
+    ``best_ptr`` has the largest logit of each split, inf where one is inf or NaN.
+    """
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    position = tl.load(positions_ptr + index)
+    temperature = load_number(numbers_ptr, row, TEMPERATURE)
+    best = tl.max(tl.load(best_ptr + index * SPLITS + tl.arange(0, SPLITS)), axis=0)
+    adjustment = load_adjustment(numbers_ptr, marks_ptr, bias_ptr, row, position, VOCAB)
+    return (
+        (temperature > 0) & (best < float("inf")) & (best > float("-inf")),
+        load_filters(numbers_ptr, row, VOCAB),
+        (
+            logits_ptr + index * stride,
+            adjustment,
+            best,
+            1.0 / tl.where(temperature > 0, temperature, 1.0),
+        ),
+        noise_key(tl.load(seeds_ptr + row), position),
     )
 
 

@@ -1,0 +1,124 @@
+"""Weights of a row counted by bins, and where among these a threshold lies.
+
+A weight w = exp((x - max) / temperature) lies in [0, 1], and floats of one sign order as their bit
+patterns do: bins are ranges of patterns, of the same size each. What the tokens of a bin weigh is
+known within its edges, so that counts tell the bracket of a threshold also where it is that of a
+share of the mass.
+"""
+
+import triton
+import triton.language as tl
+
+from minisgl_backend.kernels.jit.sampling_table import load_logits
+
+ONE = tl.constexpr(0x3F800000)  # the bits of 1.0, the largest weight
+_NEIGHBOURS = tl.constexpr(8)  # tokens that a thread loads at once, of bf16 logits
+
+
+@triton.jit
+def bits_of(w):
+    return w.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _weight(bits):
+    return tl.maximum(bits, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bin_of(w, top, shift, BINS: tl.constexpr):
+    """The bin of weights up to that of the bits ``top``; all that lies below is in the last."""
+    return tl.minimum(tl.maximum(top - bits_of(w), 0) >> shift, BINS - 1)
+
+
+@triton.jit
+def load_scaled(row, at, mask):
+    """(x - max) / temperature of tokens ``at``, at most 0; -inf outside of ``mask``."""
+    row_ptr, adjustment, best, inverse = row
+    if adjustment[0] | adjustment[1]:
+        x = load_logits(row_ptr, at, mask, adjustment, True)
+    else:
+        x = load_logits(row_ptr, at, mask, adjustment, False)
+    return tl.minimum((x - best) * inverse, 0.0)
+
+
+@triton.jit
+def _sum_neighbours(w, BLOCK: tl.constexpr):
+    """float32 [BLOCK // 8] sums of the tokens that one thread loads at once."""
+    return tl.sum(tl.reshape(w, [BLOCK // _NEIGHBOURS, _NEIGHBOURS]), axis=1)
+
+
+@triton.jit
+def count_bins(row, begin, end, top, shift, heaviest_ptr, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """Of the tokens in [begin, end): int32 [BINS] how many are in each bin, and the masses of those
+    above ``top``, which no bin has, of those in bins but the last one, and of those in the last.
+    ``heaviest_ptr``, unless None, gets the largest weight of each block."""
+    i = tl.arange(0, BLOCK)
+    counts = tl.zeros([BINS], tl.int32)
+    above = tl.zeros([BLOCK // _NEIGHBOURS], tl.float32)
+    inside = tl.zeros([BLOCK // _NEIGHBOURS], tl.float32)
+    below = tl.zeros([BLOCK // _NEIGHBOURS], tl.float32)
+    for start in tl.range(begin, end, BLOCK):
+        at = start + i
+        w = tl.exp(load_scaled(row, at, at < end))
+        bin = bin_of(w, top, shift, BINS)
+        if heaviest_ptr is not None:
+            tl.store(heaviest_ptr + (start - begin) // BLOCK, tl.max(w, axis=0))
+        is_above = bits_of(w) > top
+        is_inside = (bits_of(w) <= top) & (bin < BINS - 1)
+        counts += tl.histogram(bin, BINS, mask=(at < end) & (bits_of(w) <= top))
+        above += _sum_neighbours(tl.where(is_above, w, 0.0), BLOCK)
+        inside += _sum_neighbours(tl.where(is_inside, w, 0.0), BLOCK)
+        below += _sum_neighbours(tl.where(is_above | is_inside, 0.0, w), BLOCK)
+    return counts, tl.sum(above, axis=0), tl.sum(inside, axis=0), tl.sum(below, axis=0)
+
+
+@triton.jit
+def reach_of(counts, masses, num_above, top, shift, BINS: tl.constexpr):
+    """By bin, what it and all above it hold: int32 [BINS] tokens, and float32 [BINS] the least and
+    the most that these may weigh."""
+    above, inside, below = masses
+    b = tl.arange(0, BINS)
+    counted = tl.where(b < BINS - 1, counts, 0).to(tl.float32)
+    heavy = tl.cumsum(counted * _weight(top - (b << shift)), axis=0)
+    light = tl.cumsum(counted * _weight(top - ((b + 1) << shift) + 1), axis=0)
+    # The bins leave a share of a mass open: less of it on the side that has less mass.
+    most = above + tl.minimum(heavy, inside - (tl.max(light, axis=0) - light))
+    least = above + tl.maximum(light, inside - (tl.max(heavy, axis=0) - heavy))
+    total = above + inside + below
+    is_last = b == BINS - 1
+    return (
+        num_above + tl.cumsum(counts, axis=0),
+        tl.where(is_last, total, least),
+        tl.where(is_last, total, most),
+    )
+
+
+@triton.jit
+def bracket_of(counts, reach, target, by_count, BINS: tl.constexpr):
+    """The first and the last bin that may hold the threshold, and how many tokens lie above the
+    first, and through the last."""
+    num_tokens, least, most = reach
+    b = tl.arange(0, BINS)
+    last_bin = tl.full([], BINS - 1, tl.int32)
+    maybe = tl.where(by_count, num_tokens.to(tl.float32), most) >= target
+    surely = tl.where(by_count, num_tokens.to(tl.float32), least) >= target
+    first = tl.min(tl.where(maybe, b, last_bin), axis=0)
+    last = tl.min(tl.where(surely, b, last_bin), axis=0)
+    return (
+        first,
+        last,
+        tl.sum(tl.where(b == first, num_tokens - counts, 0), axis=0),
+        tl.sum(tl.where(b == last, num_tokens, 0), axis=0),
+    )
+
+
+@triton.jit
+def finer_bins(bins, BINS: tl.constexpr):
+    """Top and shift of the finest bins that cover a bracket by all but the last one of them."""
+    top, shift, first, last = bins
+    extent = tl.where(last < BINS - 1, (last - first + 1) << shift, ONE)
+    finer = 0
+    while extent >> finer >= BINS - 1:
+        finer += 1
+    return top - (first << shift), finer

@@ -1,0 +1,346 @@
+"""What splits of a row with filters do before its token is chosen, in two launches.
+
+First they count the row's tokens by bins. That brackets the threshold: tokens above pass, and those
+between are candidates, which the splits write down second. Where there are more candidates than
+room, as in a row that is nearly flat, the splits count once more instead, in finer bins.
+
+Nothing depends on how splits are shared among programs, nor on their order.
+"""
+
+import triton
+import triton.language as tl
+
+from minisgl_backend.kernels import sampling
+from minisgl_backend.kernels.jit.bins import (
+    ONE,
+    bin_of,
+    bits_of,
+    bracket_of,
+    count_bins,
+    finer_bins,
+    load_scaled,
+    reach_of,
+)
+from minisgl_backend.kernels.jit.noise import gumbel
+from minisgl_backend.kernels.jit.pdl import wait_previous
+from minisgl_backend.kernels.jit.sampling_table import load_row
+
+ROUNDS = tl.constexpr(sampling.ROUNDS)
+SUMS = tl.constexpr(sampling.SUMS)
+_SHIFT = tl.constexpr(22)  # of the first round's bins: two of them halve the weight
+
+
+@triton.jit
+def _target(top_k, top_p, total):
+    """What the threshold's tokens have to reach, and whether by their count or their mass."""
+    by_count = top_k > 0
+    return tl.where(by_count, top_k.to(tl.float32), top_p * total), by_count
+
+
+@triton.jit
+def _load_reach(
+    counts_ptr, sums_ptr, num_above, top, shift, SPLITS: tl.constexpr, BINS: tl.constexpr
+):
+    """What all splits of a row have counted in one round, its ``reach_of``, and the row's mass."""
+    counts = tl.zeros([BINS], tl.int32)
+    for split in tl.range(0, SPLITS, loop_unroll_factor=8):
+        counts += tl.load(counts_ptr + split * BINS + tl.arange(0, BINS))
+    s = tl.arange(0, SPLITS)
+    above = tl.sum(tl.load(sums_ptr + s * SUMS), axis=0)
+    inside = tl.sum(tl.load(sums_ptr + s * SUMS + 1), axis=0)
+    below = tl.sum(tl.load(sums_ptr + s * SUMS + 2), axis=0)
+    reach = reach_of(counts, (above, inside, below), num_above, top, shift, BINS)
+    return counts, reach, above + inside + below
+
+
+@triton.jit
+def load_bracket(
+    counts_ptr,
+    sums_ptr,
+    top_k,
+    top_p,
+    SPLITS: tl.constexpr,
+    BINS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    """What the first round tells of the threshold: bins, the number of tokens above the candidates
+    and of these, and the row's mass.
+
+    The bins are (top, shift, first, last): ``bin_of``'s, and the first and the last of candidates.
+    Rows that only have min_p have no candidates: all tokens are above.
+    """
+    top = tl.full([], -1, tl.int32)
+    first = tl.full([], 0, tl.int32)
+    last = tl.full([], -1, tl.int32)
+    num_above = tl.full([], 0, tl.int32)
+    through = tl.full([], 0, tl.int32)
+    total = 0.0
+    if (top_k > 0) | (top_p < 1):
+        top += ONE + 1
+        counts, reach, total = _load_reach(counts_ptr, sums_ptr, 0, top, _SHIFT, SPLITS, BINS)
+        target, by_count = _target(top_k, top_p, total)
+        first, last, num_above, through = bracket_of(counts, reach, target, by_count, BINS)
+        # top_p's share is one of what top_k keeps: its threshold may lie anywhere above
+        if (through <= CANDIDATES) | (by_count & (top_p < 1)):
+            first, num_above = first * 0, num_above * 0
+    return (top, _SHIFT, first, last), num_above, through - num_above, total
+
+
+@triton.jit
+def load_finer_bracket(
+    counts_ptr,
+    sums_ptr,
+    top_k,
+    top_p,
+    bins,
+    num_above,
+    SPLITS: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """The same of the second round, after the bracket of the first one; without the mass."""
+    top, shift = finer_bins(bins, BINS)
+    counts_ptr += SPLITS * BINS
+    sums_ptr += SPLITS * SUMS
+    counts, reach, total = _load_reach(counts_ptr, sums_ptr, num_above, top, shift, SPLITS, BINS)
+    target, by_count = _target(top_k, top_p, total)
+    first, last, num_above, through = bracket_of(counts, reach, target, by_count, BINS)
+    return (top, shift, first, last), num_above, through - num_above
+
+
+@triton.jit
+def _count_splits(
+    heaviest_ptr,
+    counts_ptr,
+    sums_ptr,
+    row,
+    top,
+    shift,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes what ``count`` finds in the program's splits of its row."""
+    for split in tl.range(tl.program_id(1), SPLITS, tl.num_programs(1)):
+        begin = split * PER_SPLIT
+        end = tl.minimum(begin + PER_SPLIT, VOCAB)
+        at = heaviest_ptr + split * tl.cdiv(PER_SPLIT, BLOCK)
+        counts, above, inside, below = count_bins(row, begin, end, top, shift, at, BLOCK, BINS)
+        tl.store(counts_ptr + split * BINS + tl.arange(0, BINS), counts)
+        tl.store(sums_ptr + split * SUMS, above)
+        tl.store(sums_ptr + split * SUMS + 1, inside)
+        tl.store(sums_ptr + split * SUMS + 2, below)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+def count_splits(
+    heaviest_ptr,
+    counts_ptr,
+    sums_ptr,
+    best_ptr,
+    logits_ptr,
+    stride,
+    rows_ptr,
+    positions_ptr,
+    numbers_ptr,
+    seeds_ptr,
+    marks_ptr,
+    bias_ptr,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The first round, of rows with top_k or top_p."""
+    if PDL:
+        wait_previous()
+    index = tl.program_id(0).to(tl.int64)
+    is_drawn, filters, row, _key = load_row(
+        index,
+        best_ptr,
+        logits_ptr,
+        stride,
+        rows_ptr,
+        positions_ptr,
+        numbers_ptr,
+        seeds_ptr,
+        marks_ptr,
+        bias_ptr,
+        VOCAB,
+        SPLITS,
+    )
+    top_k, top_p, _min_p, _filtered = filters
+    if is_drawn & ((top_k > 0) | (top_p < 1)):
+        _count_splits(
+            heaviest_ptr + index * SPLITS * tl.cdiv(PER_SPLIT, BLOCK),
+            counts_ptr + index * ROUNDS * SPLITS * BINS,
+            sums_ptr + index * ROUNDS * SPLITS * SUMS,
+            row,
+            ONE,
+            _SHIFT,
+            VOCAB,
+            SPLITS,
+            PER_SPLIT,
+            BINS,
+            BLOCK,
+        )
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+def collect_splits(
+    above_ptr,
+    score_ptr,
+    token_ptr,
+    scaled_ptr,
+    candidates_ptr,
+    heaviest_ptr,
+    counts_ptr,
+    sums_ptr,
+    best_ptr,
+    logits_ptr,
+    stride,
+    rows_ptr,
+    positions_ptr,
+    numbers_ptr,
+    seeds_ptr,
+    marks_ptr,
+    bias_ptr,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BINS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The candidates, and of what lies above them the mass and the token with the largest noisy
+    logit; or the second round, where there are too many candidates."""
+    if PDL:
+        wait_previous()
+    index = tl.program_id(0).to(tl.int64)
+    is_drawn, filters, row, key = load_row(
+        index,
+        best_ptr,
+        logits_ptr,
+        stride,
+        rows_ptr,
+        positions_ptr,
+        numbers_ptr,
+        seeds_ptr,
+        marks_ptr,
+        bias_ptr,
+        VOCAB,
+        SPLITS,
+    )
+    top_k, top_p, min_p, filtered = filters
+    if is_drawn & filtered:
+        heaviest_ptr += index * SPLITS * tl.cdiv(PER_SPLIT, BLOCK)
+        counts_ptr += index * ROUNDS * SPLITS * BINS
+        sums_ptr += index * ROUNDS * SPLITS * SUMS
+        scaled_ptr += index * CANDIDATES
+        candidates_ptr += index * CANDIDATES
+        bins, num_above, num_candidates, _total = load_bracket(
+            counts_ptr, sums_ptr, top_k, top_p, SPLITS, BINS, CANDIDATES
+        )
+        top, shift, first, last = bins
+        if num_candidates > CANDIDATES:
+            finer_top, finer_shift = finer_bins(bins, BINS)
+            _count_splits(
+                heaviest_ptr,
+                counts_ptr + SPLITS * BINS,
+                sums_ptr + SPLITS * SUMS,
+                row,
+                finer_top,
+                finer_shift,
+                VOCAB,
+                SPLITS,
+                PER_SPLIT,
+                BINS,
+                BLOCK,
+            )
+        else:
+            for split in tl.range(tl.program_id(1), SPLITS, tl.num_programs(1)):
+                begin = split * PER_SPLIT
+                end = tl.minimum(begin + PER_SPLIT, VOCAB)
+                at = heaviest_ptr + split * tl.cdiv(PER_SPLIT, BLOCK)
+                if num_candidates > 0:
+                    place = _num_before(counts_ptr, split, first, last, BINS)
+                    write_candidates(
+                        scaled_ptr, candidates_ptr, row, begin, end, bins, place, at, BLOCK, BINS
+                    )
+                if (num_above > 0) | (num_candidates == 0):
+                    high, low = top - (first << shift), bits_of(min_p)
+                    above, score, token = choose_above(
+                        row, begin, end, high, low, key, VOCAB, BLOCK
+                    )
+                    tl.store(above_ptr + index * SPLITS + split, above)
+                    tl.store(score_ptr + index * SPLITS + split, score)
+                    tl.store(token_ptr + index * SPLITS + split, token)
+
+
+@triton.jit
+def _num_before(counts_ptr, split, first, last, BINS: tl.constexpr):
+    """How many tokens of the bins earlier splits have."""
+    b = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    for earlier in tl.range(0, split, loop_unroll_factor=8):
+        counts += tl.load(counts_ptr + earlier * BINS + b)
+    return tl.sum(tl.where((b >= first) & (b <= last), counts, 0), axis=0)
+
+
+@triton.jit
+def write_candidates(
+    scaled_ptr,
+    candidates_ptr,
+    row,
+    begin,
+    end,
+    bins,
+    place,
+    heaviest_ptr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """The tokens in [begin, end) that are in the bins of candidates, from ``place`` on."""
+    top, shift, first, last = bins
+    for start in tl.range(begin, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        num_fits = tl.full([], 1, tl.int32)
+        if heaviest_ptr is not None:
+            heaviest = tl.load(heaviest_ptr + (start - begin) // BLOCK)
+            num_fits = (bin_of(heaviest, top, shift, BINS) <= last).to(tl.int32)
+        if num_fits > 0:
+            scaled = load_scaled(row, token, token < end)
+            w = tl.exp(scaled)
+            bin = bin_of(w, top, shift, BINS)
+            fits = (token < end) & (bits_of(w) <= top) & (bin >= first) & (bin <= last)
+            places = place + tl.cumsum(fits.to(tl.int32), axis=0) - 1
+            tl.store(scaled_ptr + places, scaled, mask=fits)
+            tl.store(candidates_ptr + places, token, mask=fits)
+            place += tl.sum(fits.to(tl.int32), axis=0)
+
+
+@triton.jit
+def choose_above(row, begin, end, high, low, key, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the tokens in [begin, end) whose weights are above that of the bits ``high``: the mass,
+    and if they reach ``low`` too, the largest noisy logit and its token."""
+    above = tl.zeros([BLOCK], tl.float32)
+    best_score = tl.full([BLOCK], float("-inf"), tl.float32)
+    chosen = tl.full([BLOCK], VOCAB, tl.int32)
+    for start in tl.range(begin, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        scaled = load_scaled(row, token, token < end)
+        w = tl.exp(scaled)
+        is_above = bits_of(w) > high
+        above += tl.where(is_above, w, 0.0)
+        passes = is_above & (bits_of(w) >= low)
+        score = tl.where(passes, scaled + gumbel(key, token), float("-inf"))
+        better = score > best_score
+        best_score = tl.where(better, score, best_score)
+        chosen = tl.where(better, token, chosen)
+    top = tl.max(best_score, axis=0)
+    token = tl.min(tl.where(best_score == top, chosen, VOCAB), axis=0)
+    return tl.sum(above, axis=0), top, token

@@ -6,7 +6,7 @@ the largest; no softmax is written. Where all tokens may be drawn, this is done 
 ``SPLITS`` parts of the vocabulary is drawn by the sums of their weights, then a token of that part,
 so that few tokens need noise.
 
-Filters are thresholds on the weight w = exp((x - max) / temperature) of a token, found by search
+Filters are thresholds on the weight w = exp((x - max) / temperature) of a token, found by counting
 instead of sorting: top-k keeps w of the k-th largest and above; top-p (arXiv 1904.09751) then keeps
 the largest threshold whose tokens reach the share p of what top-k kept; min-p (arXiv 2407.01082)
 keeps w >= min_p. Tokens that tie with the last kept one are kept too. The most likely token always
@@ -31,10 +31,12 @@ SPLITS = 32
 BLOCK = 1024
 """Tokens of a split that a program reads at once."""
 ROUNDS = 2
+"""How often the splits of a row with filters may count its tokens."""
 BINS = 64
 SUMS = 3
 """Masses of a split in one round: above its bins, in them, and below."""
 MAX_CANDIDATES = 2048
+"""Tokens of a row among which its threshold is searched."""
 
 
 class SamplingWorkspace:

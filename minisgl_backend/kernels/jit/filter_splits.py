@@ -121,7 +121,7 @@ def _count_splits(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes what ``count`` finds in the program's splits of its row."""
+    """Writes what ``count_bins`` finds in the program's splits of its row."""
     for split in tl.range(tl.program_id(1), SPLITS, tl.num_programs(1)):
         begin = split * PER_SPLIT
         end = tl.minimum(begin + PER_SPLIT, VOCAB)

@@ -222,8 +222,9 @@ def _choose(
     token = tl.min(tl.where(bests == best, tokens, VOCAB), axis=0)
     if is_drawn:
         row_ptr, adjustment, _top, inverse = row
+        _top_k, _top_p, _min_p, filtered = filters
         split = tl.min(tl.where(bests == best, s, SPLITS), axis=0)
-        if filters[3]:
+        if filtered:
             token = choose_filtered(
                 index,
                 filters,

@@ -35,13 +35,16 @@ ROUNDS = 2
 BINS = 64
 SUMS = 3
 """Masses of a split in one round: above its bins, in them, and below."""
+BRACKET = 6
+"""Numbers that tell of a row where its threshold is."""
 MAX_CANDIDATES = 2048
 """Tokens of a row among which its threshold is searched."""
 
 
 class SamplingWorkspace:
     """Partial results of the splits, and for rows with filters: the largest weight of each block,
-    tokens and masses by bin, the best of what lies above the candidates, and these; one a stream.
+    tokens and masses by bin, the bracket of the threshold, the best of what lies above it, and the
+    candidates in it; one a stream.
     """
 
     def __init__(self, max_batch_size: int, vocab_size: int, device: torch.device) -> None:
@@ -53,6 +56,7 @@ class SamplingWorkspace:
         self.heaviest = empty(SPLITS, -(-split_size(vocab_size) // BLOCK))
         self.counts = empty(ROUNDS, SPLITS, BINS, dtype=torch.int32)
         self.sums = empty(ROUNDS, SPLITS, SUMS)
+        self.brackets = empty(BRACKET, dtype=torch.int32)
         self.above = empty(SPLITS)
         self.above_scores = empty(SPLITS)
         self.above_tokens = empty(SPLITS, dtype=torch.int32)

@@ -117,8 +117,9 @@ def bracket_of(counts, reach, target, by_count, BINS: tl.constexpr):
 def finer_bins(bins, BINS: tl.constexpr):
     """Top and shift of the finest bins that cover a bracket by all but the last one of them."""
     top, shift, first, last = bins
-    extent = tl.where(last < BINS - 1, (last - first + 1) << shift, ONE)
+    top -= first << shift
+    extent = tl.where(last < BINS - 1, (last - first + 1) << shift, top + 1)
     finer = 0
     while extent >> finer >= BINS - 1:
         finer += 1
-    return top - (first << shift), finer
+    return top, finer

@@ -1,8 +1,9 @@
 """What splits of a row with filters do before its token is chosen, in two launches.
 
-First they count the row's tokens by bins. That brackets the threshold: tokens above pass, and those
-between are candidates, which the splits write down second. Where there are more candidates than
-room, as in a row that is nearly flat, the splits count once more instead, in finer bins.
+First they count the tokens of a row with top_k or top_p by bins. That brackets the threshold: what
+lies above passes these two, and what lies between are candidates, which the splits write down
+second. Where there are more candidates than room, as in a row that is nearly flat, they count once
+more instead, in finer bins. Rows with min_p alone have no candidates, and all lies above.
 
 Nothing depends on how splits are shared among programs, nor on their order.
 """
@@ -27,6 +28,7 @@ from minisgl_backend.kernels.jit.sampling_table import load_row
 
 ROUNDS = tl.constexpr(sampling.ROUNDS)
 SUMS = tl.constexpr(sampling.SUMS)
+BRACKET = tl.constexpr(sampling.BRACKET)
 _SHIFT = tl.constexpr(22)  # of the first round's bins: two of them halve the weight
 
 
@@ -54,7 +56,7 @@ def _load_reach(
 
 
 @triton.jit
-def load_bracket(
+def _find_bracket(
     counts_ptr,
     sums_ptr,
     top_k,
@@ -67,23 +69,46 @@ def load_bracket(
     and of these, and the row's mass.
 
     The bins are (top, shift, first, last): ``bin_of``'s, and the first and the last of candidates.
-    Rows that only have min_p have no candidates: all tokens are above.
+    All is a candidate that is not below, where there is room, or top_k's share is still to be cut.
     """
     top = tl.full([], -1, tl.int32)
     first = tl.full([], 0, tl.int32)
     last = tl.full([], -1, tl.int32)
     num_above = tl.full([], 0, tl.int32)
     through = tl.full([], 0, tl.int32)
-    total = 0.0
+    total = tl.full([], 0.0, tl.float32)
     if (top_k > 0) | (top_p < 1):
         top += ONE + 1
         counts, reach, total = _load_reach(counts_ptr, sums_ptr, 0, top, _SHIFT, SPLITS, BINS)
         target, by_count = _target(top_k, top_p, total)
         first, last, num_above, through = bracket_of(counts, reach, target, by_count, BINS)
-        # top_p's share is one of what top_k keeps: its threshold may lie anywhere above
         if (through <= CANDIDATES) | (by_count & (top_p < 1)):
             first, num_above = first * 0, num_above * 0
     return (top, _SHIFT, first, last), num_above, through - num_above, total
+
+
+@triton.jit
+def _store_bracket(bracket_ptr, bins, num_above, num_candidates, total):
+    top, _shift, first, last = bins
+    tl.store(bracket_ptr, top)
+    tl.store(bracket_ptr + 1, first)
+    tl.store(bracket_ptr + 2, last)
+    tl.store(bracket_ptr + 3, num_above)
+    tl.store(bracket_ptr + 4, num_candidates)
+    tl.store(bracket_ptr + 5, total.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def load_bracket(bracket_ptr):
+    """What ``collect_splits`` has found. It is not computed twice, since another kernel's sums may
+    differ in the last bit, and with them what it takes for written."""
+    top = tl.load(bracket_ptr)
+    first = tl.load(bracket_ptr + 1)
+    last = tl.load(bracket_ptr + 2)
+    num_above = tl.load(bracket_ptr + 3)
+    num_candidates = tl.load(bracket_ptr + 4)
+    total = tl.load(bracket_ptr + 5).to(tl.float32, bitcast=True)
+    return (top, _SHIFT, first, last), num_above, num_candidates, total
 
 
 @triton.jit
@@ -104,6 +129,8 @@ def load_finer_bracket(
     counts, reach, total = _load_reach(counts_ptr, sums_ptr, num_above, top, shift, SPLITS, BINS)
     target, by_count = _target(top_k, top_p, total)
     first, last, num_above, through = bracket_of(counts, reach, target, by_count, BINS)
+    if by_count & (top_p < 1):
+        first, num_above = first * 0, num_above * 0
     return (top, shift, first, last), num_above, through - num_above
 
 
@@ -191,6 +218,7 @@ def count_splits(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
 def collect_splits(
+    bracket_ptr,
     above_ptr,
     score_ptr,
     token_ptr,
@@ -242,9 +270,12 @@ def collect_splits(
         sums_ptr += index * ROUNDS * SPLITS * SUMS
         scaled_ptr += index * CANDIDATES
         candidates_ptr += index * CANDIDATES
-        bins, num_above, num_candidates, _total = load_bracket(
+        bins, num_above, num_candidates, total = _find_bracket(
             counts_ptr, sums_ptr, top_k, top_p, SPLITS, BINS, CANDIDATES
         )
+        if tl.program_id(1) == 0:
+            bracket_ptr += index * BRACKET
+            _store_bracket(bracket_ptr, bins, num_above, num_candidates, total)
         top, shift, first, last = bins
         if num_candidates > CANDIDATES:
             finer_top, finer_shift = finer_bins(bins, BINS)
@@ -269,10 +300,20 @@ def collect_splits(
                 if num_candidates > 0:
                     place = _num_before(counts_ptr, split, first, last, BINS)
                     write_candidates(
-                        scaled_ptr, candidates_ptr, row, begin, end, bins, place, at, BLOCK, BINS
+                        scaled_ptr,
+                        candidates_ptr,
+                        row,
+                        begin,
+                        end,
+                        bins,
+                        place,
+                        at,
+                        BLOCK,
+                        BINS,
+                        CANDIDATES,
                     )
                 if (num_above > 0) | (num_candidates == 0):
-                    high, low = top - (first << shift), bits_of(min_p)
+                    high, low = top - (first << shift), bits_of(tl.minimum(min_p, 1.0))
                     above, score, token = choose_above(
                         row, begin, end, high, low, key, VOCAB, BLOCK
                     )
@@ -303,6 +344,7 @@ def write_candidates(
     heaviest_ptr,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):
     """The tokens in [begin, end) that are in the bins of candidates, from ``place`` on."""
     top, shift, first, last = bins
@@ -318,6 +360,7 @@ def write_candidates(
             bin = bin_of(w, top, shift, BINS)
             fits = (token < end) & (bits_of(w) <= top) & (bin >= first) & (bin <= last)
             places = place + tl.cumsum(fits.to(tl.int32), axis=0) - 1
+            places = tl.minimum(places, CANDIDATES - 1)  # never another row's, whatever is counted
             tl.store(scaled_ptr + places, scaled, mask=fits)
             tl.store(candidates_ptr + places, token, mask=fits)
             place += tl.sum(fits.to(tl.int32), axis=0)

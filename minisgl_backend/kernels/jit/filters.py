@@ -2,7 +2,7 @@
 
 The threshold is searched among the candidates, by halving. Where the splits have counted again
 instead, one program writes the candidates down alone; and where these still are too many, as with
-thousands of equal logits, it searches in the whole row.
+thousands of equal logits or such a top_k with top_p, it searches in the whole row.
 """
 
 import triton
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from minisgl_backend.kernels.jit.bins import ONE, bits_of, load_scaled
 from minisgl_backend.kernels.jit.filter_splits import (
+    BRACKET,
     ROUNDS,
     SUMS,
     choose_above,
@@ -26,6 +27,7 @@ def choose_filtered(
     filters,
     row,
     key,
+    bracket_ptr,
     above_ptr,
     score_ptr,
     token_ptr,
@@ -46,12 +48,10 @@ def choose_filtered(
     scaled_ptr += index * CANDIDATES
     candidates_ptr += index * CANDIDATES
     top_k, top_p, min_p, _filtered = filters
-    floor = bits_of(min_p)
-    bins, num_above, num_candidates, total = load_bracket(
-        counts_ptr, sums_ptr, top_k, top_p, SPLITS, BINS, CANDIDATES
-    )
-    is_alone = num_candidates > CANDIDATES  # the splits have counted again instead of collecting
-    if is_alone & ((top_k == 0) | (top_p == 1)):
+    floor = bits_of(tl.minimum(min_p, 1.0))
+    bins, num_above, num_candidates, total = load_bracket(bracket_ptr + index * BRACKET)
+    is_recounted = num_candidates > CANDIDATES
+    if is_recounted:
         bins, num_above, num_candidates = load_finer_bracket(
             counts_ptr, sums_ptr, top_k, top_p, bins, num_above, SPLITS, BINS
         )
@@ -59,12 +59,23 @@ def choose_filtered(
         above = 0.0
         score = float("-inf")
         token = VOCAB
-        if is_alone:
+        if is_recounted:
             top, shift, first, _last = bins
-            high = top - (first << shift)
-            above, score, token = choose_above(row, 0, VOCAB, high, floor, key, VOCAB, BLOCK)
+            if num_above > 0:
+                high = top - (first << shift)
+                above, score, token = choose_above(row, 0, VOCAB, high, floor, key, VOCAB, BLOCK)
             write_candidates(
-                scaled_ptr, candidates_ptr, row, 0, VOCAB, bins, num_above * 0, None, BLOCK, BINS
+                scaled_ptr,
+                candidates_ptr,
+                row,
+                0,
+                VOCAB,
+                bins,
+                num_above * 0,
+                None,
+                BLOCK,
+                BINS,
+                CANDIDATES,
             )
             tl.debug_barrier()
         elif (num_above > 0) | (num_candidates == 0):

@@ -173,6 +173,7 @@ def _draw(
 def _choose(
     out_ptr,
     token_ptr,
+    bracket_ptr,
     above_ptr,
     above_score_ptr,
     above_token_ptr,
@@ -230,6 +231,7 @@ def _choose(
                 filters,
                 row,
                 key,
+                bracket_ptr,
                 above_ptr,
                 above_score_ptr,
                 above_token_ptr,
@@ -248,7 +250,7 @@ def _choose(
         else:
             token = _draw(row_ptr, split, adjustment, inverse, key, VOCAB, PER_SPLIT, False)
     finite = (best < float("inf")) & (best > float("-inf"))
-    tl.store(out_ptr + index, tl.where(finite, token, -1))
+    tl.store(out_ptr + index, tl.where(finite & (token < VOCAB), token, -1))
 
 
 def launch_sample(
@@ -281,6 +283,7 @@ def launch_sample(
     counted = (workspace.heaviest, workspace.counts, workspace.sums, workspace.best, *inputs)
     count_splits[grid](*counted, **filtering, BLOCK=BLOCK, num_warps=4)
     collected = (
+        workspace.brackets,
         workspace.above,
         workspace.above_scores,
         workspace.above_tokens,

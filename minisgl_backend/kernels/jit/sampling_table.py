@@ -74,7 +74,8 @@ def load_row(
     """Whether a token is drawn for the row ``index`` of the batch, its filters, its logits as
     (pointer, adjustment, the largest one, 1 / temperature), and the key of its noise.
 
-    ``best_ptr`` has the largest logit of each split, inf where one is inf or NaN.
+    ``best_ptr`` has the score of each split: inf where a logit is inf or NaN; for rows with filters
+    the largest logit, and for others that are drawn no logit at all.
     """
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)

@@ -147,8 +147,9 @@ class OpenRequests:
                 e2e_s=time.monotonic() - entry.arrived_s,
                 decode_s=entry.last_token_s - entry.first_token_s,
             )
-        self._deliver(entry.sink, event)
+        # first, so that who hears of the end finds the room that it leaves
         self._on_ended(entry.request, entry.admitted)
+        self._deliver(entry.sink, event)
 
     def fail_all(self, error: MiniSGLError) -> None:
         """Fail all open requests."""

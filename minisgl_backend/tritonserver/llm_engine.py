@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from typing import Any, Final
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, Overloaded
 from minisgl_backend.heartbeat import State
-from minisgl_backend.request import Finished, FinishReason, Request
+from minisgl_backend.request import Event, Failed, Finished, FinishReason, Request
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.text.prompt import TokenPrompt
 from minisgl_backend.tritonserver.dispatch import Dispatcher
@@ -90,6 +91,7 @@ class TritonPythonModel:
         self._sign = QueueSign(
             runtime_directory(), f"{args['model_instance_name']}.{args['model_version']}"
         )
+        self._showing = threading.Lock()
         self._watch = Watch(
             ready_url=ready_url(args), sign=self._sign, report=self._report, drain=self._drain
         )
@@ -140,8 +142,12 @@ class TritonPythonModel:
         }
 
     def _report(self) -> None:
-        self._sign.show(self._engine.is_queue_full())
+        self._show_queue()
         self._telemetry.report()
+
+    def _show_queue(self) -> None:
+        with self._showing:  # whoever looked last shows last
+            self._sign.show(self._engine.is_queue_full())
 
     def _drain(self) -> None:
         """Give open requests the time the operator granted, then end the rest with an error."""
@@ -211,7 +217,15 @@ class TritonPythonModel:
             fitting = min(max_tokens, self._engine.most_tokens(num_input_tokens))
             # where there is no room for the least, that is refused
             max_tokens = max(1, generation.sampling.min_tokens, fitting)
-        sink = self._dispatcher.open(stream)
+        deliver = self._dispatcher.open(stream)
+
+        def sink(event: Event) -> None:
+            try:
+                if isinstance(event, Finished | Failed):
+                    self._show_queue()  # before its client can ask again
+            finally:
+                deliver(event)
+
         try:
             self._engine.submit(
                 Request(

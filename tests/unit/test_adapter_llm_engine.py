@@ -17,6 +17,7 @@ from minisgl_backend.bench.paced import paced_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
 from minisgl_backend.request import Finished, FinishReason
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.shared_names import QUEUE_FULL, QUEUE_OPEN
 from minisgl_backend.text.prompt import TokenPrompt
 from minisgl_backend.tritonserver import window
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
@@ -288,6 +289,19 @@ def test_a_direct_caller_gets_tokens(model: Model) -> None:
     assert len(token_ids) == 20
     assert set(reasons[:-1]) == {b""} and reasons[-1] == b"length"
     wait_idle(model)
+
+
+def test_a_full_queue_shows_its_room_before_the_last_response(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = model._engine
+    monkeypatch.setattr(engine, "is_queue_full", lambda: engine.stats().num_open > 0)
+    asked = request(acknowledged=False, max_tokens=5000)
+    model.execute([asked])
+    wait_until(lambda: bool(list(tmp_path.glob(f"{QUEUE_FULL}.*"))))
+    asked.sender.cancelled = True
+    _, final = asked.sender.sent.get(timeout=PATIENCE_S)
+    assert final and list(tmp_path.glob(f"{QUEUE_OPEN}.*"))
 
 
 def test_a_direct_caller_who_gives_up(model: Model) -> None:

@@ -48,7 +48,7 @@ header `triton_grpc_error: true` get the code as the status.
 | --- | --- |
 | `INVALID_ARG` | the request is wrong |
 | `UNSUPPORTED` | the request is right, but asks for what is not offered |
-| `UNAVAILABLE` | the queue is full (mostly with the numbers), the server drains, or the engine is down |
+| `UNAVAILABLE` | the queue is full, the server drains, or the engine is down |
 | `CANCELLED` | the request was cancelled |
 | `INTERNAL` | the server's fault; its log has the story under the request id |
 

@@ -139,7 +139,10 @@ def perf_analyzer(
                     export.mkdir(parents=True, exist_ok=True)
                     file = export / f"{style}-{level.name}-{level.value:g}.json"
                     file.write_text(content, encoding="utf-8")
-                outcomes = outcomes_of(json.loads(content))
+                try:
+                    outcomes = outcomes_of(json.loads(content))
+                except json.JSONDecodeError as error:
+                    raise ConfigError(f"perf_analyzer's export is not whole: {error}") from error
                 load = Load(level.name, level.value, calls)
                 measured.append(Measured(load, outcomes, figures_of(outcomes, objectives)))
     emit(measured, {"model": MODELS[style]}, objectives, json_path, title="perf_analyzer")

@@ -24,6 +24,11 @@ _HOW_TO_GET_IT: Final = (
 )
 _LIBRARIES: Final = {"libb64.so.0d": "libb64-*", "libcudart.so.12": "libcudart-*"}
 """What is asked for, and what nvidia-pytriton calls it."""
+_TUNABLES: Final = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
+"""perf_analyzer 2.51 exports what lies in memory for the tensors that a response does not have, and
+its export ends where that is not a number. By default glibc leaves scrambled pointers there, some
+of which are NaN as a float; without these two caches it leaves addresses of an arena, none of which
+is: arenas begin at multiples of 64 MiB, so that bits 23 to 25 are zero in their first 8 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +40,10 @@ class PerfAnalyzer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """In which it finds its libraries."""
-        inherited = os.environ.get("LD_LIBRARY_PATH", "")
-        library_path = os.pathsep.join(filter(None, (*self.library_path, inherited)))
-        return {**os.environ, "LD_LIBRARY_PATH": library_path}
+        """In which it finds its libraries and writes whole exports."""
+        library_path = _joined(*self.library_path, os.environ.get("LD_LIBRARY_PATH", ""))
+        tunables = _joined(os.environ.get("GLIBC_TUNABLES", ""), _TUNABLES)
+        return {**os.environ, "LD_LIBRARY_PATH": library_path, "GLIBC_TUNABLES": tunables}
 
     def run(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run it to its end."""
@@ -72,6 +77,10 @@ def find_perf_analyzer(folder: Path, *, binary: str | None, wheel: Path | None) 
     if complaint:
         raise ConfigError(f"{path.name} does not run here: {complaint}")
     return tool
+
+
+def _joined(*parts: str) -> str:
+    return ":".join(filter(None, parts))
 
 
 def _unpacked(wheel: Path, folder: Path) -> Path:

@@ -26,6 +26,7 @@ SHORT: Final = kills.FAULTS
 
 SCENES: Final[tuple[Scene[Any], ...]] = (
     Scene(stage, callers.FAULTS + gateway_faults.FAULTS + kills.IDLE_FAULTS),
+    Scene(stage, kills.HANGS),
     Scene(breaks.frail_stage, breaks.FAULTS),
     Scene(breaks.impatient_stage, breaks.IMPATIENT_FAULTS),
     Scene(breaks.small_stage, breaks.SMALL_FAULTS),

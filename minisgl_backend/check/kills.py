@@ -25,6 +25,7 @@ from minisgl_backend.check.target import wait_until
 
 NOTICED_WITHIN_S: Final = 2.0
 HANG_NOTICED_WITHIN_S: Final = 10.0
+SERVER_HANG_NOTICED_WITHIN_S: Final = 25.0
 TOLD_WITHIN_S: Final = 5.0
 RECOVERED_WITHIN_S: Final = 15.0
 GONE_WITHIN_S: Final = 10.0
@@ -82,19 +83,25 @@ def hung(stage: Stage, case: Case) -> None:
     _dead(stage, case, kill, must_fail=True, noticed_within_s=HANG_NOTICED_WITHIN_S)
 
 
-def server_killed(stage: Stage, case: Case) -> None:
-    """SIGKILL of tritonserver itself: its models' processes go with it."""
-    own = stage.own
-    models = [own.pid(model) for model in ("llm_engine", "tokenizer", "detokenizer")]
+def server_lost(
+    number: int, *, noticed_within_s: float = NOTICED_WITHIN_S
+) -> Callable[[Stage, Case], None]:
+    """A fault: a signal for tritonserver itself; its models' processes must go with it."""
 
-    def kill() -> int:
-        pid = own.server.pid
-        os.kill(pid, SIGKILL)
-        return pid
+    def provoke(stage: Stage, case: Case) -> None:
+        own = stage.own
+        models = [own.pid(model) for model in ("llm_engine", "tokenizer", "detokenizer")]
 
-    _dead(stage, case, kill, must_fail=True)
-    gone = wait_until(lambda: not any(map(runs, models)), GONE_WITHIN_S)
-    case.expect(gone, "processes of its models are still there")
+        def kill() -> int:
+            pid = own.server.pid
+            os.kill(pid, number)
+            return pid
+
+        _dead(stage, case, kill, must_fail=True, noticed_within_s=noticed_within_s)
+        gone = wait_until(lambda: not any(map(runs, models)), GONE_WITHIN_S)
+        case.expect(gone, "processes of its models are still there")
+
+    return provoke
 
 
 FAULTS: Final = (
@@ -102,7 +109,7 @@ FAULTS: Final = (
     Fault("F2", "kill -9 of llm_engine with 16 streams", killed("llm_engine")),
     Fault("F4", "kill -9 of tokenizer with 16 streams", killed("tokenizer")),
     Fault("F5", "kill -9 of detokenizer with 16 streams", killed("detokenizer")),
-    Fault("F16", "kill -9 of tritonserver with 16 streams", server_killed),
+    Fault("F16", "kill -9 of tritonserver with 16 streams", server_lost(SIGKILL)),
 )
 IDLE_FAULTS: Final = (
     Fault("F1", "kill -9 of llm_engine while idle", killed("llm_engine", num_streams=0)),
@@ -113,7 +120,15 @@ IDLE_FAULTS: Final = (
         "a segmentation fault of llm_engine while idle",
         killed("llm_engine", number=SIGSEGV, num_streams=0),
     ),
+)
+HANGS: Final = (
     Fault("F3", "the engine stops for good with 16 streams", hung, has_figures=True),
+    Fault(
+        "F16",
+        "tritonserver stops for good with 16 streams",
+        server_lost(SIGSTOP, noticed_within_s=SERVER_HANG_NOTICED_WITHIN_S),
+        has_figures=True,
+    ),
 )
 
 

@@ -9,7 +9,9 @@ import contextlib
 import os
 import re
 import select
+import time
 import urllib.error
+from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
 from typing import Final
 from urllib.parse import urlsplit
@@ -19,6 +21,7 @@ from minisgl_backend.loopback import open_local
 from minisgl_backend.server.options import ADMIN_KEY_HEADER
 
 _METRICS_S: Final = 2.0
+_CHECK_EVERY_S: Final = 0.1
 
 
 def is_ready(server_url: str, *, timeout_s: float) -> bool | None:
@@ -32,12 +35,22 @@ def is_ready(server_url: str, *, timeout_s: float) -> bool | None:
         return None
 
 
-def load_model(server_url: str, model: str, admin_key: str, *, pid: int, timeout_s: float) -> None:
+def load_model(
+    server_url: str,
+    model: str,
+    admin_key: str,
+    *,
+    pid: int,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> None:
     """Load a model, and with it the ensembles that it is part of; ``ConfigError`` if that fails.
 
     ``pid`` is tritonserver's. The connection does not tell of its end: the process that it has
-    started for the model holds that, too, and may wait for tritonserver for ever.
+    started for the model holds that, too, and may wait for tritonserver for ever. ``check`` is
+    called again and again, and raises where it is no use to wait any longer.
     """
+    deadline_s = time.monotonic() + timeout_s
     address = urlsplit(server_url)
     with contextlib.ExitStack() as open_until_then:
         connection = HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
@@ -47,13 +60,16 @@ def load_model(server_url: str, model: str, admin_key: str, *, pid: int, timeout
             open_until_then.callback(os.close, ended)
             path = f"/v2/repository/models/{model}/load"
             connection.request("POST", path, b"{}", {ADMIN_KEY_HEADER: admin_key})
-            told, _, _ = select.select([connection.sock, ended], [], [], timeout_s)
+            while not (told := select.select([connection.sock, ended], [], [], _CHECK_EVERY_S)[0]):
+                check()
+                if time.monotonic() > deadline_s:
+                    raise ConfigError(f"{model}: Triton did not load it in {timeout_s:.0f} s")
             if ended in told:
                 raise ConfigError(f"{model}: tritonserver ended while it loaded it")
-            if not told:
-                raise ConfigError(f"{model}: Triton did not load it in {timeout_s:.0f} s")
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
+        except InterruptedError:  # by the check
+            raise
         except (OSError, HTTPException) as error:
             raise ConfigError(f"{model}: Triton did not load it: {error}") from None
     if response.status != 200:

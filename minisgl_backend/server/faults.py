@@ -25,6 +25,7 @@ _PAUSED_S: Final = 3.0
 were the others, and what they did not say in it tells nothing."""
 _ASK_EVERY_S: Final = 1.0
 """How often tritonserver itself is asked whether it is ready."""
+_TRITON_HANGS: Final = "tritonserver hangs: it does not answer over HTTP"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,7 @@ class Lookout:
 
     def look(self) -> Fault | None:
         """Note how the server is; returns what is wrong with it, if that needs mending."""
-        now_s = time.monotonic()
-        if now_s - self.looked_s > _PAUSED_S:
-            self._awake_since_s = now_s
+        self._note_pause()
         self.seen = tuple(self.processes.look())
         self._ask_triton()
         fault = self._find_fault()
@@ -84,6 +83,13 @@ class Lookout:
         self.looked_s = time.monotonic()
         return fault
 
+    def triton_hangs(self) -> bool:
+        """Whether tritonserver has been silent for too long; asks it, at most once a second."""
+        self._note_pause()
+        self._ask_triton()
+        self.looked_s = time.monotonic()
+        return self._silent_s() > TRITON_HANG_AFTER_S
+
     def num_inside_others(self, model: str) -> Iterator[int]:
         """How many requests are inside each process of the other models, asked now."""
         return (p.beat.num_inside for p in self.processes.look() if p.model != model)
@@ -91,6 +97,15 @@ class Lookout:
     def close(self) -> None:
         """Look no more; closes what names the server's processes."""
         self.processes.close()
+
+    def _note_pause(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self.looked_s > _PAUSED_S:
+            self._awake_since_s = now_s
+
+    def _silent_s(self) -> float:
+        """How long tritonserver has not answered, pauses of the whole machine apart."""
+        return time.monotonic() - max(self._answered_s, self._awake_since_s)
 
     def _ask_triton(self) -> None:
         now_s = time.monotonic()
@@ -111,11 +126,16 @@ class Lookout:
         awake_s = now_s - self._awake_since_s
         wrong = {process: _wrong_with(process, now_s, awake_s) for process in self.seen}
         found = {process: what for process, what in wrong.items() if what is not None}
-        if found:
-            return Fault("; ".join(found.values()), tuple(found))
-        if min(now_s - self._answered_s, awake_s) > TRITON_HANG_AFTER_S:
-            return Fault("tritonserver hangs: it does not answer over HTTP")
-        return None
+        patience_s = TRITON_HANG_AFTER_S
+        if found and all(map(_is_only_silent, found)):  # they may wait for tritonserver
+            patience_s = HANG_AFTER_S - 2 * _ASK_EVERY_S  # it is asked now and then
+        if self._silent_s() > patience_s:
+            return Fault("; ".join([_TRITON_HANGS, *found.values()]))
+        return Fault("; ".join(found.values()), tuple(found)) if found else None
+
+
+def _is_only_silent(process: ModelProcess) -> bool:
+    return process.is_alive and process.beat.state is not State.BROKEN
 
 
 def _wrong_with(process: ModelProcess, now_s: float, awake_s: float) -> str | None:

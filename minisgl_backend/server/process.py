@@ -166,14 +166,17 @@ class TritonServer:
         """What Triton says of itself; None where it says nothing in time."""
         return asking.is_ready(self.url(), timeout_s=timeout_s)
 
-    def reload(self, model: str, *, timeout_s: float) -> None:
+    def reload(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
         """Load a model again, and with it the ensembles that it is part of.
 
-        Raises ``ConfigError`` where that fails.
+        Raises ``ConfigError`` where that fails, and what ``check`` raises, which is called again
+        and again until the model is loaded.
         """
         for source in self.repository.glob(f"{model}/*/model.py"):
             source.touch()  # Triton does nothing for a model whose files are as they were
-        asking.load_model(self.url(), model, self.admin_key, pid=self.pid, timeout_s=timeout_s)
+        asking.load_model(
+            self.url(), model, self.admin_key, pid=self.pid, timeout_s=timeout_s, check=check
+        )
         self._protect_shared_memory()
 
     def num_waiting(self, model: str) -> int:

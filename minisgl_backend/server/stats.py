@@ -19,9 +19,16 @@ def server_stats(server: TritonServer, processes: Sequence[ModelProcess]) -> dic
         models = list(threads.map(partial(_process_stats, server.directory), processes))
     return {
         "shared_memory_bytes": sum(map(_num_bytes, server.shared_memory_regions())),
-        "tritonserver": {"pid": server.pid, **footprint(server.pid)},
+        "tritonserver": _triton_stats(server),
         "models": models,
     }
+
+
+def _triton_stats(server: TritonServer) -> dict[str, Any]:
+    """Nothing of one that has ended: its process id may be another's by now."""
+    return (
+        {"pid": None} if server.poll() is not None else {"pid": server.pid, **footprint(server.pid)}
+    )
 
 
 def _process_stats(directory: Path, process: ModelProcess) -> dict[str, Any]:

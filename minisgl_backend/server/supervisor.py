@@ -212,7 +212,7 @@ class Supervisor:
         """Load these models again, or where there are none start all again; what is wrong then."""
         try:
             for model in sorted(reloads):
-                self._reload(model)
+                self._reload(model, stopping)
             self._sign.unlink(missing_ok=True)
             why = self._who_waits(reloads)
             if why is not None:
@@ -240,9 +240,15 @@ class Supervisor:
                 return f"{num_waiting} requests wait for the {model} that has gone"
         return None
 
-    def _reload(self, model: str) -> None:
+    def _reload(self, model: str, stopping: threading.Event) -> None:
+        def check() -> None:
+            if stopping.is_set():
+                raise InterruptedError
+            if self._lookout.triton_hangs():
+                raise ConfigError(f"{model}: tritonserver hangs while it loads it")
+
         self._num_reloads += 1
-        self.server.reload(model, timeout_s=RELOAD_S + 2 * self._load_s)
+        self.server.reload(model, timeout_s=RELOAD_S + 2 * self._load_s, check=check)
 
     def _restart(self, stopping: threading.Event) -> None:
         old = self.server

@@ -18,7 +18,7 @@ from minisgl_backend.bench.perf_analyzer import (
     outcomes_of,
     random_texts,
 )
-from minisgl_backend.bench.perf_analyzer_binary import find_perf_analyzer
+from minisgl_backend.bench.perf_analyzer_binary import PerfAnalyzer, find_perf_analyzer
 from minisgl_backend.bench.serve.calls import Call
 from minisgl_backend.cli.main import main
 from minisgl_backend.errors import ConfigError
@@ -85,6 +85,27 @@ def test_a_binary_that_is_not_there_or_does_not_run(tmp_path: Path) -> None:
     broken.chmod(0o755)
     with pytest.raises(ConfigError, match="perf_analyzer does not run here: broken"):
         find_perf_analyzer(tmp_path, binary=str(broken), wheel=None)
+
+
+def test_what_lies_in_memory_does_not_end_its_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
+    tunables = PerfAnalyzer(Path("perf_analyzer")).environment["GLIBC_TUNABLES"].split(":")
+    assert tunables == [
+        "glibc.malloc.arena_max=2",
+        "glibc.malloc.tcache_count=0",
+        "glibc.malloc.mxfast=0",
+    ]
+
+
+def test_an_export_that_ends_in_the_middle_is_told(tmp_path: Path) -> None:
+    short = tmp_path / "perf_analyzer"
+    write = """for last; do :; done; echo '{"experiments": [' > "$last"\n"""
+    short.write_text(f"#!/bin/sh\n[ $# = 1 ] && exit\n{write}")
+    short.chmod(0o755)
+    command = ["bench", "perf-analyzer", "--binary", str(short), "--url", "127.0.0.1:1"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert "perf_analyzer's export is not whole: " in result.output
 
 
 def test_the_last_that_a_failing_perf_analyzer_says_is_told(tmp_path: Path) -> None:

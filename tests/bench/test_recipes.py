@@ -28,7 +28,11 @@ def test_a_recipe_does_what_it_says(
     done = subprocess.run(
         ["bash", "-ec", recipe.replace("localhost:8001", f"127.0.0.1:{server.grpc_port}")],
         cwd=tmp_path,
-        env={**environment, "PATH": os.pathsep.join((str(folder), environment["PATH"]))},
+        env={
+            **os.environ,
+            "LD_LIBRARY_PATH": environment["LD_LIBRARY_PATH"],
+            "PATH": os.pathsep.join((str(folder), os.environ["PATH"])),
+        },
         capture_output=True,
         text=True,
         timeout=200,

@@ -143,6 +143,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ('{"prompt": "x", "y": 9223372036854775808}', {"error": "INVALID_ARG: y must be an integer"}),
     ("prose", {"error": "INVALID_ARG: the line is not JSON: "}),
     ('"\\ud83d"', {"error": "INVALID_ARG: messages must be valid UTF-8"}),
+    ('"\0x\0"', {"error": "INVALID_ARG: the line is not JSON: Invalid control character"}),
 ]
 
 

@@ -77,6 +77,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             os.kill(os.getpid(), signal.SIGKILL)
         while (place / "hang").exists():
             signal.pause()
+        if (place / "stop").exists():
+            os.kill(os.getpid(), signal.SIGSTOP)
         good = self.headers["minisgl-admin-key"] and not (place / "refuse").exists()
         if good:
             load(self.path.split("/")[-2])
@@ -227,8 +229,8 @@ def test_who_dies_during_a_recovery_is_part_of_it(world: World) -> None:
     supervisor, reload = world.supervisor, world.supervisor._reload
     dying = iter(("detokenizer", "detokenizer"))
 
-    def reload_while_another_dies(model: str) -> None:
-        reload(model)
+    def reload_while_another_dies(model: str, stopping: threading.Event) -> None:
+        reload(model, stopping)
         if victim := next(dying, None):
             pid = world.newest(victim)
             os.kill(pid, signal.SIGKILL)
@@ -328,8 +330,10 @@ class Healthy:
     def model_names(self) -> set[str]:
         return {"tokenizer"}
 
-    def is_ready(self, *, timeout_s: float) -> bool:
-        return timeout_s > 0
+    answers: bool | None = True
+
+    def is_ready(self, *, timeout_s: float) -> bool | None:
+        return self.answers if timeout_s > 0 else None
 
     def poll(self) -> None:
         return None
@@ -354,6 +358,30 @@ def test_a_pause_of_the_whole_machine_is_no_hang(
     lookout.close()
 
 
+def test_who_is_silent_with_tritonserver_is_not_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for a tritonserver that hangs; but one that has died has not done that."""
+    Heartbeat(tmp_path, "tokenizer")  # of this process, and silent from now on
+    now_s = time.monotonic()
+    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: now_s))
+    server = Healthy(tmp_path)
+    lookout = faults.Lookout(cast(TritonServer, server))
+    lookout.serves()
+    server.answers = None
+    for _ in range(6):
+        now_s += 1.0
+        assert lookout.look() is None
+    now_s += 1.0
+    fault = lookout.look()
+    assert fault is not None and not fault.processes
+    assert fault.what.startswith("tritonserver hangs: it does not answer over HTTP; tokenizer ")
+    monkeypatch.setattr(lookout.processes, "_is_alive", lambda path, pid: False)
+    fault = lookout.look()
+    assert fault is not None and fault.models == {"tokenizer"}
+    lookout.close()
+
+
 def test_a_start_that_hangs_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the first start, or the one of a recovery."""
     monkeypatch.setattr("minisgl_backend.server.process.STUCK_AFTER_S", 4.0)
@@ -375,6 +403,7 @@ def test_a_start_that_hangs_is_begun_again(tmp_path: Path, monkeypatch: pytest.M
     [
         ("refuse", "recovery failed: tokenizer: "),
         ("hang", "recovery failed: tokenizer: Triton did not load it in "),
+        ("stop", "recovery failed: tokenizer: tritonserver hangs while it loads it"),
         # a process that outlives it has the connection, too
         ("die", "recovery failed: tokenizer: tritonserver ended while it loaded it"),
     ],
@@ -388,11 +417,21 @@ def test_a_reload_that_fails_becomes_a_restart(
 ) -> None:
     if fate == "hang":
         monkeypatch.setattr("minisgl_backend.server.supervisor.RELOAD_S", 0.5)
+    monkeypatch.setattr("minisgl_backend.server.faults.TRITON_HANG_AFTER_S", 4.0)
     (world.supervisor.server.directory / fate).touch()
     os.kill(world.pids()["tokenizer"], signal.SIGKILL)
     world.wait_ready(2)
     assert len(world.servers) == 2
     assert any(record.message.startswith(why) for record in caplog.records)
+
+
+def test_nobody_waits_for_a_reload_to_stop(world: World) -> None:
+    """Nor for one that never ends."""
+    (world.supervisor.server.directory / "hang").touch()
+    os.kill(world.pids()["tokenizer"], signal.SIGKILL)
+    world.wait(lambda: world.supervisor.health().phase is Phase.RECOVERING)
+    world.close()
+    assert not world.supervisor.server.directory.exists()
 
 
 def test_it_gives_up_after_too_many_recoveries_and_says_so(world: World) -> None:
@@ -404,6 +443,7 @@ def test_it_gives_up_after_too_many_recoveries_and_says_so(world: World) -> None
     assert health.reasons[0].startswith(f"given up after {MAX_RECOVERIES} recoveries in 10 min")
     assert "the port is taken" in health.reasons[0]
     world.wait(lambda: not world.pids())
+    world.wait(lambda: world.supervisor.stats()["tritonserver"] == {"pid": None})
     world.stopping.set()
     world.join()
     assert isinstance(world.error, EngineFailure)

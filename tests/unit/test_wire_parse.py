@@ -243,6 +243,8 @@ def test_a_value_given_twice_must_be_equal() -> None:
         ({"temperature": True}, "temperature must be a number, got True"),
         ({"top_p": 0}, "top_p must be finite, > 0 and <= 1, got 0"),
         ({"top_p": 1.0001}, "top_p must be finite, > 0 and <= 1, got 1.0001"),
+        ({"top_p": 1.0000001}, "top_p must be finite, > 0 and <= 1, got 1.0000001"),
+        ({"top_p": 1e300}, "top_p must be finite, > 0 and <= 1, got 1e+300"),
         ({"min_p": 2}, "min_p must be finite, >= 0 and <= 1, got 2"),
         ({"top_k": -2}, "top_k must be >= -1, got -2"),
         ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),

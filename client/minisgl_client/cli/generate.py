@@ -182,7 +182,7 @@ async def _answer_lines(
 def _request(line: bytes, template: _Template) -> dict[str, Any]:
     """The arguments that a line says, with the command's own where it is silent."""
     try:
-        said = strict_json.loads(line)
+        said = strict_json.loads(line.decode("utf-8-sig"))
     except strict_json.Refused as error:
         raise InvalidArgument(str(error)) from None
     except (ValueError, RecursionError) as error:

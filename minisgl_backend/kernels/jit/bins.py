@@ -9,10 +9,9 @@ share of the mass.
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.jit.sampling_table import load_logits
+from minisgl_backend.kernels.jit.sampling_table import NEIGHBOURS, load_logits
 
 ONE = tl.constexpr(0x3F800000)  # the bits of 1.0, the largest weight
-_NEIGHBOURS = tl.constexpr(8)  # tokens that a thread loads at once, of bf16 logits
 
 
 @triton.jit
@@ -45,7 +44,7 @@ def load_scaled(row, at, mask):
 @triton.jit
 def _sum_neighbours(w, BLOCK: tl.constexpr):
     """float32 [BLOCK // 8] sums of the tokens that one thread loads at once."""
-    return tl.sum(tl.reshape(w, [BLOCK // _NEIGHBOURS, _NEIGHBOURS]), axis=1)
+    return tl.sum(tl.reshape(w, [BLOCK // NEIGHBOURS, NEIGHBOURS]), axis=1)
 
 
 @triton.jit
@@ -55,9 +54,9 @@ def count_bins(row, begin, end, top, shift, heaviest_ptr, BLOCK: tl.constexpr, B
     ``heaviest_ptr``, unless None, gets the largest weight of each block."""
     i = tl.arange(0, BLOCK)
     counts = tl.zeros([BINS], tl.int32)
-    above = tl.zeros([BLOCK // _NEIGHBOURS], tl.float32)
-    inside = tl.zeros([BLOCK // _NEIGHBOURS], tl.float32)
-    below = tl.zeros([BLOCK // _NEIGHBOURS], tl.float32)
+    above = tl.zeros([BLOCK // NEIGHBOURS], tl.float32)
+    inside = tl.zeros([BLOCK // NEIGHBOURS], tl.float32)
+    below = tl.zeros([BLOCK // NEIGHBOURS], tl.float32)
     for start in tl.range(begin, end, BLOCK):
         at = start + i
         w = tl.exp(load_scaled(row, at, at < end))

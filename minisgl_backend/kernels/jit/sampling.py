@@ -22,6 +22,7 @@ from minisgl_backend.kernels.jit.filters import choose_filtered
 from minisgl_backend.kernels.jit.noise import gumbel, noise_key
 from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.jit.sampling_table import (
+    NEIGHBOURS,
     TEMPERATURE,
     load_adjustment,
     load_filters,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_NEIGHBOURS = tl.constexpr(8)  # tokens that a thread loads at once, of bf16 logits
 _DRAW_BLOCK = tl.constexpr(1024)  # a split has some thousand tokens: of more, many would be masked
 _LEAST = tl.constexpr(-3.0e38)  # finite, so that nothing that is -inf is taken from -inf
 
@@ -64,13 +64,13 @@ def _score(
         # Weights are exp2(x * scale - best), sums of them online (arXiv 1805.02867). Neighbours
         # share a best, so that a token takes one exp2, not two.
         scale = inverse * _LOG2_E
-        bests = tl.full([BLOCK // _NEIGHBOURS], _LEAST, tl.float32)
-        mass = tl.zeros([BLOCK // _NEIGHBOURS], tl.float32)
+        bests = tl.full([BLOCK // NEIGHBOURS], _LEAST, tl.float32)
+        mass = tl.zeros([BLOCK // NEIGHBOURS], tl.float32)
         for start in (tl.range if ADJUSTED else tl.static_range)(0, PER_SPLIT, BLOCK):
             at = begin + start + tl.arange(0, BLOCK)
             x = load_logits(row_ptr, at, at < end, adjustment, ADJUSTED)
             broken |= tl.where(x < float("inf"), 0, 1)  # inf or NaN
-            scaled = tl.reshape(x * scale, [BLOCK // _NEIGHBOURS, _NEIGHBOURS])
+            scaled = tl.reshape(x * scale, [BLOCK // NEIGHBOURS, NEIGHBOURS])
             new_bests = tl.maximum(bests, tl.max(scaled, axis=1))
             weights = tl.exp2(scaled - new_bests[:, None])
             mass = mass * tl.exp2(bests - new_bests) + tl.sum(weights, axis=1)

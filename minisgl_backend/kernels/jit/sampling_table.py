@@ -19,6 +19,7 @@ _STOPS_FROM = tl.constexpr(COLUMNS.index("stops_from"))
 _BIASED = tl.constexpr(COLUMNS.index("biased"))
 _NUM_COLUMNS = tl.constexpr(len(COLUMNS))
 
+NEIGHBOURS = tl.constexpr(8)  # tokens that a thread loads at once, of bf16 logits
 ONCE = tl.constexpr(sampling_table.ONCE)
 _IS_STOP = tl.constexpr(sampling_table.IS_STOP)
 

@@ -35,8 +35,14 @@ def quoted(value: Any) -> str:
         shown = value if isinstance(value, float) else repr(value)
     except ValueError:  # an int of more digits than Python converts
         shown = "a number of thousands of digits"
-    line = f"{shown:g}" if isinstance(shown, float) else shown
+    line = _short(shown) if isinstance(shown, float) else shown
     return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+def _short(number: float) -> str:
+    """As few digits as tell it from other values of float32: 1.0000001 is not 1."""
+    line = f"{number:g}"
+    return line if round_to_float32(float(line)) == round_to_float32(number) else repr(number)
 
 
 def from_tensor(name: str, entry: Input, array: npt.NDArray[Any]) -> Any:

@@ -69,7 +69,7 @@ class EngineOptions:
     )
     memory_ratio: float = option(
         0.9,
-        "share of the free memory, on a GPU without what rows take, for KV pages",
+        "share of the free memory for KV pages; on a GPU, of what rows leave free",
         minimum=0.01,
         maximum=1.0,
     )
@@ -124,7 +124,8 @@ class EngineOptions:
     )
     cancel_grace_ms: int = option(
         300,
-        "time for a chunk's acknowledgement when later chunks have theirs; then its request ends",
+        "how long a chunk may lack its acknowledgement when later ones have theirs, before its "
+        "request ends",
         minimum=1,
     )
     min_chunk_interval_ms: int = option(
@@ -136,7 +137,7 @@ class EngineOptions:
     num_tokenizers: int = option(2, "threads that tokenize", minimum=1, maximum=64)
     parse_special_tokens: bool = option(
         False,
-        "value for requests that do not give it; set it behind Triton's OpenAI frontend",
+        "default of the request parameter of that name; set it behind Triton's OpenAI frontend",
     )
     seed: int | None = option(
         None,
@@ -172,7 +173,7 @@ class Limits:
 
     prompt_bytes: int = 8 * 2**20
     other_bytes: int = 4 * 2**20
-    """What a request may bring beside its prompt: parameters, stop strings, tools."""
+    """What a whole request may have beyond ``prompt_bytes``."""
     messages: int = 1024
     message_depth: int = 32
     stop_strings: int = 16

@@ -52,7 +52,7 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
     device = _device(options, place)
     check_options(options, device.torch_device.type)
     comm = choose_comm(options.comm, device.torch_device, place.size)
-    folder = resolve_checkpoint(options)
+    folder = resolve_model(options.model, options.model_source)
     spec = checked_spec(options, folder, device.torch_device.type)
     dtype = _dtype(options, device, spec)
     return Resolved(
@@ -67,11 +67,6 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
         dtype=dtype,
         kv_dtype=torch.float8_e4m3fn if options.kv_cache_dtype == "fp8_e4m3" else dtype,
     )
-
-
-def resolve_checkpoint(options: EngineOptions) -> Path:
-    """The model's folder. If the option is an id, the folder is fetched from the hub."""
-    return resolve_model(options.model, options.model_source)
 
 
 def _device(options: EngineOptions, place: Place) -> CpuDevice | CudaDevice:

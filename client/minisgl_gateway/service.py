@@ -203,7 +203,7 @@ class Service:
     ) -> Response:
         with self._admission.admit(caller.label, len(generations)):
             try:
-                with _told(type(request)):
+                with _as_api_errors(type(request)):
                     results = await unless_disconnected(
                         http.receive, self._results(heading, generations)
                     )
@@ -244,7 +244,7 @@ class Service:
             writer = writers[index]
             has_prompt = index % request.n == 0
             call = _call(heading, index, generations[index])
-            with _told(type(request)):
+            with _as_api_errors(type(request)):
                 async with self._engine.stream(**call) as stream:
                     async for delta in stream:
                         counts.add(delta, prompt=has_prompt)
@@ -269,7 +269,7 @@ class Service:
 
 
 @contextmanager
-def _told(kind: type[GenerationRequest]) -> Iterator[None]:
+def _as_api_errors(kind: type[GenerationRequest]) -> Iterator[None]:
     """Errors of the engine as those of a request of this kind."""
     try:
         yield

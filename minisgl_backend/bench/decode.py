@@ -15,6 +15,7 @@ from typing import Final
 
 import click
 import numpy as np
+import torch
 
 from minisgl_backend.bench.comparison import compare_option, measure_both
 from minisgl_backend.bench.engines import running_engine, submitted
@@ -61,6 +62,36 @@ def step_times_ms(
     return [float(duration) for duration in np.diff(times)]
 
 
+def replay_ms(executor: CudaExecutor, batch_size: int, *, context: int, steps: int) -> float | None:
+    """Milliseconds of one replay of a captured decode step and nothing else; None where no graph
+    has room for so many rows.
+
+    Rows 0 .. batch_size - 1 advance from ``context`` positions by ``steps``, over pages of their
+    own as far as there are enough. No request may be running.
+    """
+    graphs, table = executor.graphs, executor.rows.table
+    if graphs is None or not graphs.fits(batch_size, 0):
+        return None
+    dummy, max_pages = table.dummy_row, table.pages.shape[1]
+    with executor.device.queue():
+        needed = -(-(context + steps + 1) // executor.rows.page_size)
+        pages = torch.arange(batch_size * needed, device=table.pages.device)
+        pages = (pages % int(table.pages[dummy, 0])).view(batch_size, needed)
+        table.pages[:batch_size, : min(needed, max_pages)] = pages.to(torch.int32)
+        table.lengths[:batch_size] = context
+        rows = np.arange(batch_size, dtype=np.int32)
+        positions = np.full(batch_size, context, np.int32)
+        no_grants = np.empty((3, 0), np.int32)
+        graphs.replay(rows, positions, no_grants)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record(executor.device.stream)
+        for step in range(1, steps + 1):
+            graphs.replay(rows, positions + np.int32(step), no_grants)
+        last.record(executor.device.stream)
+        last.synchronize()
+    return float(first.elapsed_time(last)) / steps
+
+
 @click.command()
 @engine_options
 @click.option("--batch-size", "sizes", multiple=True, type=int, help="[default: 1 2 4 ... 256]")
@@ -103,8 +134,8 @@ def decode(
                 times_of(steps=4)
                 times = times_of(steps=steps)
                 replay = None
-                if isinstance(executor, CudaExecutor) and executor.can_replay(size):
-                    replay = executor.time_replays(size, context + _SETTLING, steps)
+                if isinstance(executor, CudaExecutor):
+                    replay = replay_ms(executor, size, context=context + _SETTLING, steps=steps)
                 mean = statistics.fmean(times)
                 report.add(
                     batch=size,

@@ -19,7 +19,7 @@ from minisgl_backend.attention.paged import Chunks, PagedKV
 from minisgl_backend.attention.triton import TritonPrefill
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.config import DEMO_MODEL
-from minisgl_backend.execution.storage import KVStorage, paged_layers
+from minisgl_backend.execution.storage import KVStorage, zeroed_layers
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
@@ -65,7 +65,7 @@ def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) ->
             device=device,
             scales=scales,
         )
-        pages = paged_layers(storage)
+        pages = zeroed_layers(storage)
         found.append(
             torch.cat([logits_of(decoder, pages, prompt.to(device)).float() for prompt in ids])
         )

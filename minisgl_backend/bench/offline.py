@@ -193,7 +193,7 @@ def offline(
     )
 
     def measure(options: EngineOptions, trace: Path | None) -> Report:
-        from minisgl_backend.resolve import resolve_checkpoint
+        from minisgl_backend.models.hub import resolve_model
 
         with running_engine(options, nvtx=nvtx) as (engine, _):
             vocab_size = engine.info.vocab_size
@@ -219,7 +219,7 @@ def offline(
         figures = figures_of(prompts, sinks, seconds)
         figures["mean_batch"] = figures["output_tokens"] / steps
         if with_transformers:
-            folder, info = resolve_checkpoint(options), engine.info
+            folder, info = resolve_model(options.model, options.model_source), engine.info
             run = transformers_runner(folder, info.dtype, info.device)
             run(warm_up[:2])
             outputs = [sink.tokens for sink in sinks]

@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Final
 
 INTERRUPTED: Final = 130
-_OTHERS: Final = (signal.SIGTERM, signal.SIGHUP)
 """The exit code, as shells have it."""
+_OTHERS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager

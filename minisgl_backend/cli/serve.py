@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import click
 
 from minisgl_backend.cli.options import Refused, engine_options, refusing, tritonserver_option
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.precheck import check_options, checked_spec, device_type
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
@@ -143,15 +142,10 @@ def located(options: EngineOptions) -> EngineOptions:
 
     The server runs elsewhere, and here the operator sees how far a download has come.
     """
-    changes: dict[str, Any] = {}
-    for name in ("model", "tokenizer"):
-        value = getattr(options, name)
-        if value is not None:
-            folder = Path(value).expanduser()
-            if name == "model" or not folder.is_dir():
-                folder = resolve_model(value, options.model_source)
-            changes[name] = str(folder.resolve())
-    return replace(options, **changes)
+    source = options.model_source
+    model = str(resolve_model(options.model, source).resolve())
+    tokenizer = options.tokenizer and str(resolve_tokenizer(options.tokenizer, source).resolve())
+    return replace(options, model=model, tokenizer=tokenizer)
 
 
 def options_as_text(options: EngineOptions) -> dict[str, str]:

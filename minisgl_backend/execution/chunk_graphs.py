@@ -55,7 +55,7 @@ class ChunkInbox:
     [num_tokens], a token id or ``LAST_TOKEN``, with their ``rows`` and ``positions``;
     ``chunk_rows`` [max_chunks], ``chunk_offsets`` [max_chunks + 1] and ``chunk_ends`` [max_chunks];
     and again the decoding rows alone, ``decode_rows`` [max_decodes] and their ``decode_lengths``,
-    the new position included. Behind what there is stand the dummy row and empty chunks.
+    the new position included. The unused end of each is padding: the dummy row, or empty chunks.
     """
 
     buffer: Tensor

@@ -8,7 +8,6 @@ know waiting requests, the cache, or why rows and pages are granted.
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +26,7 @@ from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.sampler import Sample, Sampler
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
-from minisgl_backend.request import RequestId
-
-logger = logging.getLogger(__name__)
+from minisgl_backend.plan import SampledTokens, StepPlan
 
 _NOT_SAMPLED: Final = -2
 """What rank 0 tells the other ranks in place of tokens if it cannot sample."""
@@ -64,7 +60,6 @@ class CpuExecutor:
         )
         self._sampler = Sampler(max_rows=max_rows, vocab_size=model.spec.vocab_size)
         self._last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device.torch_device)
-        self._request_ids: dict[int, RequestId] = {}
         self._is_broken = False
 
     def launch(self, plan: StepPlan) -> CpuPending:
@@ -100,11 +95,9 @@ class CpuExecutor:
         """
         for row in plan.released_rows.tolist():
             self._sampler.release(row)
-            self._request_ids.pop(row, None)
         self._page_table.grant(plan)
         for admission in plan.admissions:
             self._sampler.admit(admission)
-            self._request_ids[admission.row] = admission.request_id
 
         indices = StepIndices.of(plan, self._page_table)
         hidden = self._forward(plan, indices)  # [num_tokens, hidden_size]
@@ -120,7 +113,6 @@ class CpuExecutor:
         return _HostSample(
             self._device.download(tokens),
             sample.logprobs and sample.logprobs.download(self._device),
-            [self._request_ids[row] for row in flat.sample_rows.tolist()],
         )
 
     def _sample(self, logits: Tensor, flat: FlatBatch) -> Sample:
@@ -161,17 +153,13 @@ class CpuExecutor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _HostSample:
-    """What was sampled, on the host. ``tokens`` is int64[num_samples].
-
-    ``request_ids`` are the requests of the samples, which the log names.
-    """
+    """What was sampled, on the host. ``tokens`` is int64[num_samples]."""
 
     tokens: Tensor
     logprobs: RawLogprobs | None
-    request_ids: list[RequestId]
 
 
-_NOTHING = _HostSample(torch.empty(0, dtype=torch.int64), None, [])
+_NOTHING = _HostSample(torch.empty(0, dtype=torch.int64), None)
 
 
 class CpuPending:
@@ -183,7 +171,5 @@ class CpuPending:
     def tokens(self) -> SampledTokens:
         sample = self._submission.result()
         token_ids = sample.tokens.numpy().astype(np.int32)
-        for index in np.flatnonzero(token_ids == NO_TOKEN).tolist():
-            logger.error("request %d: the logits are not finite", sample.request_ids[index])
         logprobs = sample.logprobs.by_sample(token_ids) if sample.logprobs else {}
         return SampledTokens(token_ids, logprobs)

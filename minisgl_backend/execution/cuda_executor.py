@@ -11,7 +11,6 @@ Must not know queues, caches or why rows and pages are granted.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import HostArray
 from minisgl_backend.attention.paged import DecodeRows, PagedAttention, PagedKV, ScheduledDecode
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
@@ -29,15 +27,13 @@ from minisgl_backend.execution.flat_layers import FlatLayers
 from minisgl_backend.execution.graphs import DecodeGraphs, StepOutput
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.rows import DeviceRows
-from minisgl_backend.execution.storage import KVStorage, paged_layers
+from minisgl_backend.execution.storage import KVStorage, zeroed_layers
 from minisgl_backend.kernels.rows import StepInbox, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.fused import FusedDecoder
-from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
+from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import IntArray
-
-logger = logging.getLogger(__name__)
 
 
 class CudaExecutor:
@@ -64,13 +60,13 @@ class CudaExecutor:
         chunk_graph_sizes: list[int],
         fused_experts: bool = True,
     ):
-        self._device = device
+        self.device = device
         self._storage = storage
         self._attention = attention
         self._group = model.group
         with device.queue():
-            self._model = FusedDecoder(model, paged_layers(storage), fused_experts=fused_experts)
-            self._rows = DeviceRows(
+            self._model = FusedDecoder(model, zeroed_layers(storage), fused_experts=fused_experts)
+            self.rows = DeviceRows(
                 device,
                 max_rows=max_rows,
                 max_sequence_length=max_sequence_length,
@@ -78,7 +74,7 @@ class CudaExecutor:
                 dummy_page=storage.dummy_page,
                 vocab_size=model.spec.vocab_size,
             )
-            self._layers = FlatLayers(self._model, self._rows, attention, device)
+            self._layers = FlatLayers(self._model, self.rows, attention, device)
             self._workspace = SamplingWorkspace(
                 max_rows, model.spec.vocab_size, device.torch_device
             )
@@ -87,7 +83,6 @@ class CudaExecutor:
                 dtype=model.dtype,
                 device=device.torch_device,
             )
-        self._request_ids = np.zeros(max_rows + 1, np.int64)
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
         longest = min(max_prefill_tokens, max_sequence_length)
@@ -101,7 +96,7 @@ class CudaExecutor:
             decode = attention.decode
             self.graphs = DecodeGraphs(
                 device,
-                self._rows.table,
+                self.rows.table,
                 self._decode_step,
                 graph_sizes,
                 decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
@@ -116,38 +111,36 @@ class CudaExecutor:
 
     def launch(self, plan: StepPlan) -> CudaPending:
         """Enqueue the step."""
-        with self._device.queue():
+        with self.device.queue():
             if len(plan.broken_pages):
-                self._storage.clear(self._device.upload(plan.broken_pages.astype(np.int64)))
+                self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
             if plan.admissions:
-                self._rows.admit(plan.admissions)
-                for admission in plan.admissions:
-                    self._request_ids[admission.row] = admission.request_id
+                self.rows.admit(plan.admissions)
             grants = np.stack([plan.grant_rows, plan.grant_indices, plan.grant_pages])
             num_decodes, num_grants = len(plan.decode_rows), grants.shape[1]
             is_decode = num_decodes > 0 and not len(plan.prefill_rows)
             if is_decode and self.graphs and self.graphs.fits(num_decodes, num_grants):
                 output = self.graphs.replay(plan.decode_rows, plan.decode_positions, grants)
             else:
-                self._rows.grant(*grants)
+                self.rows.grant(*grants)
                 output = self._step(FlatBatch.of(plan), plan.prefill_tokens)
             rows = plan.sample_rows
             logprobs = RawLogprobs.of(
-                output.logits, output.tokens, self._rows.num_logprobs[rows], self._device.upload
+                output.logits, output.tokens, self.rows.num_logprobs[rows], self.device.upload
             )
             if logprobs is not None:
-                logprobs = logprobs.download(self._device)
-            tokens = self._device.download(output.tokens[: len(rows)])
+                logprobs = logprobs.download(self.device)
+            tokens = self.device.download(output.tokens[: len(rows)])
             done = torch.cuda.Event()
-            done.record(self._device.stream)
-        return CudaPending(done, tokens, self._request_ids[rows], logprobs)
+            done.record(self.device.stream)
+        return CudaPending(done, tokens, logprobs)
 
     def renew(self) -> None:
         """Nothing: a step that breaks does so in ``launch``, and rows are told when they begin."""
 
     def close(self) -> None:
         """Wait for the steps in the queue, then destroy the graphs. Idempotent."""
-        self._device.close()
+        self.device.close()
         for graphs in (self.graphs, self.chunk_graphs):
             if graphs is not None:
                 graphs.close()
@@ -156,41 +149,10 @@ class CudaExecutor:
         """Put ``mark`` around each layer of the steps that are not captured, for profilers."""
         self._model.mark = mark
 
-    def can_replay(self, batch_size: int) -> bool:
-        """Whether a decode step of so many rows is captured."""
-        return self.graphs is not None and self.graphs.fits(batch_size, 0)
-
-    def time_replays(self, batch_size: int, context: int, steps: int) -> float:
-        """Milliseconds of one replay of a captured decode step and nothing else, for benchmarks.
-
-        Rows 0 .. batch_size - 1 advance from ``context`` positions by ``steps``, over pages of
-        their own as far as there are enough. To be called while no request is running.
-        """
-        assert self.graphs is not None
-        table = self._rows.table
-        dummy, max_pages = table.dummy_row, table.pages.shape[1]
-        with self._device.queue():
-            needed = -(-(context + steps + 1) // self._rows.page_size)
-            pages = torch.arange(batch_size * needed, device=table.pages.device)
-            pages = (pages % int(table.pages[dummy, 0])).view(batch_size, needed)
-            table.pages[:batch_size, : min(needed, max_pages)] = pages.to(torch.int32)
-            table.lengths[:batch_size] = context
-            rows = np.arange(batch_size, dtype=np.int32)
-            positions = np.full(batch_size, context, np.int32)
-            no_grants = np.empty((3, 0), np.int32)
-            self.graphs.replay(rows, positions, no_grants)
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record(self._device.stream)
-            for step in range(1, steps + 1):
-                self.graphs.replay(rows, positions + np.int32(step), no_grants)
-            last.record(self._device.stream)
-            last.synchronize()
-        return float(first.elapsed_time(last)) / steps
-
     def _decode_step(self, inbox: StepInbox, batch_size: int) -> StepOutput:
         """A whole decode step of the first rows of ``inbox``; this is what graphs hold."""
-        table, attention = self._rows.table, self._attention.decode
-        inputs = begin_decode(table, inbox, batch_size, self._rows.page_size)
+        table, attention = self.rows.table, self._attention.decode
+        inputs = begin_decode(table, inbox, batch_size, self.rows.page_size)
         metadata = attention.plan_rows(
             DecodeRows(
                 rows=inputs.rows,
@@ -221,8 +183,8 @@ class CudaExecutor:
         if not len(batch.samples):
             return self._no_output
         numbers = np.stack([batch.samples, batch.sample_rows, batch.sample_positions])
-        samples, rows, positions = self._device.upload(numbers.astype(np.int32))
-        table = self._rows.table
+        samples, rows, positions = self.device.upload(numbers.astype(np.int32))
+        table = self.rows.table
         logits = self._model.logits(hidden.index_select(0, samples))
         sampled = sample(logits, table.sampling, rows, positions, self._workspace)
         tokens = self._group.broadcast(sampled)
@@ -231,7 +193,7 @@ class CudaExecutor:
 
     @property
     def _no_output(self) -> StepOutput:
-        nothing = torch.empty(0, dtype=torch.int32, device=self._device.torch_device)
+        nothing = torch.empty(0, dtype=torch.int32, device=self.device.torch_device)
         return StepOutput(nothing, self._logits[:0])
 
     def _warm_up(self, chunks: list[int], num_decodes: int) -> None:
@@ -239,10 +201,10 @@ class CudaExecutor:
         find out whether it has the memory it needs, with logprobs of all its samples."""
         plan = self._dummy_plan(chunks, num_decodes)
         try:
-            with self._device.queue():
+            with self.device.queue():
                 output = self._step(FlatBatch.of(plan), plan.prefill_tokens)
                 wanted = np.ones(len(output.tokens), np.int64)
-                RawLogprobs.of(output.logits, output.tokens, wanted, self._device.upload)
+                RawLogprobs.of(output.logits, output.tokens, wanted, self.device.upload)
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of {sum(chunks) + num_decodes} tokens does not fit beside the KV pages: "
@@ -251,7 +213,7 @@ class CudaExecutor:
 
     def _dummy_plan(self, chunks: list[int], num_decodes: int) -> StepPlan:
         """The dummy row has all chunks and all decodes: only its page is written."""
-        row, empty = self._rows.table.dummy_row, np.empty(0, np.int32)
+        row, empty = self.rows.table.dummy_row, np.empty(0, np.int32)
         return StepPlan(
             step=-1,
             released_rows=empty,
@@ -277,20 +239,16 @@ class CudaPending:
         self,
         done: torch.cuda.Event,
         tokens: Tensor,
-        request_ids: HostArray,
         logprobs: RawLogprobs | None,
     ):
         """``tokens`` int32[num_samples] and ``logprobs`` are on the host, and valid once ``done``
-        is; ``request_ids`` are those of the samples."""
+        is."""
         self._done = done
         self._tokens = tokens
-        self._request_ids = request_ids
         self._logprobs = logprobs
 
     def tokens(self) -> SampledTokens:
         self._done.synchronize()
         token_ids = self._tokens.numpy()
-        for index in np.flatnonzero(token_ids == NO_TOKEN).tolist():
-            logger.error("request %d: the logits are not finite", self._request_ids[index])
         logprobs = self._logprobs.by_sample(token_ids) if self._logprobs else {}
         return SampledTokens(token_ids, logprobs)

@@ -85,8 +85,8 @@ class Followers:
         if failure is not None:
             report(failure)
 
-    def ask_twice_a_second(self, complaint: Callable[[], str | None]) -> None:
-        """Call ``complaint`` on another thread; once it returns a cause, ``lose`` them all."""
+    def watch_for(self, complaint: Callable[[], str | None]) -> None:
+        """Call ``complaint`` now and then, on another thread; ``lose`` all once it has a cause."""
         self._complaint = complaint
 
     def meet(self) -> None:

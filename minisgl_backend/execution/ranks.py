@@ -98,7 +98,7 @@ class LeadingExecutor:
         self._on_lost: Callable[[EngineFailure], None] = lambda failure: None
         self._is_closed = False
         followers.on_lost(self._lost)
-        followers.ask_twice_a_second(self._complaint)
+        followers.watch_for(self._complaint)
 
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
         """Call ``report`` on another thread when a follower is lost, or at once if one is lost."""

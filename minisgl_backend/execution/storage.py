@@ -6,7 +6,6 @@ the *dummy* page: padding points to it, and nothing real is ever stored there.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +14,6 @@ from torch import Tensor
 from minisgl_backend.attention.base import AttentionShape, KVScale
 from minisgl_backend.attention.paged import PagedKV
 from minisgl_backend.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
 class KVStorage:
@@ -66,11 +63,11 @@ class KVStorage:
         filled.index_fill_(2, pages, 0)
 
 
-def paged_layers(storage: KVStorage) -> list[PagedKV]:
-    """The pages of each layer, set to zero: the dummy page, and what nobody has written, is finite.
+def zeroed_layers(storage: KVStorage) -> list[PagedKV]:
+    """The pages of each layer, which it sets to zero.
 
-    The kernels of this package leave out what stands behind a row's end, whatever it is; those of
-    libraries need not.
+    So the dummy page, and what nobody has written, is finite. The kernels of this package leave out
+    what stands behind a row's end, whatever it is; those of libraries need not.
     """
     pages, layers = storage.pages, []
     pages.view(torch.uint8).zero_()
@@ -118,11 +115,5 @@ def choose_num_pages(
             f"no memory for KV pages: one of {page_size} positions takes {page_bytes:,} bytes, but "
             f"only {budget:,} bytes are left for them ({memory_ratio:g} of {free_bytes:,} free, of "
             f"which {max_rows} running requests take {reserved_bytes:,})"
-        )
-    if num_pages < pages_per_row:
-        logger.warning(
-            "KV pages for %d positions only: a request of the full length %d will be refused",
-            num_pages * page_size,
-            max_sequence_length,
         )
     return num_pages

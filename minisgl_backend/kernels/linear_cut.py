@@ -55,7 +55,7 @@ class Cut:
     even: bool = False
 
     def num_steps(self, height: int, in_features: int) -> int:
-        """Over ``BLOCK`` in_features each, of all tiles of a weight [height, in_features]."""
+        """Of all tiles of a weight [height, in_features]; a step takes ``BLOCK`` in_features."""
         return height // self.features * (in_features // BLOCK)
 
     @property

@@ -44,6 +44,12 @@ def resolve_model(model: str, source: str = "hf", *, download: Download | None =
         raise ConfigError(f"{model} could not be fetched from {source}: {reason}") from error
 
 
+def resolve_tokenizer(tokenizer: str, source: str = "hf") -> Path:
+    """The same for a tokenizer, whose folder need not hold a model."""
+    folder = Path(tokenizer).expanduser()
+    return folder if folder.is_dir() else resolve_model(tokenizer, source)
+
+
 def _is_id(model: str) -> bool:
     parts = model.split("/")
     return 1 <= len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)

@@ -32,7 +32,7 @@ from minisgl_backend.request import (
 from minisgl_backend.runtime.inbox import Abort, Add, Fail, Stop
 from minisgl_backend.runtime.loop import Loop
 from minisgl_backend.runtime.ports import Executor, Scheduler
-from minisgl_backend.runtime.stats import EngineStats, Recorder, Samples
+from minisgl_backend.runtime.stats import EngineStats, Recorder, Refusal, Samples
 from minisgl_backend.scheduling.capacity import check_fits, most_tokens
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,9 @@ class Engine:
         num_tokens = len(request.prompt)
         with self._changed:
             self._check_open()
-            self._check_queue(num_tokens)
+            if complaint := self._queue_complaint(num_tokens):
+                self._recorder.request_rejected("queue_full")
+                raise Overloaded(complaint)
             self._num_open += 1
             self._num_waiting_tokens += num_tokens
             sampling = self._with_eos(request.sampling)
@@ -122,6 +124,10 @@ class Engine:
             self._loop.inbox.put(
                 Add(dataclasses.replace(request, sampling=sampling), sink, time.monotonic())
             )
+
+    def count_refused(self, reason: Refusal) -> None:
+        """Count a request that was refused before it came to ``submit``."""
+        self._recorder.request_rejected(reason)
 
     def abort(
         self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
@@ -154,23 +160,24 @@ class Engine:
         age_s = 0.0 if pulse.is_waiting else max(0.0, time.monotonic() - pulse.tick_s)
         return Health(self._state, age_s)
 
-    def most_tokens(self, num_prompt_tokens: int) -> int:
-        """The largest ``max_tokens`` that such a prompt leaves room for; below 1: none."""
+    def fitted(self, sampling: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
+        """With as many ``max_tokens`` as such a prompt leaves room for, of those that it has.
+
+        Where there is no room for the least of them, the least, which ``submit`` refuses.
+        """
         info = self.info
-        return most_tokens(
+        most = most_tokens(
             num_prompt_tokens,
             max_sequence_length=info.max_sequence_length,
             num_pages=info.num_pages,
             page_size=info.page_size,
         )
+        least = max(1, sampling.min_tokens)
+        return dataclasses.replace(sampling, max_tokens=max(least, min(sampling.max_tokens, most)))
 
     def is_queue_full(self) -> bool:
         """Whether ``submit`` would refuse a request now: a hint to refuse it before other work."""
-        info = self.info
-        return (
-            self._num_open >= info.max_running_requests + info.max_queued_requests
-            or self._num_waiting_tokens >= max(1, info.max_queued_tokens)
-        )
+        return self._queue_complaint(num_tokens=1) is not None
 
     def close(self, *, drain_s: float) -> None:
         """Stop the engine: refuse new requests, and give the open ones ``drain_s`` to finish.
@@ -212,22 +219,22 @@ class Engine:
         self._recorder.request_rejected("down")
         raise Overloaded("the engine is down")
 
-    def _check_queue(self, num_tokens: int) -> None:
+    def _queue_complaint(self, num_tokens: int) -> str | None:
+        """Why a request with a prompt of so many tokens may not be queued now, if so."""
         info = self.info
         most = info.max_running_requests + info.max_queued_requests
         if self._num_open >= most:
-            self._recorder.request_rejected("queue_full")
-            raise Overloaded(
+            return (
                 f"queue full: {self._num_open} requests open of at most {most} "
                 f"({info.max_running_requests} running, {info.max_queued_requests} queued)"
             )
         waiting = self._num_waiting_tokens
         if waiting and waiting + num_tokens > info.max_queued_tokens:
-            self._recorder.request_rejected("queue_full")
-            raise Overloaded(
+            return (
                 f"queue full: {waiting} prompt tokens wait, and {num_tokens} more "
                 f"exceed {info.max_queued_tokens}"
             )
+        return None
 
     def _with_eos(self, sampling: SamplingParams) -> SamplingParams:
         if sampling.ignore_eos:

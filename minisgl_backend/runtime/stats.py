@@ -9,12 +9,16 @@ import threading
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 from minisgl_backend.scheduling.stats import SchedulerStats
 
 StepKind: TypeAlias = Literal["prefill", "decode", "mixed"]
 """What a step computes: chunks of prompts, decoding rows, or both."""
+
+Refusal: TypeAlias = Literal["invalid", "unsupported", "queue_full", "draining", "down"]
+"""Why a request was refused at the door."""
+REFUSALS: Final[tuple[Refusal, ...]] = get_args(Refusal)
 
 MAX_SAMPLES: Final = 4096
 """Samples kept between two readings; older ones are dropped where nobody reads."""
@@ -31,8 +35,8 @@ class EngineStats:
     num_generated_tokens: int
     """All sampled tokens, including those of requests that were cancelled."""
     num_cancelled: int
-    rejected: Mapping[str, int]
-    """Requests refused at the door, by reason: invalid, queue_full, draining or down."""
+    rejected: Mapping[Refusal, int]
+    """Requests refused at the door, by reason."""
     failed: Mapping[str, int]
     """Accepted requests that ended with an error, by its code."""
     num_steps: int
@@ -57,14 +61,14 @@ class Recorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._samples = Samples()
-        self._rejected: Counter[str] = Counter()
+        self._rejected: Counter[Refusal] = Counter()
         self._failed: Counter[str] = Counter()
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._num_cancelled = 0
         self._num_steps = 0
 
-    def request_rejected(self, reason: str) -> None:
+    def request_rejected(self, reason: Refusal) -> None:
         """Count a request that was refused at the door."""
         with self._lock:
             self._rejected[reason] += 1

@@ -19,6 +19,7 @@ def most_tokens(
 
 
 def check_fits(
+    *,
     num_prompt_tokens: int,
     max_tokens: int,
     max_sequence_length: int,

@@ -135,8 +135,8 @@ class Lifecycle:
                 draft.grant_row(sequence.row, indices, np.array(pages, dtype=np.int32))
         self._remaps.clear()
 
-    def rows_told(self) -> list[int]:
-        """The rows that the executor believes to be taken: it learns of releases by plans."""
+    def rows_of_executor(self) -> list[int]:
+        """The rows that are taken as far as the executor knows: plans tell it of releases."""
         held = [row for row, s in enumerate(self.rows.sequences) if s is not None]
         return sorted({*held, *self.released_rows})
 

@@ -91,11 +91,11 @@ class Scheduler:
     def add(self, request: Request, generated: IntArray = EMPTY) -> None:
         """Queue a request. Raises ``InvalidRequest`` if it could never fit."""
         check_fits(
-            len(request.prompt),
-            request.sampling.max_tokens,
-            self._config.max_sequence_length,
-            self._cache.num_pages,
-            self._cache.page_size,
+            num_prompt_tokens=len(request.prompt),
+            max_tokens=request.sampling.max_tokens,
+            max_sequence_length=self._config.max_sequence_length,
+            num_pages=self._cache.num_pages,
+            page_size=self._cache.page_size,
         )
         self._life.enqueue(request, generated)
 
@@ -161,7 +161,7 @@ class Scheduler:
         """A planner like this one with nothing in it; its first plan gives back all rows, and takes
         all pages for broken."""
         scheduler = Scheduler(self._cache.emptied(), self._config)
-        scheduler._life.released_rows = self._life.rows_told()
+        scheduler._life.released_rows = self._life.rows_of_executor()
         scheduler._life.broken_pages = list(range(self._cache.num_pages))
         scheduler._num_retractions = self._num_retractions  # counters never go back
         scheduler._prefix_queries = self._prefix_queries

@@ -127,7 +127,8 @@ class Lookout:
         wrong = {process: _wrong_with(process, now_s, awake_s) for process in self.seen}
         found = {process: what for process, what in wrong.items() if what is not None}
         patience_s = TRITON_HANG_AFTER_S
-        if found and all(map(_is_only_silent, found)):  # they may wait for tritonserver
+        # A process blocks in a call into a tritonserver that hangs, so both fall silent together.
+        if found and all(map(_is_only_silent, found)):
             patience_s = HANG_AFTER_S - 2 * _ASK_EVERY_S  # it is asked now and then
         if self._silent_s() > patience_s:
             return Fault("; ".join([_TRITON_HANGS, *found.values()]))

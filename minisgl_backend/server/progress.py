@@ -37,7 +37,7 @@ class Progress:
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             work_s = work_of(self._session)
-            # less, where a process took its account with it
+            # the sum shrinks when a process ends, and that is progress, too
             if not 0 <= work_s - self._work_s < _LEAST_S:
                 self._work_s, self._moved_s = work_s, now_s
         return now_s - self._moved_s

@@ -3,14 +3,15 @@
 Knows the server, what may be at fault (``faults``), and Triton's habits. Must not know requests.
 
 Models' processes that died or hang are ended for good, and their models loaded again, while the
-others serve on. But requests that were inside such a process are lost to Triton 24.10: it neither
-ends them nor could be told to, so their callers would wait for ever. Where there were any, and
-where tritonserver itself is at fault, all of it is ended and started again on the same ports:
-callers see their connections break at once. (The detokenizer has no request inside: the engine ends
-the streams of one that has gone.) So it is where more requests wait in tritonserver for a model
-that died than are served beside them: Triton 24.10 ends those with an error, but one a second, also
-when the model is back. And after ``MAX_RELOADS``, of each of which under load tritonserver keeps
-some threads.
+others serve on. But all of tritonserver is ended and started again, on the same ports, where
+
+- requests were inside such a process: Triton 24.10 neither ends them nor can be told to, so their
+  callers would wait for ever, and so they see their connections break at once (the detokenizer has
+  no request inside: the engine ends the streams of one that has gone);
+- tritonserver itself is at fault;
+- more requests wait in tritonserver for a dead model than are served beside them: Triton 24.10 ends
+  those with an error, but one a second, also when the model is back;
+- models were loaded again ``MAX_RELOADS`` times: under load tritonserver keeps threads of each.
 
 What goes wrong together is one recovery. One that fails is a fault like any other. Each one waits
 twice as long as the last; after ``MAX_RECOVERIES`` in ``WINDOW_S`` the server stays down, and says

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _CHARS_PER_TOKEN: Final = 8
-"""Of the first beginning that is looked at: more than common text has."""
+"""Assumed for the first beginning that is tokenized; common text has fewer."""
 _LOOSE_WORDS: Final = 16
 _NFC_SHRINKS: Final = 4
 """Composing characters makes a text at most that many times shorter, in bytes of UTF-8."""

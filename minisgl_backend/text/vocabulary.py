@@ -71,21 +71,21 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.pieces)
 
-    def check_fits(self, num_rows: int) -> None:
+    def check_fits(self, num_embeddings: int) -> None:
         """Raises ``ConfigError`` where a text's tokens can be beyond the model's embeddings.
 
         Special tokens may be, as the padding of some checkpoints is: a request that spells one is
         refused.
         """
-        beyond = [
-            token_id for token_id in range(num_rows, len(self)) if self.names[token_id] is not None
-        ]
+        behind = range(num_embeddings, len(self))
+        beyond = [token_id for token_id in behind if self.names[token_id] is not None]
         if not beyond:
             return
         token = self.names[beyond[0]]
         message = (
-            f"the tokenizer has {len(beyond)} tokens that the model, of {num_rows} rows, does "
-            f"not know: the first is {token!r}, of id {beyond[0]}, the last has id {beyond[-1]}"
+            f"the tokenizer has {len(beyond)} tokens that the model, of {num_embeddings} "
+            f"embeddings, does not know: the first is {token!r}, of id {beyond[0]}, the last has "
+            f"id {beyond[-1]}"
         )
         if not self.special.issuperset(beyond):
             raise ConfigError(message)

@@ -1,6 +1,6 @@
-"""Counting in this process what Triton is told in bulk: histograms' buckets, and refusals.
+"""Counters of this process that are reported to Triton in batches: histograms' buckets, refusals.
 
-To tell it may fail, where Triton has no room for the message; what was not told is told next time.
+A report can fail where Triton has no room for the message; the next one has what it missed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, Final
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Recovering, Unsupported
+from minisgl_backend.runtime.stats import Refusal
 
 logger = logging.getLogger(__name__)
 
-REJECTED: Final = "minisgl:requests_rejected_total"
-_REASONS: Final[Mapping[type[MiniSGLError], str]] = {
+_REASONS: Final[Mapping[type[MiniSGLError], Refusal]] = {
     Unsupported: "unsupported",
     InvalidRequest: "invalid",
     Recovering: "down",
@@ -32,21 +32,41 @@ _REASONS: Final[Mapping[type[MiniSGLError], str]] = {
 """The first that an error is an instance of counts."""
 
 
+def refusal_of(error: BaseException) -> Refusal | None:
+    """For which reason an error refuses a request; None for what is no refusal."""
+    found = (reason for kind, reason in _REASONS.items() if isinstance(error, kind))
+    return next(found, None)
+
+
+def engine_labels(model: str, version: str) -> dict[str, str]:
+    """The labels of all metrics of one engine, or of one tokenizer; see ``telemetry``."""
+    return {"model": Path(model).name, "version": version, "engine": secrets.token_hex(4)}
+
+
+def refusals_family() -> Any:
+    """The family of the metric that both engine and tokenizer report."""
+    return pb_utils.MetricFamily(
+        name="minisgl:requests_rejected_total",
+        description="Requests refused at the door",
+        kind=pb_utils.MetricFamily.COUNTER,
+    )
+
+
 @dataclass(slots=True)
-class Told:
+class ReportedMetric:
     """A metric, and the value that Triton has of it."""
 
     metric: Any
     value: float = 0.0
 
     def raise_to(self, value: float) -> None:
-        """Tell the value of a counter."""
+        """Report the value of a counter."""
         if value > self.value:
             self.metric.increment(value - self.value)
             self.value = value
 
     def set(self, value: float) -> None:
-        """Tell the value of a gauge."""
+        """Report the value of a gauge."""
         if value != self.value:
             self.metric.set(value)
             self.value = value
@@ -56,18 +76,14 @@ class Rejections:
     """Requests that the tokenizer refuses, told in bulk by a thread of its own."""
 
     def __init__(self, *, model: str, version: str, every_s: float = 0.5) -> None:
-        self._family = pb_utils.MetricFamily(
-            name=REJECTED,
-            description="Requests refused at the door",
-            kind=pb_utils.MetricFamily.COUNTER,
-        )
-        labels = {"model": Path(model).name, "version": version, "engine": secrets.token_hex(4)}
+        self._family = refusals_family()
+        labels = engine_labels(model, version)
         self._metrics = {
-            reason: Told(self._family.Metric(labels={**labels, "reason": reason}))
+            reason: ReportedMetric(self._family.Metric(labels={**labels, "reason": reason}))
             for reason in _REASONS.values()
         }
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[Refusal] = Counter()
         self._every_s = every_s
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rejections", daemon=True)
@@ -75,8 +91,7 @@ class Rejections:
 
     def count(self, error: BaseException) -> None:
         """A request was refused with this error; what is no refusal is not counted."""
-        found = (reason for kind, reason in _REASONS.items() if isinstance(error, kind))
-        if reason := next(found, None):
+        if reason := refusal_of(error):
             with self._lock:
                 self._counts[reason] += 1
 

@@ -4,10 +4,10 @@ Knows the open streams of all engines that send it chunks. It has one instance, 
 takes one chunk after another, so that a stream's chunks stay in order; each is answered with new
 text, with nothing (the final flag alone), or with an error, and acknowledged to its engine.
 
-Invariants: every chunk gets its final flag and its acknowledgement. After a stream's last answer,
-or once its client is gone, its chunks are answered with nothing. What is kept of a stream goes with
-its last chunk, with the engine's word to forget it, with the engine, or when nothing more is heard
-of it.
+Invariants: every chunk gets its final flag, and all but a stream's last an acknowledgement. After a
+stream's last answer, or once its client is gone, its chunks are answered with nothing. What is kept
+of a stream goes with its last chunk, with the engine's word to forget it, with the engine, or when
+nothing more is heard of it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from minisgl_backend.errors import (
     Unsupported,
 )
 from minisgl_backend.text.tokenizer import load_vocabulary
+from minisgl_backend.tritonserver.answer_stream import AnswerStream
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.packets import Ack, Verdict
 from minisgl_backend.tritonserver.responder import Responder, error_response
@@ -42,7 +43,6 @@ from minisgl_backend.tritonserver.vitals import Vitals
 from minisgl_backend.tritonserver.wire.answer import answer_arrays
 from minisgl_backend.tritonserver.wire.chunk import Chunk, decode_chunk
 from minisgl_backend.tritonserver.wire.parameters import CHUNK
-from minisgl_backend.tritonserver.wire.stream import AnswerStream
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class TritonPythonModel:
         try:
             verdict, response = self._answer(chunk, stream, responder)
         except Exception as error:
-            verdict, response = Verdict.FAILED, error_response(error, request.request_id())
+            verdict, response = Verdict.FAILED, error_response(error, responder.label)
             if stream is not None:
                 stream.over = verdict
         # before it is sent, since the engine can make the next chunk ready meanwhile; that one is

@@ -112,7 +112,7 @@ class Dispatcher:
     def labelled(self, label: str) -> list[Stream]:
         """The open streams of requests to which their clients gave this id."""
         with self._lock:
-            return [stream for stream in self._streams.values() if stream.label == label]
+            return [stream for stream in self._streams.values() if stream.responder.label == label]
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -137,7 +137,9 @@ class Dispatcher:
             try:
                 self._send(stream)
             except Exception:
-                logger.exception("request %.80r: a response could not be sent", stream.label)
+                logger.exception(
+                    "request %.80r: a response could not be sent", stream.responder.label
+                )
                 error = EngineFailure("a response could not be sent")
                 stream.mute(error)
                 self._engine.abort(stream.request_id, error)
@@ -227,7 +229,7 @@ class Dispatcher:
                 except Exception:  # Triton may have no room for a question; others have theirs
                     if now_s - failed_s > _CALM_S:
                         text = "request %.80r, maybe others: its stream could not be looked after"
-                        logger.exception(text, stream.label)
+                        logger.exception(text, stream.responder.label)
                     failed_s = now_s
             self._expire(now_s)
             self._outbox.expire(now_s)
@@ -237,7 +239,7 @@ class Dispatcher:
         if duty is Duty.SEND:
             self._outbox.put(stream, urgent=stream.is_urgent)
         elif duty is Duty.GIVE_UP:
-            logger.warning("request %.80r: the detokenizer does not answer", stream.label)
+            logger.warning("request %.80r: the detokenizer does not answer", stream.responder.label)
             self._give_up(stream, "the detokenizer does not answer")
         if (
             not stream.is_acknowledged

@@ -21,9 +21,10 @@ from typing import Any, Final
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, Overloaded
 from minisgl_backend.heartbeat import State
-from minisgl_backend.request import Event, Failed, Finished, FinishReason, Request
+from minisgl_backend.request import Event, Failed, Finished, FinishReason, IntArray, Request
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.text.prompt import TokenPrompt
+from minisgl_backend.tritonserver.counts import refusal_of
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.encoding import ChunkEncoder, TokenEncoder
 from minisgl_backend.tritonserver.responder import Responder
@@ -159,15 +160,19 @@ class TritonPythonModel:
     # --- requests ----------------------------------------------------------------------------
 
     def _accept(self, request: Any, responder: Responder) -> None:
-        inputs = read_inputs(request)
-        checked_size(request, inputs, self._limits)
-        direct = REQUEST.name not in inputs
-        asked = self._from_client(request, inputs) if direct else self._from_tokenizer(inputs)
-        label: str = request.request_id()
+        try:
+            inputs = read_inputs(request)
+            checked_size(request, inputs, self._limits)
+            direct = REQUEST.name not in inputs
+            asked = self._from_client(request, inputs) if direct else self._from_tokenizer(inputs)
+        except Exception as error:
+            if reason := refusal_of(error):
+                self._engine.count_refused(reason)
+            raise
         if isinstance(asked, StopRequest):
-            self._stop(asked, label, responder, direct=direct)
+            self._stop(asked, responder, direct=direct)
         else:
-            self._generate(asked, label, responder, direct=direct)
+            self._generate(asked, responder, direct=direct)
 
     def _from_tokenizer(self, inputs: Arrays) -> Record | StopRequest:
         """What the tokenizer's record says."""
@@ -187,36 +192,9 @@ class TritonPythonModel:
             return parsed
         return Record(generation=parsed, arrival_time_ns=arrival_time_ns)
 
-    def _generate(self, record: Record, label: str, responder: Responder, *, direct: bool) -> None:
-        generation = record.generation
-        prompt = generation.prompt
-        assert isinstance(prompt, TokenPrompt)
-        key = self._dispatcher.new_key()
-        num_input_tokens = len(prompt.ids)
-        encode: Callable[[Outgoing], Any]
-        if direct:
-            encode = TokenEncoder(
-                label=label, num_input_tokens=num_input_tokens, wanted=generation.wanted
-            )
-        else:
-            encode = self._chunk_encoder(key, record, num_input_tokens)
-        stream = Stream(
-            key=key,
-            request_id=self._engine.new_id(),
-            label=label,
-            responder=responder,
-            encode=encode,
-            window=Window(now_s=time.monotonic(), interval_s=self._interval_s(generation)),
-            acknowledged=not direct,
-            arrival_time_ns=record.arrival_time_ns,
-            timed=generation.wanted.perf_metrics,
-        )
-        seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
-        max_tokens = generation.sampling.max_tokens
-        if generation.fit_max_tokens:
-            fitting = min(max_tokens, self._engine.most_tokens(num_input_tokens))
-            # where there is no room for the least, that is refused
-            max_tokens = max(1, generation.sampling.min_tokens, fitting)
+    def _generate(self, record: Record, responder: Responder, *, direct: bool) -> None:
+        stream = self._stream(record, responder, direct=direct)
+        request = self._request(record, stream)
         deliver = self._dispatcher.open(stream)
 
         def sink(event: Event) -> None:
@@ -227,21 +205,52 @@ class TritonPythonModel:
                 deliver(event)
 
         try:
-            self._engine.submit(
-                Request(
-                    id=stream.request_id,
-                    prompt=prompt.ids,
-                    sampling=replace(generation.sampling, seed=seed, max_tokens=max_tokens),
-                    priority=generation.priority,
-                    deadline_s=_deadline_s(generation.timeout_ms, record.arrival_time_ns),
-                    cache_salt=generation.cache_salt,
-                    label=label,
-                ),
-                sink,
-            )
+            self._engine.submit(request, sink)
         except Exception:  # refused as a rule; whatever it is, nothing will come for the stream
             self._dispatcher.discard(stream)
             raise
+        if stream.is_muted:  # given up before the engine knew its request
+            self._engine.abort(stream.request_id)
+
+    def _stream(self, record: Record, responder: Responder, *, direct: bool) -> Stream:
+        """The way out: as token ids to a client of this model, as chunks to the detokenizer."""
+        generation = record.generation
+        key = self._dispatcher.new_key()
+        num_input_tokens = len(_prompt_ids(generation))
+        encode: Callable[[Outgoing], Any]
+        if direct:
+            encode = TokenEncoder(
+                label=responder.label, num_input_tokens=num_input_tokens, wanted=generation.wanted
+            )
+        else:
+            encode = self._chunk_encoder(key, record, num_input_tokens)
+        return Stream(
+            key=key,
+            request_id=self._engine.new_id(),
+            responder=responder,
+            encode=encode,
+            window=Window(now_s=time.monotonic(), interval_s=self._interval_s(generation)),
+            acknowledged=not direct,
+            arrival_time_ns=record.arrival_time_ns,
+            timed=generation.wanted.perf_metrics,
+        )
+
+    def _request(self, record: Record, stream: Stream) -> Request:
+        """What the engine is asked for."""
+        generation, ids = record.generation, _prompt_ids(record.generation)
+        seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
+        sampling = replace(generation.sampling, seed=seed)
+        if generation.fit_max_tokens:
+            sampling = self._engine.fitted(sampling, num_prompt_tokens=len(ids))
+        return Request(
+            id=stream.request_id,
+            prompt=ids,
+            sampling=sampling,
+            priority=generation.priority,
+            deadline_s=_deadline_s(generation.timeout_ms, record.arrival_time_ns),
+            cache_salt=generation.cache_salt,
+            label=stream.responder.label,
+        )
 
     def _chunk_encoder(self, key: int, record: Record, num_input_tokens: int) -> ChunkEncoder:
         generation = record.generation
@@ -268,15 +277,14 @@ class TritonPythonModel:
         asked = generation.min_chunk_interval_ms
         return (asked if asked is not None else self._options.min_chunk_interval_ms) / 1000
 
-    def _stop(
-        self, request: StopRequest, label: str, responder: Responder, *, direct: bool
-    ) -> None:
+    def _stop(self, request: StopRequest, responder: Responder, *, direct: bool) -> None:
         """Cancel the requests that bear the same id, and say so."""
-        if not label:
+        if not responder.label:
             raise InvalidRequest("stop_request needs the request id of what it stops")
-        streams = self._dispatcher.labelled(label)
+        streams = self._dispatcher.labelled(responder.label)
         if not streams and not self._engine.health().ready:
-            raise Overloaded("the engine takes no requests")  # so that one for nothing is a probe
+            # a stop_request that matches nothing is a probe of health, as the gateway sends it
+            raise Overloaded("the engine takes no requests")
         for stream in streams:
             self._engine.abort(stream.request_id)
         wanted = replace(request.wanted, finish_reason=True)
@@ -298,6 +306,12 @@ class TritonPythonModel:
             terminal=Finished(FinishReason.CANCELLED),
         )
         responder.send(encode(outgoing), final=True)
+
+
+def _prompt_ids(generation: Generation) -> IntArray:
+    """int32[num_prompt_tokens]; whatever the prompt was, it comes here as token ids."""
+    assert isinstance(generation.prompt, TokenPrompt)
+    return generation.prompt.ids
 
 
 def _deadline_s(timeout_ms: int | None, arrival_time_ns: int) -> float | None:

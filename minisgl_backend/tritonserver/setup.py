@@ -19,7 +19,7 @@ import triton_python_backend_utils as pb_utils
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, MiniSGLError
 from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.shared_names import (
     HTTP_URL_VARIABLE,
@@ -38,18 +38,18 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 
 def runtime_directory() -> Path | None:
     """Where sockets and signs of this server belong; None where nobody made such a place."""
-    path = _told(RUNTIME_DIRECTORY_VARIABLE)
+    path = _environment(RUNTIME_DIRECTORY_VARIABLE)
     return Path(path) if path else None
 
 
 def ready_url(args: Mapping[str, str]) -> str | None:
     """Where the server tells whether this model is ready; None where nobody says."""
-    server = _told(HTTP_URL_VARIABLE)
+    server = _environment(HTTP_URL_VARIABLE)
     version = f"{args['model_name']}/versions/{args['model_version']}"
     return f"{server}/v2/models/{version}/ready" if server else None
 
 
-def _told(variable: str) -> str | None:
+def _environment(variable: str) -> str | None:
     """What the starter of the server tells its models; the environment is looked at only here."""
     return os.environ.get(variable)
 
@@ -78,9 +78,7 @@ def engine_options(args: Mapping[str, str]) -> EngineOptions:
 
 def tokenizer_folder(options: EngineOptions) -> Path:
     """The folder with the tokenizer's files, fetched from its hub where it is an id."""
-    name = options.tokenizer or options.model
-    folder = Path(name).expanduser()
-    return folder if folder.is_dir() else resolve_model(name, options.model_source)
+    return resolve_tokenizer(options.tokenizer or options.model, options.model_source)
 
 
 def model_spec(options: EngineOptions) -> ModelSpec:

@@ -70,7 +70,6 @@ class Stream:
         *,
         key: int,
         request_id: RequestId,
-        label: str,
         responder: Responder,
         encode: Callable[[Outgoing], Any],
         window: Window,
@@ -78,12 +77,10 @@ class Stream:
         arrival_time_ns: int,
         timed: bool = False,
     ) -> None:
-        """``label`` is the client's request id; ``acknowledged`` tells whether a detokenizer
-        acknowledges the chunks, else each counts as acknowledged once Triton took it; ``timed``
-        whether the times of tokens are wanted."""
+        """``acknowledged`` tells whether a detokenizer acknowledges the chunks, else each counts as
+        acknowledged once Triton took it; ``timed`` whether the times of tokens are wanted."""
         self.key = key
         self.request_id = request_id
-        self.label = label
         self.responder = responder
         self.encode = encode
         self.is_acknowledged = acknowledged
@@ -159,6 +156,12 @@ class Stream:
             self._muted = True
             self._error = error
             return self._claim(time.monotonic())
+
+    @property
+    def is_muted(self) -> bool:
+        """Whether it sends nothing any more but the final flag."""
+        with self._lock:
+            return self._muted
 
     @property
     def is_settled(self) -> bool:

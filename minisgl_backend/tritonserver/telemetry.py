@@ -13,16 +13,19 @@ two: the next update of the other crashes tritonserver (measured with 24.10).
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.runtime.engine import EngineInfo
-from minisgl_backend.runtime.stats import EngineStats, Samples
-from minisgl_backend.tritonserver.counts import REJECTED, BucketCounts, Told
+from minisgl_backend.runtime.stats import REFUSALS, EngineStats, Samples
+from minisgl_backend.tritonserver.counts import (
+    BucketCounts,
+    ReportedMetric,
+    engine_labels,
+    refusals_family,
+)
 
 _LATENCY_BUCKETS: Final = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
@@ -50,11 +53,7 @@ class Telemetry:
 
     def __init__(self, engine: Engine, *, model: str, version: str) -> None:
         self._engine = engine
-        self._labels = {
-            "model": Path(model).name,
-            "version": version,
-            "engine": secrets.token_hex(4),
-        }
+        self._labels = engine_labels(model, version)
         self._families: list[Any] = []
         self._chunk_tokens = BucketCounts(_TOKEN_BUCKETS)
         self._batch_size = BucketCounts(_BATCH_BUCKETS)
@@ -63,15 +62,13 @@ class Telemetry:
         }
         self._counters = self._make_counters()
         self._gauges = self._make_gauges()
-        self._rejected = self._by_label(
-            REJECTED,
-            "Requests refused at the door",
-            "reason",
-            ("invalid", "unsupported", "queue_full", "draining", "down"),
-        )
+        self._rejected = self._by_label(self._kept(refusals_family()), "reason", REFUSALS)
         self._failed = self._by_label(
-            "minisgl:requests_failed_total",
-            "Accepted requests that ended with an error",
+            self._family(
+                "minisgl:requests_failed_total",
+                "Accepted requests that ended with an error",
+                pb_utils.MetricFamily.COUNTER,
+            ),
             "code",
             ("INTERNAL", "UNAVAILABLE", "INVALID_ARG"),
         )
@@ -103,10 +100,10 @@ class Telemetry:
             ("minisgl:requests_retracted_total", scheduler.num_retractions),
         ):
             self._counters[name].raise_to(value)
-        for metrics, by_label in ((self._rejected, stats.rejected), (self._failed, stats.failed)):
-            for label, value in by_label.items():
-                if label in metrics:
-                    metrics[label].raise_to(value)
+        for reason, value in stats.rejected.items():
+            self._rejected[reason].raise_to(value)
+        for code, value in stats.failed.items():
+            self._failed[code].raise_to(value)
         waiting = max(scheduler.num_waiting, stats.num_open - scheduler.num_running)
         used = scheduler.used_pages
         levels: tuple[tuple[str, float], ...] = (
@@ -154,14 +151,16 @@ class Telemetry:
     # --- making metrics ----------------------------------------------------------------------
 
     def _family(self, name: str, description: str, kind: Any) -> Any:
-        family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+        return self._kept(pb_utils.MetricFamily(name=name, description=description, kind=kind))
+
+    def _kept(self, family: Any) -> Any:
         self._families.append(family)
         return family
 
-    def _make_counters(self) -> dict[str, Told]:
+    def _make_counters(self) -> dict[str, ReportedMetric]:
         descriptions = {
             "vllm:prompt_tokens_total": "Prompt tokens of admitted requests",
-            "vllm:generation_tokens_total": "Tokens computed",
+            "vllm:generation_tokens_total": "Tokens sampled",
             "vllm:prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache",
             "vllm:prefix_cache_hits_total": "Prompt tokens found in the prefix cache",
             "minisgl:requests_cancelled_total": "Requests given up by their clients",
@@ -169,11 +168,11 @@ class Telemetry:
         }
         counter = pb_utils.MetricFamily.COUNTER
         return {
-            name: Told(self._family(name, text, counter).Metric(labels=self._labels))
+            name: ReportedMetric(self._family(name, text, counter).Metric(labels=self._labels))
             for name, text in descriptions.items()
         }
 
-    def _make_gauges(self) -> dict[str, Told]:
+    def _make_gauges(self) -> dict[str, ReportedMetric]:
         descriptions = {
             "vllm:num_requests_running": "Requests that hold a row",
             "vllm:num_requests_waiting": "Requests in the queue",
@@ -181,7 +180,7 @@ class Telemetry:
         }
         gauge = pb_utils.MetricFamily.GAUGE
         gauges = {
-            name: Told(self._family(name, text, gauge).Metric(labels=self._labels))
+            name: ReportedMetric(self._family(name, text, gauge).Metric(labels=self._labels))
             for name, text in descriptions.items()
         }
         blocks = self._family(
@@ -191,7 +190,7 @@ class Telemetry:
         )
         for kind in ("tokens_per", "used", "max"):
             labels = {**self._labels, "kv_cache_block_type": kind}
-            gauges[kind] = Told(blocks.Metric(labels=labels))
+            gauges[kind] = ReportedMetric(blocks.Metric(labels=labels))
         return gauges
 
     def _make_histograms(self) -> dict[str, Any]:
@@ -210,11 +209,11 @@ class Telemetry:
         }
 
     def _by_label(
-        self, name: str, description: str, label: str, values: Sequence[str]
-    ) -> dict[str, Told]:
-        family = self._family(name, description, pb_utils.MetricFamily.COUNTER)
+        self, family: Any, label: str, values: Sequence[str]
+    ) -> dict[str, ReportedMetric]:
         return {
-            value: Told(family.Metric(labels={**self._labels, label: value})) for value in values
+            value: ReportedMetric(family.Metric(labels={**self._labels, label: value}))
+            for value in values
         }
 
     def _bucket_families(self, name: str) -> dict[str, Any]:
@@ -227,14 +226,15 @@ class Telemetry:
 
     def _bucket_children(
         self, families: Mapping[str, Any], buckets: Sequence[float], labels: Mapping[str, str]
-    ) -> dict[str, Told]:
+    ) -> dict[str, ReportedMetric]:
         own = {**self._labels, **labels}
         children = {
-            suffix: Told(families[suffix].Metric(labels=own)) for suffix in ("sum", "count")
+            suffix: ReportedMetric(families[suffix].Metric(labels=own))
+            for suffix in ("sum", "count")
         }
         for bound in (*(f"{bucket:g}" for bucket in buckets), "+Inf"):
-            children[bound] = Told(families["bucket"].Metric(labels={**own, "le": bound}))
+            children[bound] = ReportedMetric(families["bucket"].Metric(labels={**own, "le": bound}))
         return children
 
-    def _bucket_metrics(self, name: str, buckets: Sequence[float]) -> dict[str, Told]:
+    def _bucket_metrics(self, name: str, buckets: Sequence[float]) -> dict[str, ReportedMetric]:
         return self._bucket_children(self._bucket_families(name), buckets, {})

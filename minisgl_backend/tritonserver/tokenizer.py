@@ -60,7 +60,6 @@ class _Job:
     __slots__ = (
         "arrival_time_ns",
         "inputs",
-        "label",
         "parameters",
         "responder",
         "sending",
@@ -75,7 +74,6 @@ class _Job:
         self.inputs = inputs
         self.parameters = parameters
         self.timeout_us: int = request.timeout()
-        self.label: str = request.request_id()
         self.responder = responder
         self.stopped = False
         self.sending = threading.Lock()
@@ -198,8 +196,9 @@ class TritonPythonModel:
         return job.inputs
 
     def _stop(self, stop: _Job) -> None:
+        label = stop.responder.label
         with self._lock:
-            same = [job for job in self._jobs if job is not stop and job.label == stop.label]
-        for job in same if stop.label else ():
+            same = [job for job in self._jobs if job is not stop and job.responder.label == label]
+        for job in same if label else ():
             with job.sending:
                 job.stopped = True

@@ -80,9 +80,9 @@ class Window:
     def is_overdue(self, now_s: float, newest_acknowledged_s: float, grace_s: float) -> bool:
         """Whether the chunks under way will not be acknowledged any more.
 
-        ``newest_acknowledged_s`` is when the newest chunk of any stream that is acknowledged was
-        sent. While that was not ``grace_s`` after our newest, a probe as a rule, the detokenizer is
-        merely slow, or a busy machine lets chunks overtake each other.
+        ``newest_acknowledged_s`` is when the newest acknowledged chunk, of any stream, was sent. If
+        that was ``grace_s`` after our newest one, ours are lost. Before, the detokenizer may only
+        be slow, or chunks may have overtaken each other on a busy machine.
         """
         if not self._unacked:
             return False

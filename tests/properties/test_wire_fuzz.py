@@ -16,13 +16,13 @@ from minisgl_backend.errors import RequestError
 from minisgl_backend.text.prompt import MessagesPrompt
 from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.tritonserver.answer_stream import AnswerStream
 from minisgl_backend.tritonserver.wire.answer import answer_arrays
 from minisgl_backend.tritonserver.wire.chunk import decode_chunk, encode_chunk
 from minisgl_backend.tritonserver.wire.generation import Generation, Wanted
 from minisgl_backend.tritonserver.wire.parameters import BY_NAME, NEUTRAL
 from minisgl_backend.tritonserver.wire.parse import parse_generation, parse_token_generation
 from minisgl_backend.tritonserver.wire.record import Record, decode_record, encode_record
-from minisgl_backend.tritonserver.wire.stream import AnswerStream
 from tests.fakes.vocabularies import byte_level
 from tests.properties.corpus import kept
 

@@ -15,7 +15,7 @@ import pytest
 
 from minisgl_backend.bench.paced import paced_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
-from minisgl_backend.request import Finished, FinishReason
+from minisgl_backend.request import Finished, FinishReason, Request, Sink
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.shared_names import QUEUE_FULL, QUEUE_OPEN
 from minisgl_backend.text.prompt import TokenPrompt
@@ -386,6 +386,32 @@ def test_refusals(model: Model, asked: pb_utils.InferenceRequest, message: str) 
     error = response.error()
     assert error is not None and error.message().startswith(message)
     assert len(model._dispatcher) == 0
+
+
+def test_refusals_are_counted_once(model: Model) -> None:
+    refused = {"max_tokens": 0}, {"max_tokens": 100_000}, {"stop": "x"}
+    model.execute([request(acknowledged=False, **given) for given in refused])
+    assert model._engine.stats().rejected == {"invalid": 2, "unsupported": 1}
+
+
+def test_a_request_that_is_given_up_on_its_way_into_the_engine_ends(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine ignores an abort of what it does not know yet."""
+    submit = model._engine.submit
+
+    def late(wanted: Request, sink: Sink) -> None:
+        model._dispatcher._on_detokenizer_gone()
+        submit(wanted, sink)
+
+    monkeypatch.setattr(model._engine, "submit", late)
+    asked = request(max_tokens=5000, stream=True)
+    model.execute([asked])
+    response, final = asked.sender.sent.get(timeout=PATIENCE_S)
+    error = response.error() if response else None
+    assert final and error is not None and error.message() == "INTERNAL: the detokenizer has gone"
+    wait_idle(model)
+    assert model._engine.stats().num_generated_tokens < 5000
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])

@@ -149,7 +149,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_fails_the_load(
     )
     with pytest.raises(pb_utils.TritonModelException) as caught:
         Tokenizer().initialize(args(repository, "tokenizer"))
-    message = "the tokenizer has 8 tokens that the model, of 2040 rows, does not know: the first is"
+    message = (
+        "the tokenizer has 8 tokens that the model, of 2040 embeddings, does not know: the first is"
+    )
     assert str(caught.value).startswith(message)
     assert str(caught.value).endswith("of id 2040, the last has id 2047")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,15 @@ def test_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU"):
         build_engine(EngineOptions(device="cuda"))
+
+
+@pytest.mark.parametrize(("num_pages", "is_warned"), [(4, True), (5, False)])
+def test_pages_that_hold_less_than_the_context_are_warned_of(
+    num_pages: int, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 81 tokens the last one needs no position."""
+    options = EngineOptions(device="cpu", num_pages=num_pages, max_sequence_length=81)
+    with caplog.at_level(logging.WARNING):
+        build_engine(options).close(drain_s=0)
+    text = f"the KV pages hold {16 * num_pages} tokens, the context has 81"
+    assert (text in caplog.text) == is_warned

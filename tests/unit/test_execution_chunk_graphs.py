@@ -30,7 +30,7 @@ from minisgl_backend.execution.chunk_graphs import (
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.flat_layers import FlatLayers
 from minisgl_backend.execution.rows import DeviceRows
-from minisgl_backend.execution.storage import KVStorage, paged_layers
+from minisgl_backend.execution.storage import KVStorage, zeroed_layers
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.fused import FusedDecoder
@@ -198,7 +198,7 @@ class Layers:
             device=cpu,
         )
         self.attention = choose.choose_attention("triton", setting)
-        decoder = FusedDecoder(self.model, paged_layers(self.storage))
+        decoder = FusedDecoder(self.model, zeroed_layers(self.storage))
         self.flat = FlatLayers(decoder, self.rows, self.attention, self.device)
 
     def launched(self, plan: StepPlan) -> torch.Tensor:

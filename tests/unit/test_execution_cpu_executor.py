@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,16 +209,12 @@ def test_a_shared_prefix_is_read_not_written(executor: CpuExecutor) -> None:
     assert tokens == expected
 
 
-def test_a_row_that_is_not_finite_fails_alone(
-    executor: CpuExecutor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_row_that_is_not_finite_fails_alone(executor: CpuExecutor) -> None:
     expected = _alone(executor, 4)
     driver = Driver(executor)
     tokens = _tokens(driver.prefill(0, PROMPT, pages=(1, 2, 3)))
-    with caplog.at_level(logging.ERROR):
-        mixed = _tokens(driver.prefill(1, (4, POISON, 4), pages=(5, 6), decode=((0, 6),)))
+    mixed = _tokens(driver.prefill(1, (4, POISON, 4), pages=(5, 6), decode=((0, 6),)))
     assert mixed[0] == NO_TOKEN
-    assert "request 101" in caplog.text
     # The row goes on in one more step that was already in flight, and fails again.
     both = _tokens(driver.decode((0, 7), (1, 3)))
     assert both[1] == NO_TOKEN

@@ -58,7 +58,7 @@ class Silence:
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
         self.report = report
 
-    def ask_twice_a_second(self, complaint: Callable[[], str | None]) -> None:
+    def watch_for(self, complaint: Callable[[], str | None]) -> None:
         self.complaint = complaint
 
     def lose(self, cause: str) -> EngineFailure:

@@ -10,6 +10,23 @@ from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.scheduling.capacity import check_fits, most_tokens
 
 
+def fits(
+    num_prompt_tokens: int,
+    max_tokens: int,
+    max_sequence_length: int,
+    *,
+    num_pages: int,
+    page_size: int,
+) -> None:
+    check_fits(
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
+        max_sequence_length=max_sequence_length,
+        num_pages=num_pages,
+        page_size=page_size,
+    )
+
+
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "max_tokens", "message"),
     [
@@ -28,7 +45,7 @@ from minisgl_backend.scheduling.capacity import check_fits, most_tokens
 )
 def test_what_cannot_fit_is_refused(num_prompt_tokens: int, max_tokens: int, message: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        check_fits(num_prompt_tokens, max_tokens, 4096, num_pages=193, page_size=16)
+        fits(num_prompt_tokens, max_tokens, 4096, num_pages=193, page_size=16)
     assert str(refusal.value) == message
 
 
@@ -41,12 +58,12 @@ def test_the_most_tokens_just_fit(prompt: int, context: int, num_pages: int, siz
     }
     most = most_tokens(prompt, **room)
     if most >= 1:
-        check_fits(prompt, most, **room)
+        check_fits(num_prompt_tokens=prompt, max_tokens=most, **room)
     with pytest.raises(InvalidRequest):
-        check_fits(prompt, max(most + 1, 1), **room)
+        check_fits(num_prompt_tokens=prompt, max_tokens=max(most + 1, 1), **room)
 
 
 def test_what_just_fits_is_accepted() -> None:
-    check_fits(4095, 1, 4096, num_pages=4095, page_size=1)
-    check_fits(4000, 96, 4096, num_pages=4095, page_size=1)
-    check_fits(17, 16, 4096, num_pages=2, page_size=16)
+    fits(4095, 1, 4096, num_pages=4095, page_size=1)
+    fits(4000, 96, 4096, num_pages=4095, page_size=1)
+    fits(17, 16, 4096, num_pages=2, page_size=16)

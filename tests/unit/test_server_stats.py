@@ -37,7 +37,9 @@ def listening(directory: Path, model: str) -> socket.socket:
 
 
 def models_of(directory: Path, *processes: ModelProcess) -> list[dict[str, Any]]:
-    server = SimpleNamespace(directory=directory, pid=os.getpid(), shared_memory_regions=list)
+    server = SimpleNamespace(
+        directory=directory, pid=os.getpid(), poll=lambda: None, shared_memory_regions=list
+    )
     models: list[dict[str, Any]] = server_stats(cast(Any, server), processes)["models"]
     return models
 

@@ -18,7 +18,6 @@ def stream() -> Stream:
     return Stream(
         key=1,
         request_id=RequestId(1),
-        label="",
         responder=Responder(pb_utils.InferenceRequest({})),
         encode=lambda outgoing: None,
         window=Window(now_s=time.monotonic()),

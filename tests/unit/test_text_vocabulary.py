@@ -17,7 +17,7 @@ def vocabulary(special: set[int]) -> Vocabulary:
 
 
 def test_a_text_that_the_model_cannot_read_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="has 2 tokens that the model, of 3 rows"):
+    with pytest.raises(ConfigError, match="has 2 tokens that the model, of 3 embeddings"):
         vocabulary({4}).check_fits(3)
 
 

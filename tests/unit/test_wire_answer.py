@@ -9,6 +9,7 @@ import numpy as np
 
 from minisgl_backend.request import Finished, FinishReason, TokenLogprobs
 from minisgl_backend.text.vocabulary import Vocabulary
+from minisgl_backend.tritonserver.answer_stream import AnswerStream
 from minisgl_backend.tritonserver.wire.answer import (
     LEAST_LOGPROB,
     Answer,
@@ -18,7 +19,6 @@ from minisgl_backend.tritonserver.wire.answer import (
 from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, Times
 from minisgl_backend.tritonserver.wire.generation import Wanted
 from minisgl_backend.tritonserver.wire.parameters import output_tensors
-from minisgl_backend.tritonserver.wire.stream import AnswerStream
 from tests.fakes.vocabularies import byte_level
 
 VOCABULARY = Vocabulary.of(byte_level())

@@ -14,6 +14,8 @@ from typing import Final
 
 _READ_AHEAD: Final = 64
 """Lines that may wait for a place."""
+_MOST_HELD: Final = 1024
+"""Answers that may wait for one of an earlier line."""
 
 
 async def lines_of(source: Path | int) -> AsyncIterator[bytes]:
@@ -59,6 +61,7 @@ async def in_order(
     Cancelled, it cancels them all.
     """
     places = asyncio.Semaphore(concurrency)
+    held = asyncio.Semaphore(max(_MOST_HELD, concurrency))
     tasks: asyncio.Queue[asyncio.Task[str] | None] = asyncio.Queue()
     begun: set[asyncio.Task[str]] = set()
 
@@ -71,6 +74,7 @@ async def in_order(
     async def begin_all() -> None:
         try:
             async for line in lines:
+                await held.acquire()
                 await places.acquire()
                 task = asyncio.create_task(one(line))
                 begun.add(task)
@@ -82,6 +86,7 @@ async def in_order(
     try:
         while (task := await tasks.get()) is not None:
             write(await task)
+            held.release()
             begun.discard(task)
         await reading
     finally:

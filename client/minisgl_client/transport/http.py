@@ -64,7 +64,7 @@ class HttpTransport:
         self.closed = False
 
     def start(self, request: Request, timeout_ms: int | None) -> HttpCall:
-        with _told():
+        with _as_client_errors():
             message = self._http.build_request(**_post(request, timeout_ms))
             response = self._http.send(message, stream=True)
             if response.status_code != httpx.codes.OK:
@@ -90,7 +90,7 @@ class HttpCall:
         self._events = events
 
     def read(self) -> Delta | None:
-        with _told():
+        with _as_client_errors():
             while (delta := self._events.next()) is None:
                 if (data := next(self._bytes, None)) is None:
                     return None
@@ -109,7 +109,7 @@ class AsyncHttpTransport:
         self.closed = False
 
     async def start(self, request: Request, timeout_ms: int | None) -> AsyncHttpCall:
-        with _told():
+        with _as_client_errors():
             message = self._http.build_request(**_post(request, timeout_ms))
             response = await self._http.send(message, stream=True)
             if response.status_code != httpx.codes.OK:
@@ -135,7 +135,7 @@ class AsyncHttpCall:
         self._events = events
 
     async def read(self) -> Delta | None:
-        with _told():
+        with _as_client_errors():
             while (delta := self._events.next()) is None:
                 if (data := await anext(self._bytes, None)) is None:
                     return None
@@ -197,7 +197,7 @@ def _refusal(response: httpx.Response) -> MinisglError:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _as_client_errors() -> Iterator[None]:
     """Errors of httpx as ours."""
     try:
         yield

@@ -50,7 +50,7 @@ def gather(
                 value = values.token_ids(name, np.array(value, dtype=np.int64))
             found.put(name, entry, value)
     if text := found.by_key.pop("sampling_parameters", ""):
-        if len(text) > limits.prompt_bytes:
+        if len(text.encode()) > limits.prompt_bytes:
             raise InvalidRequest(f"sampling_parameters must be at most {limits.prompt_bytes} bytes")
         found.put_all(_sampling_parameters(text))
     return found.by_key

@@ -10,12 +10,12 @@ hand gains nothing. ``prompt`` is there where the answer starts with it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.text.strict_json import parse_json
 from minisgl_backend.tritonserver.wire import values
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
@@ -24,18 +24,9 @@ from minisgl_backend.tritonserver.wire.parse import build
 
 VERSION: Final = 1
 
-_SAMPLING: Final = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-)
+_APART: Final = ("seed", "stop_token_ids", "logit_bias", "num_logprobs")
+"""Sampling parameters whose values are not as the table has them."""
+_SAMPLING: Final = tuple(spec.name for spec in fields(SamplingParams) if spec.name not in _APART)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -19,6 +19,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -38,6 +39,7 @@ MAX_PATH_BYTES: Final = 100
 """A Unix socket's path must fit ``sun_path``, of 108 bytes."""
 
 _NAME: Final = "acks"
+_PAUSE_S: Final = 0.05
 
 
 class EngineChannel(Reactor):
@@ -84,7 +86,10 @@ class EngineChannel(Reactor):
     def on_connection(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # the peer gave up
+        except (BlockingIOError, ConnectionAbortedError):  # the peer gave up
+            return
+        except OSError:  # as for want of descriptors; the peer waits, and this is called again
+            time.sleep(_PAUSE_S)
             return
         sock.setblocking(False)
         peer = Peer(sock, ForgetQueue())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import socket
@@ -9,12 +10,14 @@ import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minisgl_backend.tritonserver import channel
 from minisgl_backend.tritonserver.channel import (
     MAX_PATH_BYTES,
     DetokenizerChannel,
@@ -278,6 +281,31 @@ def test_garbage_is_ignored(engine: Engine, caplog: pytest.LogCaptureFixture) ->
         assert engine.heard.get(timeout=PATIENCE_S) == Ack(2, 2, Verdict.STOP)
     assert engine.heard.get(timeout=PATIENCE_S) == "gone"
     assert "could not handle a packet" in caplog.text
+
+
+def test_who_connects_waits_for_a_free_descriptor(
+    engine: Engine, detokenizer: Detokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the engine's thread does not spin meanwhile."""
+    pauses: list[float] = []
+    accept = engine.channel._listener.accept
+
+    class Full:
+        def accept(self) -> Any:
+            if len(pauses) < 3:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listener, name)
+
+    listener = engine.channel._listener
+    monkeypatch.setattr(channel, "time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(engine.channel, "_listener", Full())
+    ack = Ack(5, 2, Verdict.STOP)
+    assert detokenizer.acknowledge(engine, ack)
+    assert engine.heard.get(timeout=PATIENCE_S) == ack
+    assert len(pauses) == 3
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o700])

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minisgl_gateway.errors import busy
+from minisgl_gateway.errors import busy, invalid
 
 
 class Admission:
@@ -20,11 +20,14 @@ class Admission:
 
     @contextmanager
     def admit(self, label: str, num_answers: int) -> Iterator[None]:
-        """Count so many answers in while the block runs; raises ``ApiError`` 429.
+        """Count so many answers in while the block runs.
 
         ``label`` is that of the caller's key, "" where no keys are in use: then only the limit in
-        all counts.
+        all counts. Raises ``ApiError``: 429, or 400 where there is never room for so many.
         """
+        most = min(self._most, self._most_per_key) if label else self._most
+        if num_answers > most:
+            raise invalid(f"at most {most} answers can be had at a time, got {num_answers}", "n")
         if label and self._by_label[label] + num_answers > self._most_per_key:
             raise busy(429, f"at most {self._most_per_key} answers at a time", "too_many_requests")
         if self.num_open + num_answers > self._most:

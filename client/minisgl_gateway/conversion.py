@@ -15,6 +15,7 @@ from minisgl_client.parameters import Parameters
 from minisgl_gateway.errors import invalid, unsupported
 from minisgl_gateway.schema import (
     MAX_CHOICES,
+    MAX_STOPS,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
@@ -91,7 +92,14 @@ def chat_generations(request: ChatCompletionRequest, policy: Policy) -> list[Gen
     if request.tool_choice is not None and not request.tools:
         raise invalid("tool_choice goes with tools", "tool_choice")
     if reads_tool_calls(request) and not request.parallel_tool_calls:
-        parameters["stop"] = [*(parameters.get("stop") or ()), CLOSING]
+        stops = parameters.get("stop") or ()
+        if len(stops) == MAX_STOPS:
+            raise invalid(
+                f"stop must have fewer than {MAX_STOPS} entries, as the end of a tool "
+                "call is one with parallel_tool_calls false",
+                "stop",
+            )
+        parameters["stop"] = [*stops, CLOSING]
         parameters["return_stop_reason"] = True
     messages = [_message(message) for message in request.messages]
     tools = None

@@ -14,6 +14,8 @@ from typing import Any, Final
 from minisgl_client import errors as client
 from starlette.responses import JSONResponse
 
+GONE: Final = 499
+"""The status of a request whose client did not wait for the answer, as proxies call it."""
 RETRY_AFTER_S = 1
 """What ``Retry-After`` says to those who come at a bad moment."""
 
@@ -89,8 +91,8 @@ def deadline_passed() -> ApiError:
 
 
 def cancelled() -> ApiError:
-    """Someone else ended the request; 499 is what proxies call that."""
-    return ApiError(499, "the request was cancelled", code="cancelled")
+    """Someone else ended the request."""
+    return ApiError(GONE, "the request was cancelled", code="cancelled")
 
 
 def api_error_of_finish(reason: str | None) -> ApiError:

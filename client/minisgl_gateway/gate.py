@@ -13,7 +13,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl_gateway.errors import ApiError, error_response, shutting_down
+from minisgl_gateway.errors import GONE, ApiError, error_response, shutting_down
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.options import GatewayOptions
 from minisgl_gateway.telemetry import Telemetry
@@ -28,16 +28,14 @@ PAGE_FILES: Final = {
 }
 OPEN_PATHS: Final = frozenset({*PAGE_FILES, "/health"})
 """What needs no key: the page, which asks for one, and the probe."""
-GONE: Final = 499
-"""The status of a request whose client did not wait for the answer."""
 
 
 class Gate:
     """Wraps the application.
 
     A route finds the caller in ``scope["state"]["caller"]``, beside it ``deadline_s``, when by
-    ``time.monotonic`` the request must have ended; and leaves the request's id there, which the
-    answer's headers tell.
+    ``time.monotonic`` the request must have ended. It leaves the request's id there, which the
+    answer's headers tell, and as ``outcome`` the status of a stream that fails after its start.
     """
 
     def __init__(
@@ -77,6 +75,7 @@ class Gate:
             finally:
                 seconds = time.perf_counter() - started_s
                 route = getattr(scope.get("route"), "path", "other")
+                status = scope.get("state", {}).get("outcome", status)
                 self._telemetry.requests.labels(route, str(status)).inc()
                 self._telemetry.request_seconds.labels(route).observe(seconds)
                 request_id = scope.get("state", {}).get("request_id", "-")

@@ -11,6 +11,8 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from minisgl_gateway.errors import ApiError
 
@@ -34,8 +36,9 @@ class Keys:
             self._callers[_digest(data)] = Caller(label, _derived(data, b"prefix cache")[:32])
 
     def caller(self, headers: Sequence[tuple[bytes, bytes]]) -> Caller:
-        """Who sends these headers; raises ``ApiError`` 401."""
+        """Who sends these headers; raises ``ApiError`` 401, or 403 for a page from elsewhere."""
         if not self._callers:
+            _check_page(headers)
             return Caller()
         given = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
@@ -50,6 +53,31 @@ class Keys:
                 401, reason, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
             )
         return found
+
+
+def _check_page(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Refuse a web page of another machine: its browser, on this one, would ask in its user's name.
+
+    The page's name may lead to this machine all the same (DNS rebinding), so its address must be
+    one that no name server has a say in.
+    """
+    for name, value in headers:
+        if name == b"origin" and not _is_of_this_machine(value.decode("latin-1")):
+            raise ApiError(
+                403,
+                "without API keys only pages of this machine may ask",
+                code="origin_refused",
+            )
+
+
+def _is_of_this_machine(origin: str) -> bool:
+    try:
+        host = urlsplit(origin).hostname or ""
+        if host != "localhost" and not host.endswith(".localhost"):
+            ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _digest(key: bytes) -> bytes:

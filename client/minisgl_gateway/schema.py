@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 MAX_CHOICES: Final = 16
 """Generations of one request: ``n`` times the number of prompts."""
 MAX_LOGPROBS: Final = 20
+MAX_STOPS: Final = 16
 NOT_ENFORCED: Final = "not_enforced"
 """The type of pydantic's error for what would need constrained decoding."""
 
@@ -35,6 +36,7 @@ class StreamOptions(_Strict):
     """How a stream ends."""
 
     include_usage: bool = Field(False, description="a last chunk tells the numbers of tokens")
+    include_obfuscation: Literal[False] | None = None
 
 
 class GenerationRequest(_Strict):
@@ -50,7 +52,7 @@ class GenerationRequest(_Strict):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     logit_bias: dict[str, float] | None = Field(None, description="token id: -100 .. 100")
     top_k: int = Field(0, ge=-1, lt=2**31, description="0 or -1 is off")
     min_p: float = Field(0.0, ge=0, le=1)
@@ -95,11 +97,17 @@ class TextPart(_Strict):
 Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 
 
+def _read_by_sdk() -> Any:
+    """What OpenAI's SDK adds to an answer that it has parsed, and sends back; not for the model."""
+    return Field(None, exclude=True, description="from OpenAI's SDK; no effect")
+
+
 class FunctionCall(_Strict):
     """A call that the model made earlier; ``arguments`` is JSON in a string."""
 
     name: str
     arguments: str
+    parsed_arguments: Any = _read_by_sdk()
 
 
 class ToolCall(_Strict):
@@ -135,6 +143,7 @@ class AssistantMessage(_Strict):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = _read_by_sdk()
 
 
 class ToolMessage(_Strict):
@@ -233,7 +242,7 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "documents": (),
     "echo": (False,),
     "function_call": (),
-    "functions": (),
+    "functions": ([],),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": (),

@@ -35,9 +35,8 @@ from minisgl_gateway.conversion import (
     includes_usage,
     reads_tool_calls,
 )
-from minisgl_gateway.errors import ApiError, api_error, busy
+from minisgl_gateway.errors import GONE, ApiError, api_error, busy
 from minisgl_gateway.events import DONE, ChatWriter, CompletionWriter, Writer, usage_event
-from minisgl_gateway.gate import GONE
 from minisgl_gateway.keys import Caller
 from minisgl_gateway.options import GatewayOptions
 from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minisgl_gateway.errors import ApiError, error_response, shutting_down
+from minisgl_gateway.errors import GONE, ApiError, error_response, shutting_down
 from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class EventStream(Response):
                 pump.result()
             else:
                 logger.info("%s: the client went away", self._request_id)
+                scope["state"]["outcome"] = GONE
         except asyncio.CancelledError:
             await ended(pump, gone)
             await self._fail(shutting_down(), scope, receive, send)
@@ -135,6 +136,7 @@ class EventStream(Response):
         """Tell an error: by the status, where that is not out yet, else as the last event."""
         logger.info("%s: %s", self._request_id, error.story)
         if self._started:
+            scope["state"]["outcome"] = error.status
             await send({"type": "http.response.body", "body": error.event})
         else:
             await error_response(error)(scope, receive, send)

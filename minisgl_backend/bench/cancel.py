@@ -38,7 +38,7 @@ from minisgl_backend.bench.leaving import EventStreamClose, GrpcCancel, GrpcKill
 from minisgl_backend.bench.own_gateway import Gateway, gateway_of
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started_paced
-from minisgl_backend.cli.options import tritonserver_option
+from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, tritonserver_option
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.loopback import open_local
 from minisgl_backend.server.process import TritonServer
@@ -71,9 +71,15 @@ class Ending:
 @click.command()
 @click.option("--ways", default=",".join(WAYS), show_default=True, help="how clients leave")
 @click.option("--phases", default=",".join(PHASES), show_default=True, help="when they leave")
-@click.option("--repeats", default=20, show_default=True, help="clients a way and phase")
-@click.option("--step-ms", default=20.0, show_default=True, help="time of an engine step")
-@click.option("--patience", default=5.0, show_default=True, help="seconds to wait for an end")
+@click.option(
+    "--repeats", type=POSITIVE_INT, default=20, show_default=True, help="clients a way and phase"
+)
+@click.option(
+    "--step-ms", type=POSITIVE, default=20.0, show_default=True, help="time of an engine step"
+)
+@click.option(
+    "--patience", type=POSITIVE, default=5.0, show_default=True, help="seconds to wait for an end"
+)
 @click.option("--seed", default=0, show_default=True, help="of the moments of leaving")
 @tritonserver_option
 @json_option

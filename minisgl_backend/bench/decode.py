@@ -22,7 +22,7 @@ from minisgl_backend.bench.engines import running_engine, submitted
 from minisgl_backend.bench.facts import engine_facts
 from minisgl_backend.bench.profiling import labelled, nvtx_option, profile_option, profiled
 from minisgl_backend.bench.report import Report, json_option
-from minisgl_backend.cli.options import engine_options
+from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.cuda_executor import CudaExecutor
@@ -94,10 +94,24 @@ def replay_ms(executor: CudaExecutor, batch_size: int, *, context: int, steps: i
 
 @click.command()
 @engine_options
-@click.option("--batch-size", "sizes", multiple=True, type=int, help="[default: 1 2 4 ... 256]")
-@click.option("--context", default=256, show_default=True, help="prompt tokens of a request")
-@click.option("--steps", default=200, show_default=True, help="steps to measure a batch size")
-@click.option("--temperature", default=0.6, show_default=True, help="0 is greedy")
+@click.option(
+    "--batch-size", "sizes", multiple=True, type=POSITIVE_INT, help="[default: 1 2 4 ... 256]"
+)
+@click.option(
+    "--context",
+    type=POSITIVE_INT,
+    default=256,
+    show_default=True,
+    help="prompt tokens of a request",
+)
+@click.option(
+    "--steps",
+    type=POSITIVE_INT,
+    default=200,
+    show_default=True,
+    help="steps to measure a batch size",
+)
+@click.option("--temperature", type=TEMPERATURE, default=0.6, show_default=True, help="0 is greedy")
 @compare_option
 @nvtx_option
 @profile_option

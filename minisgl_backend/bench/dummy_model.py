@@ -112,7 +112,10 @@ def _write_json(path: Path, content: Any) -> None:
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 def dummy_model(shape: str, folder: Path) -> None:
     """Write all but the weights of a model of SHAPE into FOLDER, for --load-format dummy."""
-    write_dummy_model(shape, folder)
+    try:
+        write_dummy_model(shape, folder)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {folder}: {error.strerror}") from None
     click.echo(f"wrote {folder}: serve it with --model {folder} --load-format dummy")
 
 

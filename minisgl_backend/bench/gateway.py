@@ -33,7 +33,7 @@ from minisgl_backend.bench.response_path import (
     summary,
 )
 from minisgl_backend.bench.servers import started_paced
-from minisgl_backend.cli.options import tritonserver_option
+from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, tritonserver_option
 from minisgl_backend.errors import EngineFailure
 
 _END: Final = b"0\r\n\r\n"
@@ -42,10 +42,26 @@ _END: Final = b"0\r\n\r\n"
 
 @click.command()
 @streams_option
-@click.option("--step-ms", default=3.4, show_default=True, help="time of an engine step")
-@click.option("--requests", default=3, show_default=True, help="requests a stream, in turn")
-@click.option("--tokens", default=384, show_default=True, help="tokens a request, on average")
-@click.option("--turns", default=3, show_default=True, help="runs of each kind, alternating")
+@click.option(
+    "--step-ms", type=POSITIVE, default=3.4, show_default=True, help="time of an engine step"
+)
+@click.option(
+    "--requests", type=POSITIVE_INT, default=3, show_default=True, help="requests a stream, in turn"
+)
+@click.option(
+    "--tokens",
+    type=POSITIVE_INT,
+    default=384,
+    show_default=True,
+    help="tokens a request, on average",
+)
+@click.option(
+    "--turns",
+    type=POSITIVE_INT,
+    default=3,
+    show_default=True,
+    help="runs of each kind, alternating",
+)
 @tritonserver_option
 @json_option
 def gateway(

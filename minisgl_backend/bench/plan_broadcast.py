@@ -18,6 +18,7 @@ import numpy as np
 
 from minisgl_backend.bench.planner import decoding_plan
 from minisgl_backend.bench.report import Report, json_option
+from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.death_signal import end_with
 from minisgl_backend.execution.followers import Followers, Leader
 from minisgl_backend.execution.plan_channel import PlanReceiver, PlanSender
@@ -55,8 +56,15 @@ def measure(plan: StepPlan, size: int, num_steps: int) -> dict[str, float]:
 
 
 @click.command("plan-broadcast")
-@click.option("--requests", "num_requests", default=256, show_default=True, help="decoding rows")
-@click.option("--steps", "num_steps", default=2000, show_default=True)
+@click.option(
+    "--requests",
+    "num_requests",
+    type=POSITIVE_INT,
+    default=256,
+    show_default=True,
+    help="decoding rows",
+)
+@click.option("--steps", "num_steps", type=POSITIVE_INT, default=2000, show_default=True)
 @json_option
 def plan_broadcast(num_requests: int, num_steps: int, json_path: Path | None) -> None:
     """Bring plans of decode steps to 1, 3 and 7 followers.

@@ -13,7 +13,7 @@ from minisgl_backend.bench.engines import running_engine, submitted
 from minisgl_backend.bench.facts import engine_facts
 from minisgl_backend.bench.profiling import labelled, nvtx_option, profile_option, profiled
 from minisgl_backend.bench.report import Report, json_option
-from minisgl_backend.cli.options import engine_options
+from minisgl_backend.cli.options import POSITIVE_INT, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.runtime.engine import Engine
@@ -37,14 +37,19 @@ def first_token_ms(engine: Engine, prompt: IntArray) -> tuple[float, int]:
 
 @click.command()
 @engine_options
-@click.option("--length", "lengths", multiple=True, type=int, help="[default: 128 1024 4000]")
+@click.option(
+    "--length", "lengths", multiple=True, type=POSITIVE_INT, help="[default: 128 1024 4000]"
+)
 @click.option(
     "--shared-tokens",
+    type=click.IntRange(0),
     default=0,
     show_default=True,
     help="how many tokens prompts begin with that the prefix cache knows, as in a conversation",
 )
-@click.option("--repeats", default=15, show_default=True, help="requests of a length")
+@click.option(
+    "--repeats", type=POSITIVE_INT, default=15, show_default=True, help="requests of a length"
+)
 @compare_option
 @nvtx_option
 @profile_option

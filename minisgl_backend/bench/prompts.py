@@ -14,6 +14,7 @@ from typing import Any
 import click
 import numpy as np
 
+from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE
 from minisgl_backend.request import IntArray
 
 
@@ -90,20 +91,41 @@ class RandomRequests:
         )
 
 
+def _span(_context: click.Context, _option: click.Parameter, span: tuple[int, int]) -> Any:
+    if span[0] > span[1]:
+        raise click.BadParameter(f"MIN {span[0]} exceeds MAX {span[1]}")
+    return span
+
+
 _OPTIONS = (
-    click.option("--requests", default=16, show_default=True, help="requests in flight at once"),
     click.option(
-        "--input-length", nargs=2, type=int, default=(16, 64), show_default=True, metavar="MIN MAX"
+        "--requests",
+        type=POSITIVE_INT,
+        default=16,
+        show_default=True,
+        help="requests in flight at once",
+    ),
+    click.option(
+        "--input-length",
+        nargs=2,
+        type=POSITIVE_INT,
+        default=(16, 64),
+        show_default=True,
+        metavar="MIN MAX",
+        callback=_span,
     ),
     click.option(
         "--output-length",
         nargs=2,
-        type=int,
+        type=POSITIVE_INT,
         default=(64, 128),
         show_default=True,
         metavar="MIN MAX",
+        callback=_span,
     ),
-    click.option("--temperature", default=0.0, show_default=True, help="0 is greedy"),
+    click.option(
+        "--temperature", type=TEMPERATURE, default=0.0, show_default=True, help="0 is greedy"
+    ),
     click.option("--prompt-seed", default=0, show_default=True, help="of the random prompts"),
 )
 

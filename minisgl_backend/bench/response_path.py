@@ -28,7 +28,7 @@ import numpy as np
 from minisgl_backend.bench.paced import script_of
 from minisgl_backend.bench.report import Report, json_option
 from minisgl_backend.bench.servers import started_paced
-from minisgl_backend.cli.options import numbers, tritonserver_option
+from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, numbers, tritonserver_option
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.loopback import DIRECT, STREAM_INFER
@@ -70,9 +70,19 @@ class Exchange:
 
 @click.command("response-path")
 @streams_option
-@click.option("--step-ms", default=3.4, show_default=True, help="time of an engine step")
-@click.option("--requests", default=6, show_default=True, help="requests a stream, in turn")
-@click.option("--tokens", default=384, show_default=True, help="tokens a request, on average")
+@click.option(
+    "--step-ms", type=POSITIVE, default=3.4, show_default=True, help="time of an engine step"
+)
+@click.option(
+    "--requests", type=POSITIVE_INT, default=6, show_default=True, help="requests a stream, in turn"
+)
+@click.option(
+    "--tokens",
+    type=POSITIVE_INT,
+    default=384,
+    show_default=True,
+    help="tokens a request, on average",
+)
 @tritonserver_option
 @json_option
 def response_path(

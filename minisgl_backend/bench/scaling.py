@@ -16,7 +16,7 @@ import click
 from minisgl_backend.bench.own_process import option_arguments, run_bench
 from minisgl_backend.bench.prompts import RandomRequests, request_options
 from minisgl_backend.bench.report import Report, json_option
-from minisgl_backend.cli.options import engine_options, numbers
+from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, engine_options, numbers
 from minisgl_backend.cli.serve import located
 from minisgl_backend.config import EngineOptions
 
@@ -34,9 +34,27 @@ from minisgl_backend.config import EngineOptions
     callback=numbers(int),
     help="batch sizes of decode steps",
 )
-@click.option("--context", default=256, show_default=True, help="prompt tokens of a decode request")
-@click.option("--steps", default=200, show_default=True, help="steps to measure a batch size")
-@click.option("--patience", default=300.0, show_default=True, help="seconds for a configuration")
+@click.option(
+    "--context",
+    type=POSITIVE_INT,
+    default=256,
+    show_default=True,
+    help="prompt tokens of a decode request",
+)
+@click.option(
+    "--steps",
+    type=POSITIVE_INT,
+    default=200,
+    show_default=True,
+    help="steps to measure a batch size",
+)
+@click.option(
+    "--patience",
+    type=POSITIVE,
+    default=300.0,
+    show_default=True,
+    help="seconds for a configuration",
+)
 @request_options
 @json_option
 def scaling(

@@ -84,7 +84,7 @@ def read_kernels(path: Path) -> Iterator[Kernel]:
         text = gzip.decompress(content) if path.suffix == ".gz" else content
         events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
     except (ValueError, KeyError, TypeError, gzip.BadGzipFile) as error:
-        raise click.ClickException(f"{path} is no Chrome trace: {error!r}") from None
+        raise click.ClickException(f"{path} is no Chrome trace: {error}") from None
     for event in events:
         if event.get("cat") == "kernel" and event.get("ph") == "X":
             yield Kernel(event["name"], float(event["ts"]), float(event["dur"]))

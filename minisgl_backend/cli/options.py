@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -66,6 +66,11 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 tritonserver_option = click.option(
     "--tritonserver", metavar="PATH", help="another tritonserver than the wheel's"
 )
+
+
+POSITIVE_INT: Final = click.IntRange(1)
+POSITIVE: Final = click.FloatRange(0, min_open=True, max=float("inf"), max_open=True)
+TEMPERATURE: Final = click.FloatRange(0, max=float("inf"), max_open=True)
 
 
 def numbers(kind: Callable[[str], float]) -> Callable[..., Sequence[float]]:

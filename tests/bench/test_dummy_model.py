@@ -32,3 +32,9 @@ def test_text_becomes_tokens_that_become_it_again(tmp_path: Path) -> None:
     ids = encoder.encode(TextPrompt(text))
     assert len(ids) < len(text)
     assert TextStream(encoder.vocabulary).push(ids.tolist(), final=True).text == text
+
+
+def test_a_folder_that_cannot_be_made() -> None:
+    result = CliRunner().invoke(main, ["bench", "dummy-model", "qwen3-0.6b", "/proc/x"])
+    assert result.exit_code == 1
+    assert result.output == "Error: cannot write /proc/x: No such file or directory\n"

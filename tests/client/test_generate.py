@@ -63,9 +63,10 @@ def test_parameters_of_a_command(ask: list[str]) -> None:
         (["x", "--url", "127.0.0.1:1"], 1, "Error: CONNECTION_FAILED: failed to connect"),
         (["x", "-p", "prompt=y"], 2, "prompt is no parameter"),
         (["x", "-p", "self=y"], 1, "Error: INVALID_ARG: unknown parameter 'self'"),
-        (["x", "--timeout-s", "nan"], 1, "Error: INVALID_ARG: timeout_s must be finite and > 0"),
+        (["x", "--timeout-s", "nan"], 2, "Error: timeout_s must be finite and > 0, got nan"),
+        (["--jsonl", "--timeout-s", "0"], 2, "Error: timeout_s must be finite and > 0, got 0"),
         (["-f", "/proc/self/mem"], 1, "Error: [Errno 5] Input/output error"),
-        (["x", "--url", "ftp://here"], 1, "Error: INVALID_ARG: ftp://here is no address for grpc"),
+        (["x", "--url", "ftp://here"], 2, "Error: ftp://here is no address for grpc"),
     ],
 )
 def test_what_goes_wrong(server: TritonServer, words: list[str], code: int, message: str) -> None:

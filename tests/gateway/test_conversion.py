@@ -12,6 +12,7 @@ from minisgl_gateway.conversion import (
     completion_generations,
 )
 from minisgl_gateway.errors import ApiError
+from minisgl_gateway.tool_calls import CLOSING
 
 from tests.gateway.test_body import chat, completion
 
@@ -113,6 +114,26 @@ def test_choices_of_one_seed_differ_and_are_the_same_each_time() -> None:
         for generation in completion_generations(completion(n=3, seed=2**63 - 1), POLICY)
     ]
     assert seeds == [2**63 - 1, 2**63, 2**63 + 1]
+
+
+def test_what_the_sdk_has_read_out_of_an_answer_does_not_reach_the_model() -> None:
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    call = {"id": "c", "type": "function", "function": function}
+    said = {"role": "assistant", "content": None, "tool_calls": [call], "parsed": {"a": 1}}
+    generation = of_chat(messages=[said, {"role": "user", "content": "Hi"}])
+    assert generation.messages is not None
+    plain = {**call, "function": {"name": "f", "arguments": "{}"}}
+    assert generation.messages[0] == {"role": "assistant", "tool_calls": [plain]}
+
+
+def test_the_end_of_a_tool_call_is_a_stop_string() -> None:
+    fields: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False}
+    stops = [str(number) for number in range(16)]
+    assert of_chat(stop=stops[:15], **fields).parameters["stop"] == [*stops[:15], CLOSING]
+    with pytest.raises(ApiError, match="stop must have fewer than 16 entries") as refused:
+        of_chat(stop=stops, **fields)
+    assert refused.value.param == "stop"
+    assert of_chat(stop=stops, tools=TOOLS).parameters["stop"] == stops
 
 
 def test_several_prompts_make_choices_in_order() -> None:

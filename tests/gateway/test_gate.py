@@ -208,6 +208,34 @@ def test_only_plain_json_is_read(guarded: Gateway, headers: dict[str, str]) -> N
     assert answer.json()["error"]["code"] == "unsupported_media_type"
 
 
+@pytest.mark.parametrize(
+    ("origin", "is_served"),
+    [
+        ("http://localhost:3000", True),
+        ("http://127.0.0.1:9000", True),
+        ("http://[::1]:9000", True),
+        ("http://chat.localhost", True),
+        ("http://evil.example:9000", False),
+        ("http://localhost.evil.example", False),
+        ("http://[::1", False),
+        ("null", False),
+        ("", False),
+    ],
+)
+def test_without_keys_only_pages_of_this_machine_may_ask(
+    gateway: Gateway, guarded: Gateway, origin: str, is_served: bool
+) -> None:
+    """The name of a page may lead to this machine, and its browser lets it ask then."""
+    headers = {"Origin": origin, "Host": origin.removeprefix("http://") or "x"}
+    body = {**LONG, "max_tokens": 1}
+    answer = gateway.post("/v1/completions", body, headers=headers)
+    assert answer.status_code == (200 if is_served else 403)
+    if not is_served:
+        assert answer.json()["error"]["code"] == "origin_refused"
+    answer = guarded.post("/v1/completions", body, headers={**AUTHORIZED, "Origin": origin})
+    assert answer.status_code == 200
+
+
 def test_the_charset_may_be_said(guarded: Gateway) -> None:
     headers = {**AUTHORIZED, "Content-Type": 'Application/JSON; charset="UTF-8"'}
     body = {**LONG, "max_tokens": 1}
@@ -327,7 +355,10 @@ def test_one_key_may_have_so_many_answers_at_a_time(guarded: Gateway) -> None:
             answer.close()
     wait_free(guarded)
     answer = guarded.post("/v1/completions", {**LONG, "n": 4}, headers=AUTHORIZED)
-    assert answer.status_code == 429, "each of a request's answers counts"
+    assert answer.status_code == 400, "there is never room for its answers"
+    error = answer.json()["error"]
+    assert error["message"] == "at most 3 answers can be had at a time, got 4"
+    assert error["param"] == "n" and "Retry-After" not in answer.headers
 
 
 def test_so_many_answers_in_all(guarded: Gateway) -> None:

@@ -27,6 +27,8 @@ LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Go on."}],
     "max_tokens": 7000,
 }
+LOST = 'minisgl_gateway_requests_total{route="/v1/chat/completions",status="499"}'
+
 _CHILD = """
 import sys, httpx
 with httpx.stream("POST", sys.argv[1], content=sys.argv[2], timeout=60,
@@ -106,25 +108,37 @@ def asked(gateway: Gateway, fields: dict[str, Any], *, behind: bytes = b"") -> I
 @pytest.mark.parametrize("num_choices", [1, 3])
 def test_a_stream_that_is_closed(wide: Gateway, engine: Engine, num_choices: int) -> None:
     body = {**LONG, "stream": True, "n": num_choices}
+    before = wide.metric(LOST)
     with httpx.stream(
         "POST", f"{wide.url}/v1/chat/completions", json=body, timeout=PATIENCE_S
     ) as answer:
         _rest = some_of(answer)
         engine.wait_busy(num_choices)
     engine.check_cancelled(num_choices)
+    wait_for(lambda: wide.metric(LOST) == before + 1, "one more client that left")
     wait_for(lambda: wide.metric("minisgl_gateway_open_streams") == 0, "no stream left")
+
+
+def test_a_stream_that_fails_is_counted_as_a_failure(talker: TritonServer, tmp_path: Path) -> None:
+    """Its status, 200, was out before."""
+    address = f"127.0.0.1:{talker.grpc_port}"
+    with gateway_of(address, tmp_path / "log", "--timeout-s", "1") as hasty:
+        answer = hasty.post("/v1/chat/completions", {**LONG, "stream": True})
+        assert answer.status_code == 200 and '"code": "timeout"' in answer.text
+        late = 'minisgl_gateway_requests_total{route="/v1/chat/completions",status="504"}'
+        assert hasty.metric(late) == 1
+    assert "/v1/chat/completions 504 in" in hasty.log.read_text()
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
 def test_a_whole_answer_that_nobody_waits_for(
     wide: Gateway, engine: Engine, num_choices: int
 ) -> None:
-    lost = 'minisgl_gateway_requests_total{route="/v1/chat/completions",status="499"}'
-    before = wide.metric(lost)
+    before = wide.metric(LOST)
     with asked(wide, {**LONG, "n": num_choices}):
         engine.wait_busy(num_choices)
     engine.check_cancelled(num_choices)
-    wait_for(lambda: wide.metric(lost) == before + 1, "one more client that left")
+    wait_for(lambda: wide.metric(LOST) == before + 1, "one more client that left")
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -240,6 +240,18 @@ async def test_many_at_a_time(gateway: Gateway) -> None:
     assert answers == [names[country] for country in countries]
 
 
+def test_what_the_sdk_has_parsed_can_be_sent_back(client: OpenAI) -> None:
+    """Its own fields are in it."""
+    parsed = client.chat.completions.parse(**asked(FRANCE)).choices[0].message
+    with client.chat.completions.stream(**asked(FRANCE)) as stream:
+        gathered = stream.get_final_completion().choices[0].message
+    for message in (parsed, gathered):
+        assert "parsed" in message.model_dump()
+        history = [*asked(FRANCE)["messages"], message, {"role": "user", "content": NUMBERS}]
+        answer = client.chat.completions.create(**{**asked(""), "messages": history})
+        assert answer.choices[0].message.content
+
+
 def test_models(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL

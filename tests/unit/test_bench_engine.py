@@ -58,6 +58,31 @@ def test_prompts_begin_with_what_the_prefix_cache_knows(tmp_path: Path) -> None:
     assert "--shared-tokens must be less" in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("cancel --repeats 0", "'--repeats': 0 is not in the range x>=1"),
+        ("cancel --step-ms -1", "'--step-ms': -1.0 is not in the range"),
+        ("decode --batch-size 0", "'--batch-size': 0 is not"),
+        ("decode --steps 0", "'--steps': 0 is not"),
+        ("decode --temperature -1", "'--temperature': -1.0 is not"),
+        ("gateway --turns 0", "'--turns': 0 is not"),
+        ("offline --requests 0", "'--requests': 0 is not"),
+        ("offline --input-length 0 0", "'--input-length': 0 is not"),
+        ("offline --output-length 64 16", "'--output-length': MIN 64 exceeds MAX 16"),
+        ("plan-broadcast --steps 0", "'--steps': 0 is not"),
+        ("prefill --repeats 0", "'--repeats': 0 is not"),
+        ("response-path --requests 0", "'--requests': 0 is not"),
+        ("response-path --tokens 0", "'--tokens': 0 is not"),
+        ("scaling --steps 0", "'--steps': 0 is not"),
+    ],
+)
+def test_what_cannot_be_measured_is_wrong_usage(command: str, message: str) -> None:
+    result = CliRunner().invoke(main, ["bench", *command.split()])
+    assert result.exit_code == 2
+    assert f"Invalid value for {message}" in result.output
+
+
 def test_a_batch_beyond_the_rows_is_refused() -> None:
     command = ["bench", "decode", "--batch-size", "9", "--max-running-requests", "8", *SMALL]
     result = CliRunner().invoke(main, command)

@@ -29,7 +29,13 @@ from rich.markup import escape
 from minisgl_client import Client, MinisglError, Result
 from minisgl_client.cli.conversation import Conversation
 from minisgl_client.cli.display import MarkdownDisplay
-from minisgl_client.cli.options import given, parameter_options, parameters_of, server_options
+from minisgl_client.cli.options import (
+    client_of,
+    given,
+    parameter_options,
+    parameters_of,
+    server_options,
+)
 
 
 @click.command()
@@ -60,7 +66,7 @@ def chat(
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)  # not as Ctrl-C, which ends an answer alone
     try:
-        with Client(url, model=model, timeout_s=timeout_s) as client:
+        with client_of(Client, url=url, model=model, timeout_s=timeout_s) as client:
             if not client.is_ready():
                 raise click.ClickException(f"no server with the model {model} at {url}")
             console.print(f"{model} at {url}. /help lists commands, Ctrl-D ends.", style="dim")

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from minisgl_client import AsyncClient, Client, InvalidArgument, MinisglError, Result, strict_json
 from minisgl_client.cli.display import without_controls
 from minisgl_client.cli.lines import in_order, lines_of
-from minisgl_client.cli.options import given, parameter_options, server_options
+from minisgl_client.cli.options import client_of, given, parameter_options, server_options
 
 
 @click.command()
@@ -135,7 +135,7 @@ def _write(text: str) -> None:
 
 def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -> None:
     """Write the answer as it comes, and a newline."""
-    with Client(**settings) as client, client.stream(**template.fill(prompt)) as stream:
+    with client_of(Client, **settings) as client, client.stream(**template.fill(prompt)) as stream:
         for delta in stream:
             _write(delta.text)
     _write("\n")
@@ -173,7 +173,7 @@ async def _answer_lines(
         return json.dumps(told, ensure_ascii=False) + "\n"
 
     with _progress(file) as advance:
-        async with AsyncClient(**settings) as client:
+        async with client_of(AsyncClient, **settings) as client:
             lines = (line async for line in lines_of(_source(file)) if line.strip())
             await in_order(lines, answer, _write, concurrency=concurrency)
     return 1 if num_failed else 0

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from minisgl_client.client import AsyncClient, Client
+from minisgl_client.errors import InvalidArgument
 from minisgl_client.wire import INPUTS, LISTS
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -18,7 +20,9 @@ def server_options(command: _Command) -> _Command:
     """``url``, ``model`` and ``timeout_s``."""
     for option in (
         click.option("--timeout-s", type=float, help="of an answer as a whole"),
-        click.option("--model", default="minisgl", show_default=True, help="the ensemble"),
+        click.option(
+            "--model", default="minisgl", show_default=True, help="the ensemble, not a batched one"
+        ),
         click.option(
             "--url",
             default="localhost:8001",
@@ -30,6 +34,17 @@ def server_options(command: _Command) -> _Command:
     ):
         command = option(command)
     return command
+
+
+_Client = TypeVar("_Client", Client, AsyncClient)
+
+
+def client_of(kind: Callable[..., _Client], **settings: Any) -> _Client:
+    """A client with the settings of ``server_options``; a wrong one is wrong usage."""
+    try:
+        return kind(**settings)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
 
 
 def parameter_options(*, max_tokens: int) -> Callable[[_Command], _Command]:

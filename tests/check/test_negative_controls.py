@@ -150,6 +150,7 @@ def test_two_ends_of_one_answer(own: OwnServer) -> None:
 
 
 def test_a_row_that_is_freed_twice(own: OwnServer) -> None:
+    sound(own)  # what still ran would be freed twice, too
     with broken(own, "a row is freed twice"):
         cancel_one(own)
         assert wait_until(lambda: own.stats().engine["scheduler"]["num_running"] < 0, PATIENCE_S)

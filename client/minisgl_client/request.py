@@ -147,7 +147,7 @@ _NOUNS: Final = {
     "BOOL": "True or False",
     "INT32": "an integer of 32 bits",
     "UINT64": "an integer in 0 .. 2**64 - 1",
-    "FP32": "a number",
+    "FP32": "a number of 32 bits",
 }
 
 

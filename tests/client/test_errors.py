@@ -206,7 +206,11 @@ def test_addresses_that_are_none(way: Way) -> None:
             {"max_tokens": 10**5000},
             "max_tokens must be an integer of 32 bits, got a value of int",
         ),
-        ({}, {"temperature": 10**5000}, "temperature must be a number, got a value of int"),
+        (
+            {},
+            {"temperature": 10**5000},
+            "temperature must be a number of 32 bits, got a value of int",
+        ),
         ({}, {"stop": [[1] * 10**6]}, r"stop must be a string, got \[1, 1, .{50}\.\.\.$"),
         ({"timeout_s": 10**5000}, {}, "timeout_s must be finite and > 0, got a value of int"),
     ],

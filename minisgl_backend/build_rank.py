@@ -40,8 +40,9 @@ _LARGE_MEMORY: Final = 80 * 2**30
 
 _CAPTURED_TOKENS: Final = 1024
 _CAPTURED_PRODUCTS: Final = 4 * 10**12
-"""Steps with prompts are captured up to so many tokens, or up to where tokens times weights are so
-many products: a GPU then takes longer than a host needs to launch all kernels (some 20 ms)."""
+"""Steps with prompts are captured up to this many tokens or, if that allows more, up to this many
+products (tokens times weights): beyond, a GPU takes longer than a host needs to launch all kernels
+(some 20 ms)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +156,7 @@ def _cuda_executor(
         max_batch_size=most,
         num_weights=sum(weight.numel() for weight in model.model.layers.parameters()),
     )
-    device.catch_up()  # with weights, pages and what attention keeps
+    device.catch_up()  # wait for the weights, the pages and attention's own tensors
     executor = CudaExecutor(
         model,
         storage=storage,
@@ -174,10 +175,10 @@ def _cuda_executor(
 def graph_sizes(
     options: EngineOptions, attention: PagedAttention, *, max_batch_size: int, num_weights: int
 ) -> tuple[list[int], list[int]]:
-    """What is captured: decode steps of so many rows, and steps with prompts of so many tokens.
+    """What to capture: numbers of rows of decode steps, numbers of tokens of steps with prompts.
 
-    ``num_weights`` are those of this rank's layers. Raises ``ConfigError`` where an option asks for
-    graphs that cannot be.
+    ``num_weights`` counts the weights of this rank's layers. Raises ``ConfigError`` if an option
+    asks for graphs that are impossible.
     """
     most_tokens = options.cuda_graph_max_tokens
     if not attention.can_capture:

@@ -1,7 +1,7 @@
 """The signal that Linux sends to a process when its parent ends: PR_SET_PDEATHSIG.
 
-To the kernel, the parent is the thread that started the process. What is asked for holds as long as
-the thread lives that asked, and is kept over exec.
+To the kernel, the parent is the thread that started the process. A request for the signal holds as
+long as the thread that made it lives, and survives exec.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ def end_with(parent: int) -> None:
 
 
 def end_without(parent: int) -> None:
-    """Kill this process if it is no child of ``parent``, which has ended then."""
+    """Kill this process unless it is a child of ``parent``: if it is not, ``parent`` has ended."""
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""HTTP and gRPC to this machine, past any proxy that the environment names, by raw calls.
+"""HTTP and raw gRPC calls to this machine that bypass any proxy named by the environment.
 
 A proxy would not find the way back here, so a server behind one would never be seen to be ready.
 """

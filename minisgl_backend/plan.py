@@ -56,11 +56,11 @@ class Admission:
 class StepPlan:
     """One forward pass with P prefill chunks, D decoding rows and G grants. All arrays are int32.
 
-    ``released_rows``: rows that no request holds any more. Their state may be dropped, before the
-    admissions of this plan are applied, which overwrite all of it in any case.
-    ``broken_pages``: pages that requests held which failed, and nobody uses any more. They may hold
-    NaN, so an executor that does not clear pages when they are first written clears these before
-    anything else of the plan.
+    ``released_rows``: rows that no request holds any more. Their state may be dropped before the
+    admissions of this plan are applied; an admission overwrites all of it in any case.
+    ``broken_pages``: pages of failed requests that nobody uses any more. They may hold NaN, so an
+    executor that does not clear pages when they are first written clears these before anything
+    else of the plan.
     ``grant_rows``, ``grant_indices``, ``grant_pages`` [G]: page_table[row, index] = page.
     ``prefill_rows``, ``prefill_starts``, ``prefill_lengths`` [P]: the positions from start up to
     start + length of the row are computed. ``prefill_tokens`` [sum of lengths] has their tokens,

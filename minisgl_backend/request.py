@@ -29,8 +29,8 @@ EMPTY: Final = np.empty(0, dtype=np.int32)
 EMPTY.flags.writeable = False
 
 LEAST_TEMPERATURE: Final = 1e-5
-"""A temperature below it becomes 0, with which the likeliest token is chosen without a division:
-1 / temperature may be beyond float32."""
+"""A temperature below this becomes 0, at which the likeliest token is chosen without a division:
+otherwise 1 / temperature might exceed float32."""
 
 
 class FinishReason(str, Enum):

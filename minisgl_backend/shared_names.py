@@ -1,7 +1,7 @@
-"""Names on which whoever starts a server and the server's models agree.
+"""Names that a server's models share with whoever starts the server.
 
-Knows nothing else: neither side imports the other. The files are in the server's runtime directory,
-and empty; what they mean is told in ``tritonserver.signs``.
+Knows nothing else: neither side imports the other. The files are empty and lie in the server's
+runtime directory; ``tritonserver.signs`` explains what they mean.
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ RECOVERING_FILE: Final = "recovering"
 """Its presence asks tokenizers to take no requests for now."""
 QUEUE_OPEN: Final = "queue-open"
 QUEUE_FULL: Final = "queue-full"
-"""How the name of an engine's sign begins, which is there while it serves."""
+"""The beginning of the name of an engine's sign, a file that exists while the engine serves."""

@@ -87,7 +87,7 @@ _CODED: Final = re.compile(
     rf"(?:in ensemble '[^']*', )*(?P<code>{'|'.join(_BY_CODE)}): (?P<sentence>.*)", re.DOTALL
 )
 _DEADLINE: Final = "the deadline passed"
-"""How the server's sentence begins where it ends a request that has no token yet."""
+"""The beginning of the server's sentence if the deadline ends a request that has no token yet."""
 
 _OF_TRITON: Final[tuple[tuple[str, type[MinisglError]], ...]] = (
     ("is not found", InvalidArgument),  # another model's name

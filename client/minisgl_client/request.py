@@ -100,7 +100,7 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _other(name: str, value: Any) -> bool | int | float | str:
-    """A value that only the server knows, as a parameter of Triton can hold it."""
+    """A value of a name that only the server may know, as a Triton parameter can hold it."""
     check_text(f"the name {name!r}", name)
     if "\x00" in name:  # where Triton, over HTTP, would end it
         raise InvalidArgument(f"unknown parameter {short(name)}")

@@ -49,7 +49,7 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
             yield
-        except asyncio.CancelledError:  # by a second Ctrl-C, as the requests are that still run
+        except asyncio.CancelledError:  # a second Ctrl-C, which also cancels requests under way
             return
         await engine.aclose()
 

@@ -140,7 +140,7 @@ _MUST: Final = {
     "string_too_long": "have at most {max_length} characters",
     "string_pattern_mismatch": "match {pattern}",
 }
-"""By pydantic's complaint about a value of the right type: what it must."""
+"""By pydantic's complaint about a value of the right type: what follows "must"."""
 
 
 def _about_one_value(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:

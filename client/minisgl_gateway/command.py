@@ -158,7 +158,8 @@ def gateway(
         raise click.ClickException(f"cannot listen on {host}:{port}: no such name") from None
     with listener:
         shown = f"[{host}]" if ":" in host else host
-        # uvicorn takes over when it runs, and in the end raises them again for who was there before
+        # once uvicorn runs, it handles these itself, and at the end raises them again for handlers
+        # that were set before
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         click.echo(f"ready on http://{shown}:{listener.getsockname()[1]}")

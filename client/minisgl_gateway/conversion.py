@@ -167,7 +167,7 @@ def includes_usage(request: GenerationRequest) -> bool:
 
 
 def _seeded(parameters: Parameters, choice: int) -> Parameters:
-    """Choices of one seed must differ, and be the same each time."""
+    """With a seed, each choice gets its own: choices must differ, but be the same each time."""
     seed = parameters.get("seed")
     return parameters if seed is None else {**parameters, "seed": (seed + choice) % 2**64}
 

@@ -106,7 +106,7 @@ def api_error(error: client.MinisglError, fields: Container[str]) -> ApiError:
 
     ``fields`` are those of the request; the engine's sentences begin with the one at fault.
     """
-    if _NO_MODEL.match(str(error)):  # the caller's model is this gateway's: it has another name
+    if _NO_MODEL.match(str(error)):  # callers know the model by the gateway's name, not by this one
         return busy(503, "the engine does not have the model", "engine_unavailable")
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
         message = _OTHER_NAMES.sub(lambda found: _NAMES[found[0]], str(error))
@@ -143,18 +143,18 @@ _LOST: Final = frozenset(
 )
 """How the engine's sentences say that a request was lost with a process that is started again."""
 _NO_MODEL: Final = re.compile(r"Request for unknown model: '.*' is not found$")
-"""How Triton says so."""
+"""How Triton says that it has no such model."""
 _TOO_LONG: Final = re.compile(
     r"prompt of .* does not fit the context |max_tokens .* with a prompt of .* exceeds the context "
 )
-"""How the engine's sentences say so; OpenAI's clients shorten their conversation by that code."""
+"""How the engine says that a prompt is too long; at this code OpenAI's clients shorten the chat."""
 _NAMES: Final = {
     "text_input": "prompt",
     "input_ids": "prompt",
     "num_logprobs": "logprobs",
     "priority_level": "priority",
 }
-"""What the engine calls otherwise than OpenAI's API."""
+"""The engine's names that differ from OpenAI's, and OpenAI's names for them."""
 _OTHER_NAMES: Final = re.compile(rf"\b(?:{'|'.join(_NAMES)})\b")
 
 

@@ -56,10 +56,10 @@ class Keys:
 
 
 def _check_page(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Refuse a web page of another machine: its browser, on this one, would ask in its user's name.
+    """Refuse a web page from elsewhere: a browser on this machine would ask in its user's name.
 
-    The page's name may lead to this machine all the same (DNS rebinding), so its address must be
-    one that no name server has a say in.
+    The name of such a page may resolve to this machine all the same (DNS rebinding), so its address
+    must be one that no name server has a say in.
     """
     for name, value in headers:
         if name == b"origin" and not _is_of_this_machine(value.decode("latin-1")):

@@ -10,9 +10,9 @@ class GatewayOptions:
     """``model`` is the ensemble in Triton, ``model_name`` what callers call it. Limits are those of
     one gateway; a request counts once for each of its answers.
 
-    ``timeout_s`` bounds a request as a whole, its body's way here included, ``patience_s`` each
-    silence of a client that must send its request or take its answer, ``drain_timeout_s`` how long
-    the end waits for answers.
+    ``timeout_s`` bounds a request as a whole, including the time in which its body arrives;
+    ``patience_s`` bounds each silence of a client that must send its request or take its answer;
+    ``drain_timeout_s`` is how long the gateway, when it ends, waits for answers.
     """
 
     triton: str = "localhost:8001"

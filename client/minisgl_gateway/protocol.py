@@ -35,17 +35,19 @@ def protocol_of(options: GatewayOptions, telemetry: Telemetry) -> type[BoundedPr
 
 
 _UPGRADE: Final = re.compile(rb"^Upgrade(?=:)", re.IGNORECASE)
-"""An offer to speak something else, which Java's client makes to all. Nothing else is spoken here,
-and with the offer in sight the parser would not read the body. So the name gets longer, just before
-its colon, which works too where the name came in pieces of which the parser has some. (Of a head
-that comes in one packet with the body before it, the beginning passes as it is.)"""
+"""An offer to speak another protocol, which Java's client makes to every server. No other is spoken
+here, but if the parser sees the offer, it does not read the body. So the header's name is made
+longer, just before its colon; this works even if the name comes in pieces, some of which the parser
+already has. (If a head comes in one packet with the body before it, its beginning passes as it
+is.)"""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A head must come within ``patience_s``; so must the rest of a body that nobody reads. Of what
-    is sent some must be read in that time.
+    """A head must come within ``patience_s``; so must the rest of a body that nobody reads. Of an
+    answer the client must read at least some in each such time.
 
-    ``head_bytes`` bounds heads that do not end; what is complete the application refuses.
+    ``head_bytes`` bounds heads that do not end; a complete head that is too large is refused by the
+    application.
     """
 
     patience_s: ClassVar[float]
@@ -55,13 +57,13 @@ class BoundedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _reading_timer: asyncio.TimerHandle | None = None
     _num_head_bytes: int | None = None
-    """Of a head that is coming."""
+    """How much of a head has come, if one is coming."""
     _in_head: bool = True
-    """Whether what comes next is of a head; the parser alone knows where one ends."""
+    """Whether the next bytes belong to a head; only the parser knows where a head ends."""
     _line: bytes = b""
     """What has come of a line of the head."""
     _answered: RequestResponseCycle | None = None
-    """What is or was answered last; ``cycle`` is what came last, and may wait behind it."""
+    """The request answered last, or now; ``cycle`` is the one that came last, and may wait."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -112,7 +114,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def resume_writing(self) -> None:
-        if not self.transport.is_closing():  # else all of it has to be read
+        if not self.transport.is_closing():  # when closing, the client still has to read it all
             self._stop_reading_timer()
         super().resume_writing()
 
@@ -120,7 +122,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._stop_reading_timer()
         super().connection_lost(exc)
-        if self._answered is not None:  # uvicorn tells what came last
+        if self._answered is not None:  # uvicorn itself tells only the request that came last
             self._answered.disconnected = True
             self._answered.message_event.set()
 

@@ -51,7 +51,7 @@ _PROBED_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Whether the engine took requests, and until when that is taken for true."""
+    """Whether the engine took requests, and until when this answer is used."""
 
     is_ready: bool
     until_s: float

@@ -83,7 +83,7 @@ class ToolCallReader:
 
 
 def _parse(body: str) -> CalledTool | None:
-    """The call that a body is, if what it says can be sent on as JSON."""
+    """The call in a body; None if it is none, or cannot be sent on as JSON."""
     try:
         call = strict_json.loads(body)
         if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):

@@ -2,7 +2,7 @@
 
 A name stands for prefill and decode both; two names joined by a comma for one each. What is unknown
 or cannot run here is refused by a ``ConfigError`` that says what to do. ``cuda`` and ``trtllm``
-only decode: alone they stand for themselves and whatever ``auto`` takes for prefill.
+only decode: given alone, each is joined by whatever ``auto`` takes for prefill.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Kind(Generic[T_co]):
 
 
 def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAttention:
-    """The backend that ``option`` names; by default the fastest one measured that is there.
+    """The backend that ``option`` names; by default the fastest one measured that can run here.
 
     For decode that is ``cuda`` from Hopper on, else ``triton``: on an H200 each is faster than
     ``fa`` and ``fi``, and nothing is planned on the host. For prefill it is ``fa`` on Hopper over

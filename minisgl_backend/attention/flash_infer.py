@@ -1,8 +1,8 @@
 """The backend ``fi``: FlashInfer (arXiv 2501.01005), its wrappers for prompts and for decoding.
 
 Its kernels follow a schedule: which part of which sequence a thread block takes. The host makes it
-of the lengths in pinned memory and copies it to the GPU, in the order of the stream. That memory is
-not written again before the copy has run, so the host is never more than one step ahead.
+from the lengths, in pinned memory, and copies it to the GPU in the order of the stream. That memory
+is not written again before the copy has run, so the host is never more than one step ahead.
 
 A captured decode step has a wrapper for each batch size and window. Pages and lengths are read on
 the GPU: the graph gathers the rows of the page table into a buffer that the kernels read, so that
@@ -31,7 +31,7 @@ COMMAND: Final = "pip install flashinfer-python==0.6.12"
 HEAD_DIMS: Final = (64, 128, 256)
 
 TENSOR_CORE_GROUP: Final = 4
-"""Query heads of a KV head from which a row's products fill a tensor core well enough."""
+"""From this many query heads per KV head on, a row's products fill a tensor core well enough."""
 
 _SCHEDULE_BYTES: Final = 2**20
 """Of a captured step: less than 32 bytes a row and a thread block."""
@@ -51,7 +51,7 @@ class PlannedStep:
 
 
 def why_no_kernels() -> str | None:
-    """Why FlashInfer could not come by its kernels; None where it has them or a compiler."""
+    """Why FlashInfer cannot get its kernels; None if it has them or a compiler."""
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return None
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
@@ -118,9 +118,9 @@ class FlashInferDecode:
         def zeros(size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=setting.device)
 
-        # What captured kernels read. They take (pages - 1) * page_size + (length of the last page)
-        # for a row's length; so every row is given as many pages as it can ever have, in a place
-        # that is its own, and a last page that is shorter by what is too much.
+        # What captured kernels read. To them a row's length is (pages - 1) * page_size + (length of
+        # the last page). So every row is given, in a place of its own, as many pages as it can ever
+        # have, and the excess is subtracted from the length of the last page.
         self._host_offsets = torch.arange(most + 1, dtype=torch.int32) * max_pages
         self._offsets = self._host_offsets.to(setting.device)
         self._pages = zeros(most * max_pages, torch.int32)
@@ -220,8 +220,8 @@ class FlashInferDecode:
 class _PageLists:
     """The pages of sequences, one list after another, as plans take them; int32.
 
-    On the host ``offsets`` [num_sequences + 1] into ``indices``, which are on the device, and
-    ``last_lengths`` [num_sequences]: positions of the last page that are taken.
+    ``indices`` are on the device. On the host are ``offsets`` [num_sequences + 1] into them, and
+    ``last_lengths`` [num_sequences]: how many positions of the last page are taken.
     """
 
     offsets: Tensor
@@ -253,7 +253,7 @@ def _offsets(counts: IntArray) -> Tensor:
 
 
 def _to_host(array: Any, setting: AttentionSetting) -> Tensor:
-    """A copy in pinned memory, from which copies to the GPU need not wait for it."""
+    """A copy in pinned memory, so that copying it to the GPU need not wait for the GPU."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if setting.device.type == "cuda" else tensor
 

@@ -67,11 +67,11 @@ class Chunks:
     """Prompt chunks of a step, one after another in the flat batch; int32 on the device.
 
     ``rows`` [num_chunks] of ``page_table`` [num_rows, max_pages]; ``offsets`` [num_chunks + 1] into
-    the tokens, of which the first and the last may be no chunk's; ``ends`` [num_chunks]: positions
-    of the row up to the chunk's last, included. On the host are known: the largest length, the
-    largest end, and ``host_offsets`` and ``host_ends``, which are the same as on the device. In a
-    step to be captured these two are None, the others the most that there can be, and chunks may be
-    empty.
+    the tokens, some of which may stand before the first chunk or behind the last; ``ends``
+    [num_chunks]: positions of the row up to the chunk's last, included. The host knows the largest
+    length, the largest end, and copies of the offsets and ends, ``host_offsets`` and ``host_ends``.
+    In a step to be captured these copies are None, the two maxima are the largest possible ones,
+    and chunks may be empty.
     """
 
     rows: Tensor

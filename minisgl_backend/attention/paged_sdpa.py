@@ -72,7 +72,10 @@ class PagedSdpa:
                 ).transpose(0, 1)
 
     def _seen(self, begin: int, stop: int, end: int, layer: int, device: torch.device) -> Tensor:
-        """Which of ``end`` positions those from ``begin`` to ``stop`` see, bool[queries, end]."""
+        """Which of ``end`` positions the queries from ``begin`` to ``stop`` see.
+
+        bool[queries, end].
+        """
         query = torch.arange(begin, stop, device=device)[:, None]
         key = torch.arange(end, device=device)
         seen = key <= query

@@ -59,8 +59,8 @@ _SETTLES_WITHIN_S: Final = 60.0
 class Ending:
     """What the engine did after a client had gone; times in seconds from that moment.
 
-    ``ended_s`` and ``returned_s`` are None where the request had not ended, or its rows and pages
-    were not back, when patience was over.
+    ``ended_s`` is None if the request had not ended when patience was over; ``returned_s`` is None
+    if its rows and pages were not back by then.
     """
 
     ended_s: float | None
@@ -141,7 +141,7 @@ def summary(endings: list[Ending]) -> dict[str, Any]:
 
 
 class Bench:
-    """Clients that come and go, one after the other, at a server whose planner is read along."""
+    """Clients that come and go, one after the other, while the planner's journal is read."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ def measure_both(
     trace: Path | None,
     json_path: Path | None,
 ) -> None:
-    """Measure, with ``compare`` also those options, and emit what was found.
+    """Measure ``options``, and with ``compare`` the changed options too, and emit the figures.
 
     ``measure`` takes the options and where to write a trace. ``keys`` are the columns that say what
     a row is about; they are equal in both. The second engine is built when the first one is gone.

@@ -101,8 +101,8 @@ def logits_of(model: Decoder, pages: list[PagedKV], ids: Tensor) -> Tensor:
 
 
 def differences(expected: Tensor, found: Tensor) -> dict[str, float]:
-    """Of logits [positions, vocab_size]; ``largest_margin_changed`` is by how much the best token
-    led over the second where another one is the best now."""
+    """How far logits [positions, vocab_size] differ. ``largest_margin_changed`` is the largest lead
+    of an expected best token over the second at a position where another token is best now."""
     apart = (found - expected).abs()
     best, second = expected.topk(2, dim=-1).values.unbind(dim=-1)
     changed = found.argmax(dim=-1) != expected.argmax(dim=-1)

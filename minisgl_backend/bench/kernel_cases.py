@@ -64,7 +64,7 @@ class Case:
 
 
 def copies(num_bytes: int) -> range:
-    """One for each buffer of that size that keeps the data of calls out of the L2 cache."""
+    """A number for each of as many buffers of that size as keep their data out of the L2 cache."""
     return range(max(2, min(64, _COLD_BYTES // max(num_bytes, 1) + 1)))
 
 

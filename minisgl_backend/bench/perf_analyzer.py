@@ -166,7 +166,7 @@ def input_data(style: Style, calls: Sequence[Call]) -> dict[str, Any]:
 def outcomes_of(export: Mapping[str, Any]) -> list[Outcome]:
     """The requests of a profile export; its times are in nanoseconds.
 
-    Tensors that were not asked for stand there too, with whatever lay in memory.
+    It also holds tensors that were not asked for, with whatever lay in memory.
     """
     outcomes = []
     for request in export["experiments"][0]["requests"]:

@@ -25,10 +25,10 @@ _HOW_TO_GET_IT: Final = (
 _LIBRARIES: Final = {"libb64.so.0d": "libb64-*", "libcudart.so.12": "libcudart-*"}
 """What is asked for, and what nvidia-pytriton calls it."""
 _TUNABLES: Final = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
-"""perf_analyzer 2.51 exports what lies in memory for the tensors that a response does not have, and
-its export ends where that is not a number. By default glibc leaves scrambled pointers there, some
-of which are NaN as a float; without these two caches it leaves addresses of an arena, none of which
-is: arenas begin at multiples of 64 MiB, so that bits 23 to 25 are zero in their first 8 MiB."""
+"""For tensors that a response does not have, perf_analyzer 2.51 exports what lies in memory, and
+its export ends at the first NaN. By default glibc leaves scrambled pointers there, some of which
+are NaN as a float; without these two caches it leaves addresses of an arena, which never are:
+arenas begin at multiples of 64 MiB, so that bits 23 to 25 are zero in their first 8 MiB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ json_option = click.option(
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file of figures; what was measured has been printed, should that fail."""
+    """Write a file of figures. They have been printed before, in case that fails."""
     try:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -53,7 +53,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A figure as a cell of a table; None is one that there is not."""
+    """A figure as a cell of a table; None stands for a missing figure."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -109,8 +109,8 @@ def configurations(
 def add_efficiency(rows: list[dict[str, Any]]) -> None:
     """Set each row beside the one with the fewest ranks, the first.
 
-    ``of_first`` is what a step takes of that one's time; ``efficiency`` the throughput a rank, over
-    that one's.
+    ``of_first`` is the time of a step over that of the first; ``efficiency`` is the throughput per
+    rank over that of the first.
     """
     first = rows[0]
     for row in rows:

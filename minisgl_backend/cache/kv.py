@@ -102,8 +102,8 @@ class KVCache(Protocol):
     def discard(self, lease: Lease) -> IntArray:
         """End the lease of a sequence whose keys and values cannot be trusted.
 
-        Unless another lease uses them, its shared pages become free, and those that continue them.
-        Returns all pages that become free, int32[num_pages].
+        Its shared pages, and the cached pages that continue them, become free as well, unless
+        another lease uses them. Returns all pages that become free, int32[num_pages].
         """
 
     def emptied(self) -> KVCache:

@@ -35,7 +35,7 @@ from minisgl_backend.check.own_server import OPTIONS
 from minisgl_backend.check.target import wait_until
 
 LONGEST_WAIT_S: Final = 3.0
-"""In the queue of the impatient server."""
+"""The longest wait in the queue of the impatient server."""
 _NUM_STREAMS: Final = 8
 _NUM_TOKENS: Final = 40
 _NUM_ABORTS: Final = 500

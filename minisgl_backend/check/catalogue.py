@@ -22,7 +22,7 @@ from minisgl_backend.check import (
 from minisgl_backend.check.fault import Scene, nowhere, stage
 
 SHORT: Final = kills.FAULTS
-"""On the server that has been under load. Fewer than its supervisor would take for hopeless."""
+"""Faults on the server that has been under load. With more, its supervisor would give up."""
 
 SCENES: Final[tuple[Scene[Any], ...]] = (
     Scene(stage, callers.FAULTS + gateway_faults.FAULTS + kills.IDLE_FAULTS),

@@ -21,7 +21,7 @@ STEP_S: Final = 0.02
 """What a step takes at least where steps are slow."""
 FILE: Final = "defect"
 MET: Final = "defect-met"
-"""A file that is there once a defect that need not show has come to bear."""
+"""A file that exists once a defect has taken effect; for defects that may not show otherwise."""
 
 _MODEL: Final = """\
 from minisgl_backend.check.frail_model import FrailModel
@@ -58,7 +58,7 @@ def switched_on(defect: Defect, server: TritonServer) -> Iterator[None]:
 
 
 def was_met(server: TritonServer) -> bool:
-    """Whether the last defect came to bear; only some defects tell."""
+    """Whether the last defect took effect; only some defects report it."""
     return (server.directory / MET).exists()
 
 

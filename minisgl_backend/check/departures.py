@@ -127,6 +127,6 @@ PHASES: Final[dict[str, tuple[Any, ...]]] = {
     "at a later token": ([7, 8],),
     "at the last token": ([7, 8], _LATER + 1),
 }
-"""And what is asked so that a request comes into that phase: the prompt, and how many tokens."""
+"""The phases, and what brings a request into each: the prompt, and the number of tokens."""
 _NUM_READ: Final = {"at the first token": 1, "at a later token": 5, "at the last token": _LATER}
 """Responses before the client leaves."""

@@ -67,7 +67,7 @@ Place = TypeVar("Place", Stage, Settings)
 
 @dataclass(frozen=True, slots=True)
 class Fault(Generic[Place]):
-    """``provoke`` notes in the case what it saw; ``has_figures``: times to report, among that."""
+    """``provoke`` notes in the case what it saw; ``has_figures``: whether that includes times."""
 
     number: str
     sentence: str

@@ -93,7 +93,7 @@ class FrailScheduler(Scheduler):
         self._hide(self._cache.num_pages)
         plan = super().plan()
         self._hide(0)
-        # the loop takes it for a broken planner where nothing could go on
+        # if nothing could be planned at all, the loop would think that the planner is broken
         return super().plan() if plan is None else plan
 
     def abort(self, request_id: RequestId) -> bool:

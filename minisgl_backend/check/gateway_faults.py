@@ -24,7 +24,7 @@ from minisgl_backend.check.target import wait_until
 _NUM_STREAMS: Final = 16
 _LONG: Final = 900
 _PATIENCE_S: Final = 2
-"""Of the gateway with who does not read; 30 s unless told otherwise."""
+"""The gateway's patience with clients that do not read; by default it has 30 s."""
 _SETTLES_S: Final = 30.0
 _ANSWERS: Final = 2
 

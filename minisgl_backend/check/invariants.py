@@ -57,7 +57,7 @@ class Invariants:
         return found
 
     def renew(self) -> None:
-        """Take the processes that are new since a fault as they are now."""
+        """From now on, expect processes that are new since a fault to stay as they are now."""
         server = dict(self._processes["tritonserver"])
         for name, process in self._target.stats().processes.items():
             if process["pid"] != self._processes.get(name, {}).get("pid"):
@@ -89,7 +89,7 @@ class Invariants:
 
 
 def busy(stats: Stats) -> list[str]:
-    """What a server says of itself that an idle one would not."""
+    """What in a server's counts shows that it is not idle."""
     found = []
     for model in ("llm_engine", "tokenizer", "detokenizer"):
         counts = stats.process(model)

@@ -162,7 +162,7 @@ def _dead(
         done, hanging = wait_for_all(endings, patience_s)
         case.expect(not hanging, f"{len(hanging)} callers wait for ever")
         if hanging:
-            client.close()  # else this would wait for them
+            client.close()  # else the pool would wait for them
     results = [one.result() for one in done]
     errors = [one.code for one in results if one.code]
     ended_s = max((one.at_s for one in results), default=killed_s) - killed_s

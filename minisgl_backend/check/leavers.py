@@ -46,7 +46,8 @@ class Leavers:
     def cancel_storm(self, *, num_clients: int | None = None, share: float = 1.0) -> Case:
         """Half of the requests are cut: before a token, at the first one, or later.
 
-        There are two more clients than rows, unless told otherwise; ``share`` of the requests.
+        There are two more clients than rows, unless told otherwise; ``share`` scales the number of
+        requests.
         """
         case = Case("cancel storm")
         ended: Counter[str] = Counter()

@@ -64,7 +64,7 @@ class Mixes(Asker):
         return case
 
     def small_pool(self) -> Case:
-        """Eight clients whose requests fill the pages if two and a half of them run."""
+        """Eight clients with requests of which two and a half fill the pages."""
         name = "pages for 2.5 requests"
         length = int(self._num_positions / 2.5)
         if length > int(self._info["max_sequence_length"]):

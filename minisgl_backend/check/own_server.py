@@ -94,7 +94,7 @@ def started(
         except MiniSGLError as error:
             errors.append(error)
         finally:
-            made.put(None)  # nobody takes it after a supervisor
+            made.put(None)  # in case there is no supervisor; otherwise nobody takes it
 
     # the kernel ends a server with the thread that started it
     thread = threading.Thread(target=live, name="supervisor")

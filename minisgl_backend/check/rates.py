@@ -22,7 +22,7 @@ from minisgl_backend.check.target import Target
 _MANY: Final = 64
 """Clients that keep a server on a few cores busy."""
 GOODPUT: Final = 0.9
-"""At twice the capacity, of the capacity."""
+"""The least goodput at twice the capacity, over the capacity."""
 REFUSED_WITHIN_MS: Final = 50.0
 
 

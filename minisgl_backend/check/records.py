@@ -35,7 +35,7 @@ _ALARMS: Final = re.compile(
     r"Traceback|double free|freed twice|underflow|corrupt|Segmentation|InvariantError|\bleak"
 )
 MOST_GROWN: Final = 0.05
-"""Of the memory, from the first third of a long run to its end."""
+"""The share by which memory may grow from the first third of a long run to its end."""
 
 
 def metrics(target: Target, metrics_url: str) -> Case:
@@ -117,10 +117,10 @@ class Footprints:
         return ", ".join(f"{value:,.6g} {name}" for name, value in reading.items())
 
     def case(self, *, is_judged: bool) -> Case:
-        """How it went. What grew after the first third, in which caches fill, is judged.
+        """How it went. Only growth after the first third, in which caches fill, is judged.
 
-        The least of some readings is what is never given back: Triton holds tens of megabytes of a
-        large request for a while.
+        The least of several readings shows what is never given back: Triton holds tens of megabytes
+        of a large request for a while.
         """
         first, last = self._readings[0], self._readings[-1]
         kept = self._readings[len(self._readings) // 3 :]

@@ -40,7 +40,7 @@ PROMISED_S: Final = 1.0
 
 
 def faults_of(ending: Ending, expected: Expected) -> list[str]:
-    """What is wrong with the ending of a request of which that was expected."""
+    """What is wrong with the ending of a request that should have ended as ``expected``."""
     error = ending.error
     if error is None:
         is_good = expected in (Expected.ANSWER, Expected.SURVIVED)
@@ -94,7 +94,7 @@ def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
                 ending = http.send(body)
                 over_http.add(bad.name, ending, faults_of(ending, bad.expected))
             if message is not None:
-                # what JSON cannot say to Triton, a tensor or a parameter may say well
+                # a tensor or a parameter may well carry what Triton's JSON cannot
                 ending = grpc.send(message)
                 over_grpc.add(bad.name, ending, faults_of(ending, bad.expected))
         for raw in bodies():

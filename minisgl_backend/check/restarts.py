@@ -22,7 +22,7 @@ from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 
 _GONE_WITHIN_S: Final = 10.0
-"""For who inherits the killed to ask after them."""
+"""Time for whichever process inherits killed processes to reap them."""
 
 
 def restarts(count: int, *, tritonserver: str | None = None) -> Case:

@@ -36,8 +36,8 @@ def ended_by_ctrl_c() -> Iterator[None]:
 def signals_as_ctrl_c() -> Iterator[None]:
     """SIGTERM and SIGHUP do once what Ctrl-C does while the block runs, and give its exit code.
 
-    So a command cleans up whatever ends it. Who has handlers of his own keeps them, and who is to
-    ignore a signal, as nohup has it, goes on doing so.
+    So a command cleans up, whatever ends it. A command that has handlers of its own keeps them, and
+    a signal that is to be ignored, as under nohup, still is.
     """
     came: list[int] = []
 
@@ -46,7 +46,7 @@ def signals_as_ctrl_c() -> Iterator[None]:
             return
         came.append(number)
         on_ctrl_c = signal.getsignal(signal.SIGINT)
-        if not callable(on_ctrl_c):  # a shell has what runs in the background ignore Ctrl-C
+        if not callable(on_ctrl_c):  # Ctrl-C is ignored, as by what a shell runs in the background
             raise KeyboardInterrupt
         on_ctrl_c(number, frame)
 

@@ -162,7 +162,7 @@ def options_as_text(options: EngineOptions) -> dict[str, str]:
 def _stop_on_signals(supervisors: Sequence[Supervisor], console: Console) -> threading.Event:
     """Take SIGINT, SIGTERM and SIGHUP: the first lets requests drain, a second one does not wait.
 
-    The supervisor comes later: a start, too, may be stopped without leaving anything behind.
+    ``supervisors`` is filled later: a start, too, may be stopped without leaving anything behind.
     """
     stopping = threading.Event()
 

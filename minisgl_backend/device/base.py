@@ -1,8 +1,8 @@
 """What an executor needs from a device: the few things in which a CPU and a GPU differ.
 
-A device has memory and one queue. Work runs in the order in which it was queued, and to queue it
-never waits for it. How work is queued is each device's own, and known to its executor alone. Must
-not know models, plans or requests.
+A device has memory and one queue. Work runs in the order in which it was queued, and queueing never
+waits for the work. How work is queued differs by device, and only the device's executor knows it.
+Must not know models, plans or requests.
 """
 
 from __future__ import annotations

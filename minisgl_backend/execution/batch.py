@@ -24,9 +24,9 @@ class StepIndices:
     the keys and values of the tokens go. ``fresh_pages``, int64, are the pages whose first position
     is written in this step.
 
-    A run is what a step computes of one row: one decoded token, or a chunk of its prompt. For the
-    runs there are, all int64[num_runs], their ``rows``, their first positions ``starts``, their
-    ``lengths``, and ``offsets``, the flat indices of their first tokens.
+    A run is what a step computes of one row: one decoded token, or a chunk of its prompt. The runs
+    have four arrays, all int64[num_runs]: their ``rows``, first positions ``starts``, ``lengths``,
+    and ``offsets``, the flat indices of their first tokens.
     """
 
     flat: FlatBatch
@@ -39,7 +39,7 @@ class StepIndices:
 
     @classmethod
     def of(cls, plan: StepPlan, page_table: PageTable) -> StepIndices:
-        """Those of ``plan``, whose grants are written to ``page_table`` already."""
+        """The indices of ``plan``, whose grants ``page_table`` holds already."""
         flat = FlatBatch.of(plan)
         slots, fresh_pages = page_table.locate(flat.rows, flat.positions)
         ones = np.ones(len(plan.decode_rows), dtype=int)

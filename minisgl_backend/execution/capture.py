@@ -35,10 +35,11 @@ def capture(
 ) -> dict[int, tuple[torch.cuda.CUDAGraph, T]]:
     """A graph of ``work`` for each size, with what it returned: tensors that replays fill anew.
 
-    ``prepare`` enqueues what the host does before work of that size, and is not captured. Then the
-    work is enqueued once, which compiles kernels and makes libraries allocate, and captured; the
-    graph is replayed, since the first replay uploads it. ``what`` names the sizes to the operator,
-    and ``option`` what limits them. Raises ``ConfigError`` where the memory left over is too small.
+    ``prepare`` enqueues what the host does before work of that size, and is not captured. The work
+    is then enqueued once uncaptured, which compiles kernels and makes libraries allocate, then
+    captured; and the graph is replayed once, since the first replay uploads it. For messages to the
+    operator ``what`` names the sizes, and ``option`` the option that limits them. Raises
+    ``ConfigError`` if the remaining memory is too small.
     """
     pool, stream = torch.cuda.graph_pool_handle(), device.stream
     graphs = {}

@@ -1,8 +1,8 @@
 """CUDA graphs of the layers of steps with prompt chunks, decoding rows beside them or not.
 
-To launch the kernels of all layers one by one takes a host longer than a GPU needs for some
-hundreds of tokens, of a small model for thousands. So the layers are captured for several numbers
-of tokens. A step takes the smallest graph that holds it; the dummy row fills what is left of it.
+Launching the kernels of all layers one by one takes a host longer than a GPU needs to compute some
+hundreds of tokens, or thousands with a small model. So the layers are captured for several numbers
+of tokens. A step takes the smallest graph that holds it; the dummy row fills the rest of the graph.
 Head and sampling depend on how many tokens are sampled: they are launched while the layers run.
 Every rank finds the same graphs and takes the same one: that depends on nothing but the plan.
 
@@ -26,16 +26,16 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.request import IntArray
 
 LAST_TOKEN = -1
-"""In the place of a token id: what the row sampled last."""
+"""In place of a token id, it stands for the token that the row sampled last."""
 
 _TOKENS_A_CHUNK = 16
-"""A graph has room for one chunk for so many of its tokens; more chunks take a larger graph."""
+"""A graph has room for one chunk per this many tokens; more chunks need a larger graph."""
 
 
 def token_counts(whole_step: int, most: int) -> list[int]:
     """Sizes to capture, ascending: 16, 32, 64, then four to each doubling, and the largest.
 
-    That is ``most``, but never more than a ``whole_step``; without it there are none.
+    The largest is ``most``, but never more than a ``whole_step``; if that is 0, there are no sizes.
     """
     largest = min(whole_step, most)
     if largest == 0:

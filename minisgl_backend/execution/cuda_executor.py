@@ -1,10 +1,11 @@
-"""Runs plans on a GPU: decode steps as CUDA graphs, and the layers of others, too, up to a size.
+"""Runs plans on a GPU: decode steps as CUDA graphs, and so the layers of other steps up to a size.
 
 What outlives a step is on the GPU, by row or page (``rows``), so a step is enqueued without knowing
 what the one before it sampled. Everything runs in the order of one stream.
 
-Every way to sample is part of the captured step. Logprobs alone are computed behind it, of the rows
-that ask for them, from the logits that it leaves; nothing waits for them but who reads the tokens.
+Every way to sample is part of the captured step. Only logprobs are computed after it, for the rows
+that ask for them, from the logits that it leaves; nothing but the reader of the tokens waits for
+them.
 
 Must not know queues, caches or why rows and pages are granted.
 """
@@ -41,9 +42,9 @@ class CudaExecutor:
 
     Rows are numbered 0 .. max_rows - 1, pages 0 .. storage.num_pages - 1. ``graph_sizes`` are the
     batch sizes of decode steps to capture, ``chunk_graph_sizes`` the numbers of tokens of steps
-    with prompt chunks; none turns these graphs off. What is given must be ready on the device's
-    stream (``CudaDevice.catch_up``). Raises ``ConfigError`` where the memory left
-    over does not hold a step of ``max_prefill_tokens`` beside the graphs.
+    with prompt chunks; an empty list turns these graphs off. Tensors that are handed in must be
+    ready on the device's stream (``CudaDevice.catch_up``). Raises ``ConfigError`` if the remaining
+    memory cannot hold a step of ``max_prefill_tokens`` beside the graphs.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class CudaExecutor:
         return CudaPending(done, tokens, logprobs)
 
     def renew(self) -> None:
-        """Nothing: a step that breaks does so in ``launch``, and rows are told when they begin."""
+        """Do nothing: steps break in ``launch`` only, and an admission says all about its row."""
 
     def close(self) -> None:
         """Wait for the steps in the queue, then destroy the graphs. Idempotent."""
@@ -197,8 +198,8 @@ class CudaExecutor:
         return StepOutput(nothing, self._logits[:0])
 
     def _warm_up(self, chunks: list[int], num_decodes: int) -> None:
-        """Compile what a step of prompt chunks of these lengths and so many decodes launches, and
-        find out whether it has the memory it needs, with logprobs of all its samples."""
+        """Run a step of prompt chunks of these lengths and so many decodes, with logprobs of all
+        its samples: this compiles its kernels, and shows whether there is enough memory for it."""
         plan = self._dummy_plan(chunks, num_decodes)
         try:
             with self.device.queue():
@@ -212,7 +213,7 @@ class CudaExecutor:
             ) from error
 
     def _dummy_plan(self, chunks: list[int], num_decodes: int) -> StepPlan:
-        """The dummy row has all chunks and all decodes: only its page is written."""
+        """A plan whose chunks and decodes are all of the dummy row: only its page is written."""
         row, empty = self.rows.table.dummy_row, np.empty(0, np.int32)
         return StepPlan(
             step=-1,

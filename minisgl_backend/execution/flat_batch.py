@@ -1,7 +1,7 @@
 """The tokens of a step as one flat batch: those of decoding rows, then one chunk after another.
 
-All arrays are on the host. Must not know pages: on a GPU their table is there, on a CPU ``batch``
-adds what depends on it.
+All arrays are on the host. Must not know pages: a GPU holds the page table itself, and for a CPU
+``batch`` adds what depends on it.
 """
 
 from __future__ import annotations

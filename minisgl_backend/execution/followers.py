@@ -86,7 +86,7 @@ class Followers:
             report(failure)
 
     def watch_for(self, complaint: Callable[[], str | None]) -> None:
-        """Call ``complaint`` now and then, on another thread; ``lose`` all once it has a cause."""
+        """Call ``complaint`` now and then, on another thread; if it gives a cause, ``lose`` all."""
         self._complaint = complaint
 
     def meet(self) -> None:
@@ -113,7 +113,7 @@ class Followers:
         return None
 
     def lose(self, cause: str) -> EngineFailure:
-        """End all followers because of ``cause``; the failure, which keeps the first cause."""
+        """End all followers because of ``cause``; returns the failure, with the first cause."""
         with self._lock:
             is_first = self.failure is None
             if self.failure is None:
@@ -223,5 +223,5 @@ class Leader:
 
     def report(self, error: BaseException) -> None:
         """Tell rank 0 why this rank cannot start."""
-        with contextlib.suppress(OSError):  # rank 0 may be the reason
+        with contextlib.suppress(OSError):  # the reason may be that rank 0 is gone
             self.connection.send(f"{error}".encode()[:_MOST_BYTES] or b"failed")

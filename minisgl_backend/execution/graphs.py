@@ -71,8 +71,8 @@ class DecodeGraphs:
         sizes: Sequence[int],
         schedule: Callable[[IntArray], None] | None = None,
     ):
-        """``step`` enqueues a decode step of the first so many rows of an inbox; ``schedule`` is
-        told the rows' lengths, int32 [batch_size], before a step of that size is enqueued."""
+        """``step`` enqueues a decode step of an inbox's first rows, as many as it is given;
+        ``schedule`` gets the rows' lengths, int32 [batch_size], before such a step is enqueued."""
         self._table = table
         most = max(sizes)
         self._sizes = sorted(sizes)

@@ -44,8 +44,8 @@ class RawLogprobs:
     ) -> RawLogprobs | None:
         """From [num_samples, vocab_size] logits and int [num_samples] tokens.
 
-        ``num_logprobs`` [num_samples] is -1 for a sample that asks for none. None if all do.
-        ``upload`` copies to the device of the logits.
+        ``num_logprobs`` [num_samples] is -1 for a sample that asks for none. Returns None if no
+        sample asks for any. ``upload`` copies to the device of the logits.
         """
         samples = np.flatnonzero(num_logprobs >= 0)
         if len(samples) == 0:

@@ -164,9 +164,9 @@ class LeadingExecutor:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Inside, rank 0 may wait for the others, and so for ever where one is lost.
+        """While inside, rank 0 may wait for the others, and for ever if one of them is lost.
 
-        What it does there by itself counts too, such as compiling what the warm-up did not meet.
+        Rank 0's own work inside counts as waiting too, such as compiling what the warm-up missed.
         """
         self._waiting_since_s = time.monotonic()
         try:

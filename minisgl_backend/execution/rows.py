@@ -1,7 +1,7 @@
 """The state of all rows on a GPU, as the host writes it.
 
-Knows ``kernels.rows.RowTable``, and which rows ask for logprobs. An admission overwrites all that
-there is of a row, but for lines of the sampling table that it does not need: nobody reads these.
+Knows ``kernels.rows.RowTable``, and which rows ask for logprobs. An admission overwrites the whole
+state of a row, except lines of the sampling table that it does not need: nobody reads these.
 Must not know models or attention.
 """
 
@@ -23,7 +23,8 @@ from minisgl_backend.plan import Admission
 from minisgl_backend.request import IntArray
 
 _LEAST_FACTOR: Final = 1e-30
-"""Beyond this and its inverse a penalty would make logits infinite, which means broken ones."""
+"""A repetition penalty is kept between this and its inverse: beyond, it could make logits infinite,
+which means broken ones."""
 
 
 class DeviceRows:
@@ -83,7 +84,7 @@ class DeviceRows:
         return pages * self.page_size + positions % self.page_size
 
     def _write_line(self, line: Tensor, known: tuple[HostArray, npt.NDArray[Any]] | None) -> None:
-        """Zeros but for these tokens; where nothing is known the line is not read."""
+        """Write zeros, and these tokens' values; if nothing is known, the line is not read."""
         if known is not None:
             tokens, values = known
             line.zero_()[self._device.upload(tokens)] = self._device.upload(values)

@@ -58,16 +58,16 @@ class KVStorage:
         another sequence would survive that and spread. So the CPU's executor clears a page before
         its first position is written, and a GPU's those of sequences that failed.
         """
-        # of float8 nothing can be filled but its bytes
+        # a float8 tensor itself cannot be filled, but its bytes can
         filled = self.pages.view(torch.uint8) if self.pages.itemsize == 1 else self.pages
         filled.index_fill_(2, pages, 0)
 
 
 def zeroed_layers(storage: KVStorage) -> list[PagedKV]:
-    """The pages of each layer, which it sets to zero.
+    """The pages of each layer, after setting them to zero.
 
-    So the dummy page, and what nobody has written, is finite. The kernels of this package leave out
-    what stands behind a row's end, whatever it is; those of libraries need not.
+    So the dummy page, and whatever nobody has written, is finite. The kernels of this package
+    ignore what stands behind a row's end, whatever it is; those of libraries need not do so.
     """
     pages, layers = storage.pages, []
     pages.view(torch.uint8).zero_()
@@ -101,9 +101,9 @@ def choose_num_pages(
 ) -> int:
     """How many pages to make: as many as fit the budget, but no more than all rows can ever fill.
 
-    The budget is ``memory_ratio`` of the ``free_bytes`` without the ``reserved_bytes`` that rows
-    take, and at most ``cap_bytes``. Raises ``ConfigError``, with the numbers, if not even one page
-    fits.
+    From ``free_bytes`` the ``reserved_bytes`` that rows take are subtracted; the budget is
+    ``memory_ratio`` of the rest, and at most ``cap_bytes``. Raises ``ConfigError``, with the
+    numbers, if not even one page fits.
     """
     budget = int(max(free_bytes - reserved_bytes, 0) * memory_ratio)
     if cap_bytes is not None:

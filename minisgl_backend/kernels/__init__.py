@@ -13,7 +13,7 @@ are contiguous in their last dimension; importing this package needs neither a G
 
 With ``pdl=True`` a kernel may start before its predecessor on the stream has finished, and waits
 for it itself (programmatic dependent launch). All of them wait, so whatever follows finds what was
-written before. Ahead of its wait a kernel reads weights, and decode attention of ``kernels.cuda``
-also runs, page table and pages, but for each row's newest position: what is launched right before
-it writes none of these, and lets it start only when all launches before have ended.
+written before. Before its wait a kernel may read weights; decode attention of ``kernels.cuda`` also
+reads its runs, the page table and the pages, except each row's newest position. So the launch right
+before it must write none of these, and must let it start only when all earlier launches have ended.
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 BATCHES: Final = (8, 16, 32, 64, 96, 128, 192, 256)
-"""Up to each of these a kernel of its own takes a batch."""
+"""The kernels' largest batches: a batch is taken by the first kernel that it fits."""
 
 MAX_TOKENS: Final = BATCHES[-1]
 BLOCK: Final = 64
@@ -18,20 +18,20 @@ BLOCK: Final = 64
 
 _MOST_BLOCKS: Final = 132
 _FEW_BLOCKS: Final = 66
-"""All and half of an H200's multiprocessors: the next kernel begins on those that are left."""
+"""All, and half, of an H200's multiprocessors: the next kernel begins on the half that is left."""
 
 _MOST_SMALL: Final = 8 * 2**20
 """Elements of a weight up to which its products take half of the multiprocessors."""
 
 _LEAST_EVEN: Final = 40
-"""Steps (a tile's products over 64 in_features) a multiprocessor, from which on all thread blocks
-take even parts."""
+"""From this many steps a multiprocessor on, all thread blocks take even parts. A step is a tile's
+products over 64 in_features."""
 
 _MOST_OF_LAYER: Final = 32 * 2**20
 _MOST_PRODUCTS: Final = 20 * 2**30
 _MOST_TOKENS_OF_LARGE: Final = 192
-"""Of layers with up to the first number of elements all batches are taken; of larger ones up to so
-many products, which are elements times tokens, and tokens."""
+"""Layers of up to the first number of elements take all batches; larger layers take batches of up
+to the second number of products (elements times tokens) and the third number of tokens."""
 
 _RING_BYTES: Final = 200 * 1024
 _MOST_STAGES: Final = 8
@@ -80,8 +80,8 @@ class Cut:
 
     @property
     def _slice_bytes(self) -> int:
-        """``SLICE * PITCH`` of ``linear.cu``, of that kind of product which needs the most: a gated
-        one has half as many features, and twice the tokens."""
+        """``SLICE * PITCH`` of ``linear.cu``, for the kind of product that needs more: a gated one
+        has half as many features, and twice the tokens."""
         most = 64 if self.tokens > 128 else 32
         gated = _halved(self.tokens, 2 * most) * (self.features + 16)
         return max(gated, _halved(self.tokens, most) * (2 * self.features + 16))
@@ -94,8 +94,8 @@ def _halved(tokens: int, most: int) -> int:
 def cut_of(batch: int, height: int, in_features: int, *, head_dim: int | None = None) -> Cut:
     """How to multiply by a weight [height, in_features]; with ``head_dim`` a tile is a head.
 
-    Small weights: a tile has up to 64 tokens, more where there would be too many tiles; it is split
-    where there are few. Large ones are read once: a tile has all tokens that it can.
+    For small weights a tile has up to 64 tokens, or more if there would be too many tiles; if there
+    are few, each is split. Large weights are read once: a tile has as many tokens as it can.
     """
     if height * in_features > _MOST_SMALL:
         return _cut_of_large(batch, height, in_features, head_dim or 128)
@@ -116,14 +116,14 @@ def _cut_of_large(batch: int, height: int, in_features: int, features: int) -> C
 
 
 def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_blocks: int) -> Cut:
-    """``tile`` with the splits that make up to ``most_blocks`` of few tiles, and its stages."""
+    """``tile`` with its stages; split, if tiles are few, into up to ``most_blocks`` in all."""
     blocks = height // tile.features * -(-batch // tile.tokens)
     splits = 1
     while (
         2 * splits * blocks <= most_blocks
         and splits < _MOST_SPLITS
         and in_features % (2 * splits * BLOCK) == 0
-        and max(tile.tokens // (2 * splits), 8) % 8 == 0  # each finishes tokens by 8
+        and max(tile.tokens // (2 * splits), 8) % 8 == 0  # each split finishes tokens 8 at a time
     ):
         splits *= 2
     cut = replace(tile, splits=splits)

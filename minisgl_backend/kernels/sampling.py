@@ -36,9 +36,9 @@ BINS = 64
 SUMS = 3
 """Masses of a split in one round: above its bins, in them, and below."""
 BRACKET = 6
-"""Numbers that tell of a row where its threshold is."""
+"""How many numbers say where the threshold of a row is."""
 MAX_CANDIDATES = 2048
-"""Tokens of a row among which its threshold is searched."""
+"""The most tokens of a row among which its threshold is searched for."""
 
 
 class SamplingWorkspace:
@@ -119,7 +119,7 @@ def _split_reference(scaled: Tensor, key: Tensor) -> Tensor:
     size = split_size(vocab_size)
     padded = torch.nn.functional.pad(scaled, (0, SPLITS * size - vocab_size), value=-torch.inf)
     masses = padded.view(-1, SPLITS, size).logsumexp(dim=-1)  # [batch_size, SPLITS]
-    # ids behind the vocabulary stand for the splits
+    # token ids beyond the vocabulary give the splits their noise
     ids = vocab_size + torch.arange(SPLITS, device=scaled.device)
     return (masses + noise.gumbel(key, ids)).argmax(dim=-1, keepdim=True)
 

@@ -29,8 +29,8 @@ COLUMNS: Final = (
 IN_PROMPT: Final = 1
 IS_STOP: Final = 2
 ONCE: Final = 4
-"""What a mark is the sum of: the prompt has the token; it ends the request; and for each time that
-it has been sampled, ``ONCE``."""
+"""A mark is the sum of these: the first if the prompt has the token, the second if it ends the
+request, and ``ONCE`` for each time that it has been sampled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +77,8 @@ def adjust_reference(
     penalties, bias, and stop tokens that must not come yet.
 
     Repetition (CTRL, arXiv 1909.05858) divides positive logits of tokens that prompt or output
-    have, and multiplies negative ones; presence is taken from those that the output has, frequency
-    as often as it has them.
+    have, and multiplies negative ones; from tokens that the output has, presence is subtracted
+    once, and frequency once for each occurrence.
     """
 
     def column(name: str) -> Tensor:

@@ -15,8 +15,8 @@ from minisgl_backend.parallel.group import Group
 class VocabEmbedding(nn.Module):
     """A matrix with a row per token id: the embedding, the output head, or both at once.
 
-    Each rank holds ``share`` = ceil(vocab_size / group.size) rows, from ``start`` on. The rows that
-    are too many at the end are never read.
+    Each rank holds ``share`` = ceil(vocab_size / group.size) rows, from ``start`` on. Surplus rows
+    at the end are never read.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, group: Group):

@@ -61,8 +61,8 @@ def parse_spec(values: Mapping[str, Any]) -> ModelSpec:
 
 
 def _refuse_quantized_weights(config: ConfigReader) -> None:
-    """Weights that are quantized cannot be read; 8-bit floats with one scale a layer for keys and
-    values (``kv_scales``) can."""
+    """Raise ``ConfigError`` for quantized weights. Only keys and values may be quantized: to 8-bit
+    floats, with one scale a layer (``kv_scales``)."""
     if "quantization_config" not in config.values:
         return
     quantization = ConfigReader(

@@ -1,7 +1,7 @@
 """The weights of a checkpoint as its files describe them: names, types and shapes of tensors.
 
-Reads indexes and the headers of safetensors files, never a tensor, and needs no torch: so that what
-is wrong is known before any memory is taken or any process started. Must not know layers.
+Reads indexes and the headers of safetensors files, never a tensor, and needs no torch. So mistakes
+are known before any memory is taken or any process started. Must not know layers.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def read_rope(config: ConfigReader, max_positions: int) -> RopeSpec:
         return RopeSpec(**common)
     if scaling in ("linear", "dynamic"):
         return RopeSpec(**common, factor=rope.number("factor", maximum=MOST_POSITIONS))
-    # Beside the table it wins over the entry in it, as transformers has it.
+    # A key beside the table wins over the same key inside it, as in transformers.
     original = config.integer(
         "original_max_position_embeddings",
         rope.integer("original_max_position_embeddings", max_positions),

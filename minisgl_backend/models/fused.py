@@ -109,8 +109,8 @@ class FusedDecoder:
     def _gains_early(self, num_tokens: int) -> bool:
         """Whether small and wide layers gain by kernels that start early (measured on an H200).
 
-        With several ranks they must not: the ranks' fused sums read the residual stream before they
-        wait, and only the products on tensor cores see to it that by then it has been written.
+        With several ranks they must not start early: the ranks' fused sums read the residual stream
+        before they wait, and only the products on tensor cores ensure that it is written by then.
         """
         if self._group.size > 1 or self._model.spec.hidden_size > _PDL_HIDDEN_SIZE:
             return False
@@ -119,7 +119,7 @@ class FusedDecoder:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype.
 
-        ``out`` of that shape is a place for them, which is used where that saves memory.
+        ``out``, of that shape, takes the result if that saves memory.
         """
         norm, weight = self._model.model.norm, self._head.weight
         if len(hidden) <= MAX_BATCH_SIZE:
@@ -144,7 +144,7 @@ class FusedDecoder:
     def _wide_layer(
         self, layer: Any, index: int, x: Tensor, pending: _Pending | None, step: _Step
     ) -> _Pending:
-        """Update the residual stream ``x``, all but the feed-forward's part, which is returned."""
+        """Update the residual stream ``x``; the feed-forward's part is not added but returned."""
         attention, mlp, pdl = layer.self_attn, layer.mlp, step.pdl
         normalized = _add_norm(pending, x, layer.input_layernorm, pdl)
         qkv = _product(normalized, attention.qkv_proj.weight, attention.qkv_proj.bias, pdl)
@@ -213,9 +213,9 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """What is to be added to the residual stream: the sum over the ranks of ``group`` of their
-    [num_tokens, hidden_size]; with one rank also as float32 parts [splits, num_tokens,
-    hidden_size], to which ``bias`` comes."""
+    """What is still to be added to the residual stream: the sum of ``value`` over the ranks of
+    ``group``, [num_tokens, hidden_size] each. With one rank ``value`` may also be float32 parts
+    [splits, num_tokens, hidden_size], to be summed up, and ``bias`` added."""
 
     value: Tensor
     group: Group

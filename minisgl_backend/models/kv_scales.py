@@ -37,8 +37,8 @@ def is_kv_scale(name: str) -> bool:
 def read_kv_scales(folder: Path, num_layers: int) -> tuple[KVScale, ...]:
     """The scales of each layer; 1 where the checkpoint in ``folder`` has none for a layer.
 
-    Raises ``ConfigError`` for one that is not a single number, finite and above 0, for a name that
-    says what another has said, for a layer with only one of the two, and for one too many.
+    Raises ``ConfigError`` for a scale that is not a single number, finite and above 0, for two
+    names of the same scale, for a layer with only one of the two, and for a layer too many.
     """
     found: dict[tuple[int, str], float] = {}
     for path, held in tensor_files(folder).items():

@@ -19,7 +19,7 @@ MOST_LAYERS: Final = 2**10
 MOST_HEADS: Final = 2**12
 MOST_EXPERTS: Final = 2**12
 MOST_POSITIONS: Final = 2**27
-"""Beyond every model there is: who says so has mistyped, and should not wait for memory to end."""
+"""More than any model has: such a number is a mistake, to be refused before it exhausts memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """The numbers in the weights, biases and norms left out."""
+        """How many numbers the weights have, without biases and norms."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # queries, outputs; keys, values
         attention = self.num_layers * heads * self.head_dim * self.hidden_size
         num_plain, experts = self.num_layers, 0

@@ -2,8 +2,8 @@
 
 Norms, rotation, storing of keys and values, activations and residual adds happen inside the
 products (``kernels.cuda.linear``), so that between them nothing else is launched. With several
-ranks the sums over them are launched, too, and the residual adds and norms behind those go with
-them. The residual stream is bfloat16, updated in place. Holds no weights of its own.
+ranks the sums over the ranks are launched as well, and include the residual adds and norms that
+follow them. The residual stream is bfloat16, updated in place. Holds no weights of its own.
 """
 
 from __future__ import annotations

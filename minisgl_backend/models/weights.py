@@ -37,8 +37,8 @@ def load_weights(
 ) -> None:
     """Fill every place from the checkpoint in ``folder``, converting to the places' dtype.
 
-    ``is_ignored`` tells by their names the tensors that the checkpoint may hold without a use for
-    them here; buffers of rotary frequencies are such, too. Of several ranks one should show the
+    ``is_ignored`` says by name which tensors the checkpoint may hold although they have no use
+    here; buffers of rotary frequencies are ignored too. Only one of several ranks should show the
     progress. Raises ``ConfigError`` for missing, left-over or misshapen tensors and for files that
     cannot be read.
     """
@@ -121,7 +121,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def _progress(num_tensors: int, *, draws: bool) -> Iterator[Any]:
-    """A callable to be called once a tensor, drawn as a bar on stderr or not."""
+    """A function to call once a tensor; with ``draws`` it draws a bar on stderr."""
     if not draws:
         logger.info("loading %d tensors", num_tensors)
         yield lambda: None

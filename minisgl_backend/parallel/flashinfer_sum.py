@@ -5,7 +5,7 @@ is no flag beside the data: memory that waits for data holds -0.0, which is neve
 Of three buffers one is in use, one still read by a slower rank and one being cleared. What a rank
 sends grows with the number of ranks, so this is for messages of a few MB: for decode steps.
 
-The kernels are captured like any other: where they are in the turn of buffers is on the GPU. One
+The kernels can be captured like any other: which buffer is in turn is kept on the GPU. A kernel
 that waits for a lost rank does not end by itself; ``let_go`` ends it.
 """
 

@@ -32,8 +32,8 @@ class FusedSum(Protocol):
 
         ``x``, ``residual`` [num_tokens, hidden_size] for which ``fits``; ``weight`` [hidden_size].
         ``pdl``: the kernel may start before its predecessor ends, and its successor before it ends.
-        It may read ``residual`` before it waits for its predecessor, which must not let it start
-        until that has been written.
+        It may read ``residual`` before it waits for its predecessor, so the predecessor must not
+        let it start until ``residual`` has been written.
         """
 
     def let_go(self) -> None:

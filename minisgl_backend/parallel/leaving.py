@@ -1,7 +1,7 @@
 """Giving a communicator up: once, and on a thread of its own.
 
-NCCL first lets go what waits on the GPU, then waits itself until every CUDA graph that holds the
-communicator is destroyed. So whoever still has graphs must not wait for it.
+NCCL first releases what waits on the GPU, then waits itself until every CUDA graph that holds the
+communicator is destroyed. So whoever still has graphs must not wait for NCCL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Leaving:
         return self._thread.ident is not None
 
     def begin(self, patience_s: float) -> None:
-        """Begin, or go on, and wait for the end for at most that long."""
+        """Begin unless it has begun, and wait at most ``patience_s`` for the end."""
         with self._lock:
             if not self.has_begun:
                 self._thread.start()

@@ -94,7 +94,7 @@ class Nccl:
     def register(self, communicator: ctypes.c_void_p, buffer: Tensor) -> None:
         """Make a buffer of each rank symmetric memory, all of one size; waits for all ranks."""
         address, size = ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.nbytes)
-        window = ctypes.byref(ctypes.c_void_p())  # needed to undo it only, which the end does, too
+        window = ctypes.byref(ctypes.c_void_p())  # only needed to undo this, as the abort does too
         self.call("ncclCommWindowRegister", communicator, address, size, window, _SYMMETRIC)
 
     def call(self, function: str, *arguments: object) -> None:

@@ -73,7 +73,7 @@ class TorchGroup:
     def leave(self, *, patience_s: float = 0.0) -> None:
         if self.fused is not None:
             self.fused.let_go()
-        if self._host is not None:  # gloo's collectives end by themselves: with a peer, or in time
+        if self._host is not None:  # gloo's collectives end with a lost peer, or by their timeout
             self._leaving.begin(patience_s)
 
 
@@ -85,7 +85,7 @@ def _in_line(options: Any) -> Any:
 
 
 def _run(collective: Callable[..., Any], *arguments: Any) -> None:
-    """Wait for a collective, or let the current stream wait; there is no work if it runs there."""
+    """Wait for a collective, or let the current stream wait unless the collective runs on it."""
     try:
         work = collective(*arguments)
         if work is not None:

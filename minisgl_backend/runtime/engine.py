@@ -161,9 +161,10 @@ class Engine:
         return Health(self._state, age_s)
 
     def fitted(self, sampling: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
-        """With as many ``max_tokens`` as such a prompt leaves room for, of those that it has.
+        """``sampling`` with ``max_tokens`` lowered, if need be, to what the prompt leaves room for.
 
-        Where there is no room for the least of them, the least, which ``submit`` refuses.
+        If there is not even room for the least possible number, that number, which ``submit``
+        refuses.
         """
         info = self.info
         most = most_tokens(

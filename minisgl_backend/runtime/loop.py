@@ -11,7 +11,7 @@ When a step breaks, only the request at fault may fail. So after an exception th
 planner, and lets the open requests come back one at a time, with the tokens that they have
 (``returning``). A request with which a step breaks again fails alone. The executor need not be
 told, since it learns all about a row when a request takes it. But if the executor raises
-``EngineFailure``, it is lost, and the loop ends; so it does when steps break whatever is in them.
+``EngineFailure``, it is lost, and the loop ends; it also ends if steps break whatever is in them.
 
 Invariants: every request taken from the inbox gets exactly one terminal event. Sinks are called on
 this thread only. If an exception ends the loop, every open request has failed before it is raised.

@@ -147,7 +147,7 @@ class OpenRequests:
                 e2e_s=time.monotonic() - entry.arrived_s,
                 decode_s=entry.last_token_s - entry.first_token_s,
             )
-        # first, so that who hears of the end finds the room that it leaves
+        # before the event, so that whoever hears of the end finds the request's place free
         self._on_ended(entry.request, entry.admitted)
         self._deliver(entry.sink, event)
 

@@ -25,7 +25,7 @@ class Timeouts:
         self._heap: list[tuple[float, RequestId]] = []
         """All of ``_deadlines``, and some entries of requests that have ended."""
         self._waiting: dict[RequestId, float] = {}
-        """When each request arrived that has not begun, the oldest first."""
+        """When each request that has not begun arrived, the oldest first."""
 
     def add(self, request: Request, arrived_s: float) -> None:
         """Take up a request, which arrived after all that were added before."""

@@ -75,7 +75,7 @@ class AdmissionControl:
         life = self._life
         available = life.num_available_pages
         lease = life.cache.acquire(sequence.tokens, sequence.request.cache_salt)
-        pinned = available - life.num_available_pages  # cached pages that could be evicted before
+        pinned = available - life.num_available_pages  # cached pages, evictable until this lease
         cost = pinned + needed - len(lease.pages)
         if life.rows.num_used and cost > available - reserved:
             life.cache.release(lease)

@@ -136,7 +136,7 @@ class Lifecycle:
         self._remaps.clear()
 
     def rows_of_executor(self) -> list[int]:
-        """The rows that are taken as far as the executor knows: plans tell it of releases."""
+        """The rows that the executor believes taken: it learns of releases only from plans."""
         held = [row for row, s in enumerate(self.rows.sequences) if s is not None]
         return sorted({*held, *self.released_rows})
 

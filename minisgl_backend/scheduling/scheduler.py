@@ -158,8 +158,8 @@ class Scheduler:
         )
 
     def renewed(self) -> Scheduler:
-        """A planner like this one with nothing in it; its first plan gives back all rows, and takes
-        all pages for broken."""
+        """An empty planner like this one; its first plan releases all rows that the executor takes
+        for taken, and names all pages as broken."""
         scheduler = Scheduler(self._cache.emptied(), self._config)
         scheduler._life.released_rows = self._life.rows_of_executor()
         scheduler._life.broken_pages = list(range(self._cache.num_pages))
@@ -311,5 +311,5 @@ class Scheduler:
 def _renumbered(
     logprobs: Mapping[int, TokenLogprobs], kept: list[int]
 ) -> Mapping[int, TokenLogprobs]:
-    """The entries of the indices in ``kept``, by their place in it."""
+    """The entries for the indices in ``kept``, keyed by their places in ``kept``."""
     return {new: logprobs[old] for new, old in enumerate(kept) if old in logprobs}

@@ -46,9 +46,9 @@ def load_model(
 ) -> None:
     """Load a model, and with it the ensembles that it is part of; ``ConfigError`` if that fails.
 
-    ``pid`` is tritonserver's. The connection does not tell of its end: the process that it has
-    started for the model holds that, too, and may wait for tritonserver for ever. ``check`` is
-    called again and again, and raises where it is no use to wait any longer.
+    ``pid`` is tritonserver's. If tritonserver ends, the connection does not show it: the process
+    that tritonserver has started for the model also holds the connection, and may wait for ever.
+    ``check`` is called again and again, and raises if it is no use to wait any longer.
     """
     deadline_s = time.monotonic() + timeout_s
     address = urlsplit(server_url)

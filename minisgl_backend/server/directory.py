@@ -1,9 +1,9 @@
 """The private directory of a server, and what is left of servers that were killed.
 
 Each directory is locked by the server's processes together: the starter, tritonserver and its
-models. So one that is not locked has none of them left, whatever ended them, and the next start
-removes it, and the shared memory whose names a file in it tells. The lock is one of the directory
-itself: that is what systemd-tmpfiles heeds, which else removes files that are ten days old.
+models. So if a directory is not locked, none of them is left, whatever ended them; the next start
+removes the directory, and the shared memory that a file in it names. The lock is on the directory
+itself, since systemd-tmpfiles heeds such a lock, and otherwise removes files ten days old.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minisgl_backend.errors import ConfigError
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "minisgl-"
 _REGIONS: Final = "regions"
-"""The file that tells how the names of the shared memory begin."""
+"""The file with the prefix of the names of the shared memory."""
 _LONGEST_BASE: Final = 40
 """Sockets live in the directory, and a socket's path must be short."""
 _LEAST_BYTES: Final = 2**20

@@ -16,13 +16,13 @@ from minisgl_backend.server.model_processes import ModelProcess, ModelProcesses
 from minisgl_backend.server.process import TritonServer
 
 HANG_AFTER_S: Final = 7.0
-"""Silence that is no pause any more. Longer than any pause of a healthy process, by far: a loop is
-not silent while it waits for its device, and a heartbeat is written four times a second."""
+"""Silence longer than this is a hang. No healthy process pauses for nearly as long: a loop is not
+silent while it waits for its device, and a heartbeat is written four times a second."""
 TRITON_HANG_AFTER_S: Final = 20.0
 """The same for tritonserver, which is asked over HTTP and may be late on an overloaded machine."""
 _PAUSED_S: Final = 3.0
-"""Time between two looks that means that this process was paused, as a whole machine may be: so
-were the others, and what they did not say in it tells nothing."""
+"""If more time passes between two looks, this process was paused, as a whole machine may be. Then
+so were the others, and their silence in that time means nothing."""
 _ASK_EVERY_S: Final = 1.0
 """How often tritonserver itself is asked whether it is ready."""
 _TRITON_HANGS: Final = "tritonserver hangs: it does not answer over HTTP"
@@ -30,7 +30,7 @@ _TRITON_HANGS: Final = "tritonserver hangs: it does not answer over HTTP"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What went wrong, and in which processes of models: in none, where it is tritonserver."""
+    """What went wrong, and in which models' processes: in none if tritonserver is at fault."""
 
     what: str
     processes: tuple[ModelProcess, ...] = ()
@@ -112,7 +112,7 @@ class Lookout:
         if now_s - self._asked_s >= _ASK_EVERY_S:
             self._asked_s = now_s
             answer = self._server.is_ready(timeout_s=_ASK_EVERY_S)
-            if answer is not None:  # silence is no answer on a busy machine, until it is a hang
+            if answer is not None:  # on a busy machine silence means nothing, until it is a hang
                 self._triton_is_ready = answer
                 self.has_answered()
 
@@ -127,7 +127,7 @@ class Lookout:
         wrong = {process: _wrong_with(process, now_s, awake_s) for process in self.seen}
         found = {process: what for process, what in wrong.items() if what is not None}
         patience_s = TRITON_HANG_AFTER_S
-        # A process blocks in a call into a tritonserver that hangs, so both fall silent together.
+        # If tritonserver hangs, a process that calls into it blocks, and both fall silent together.
         if found and all(map(_is_only_silent, found)):
             patience_s = HANG_AFTER_S - 2 * _ASK_EVERY_S  # it is asked now and then
         if self._silent_s() > patience_s:

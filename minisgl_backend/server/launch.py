@@ -40,7 +40,7 @@ def launch(
     """Start tritonserver, with its log on stdout.
 
     It is the first process of a session of its own, holds the descriptor ``lock`` too, and gets
-    SIGTERM when the thread ends that called this. ``url`` is where it will listen.
+    SIGTERM when the thread that called this ends. ``url`` is where it will listen.
     """
     arguments = [
         str(installation.binary),

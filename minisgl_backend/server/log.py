@@ -33,9 +33,9 @@ _ERROR: Final = re.compile(r"^E\d{4} [\d:.]+ +\d+ \S+:\d+\] (.*)|^error: (.*)")
 class Console:
     """Writes lines to stderr; of the server's log all of them, or all but Triton's own chatter.
 
-    Never raises, and waits a second at most for somebody to read, whatever stderr is: who waits
-    longer does not serve. Lines that nobody takes are left out, and counted. Any thread, signal
-    handlers too.
+    Never raises, and waits at most a second for somebody to read, whatever stderr is: a server that
+    waited longer would not serve. Lines that nobody takes are left out, and counted. May be used by
+    any thread and by signal handlers.
     """
 
     def __init__(self, *, everything: bool, descriptor: int | None = None) -> None:

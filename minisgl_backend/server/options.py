@@ -59,8 +59,8 @@ def numeric(host: str) -> str:
 def with_ports(options: ServerOptions, held: contextlib.ExitStack) -> ServerOptions:
     """The options with free ports for those that are 0.
 
-    Nobody else gets those until ``held`` is closed: they are bound, but nothing listens yet, and
-    the server may bind them as well. ``ConfigError`` where one is taken, or given twice.
+    Nobody else gets these ports until ``held`` is closed: they are bound, but nothing listens yet,
+    and the server may bind them as well. Raises ``ConfigError`` if one is taken, or given twice.
     """
     names = ("http_port", "grpc_port", "metrics_port")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET

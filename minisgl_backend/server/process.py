@@ -231,9 +231,9 @@ class TritonServer:
         try:
             code = self.wait(patience_s if self._was_ready else 5)
         except TimeoutError:
-            # 24.10 never lets go of a request whose gRPC stream is cancelled when all its responses
-            # have been sent, and then waits for ever to unload its model; once all requests have
-            # been answered nothing is lost
+            # If a gRPC stream is cancelled when all its responses have been sent, 24.10 never lets
+            # go of the request, and waits for ever to unload its model. Once all requests have
+            # been answered, nothing is lost.
             logger.warning("tritonserver did not stop in time; killing it")
             self._process.kill()
             code = self._process.wait()

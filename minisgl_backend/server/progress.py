@@ -1,8 +1,8 @@
 """Whether the processes of a server get on with their start.
 
-Knows the kernel's accounts of processes. Must not know what they do: to load a model may take an
-hour, but who loads computes or reads. Who waits for a lock that nobody will open does neither, and
-that is how a start can hang (tritonserver forks while its other threads hold locks).
+Knows the kernel's accounts of processes. Must not know what they do: loading a model may take an
+hour, but a process that loads computes or reads. One that waits for a lock that nobody will open
+does neither; so a start can hang, as tritonserver forks while its other threads hold locks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 
 STUCK_AFTER_S: Final = 120.0
 _LEAST_S: Final = 0.5
-"""Computing time that counts as getting on. Idle threads take a quarter of it in that time, and a
-start among twenty busy processes of a higher priority takes three times as much."""
+"""Computing time that counts as getting on. In ``STUCK_AFTER_S`` idle threads take a quarter of it,
+and a start among twenty busy processes of a higher priority takes three times as much."""
 _S_PER_BYTE: Final = _LEAST_S / 2**21
 """So does reading or writing 2 MiB, from however slow a disk."""
 _LOOK_EVERY_S: Final = 1.0

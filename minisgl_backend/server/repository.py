@@ -49,10 +49,10 @@ def with_plain_folders(options: Mapping[str, str], directory: Path) -> Mapping[s
 
 
 def keep_no_bytecode(folder: Path) -> None:
-    """Have Python write no .pyc for the modules in ``folder``: a file is where their folder goes.
+    """Have Python write no .pyc for the modules in ``folder``: a file takes their folder's place.
 
-    Before 3.13 it leaves half of one where a disk is full, and never starts from that again; and
-    the Python inside Triton's stub heeds no variable of the environment.
+    Before 3.13, Python leaves half a .pyc on a full disk, from which it never starts again; and the
+    Python inside Triton's stub heeds no variable of the environment.
     """
     (folder / "__pycache__").touch()
 

@@ -10,7 +10,7 @@ others serve on. But all of tritonserver is ended and started again, on the same
   no request inside: the engine ends the streams of one that has gone);
 - tritonserver itself is at fault;
 - more requests wait in tritonserver for a dead model than are served beside them: Triton 24.10 ends
-  those with an error, but one a second, also when the model is back;
+  the waiting ones with an error, but only one a second, even when the model is back;
 - models were loaded again ``MAX_RELOADS`` times: under load tritonserver keeps threads of each.
 
 What goes wrong together is one recovery. One that fails is a fault like any other. Each one waits
@@ -46,8 +46,8 @@ FEW_WAIT: Final = 8
 """Requests that may be ended one a second."""
 _LOOK_EVERY_S: Final = 0.1
 RELOAD_S: Final = 30.0
-"""Patience with the load of one model, besides twice the time that the start of all of them took.
-Loads of 4 s were seen to take 20 on a machine that had become busy."""
+"""How long the load of one model may take, in addition to twice the time that the start of all of
+them took. Loads of 4 s were seen to take 20 s on a machine that had become busy."""
 
 
 class Phase(Enum):
@@ -174,7 +174,7 @@ class Supervisor:
             if not mended or not fault.models or fault.models & mended:
                 pause_s = self._recoveries.begin()
                 mended = frozenset()
-            # else others than those just loaded: what killed the first may well have killed them
+            # else models other than those just loaded: probably killed by what killed the first
             if pause_s is None:
                 self._give_up(fault, stopping)
                 return
@@ -189,7 +189,7 @@ class Supervisor:
     def _end(self, fault: Fault) -> frozenset[str]:
         """End what is at fault, so that its callers learn of it before any pause.
 
-        Returns the models to load again; none where all is to be started again, and has ended.
+        Returns the models to load again; none if all has ended, and is to be started again.
         """
         if fault.processes:
             with suppress(OSError):  # a full disk
@@ -210,7 +210,7 @@ class Supervisor:
         return frozenset()
 
     def _mend(self, reloads: frozenset[str], stopping: threading.Event) -> Fault | None:
-        """Load these models again, or where there are none start all again; what is wrong then."""
+        """Load these models again, or restart all if there are none; returns what is wrong then."""
         try:
             for model in sorted(reloads):
                 self._reload(model, stopping)

@@ -1,4 +1,4 @@
-"""Token ids -> text, chunk by chunk: never half a character, no text that a stop string takes.
+"""Token ids -> text, chunk by chunk: never half a character, nothing of a stop string or after it.
 
 Pure and single-threaded: one ``TextStream`` a stream. Whatever the chunking, the deltas of a stream
 add up to the text of one decode of all its tokens, cut before its stop match. The cost of a chunk

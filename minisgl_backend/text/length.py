@@ -1,9 +1,9 @@
 """Whether a text is too long for a model's context, found out without tokenizing all of it.
 
 Tokenizing megabytes takes seconds, only to learn that there are hundreds of times too many tokens.
-Two bounds from below tell sooner, and never refuse what would fit: no token stands for more bytes
-than the longest one; and the tokens of a text's beginning are tokens of the whole text, but for the
-last words of the beginning, where what follows matters.
+Two lower bounds tell sooner, and never refuse a text that would fit: no token stands for more bytes
+than the longest one; and the tokens of a text's beginning are also tokens of the whole text, except
+in the last words of the beginning, where the following text matters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _CHARS_PER_TOKEN: Final = 8
-"""Assumed for the first beginning that is tokenized; common text has fewer."""
+"""Sets the length of the first beginning that is tokenized; common text has fewer."""
 _LOOSE_WORDS: Final = 16
 _NFC_SHRINKS: Final = 4
 """Composing characters makes a text at most that many times shorter, in bytes of UTF-8."""
@@ -33,9 +33,9 @@ class LengthCheck:
         self._longest = longest_token_bytes(tokenizer, vocabulary)
 
     def check(self, tokenizer: Tokenizer, text: str, num_bytes: int) -> None:
-        """Raise ``InvalidRequest`` where the text certainly has more tokens than the context.
+        """Raise ``InvalidRequest`` if the text certainly has more tokens than the context.
 
-        ``tokenizer`` is the one that is about to get the text, of ``num_bytes``.
+        ``tokenizer`` is the one that would tokenize the text, which has ``num_bytes``.
         """
         context = self._context
         if self._longest is not None and num_bytes > context * self._longest:
@@ -54,7 +54,7 @@ class LengthCheck:
 
 
 def _least_tokens(tokenizer: Tokenizer, beginning: str) -> int:
-    """How many tokens a text has at least that begins so."""
+    """How many tokens any text that begins with ``beginning`` has at least."""
     (encoding,) = tokenizer.encode_batch([beginning], add_special_tokens=False)
     words = [word for word in encoding.word_ids if word is not None]
     sure = max(words, default=0) - _LOOSE_WORDS
@@ -62,9 +62,10 @@ def _least_tokens(tokenizer: Tokenizer, beginning: str) -> int:
 
 
 def longest_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int | None:
-    """The most bytes of a text that one token can stand for; None where that is not bounded.
+    """The most bytes of a text that one token can stand for; None if there may be no bound.
 
-    It is where every byte has a token, so that none is lost, and all steps are known to keep them.
+    There is one if every byte has a token, so that none is lost, and all steps of the tokenizer are
+    known to keep bytes.
     """
     spec = json.loads(tokenizer.to_str())
     pieces = set(vocabulary.pieces)
@@ -72,7 +73,7 @@ def longest_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int | N
     if spec["model"]["type"] != "BPE" or not bytes_are_tokens:
         return None
     if any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"]):
-        return None  # they take up all blanks beside them
+        return None  # such a token swallows all blanks beside it
     factor = 1
     for step in (*_steps(spec["normalizer"]), *_steps(spec["pre_tokenizer"])):
         if step["type"] == "NFC":

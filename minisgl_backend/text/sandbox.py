@@ -1,8 +1,8 @@
 """Jinja's immutable sandbox, with bounds on the time and the memory that a template takes.
 
 Knows Jinja. Must not know chats. Time is checked at each turn of a loop and each call of a macro;
-what is written, also into variables, is counted; and an operation that would make a value too large
-is refused before it does, since one line can ask for a terabyte.
+the characters written, also those into variables, are counted; and an operation that would make too
+large a value is refused before it runs, since one line can ask for a terabyte.
 
 A ``Meter`` belongs to one rendering; it is handed in as the variable ``Sandbox.meter_name``, which
 is random, so that no template can replace it.
@@ -43,7 +43,7 @@ class Meter:
         self._num_chars = 0
 
     def __call__(self, num_chars: int) -> None:
-        """A loop turns, or a macro is called, whose body holds that much text."""
+        """Count one turn of a loop or call of a macro whose body holds so much text."""
         if self._clock() > self._end_s:
             raise OutOfBounds(f"runs longer than {self._max_seconds:g} s")
         self.wrote(num_chars)

@@ -1,9 +1,10 @@
 """A prompt -> token ids, as the tokenizer in a checkpoint's folder asks for.
 
 A text stays text: what is spelled like a special token becomes one only with
-``parse_special_tokens``. Of a chat the template makes a text with its control tokens spelled out;
-so there such spellings count wherever they stand, in the messages too, as in transformers. A
-beginning-of-sequence token is added where the tokenizer's own files say so, and never twice.
+``parse_special_tokens``. A chat is made into a text by the template, which spells out control
+tokens; so in a chat such spellings count wherever they stand, in the messages too, as in
+transformers. A beginning-of-sequence token is added where the tokenizer's own files say so, and
+never twice.
 
 A ``PromptEncoder`` may be used by several threads at once, and releases the GIL while it tokenizes.
 """
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 def check_tokenizer(folder: str | Path) -> None:
     """Raise ``ConfigError`` where there is no tokenizer.json, or one that is no JSON.
 
-    Quickly done, and so by whoever starts a server, too.
+    It is quickly done, so whoever starts a server does it, too.
     """
     place = Path(folder)
     if not (place / "tokenizer.json").is_file():
@@ -52,9 +53,9 @@ def load_vocabulary(folder: str | Path) -> Vocabulary:
 class PromptEncoder:
     """Prompts of all three kinds to token ids.
 
-    ``templates`` holds the chat templates by name; "default" is the one that is used, but for a
-    chat with tools, which takes "tool_use" where there is one. ``context`` is how many tokens the
-    model takes: a longer prompt is refused, and before all of it is tokenized.
+    ``templates`` holds the chat templates by name; "default" is used, except for a chat with tools,
+    which takes "tool_use" if there is one. ``context`` is how many tokens the model takes: a longer
+    prompt is refused, if possible before all of it is tokenized.
     """
 
     def __init__(

@@ -72,10 +72,10 @@ class Vocabulary:
         return len(self.pieces)
 
     def check_fits(self, num_embeddings: int) -> None:
-        """Raises ``ConfigError`` where a text's tokens can be beyond the model's embeddings.
+        """Raises ``ConfigError`` if a text can have tokens beyond the model's embeddings.
 
-        Special tokens may be, as the padding of some checkpoints is: a request that spells one is
-        refused.
+        Special tokens may lie beyond, as the padding of some checkpoints does: a request that
+        spells one is refused.
         """
         behind = range(num_embeddings, len(self))
         beyond = [token_id for token_id in behind if self.names[token_id] is not None]

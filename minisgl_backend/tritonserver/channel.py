@@ -172,8 +172,8 @@ class DetokenizerChannel(Reactor):
 
 
 def _check_is_ours(path: str) -> None:
-    """Paths come in chunks, which any client may send: connect to engines of this user only, and
-    once to each, however often its path is spelled otherwise."""
+    """Any client may send chunks, and paths in them: connect to engines of this user only, and only
+    once to each, in however many ways its path is spelled."""
     folder, name = os.path.split(path)
     state = os.stat(folder)
     is_private = state.st_uid == os.getuid() and not state.st_mode & 0o077
@@ -186,6 +186,6 @@ def _fresh_directory(parent: Path | None) -> Path:
     parents = [parent, Path(tempfile.gettempdir()), Path("/tmp")]
     for candidate in (path.resolve() for path in parents if path is not None):
         if len(os.fsencode(candidate)) + 32 <= MAX_PATH_BYTES:
-            # the id tells who looks after this process what to remove when it was killed
+            # by the id, a supervisor knows what to remove if this process was killed
             return Path(tempfile.mkdtemp(prefix=f"minisgl-{os.getpid()}-", dir=candidate))
     raise AssertionError("/tmp is short enough")

@@ -29,7 +29,7 @@ _REASONS: Final[Mapping[type[MiniSGLError], Refusal]] = {
     Recovering: "down",
     Overloaded: "queue_full",
 }
-"""The first that an error is an instance of counts."""
+"""The reason of the first class that an error is an instance of."""
 
 
 def refusal_of(error: BaseException) -> Refusal | None:

@@ -114,8 +114,8 @@ class TritonPythonModel:
             verdict, response = Verdict.FAILED, error_response(error, responder.label)
             if stream is not None:
                 stream.over = verdict
-        # before it is sent, since the engine can make the next chunk ready meanwhile; that one is
-        # taken only when this is done, so they stay in order
+        # before the answer is sent, so that the engine can make the next chunk ready meanwhile;
+        # that chunk is taken only when this call is over, so they stay in order
         self._acknowledge(chunk, verdict)
         if response is not None:
             responder.send(response, final=True)

@@ -35,7 +35,7 @@ _SWEEP_EVERY_S: Final = 0.1
 _LINGER_S: Final = 10.0
 """How long a stream that ended early is remembered for acknowledgements still outstanding."""
 _CALM_S: Final = 1.0
-"""The clock's failures that follow each other faster are one, and one line in the log."""
+"""Failures of the clock that follow each other faster than this count, and are logged, as one."""
 
 
 class Aborter(Protocol):
@@ -169,7 +169,7 @@ class Dispatcher:
             return
         if stream.is_settled:
             self.channel.forget(stream.key)
-        else:  # a chunk on its way would find its stream unknown
+        else:  # not yet: a chunk on its way would find its stream unknown
             with self._lock:
                 self._lingering[stream.key] = stream, time.monotonic() + _LINGER_S
 
@@ -226,7 +226,7 @@ class Dispatcher:
             for stream in self._snapshot():
                 try:
                     self._look_after(stream, now_s)
-                except Exception:  # Triton may have no room for a question; others have theirs
+                except Exception:  # e.g. no room in Triton for a question; go on with other streams
                     if now_s - failed_s > _CALM_S:
                         text = "request %.80r, maybe others: its stream could not be looked after"
                         logger.exception(text, stream.responder.label)

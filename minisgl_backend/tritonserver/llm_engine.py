@@ -147,7 +147,7 @@ class TritonPythonModel:
         self._telemetry.report()
 
     def _show_queue(self) -> None:
-        with self._showing:  # whoever looked last shows last
+        with self._showing:  # so that the sign shows what was looked up last
             self._sign.show(self._engine.is_queue_full())
 
     def _drain(self) -> None:

@@ -35,7 +35,7 @@ class Outbox(Generic[T]):
         self._changed = threading.Condition()
 
     def put(self, item: T, *, urgent: bool) -> None:
-        """Add an item; ``urgent`` ones go first, and whatever is on its way."""
+        """Add an item; ``urgent`` ones go first, however many chunks are on their way."""
         with self._changed:
             if urgent:
                 self._urgent.append(item)

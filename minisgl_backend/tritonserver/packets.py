@@ -68,7 +68,7 @@ class AckQueue:
         self._waiting: dict[int, Ack] = {}
 
     def put(self, ack: Ack) -> None:
-        """Add one; it stands for all of its stream before it. A last verdict is never undone."""
+        """Add one, in place of earlier ones of its stream. A last verdict is never undone."""
         earlier = self._waiting.get(ack.key)
         if earlier is not None and earlier.verdict is not Verdict.CONTINUE:
             ack = replace(ack, verdict=earlier.verdict)

@@ -1,15 +1,16 @@
-"""Ends a model's process with tritonserver, whatever its interpreter is at.
+"""Ends a model's process when tritonserver ends, whatever its interpreter is doing.
 
 The backend's stub often holds the interpreter's lock while it waits for an answer of tritonserver,
 such as to a new metric, or to what ``execute`` has done. If tritonserver dies then, no Python
 thread of the process ever runs again, and the watch that the stub itself keeps hangs, too. So the
 kernel has to kill the process: PR_SET_PDEATHSIG.
 
-To the kernel, the parent of a process is the thread that started it, and after the end of that one
+To the kernel, the parent of a process is the thread that started it, and once that thread has ended
 the main thread. The thread of tritonserver that starts a stub waits until ``initialize`` has
-returned, and ends soon after. So the signal is asked for while the model is loaded, taken back, and
-asked for again as soon as the main thread is the parent. Until then a thread looks whether the
-parent has changed: for ever where /proc does not tell, or tritonserver keeps the first thread.
+returned, and ends soon after. So the signal is asked for while the model is loaded, then taken
+back, and asked for again as soon as the main thread is the parent. Until then a thread of this
+process checks that its parent still lives: for ever, if /proc does not tell or tritonserver keeps
+the first thread.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A sign is an empty file, named after its engine and after whether its queue is full. Tokenizers look
 at them to refuse early; without a runtime directory there are none, and the engine refuses by
 itself. When a model is reloaded, the new engine takes the old one's sign down, so that the old one
-learns that it has a successor. Who started the server puts a file ``drain`` beside them when it is
-about to stop it, and waits until the engines took their signs down; and a file ``recovering`` while
-it loads a model again that died, so that nobody sends requests that way.
+learns that it has a successor. The server's starter puts a file ``drain`` beside the signs when it
+is about to stop the server, and waits until the engines have taken their signs down; and a file
+``recovering`` while it reloads a model that died, so that nobody sends requests that way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class QueueSign:
 
     def __init__(self, directory: Path | None, place: str) -> None:
         self._directory = directory
-        # the id tells who looks after this process what to remove when it was killed
+        # by the id, a supervisor knows what to remove if this process was killed
         self._name = f"{place}.{os.getpid()}.{secrets.token_hex(8)}"
         self._full = False
         if directory is not None:
@@ -37,7 +37,7 @@ class QueueSign:
             self._path(QUEUE_OPEN).touch()
 
     def show(self, full: bool) -> None:
-        """Change the sign where it is not right."""
+        """Make the sign say whether the queue is full."""
         if self._directory is None or full == self._full:
             return
         before, after = (QUEUE_OPEN, QUEUE_FULL) if full else (QUEUE_FULL, QUEUE_OPEN)

@@ -1,10 +1,10 @@
 """The model `tokenizer`: text, chats or token ids in, token ids and a validated request out.
 
 Knows every parameter of the wire (through ``wire``) and turns a wrong one away before any work is
-done for it: first the engine's hint that all queues are full, then the size, then the values, then
-the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not hold up the
-others, whose number is bounded. What brings no prompt, as a ``stop_request`` does, is done at once
-however full the queues are: it makes room.
+done for it: first by the engine's hint that all queues are full, then by the size, the values, and
+the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not hold up other
+requests; how many may be in the pool is bounded. A request without a prompt, such as a
+``stop_request``, is handled at once however full the queues are: it makes room.
 
 Invariants: every request gets exactly one response with the final flag. A ``stop_request`` never
 overtakes what it stops: requests of its id that are still in the pool end here.
@@ -51,7 +51,7 @@ from minisgl_backend.tritonserver.wire.record import encode_record
 logger = logging.getLogger(__name__)
 
 _AT_ONCE_BYTES: Final = 4096
-"""What is larger waits in the pool, with a prompt or without."""
+"""A larger request goes through the pool, with a prompt or without."""
 
 
 class _Job:
@@ -77,7 +77,7 @@ class _Job:
         self.responder = responder
         self.stopped = False
         self.sending = threading.Lock()
-        """Held to send, and to set ``stopped``: what is sent after it follows what is stopped."""
+        """Held to send, and to set ``stopped``: so a stop never overtakes what it stops."""
 
 
 class TritonPythonModel:

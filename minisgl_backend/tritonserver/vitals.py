@@ -1,4 +1,4 @@
-"""A thread in each model's process that beats its heart, and answers who asks for its counts.
+"""A thread in each model's process that writes its heartbeat, and tells its counts to whoever asks.
 
 Knows the server's runtime directory, which only this user may enter: whoever can open the socket
 there may see the counts. A caller connects, and gets one JSON object and the end of the stream.

@@ -1,11 +1,11 @@
 """A thread beside the engine that reports, and that notices the end of the model in time.
 
 Triton tells a model of its unloading only when its last request has ended, so that requests could
-hold up an unload, a reload or the end of the server for as long as they care to run. (Triton's own
-``is_model_ready`` corrupts the backend's shared memory where it is called beside ``execute``, as
+hold up an unload, a reload or the end of the server for as long as they run. (Triton's own
+``is_model_ready`` corrupts the backend's shared memory if it is called during ``execute``, as
 measured with 24.10.) So the thread asks the server's HTTP endpoint whether the model is ready, and
-looks whether a successor took its sign down, or the server's starter asks to drain; then the engine
-does.
+looks whether a successor took its sign down, or the server's starter asks to drain. As soon as
+the model is to end, the engine drains.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Pure: knows counts and times, which are arguments (readings of one monotonic clo
 
 At most one chunk of a stream is unacknowledged, so tokens made meanwhile gather for the next one:
 at low load each token goes out alone, at high load chunks grow to what the server carries, and no
-backlog builds up. Probes are let through a closed window: they find out that nobody listens.
+backlog builds up. Probes pass a closed window, too: they find out whether anybody still listens.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Window:
         """Whether the chunks under way will not be acknowledged any more.
 
         ``newest_acknowledged_s`` is when the newest acknowledged chunk, of any stream, was sent. If
-        that was ``grace_s`` after our newest one, ours are lost. Before, the detokenizer may only
-        be slow, or chunks may have overtaken each other on a busy machine.
+        that was ``grace_s`` or more after our newest one, ours are lost. Within that time, the
+        detokenizer may only be slow, or chunks may have overtaken each other on a busy machine.
         """
         if not self._unacked:
             return False

@@ -58,7 +58,7 @@ async def in_order(
 ) -> None:
     """Write the answer to each line, in order, with at most ``concurrency`` being made at a time.
 
-    Cancelled, it cancels them all.
+    If cancelled, it cancels all answers under way.
     """
     places = asyncio.Semaphore(concurrency)
     held = asyncio.Semaphore(max(_MOST_HELD, concurrency))

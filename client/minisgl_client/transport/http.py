@@ -3,7 +3,7 @@
 An answer in one piece comes as one event, so that all requests go the same way. Triton notices a
 client that went away when it writes to it: a request without ``stream`` runs to its end.
 
-With a deadline, each wait is bounded by it; and so is the whole as long as something arrives.
+A deadline bounds each wait, and is checked whenever something arrives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CONNECT_S: Final = 20.0
 _READY_S: Final = 5.0
 _NO_TRITON: Final = "no Triton HTTP server answers there"
 _NOT_HTTP: Final = ("illegal request line", "illegal status line")
-"""What is said of an answer that is none of HTTP, such as that of a port of gRPC."""
+"""How httpx's errors about answers that are not HTTP begin, such as those of a gRPC port."""
 
 
 class _Events:

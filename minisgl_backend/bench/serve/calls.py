@@ -60,8 +60,9 @@ def random_calls(
 def calls_of_file(path: Path, *, max_tokens: int) -> list[Call]:
     """The prompts of a JSONL file, in order.
 
-    Each line is an object with one of ``prompt`` (text), ``messages`` and ``input_ids``, and where
-    it likes its own ``max_tokens``. Raises ``ConfigError`` with the line that is not, or for none.
+    Each line is an object with one of ``prompt`` (text), ``messages`` and ``input_ids``, and
+    optionally its own ``max_tokens``. Raises ``ConfigError`` for a line that is none, with its
+    place, or if there are no lines.
     """
     calls = [_call(line, max_tokens, place) for place, line in json_lines(path)]
     if not calls:

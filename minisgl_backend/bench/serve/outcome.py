@@ -67,7 +67,7 @@ class Outcome:
         return 1e3 * (self.ended_s - self.due_s)
 
     def meets(self, objectives: Mapping[str, float]) -> bool:
-        """Whether it was answered, within all bounds; what it has no time for it cannot miss."""
+        """Whether it was answered, within all bounds; a time that is None misses no bound."""
         times = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2e": self.e2e_ms}
         return self.error is None and all(
             (time_ms := times[name]) is None or time_ms <= bound_ms

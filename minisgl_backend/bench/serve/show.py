@@ -55,9 +55,9 @@ def emit(
     *,
     title: str = "serve",
 ) -> None:
-    """Print the table and write the file, where one is asked for; what they depend on is in both.
+    """Print the table, and write the file if one is asked for; both say what figures depend on.
 
-    ``info`` is what the command knows of that; the machine and the bounds are added here. Below the
+    ``info`` is what the command knows of this; the machine and the bounds are added here. Below the
     table stands what the first error of each code said.
     """
     bounds = {f"{name} within": f"{bound:g} ms" for name, bound in objectives.items()}

@@ -16,7 +16,7 @@ _Request = TypeVar("_Request", Call, TraceEntry)
 
 _NUM_RANDOM = 64
 _WARM_UP_VARIANT = 1_000_000
-"""Prompts of the warm-up are none of those that are measured."""
+"""A variant of its own, so that no prompt of the warm-up is among those that are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,14 +19,14 @@ _WARPS: Final = 4
 _PART: Final = 16
 _HEADS: Final = 8
 _EMPTY: Final = -1
-"""The bits of what is not there yet, ``EMPTY`` of the source."""
+"""The bits that mark what has not been written yet, ``EMPTY`` of the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """``parts`` of 16 positions in a tile, ``stages`` of a warp's ring, ``per_processor`` thread
-    blocks that share a multiprocessor, ``leaving``: what a row costs beside its tiles, in tiles,
-    and the ``least`` tiles of a run."""
+    """The number of ``parts`` of 16 positions in a tile, of ``stages`` of a warp's ring, and of
+    thread blocks that share a multiprocessor (``per_processor``); ``leaving`` is what a row costs
+    in addition to its tiles, in tiles; a run has at least ``least`` tiles."""
 
     parts: int
     stages: int
@@ -105,9 +105,9 @@ def why_not(
 class DecodeAttentionKernel:
     """softmax(q k^T * scale) v for one query a row, for one shape and one stream.
 
-    Its workspace holds what thread blocks leave for each other, so calls must not overlap. Shapes
-    for which ``why_not`` has a reason are not to be given, nor lengths below 1, nor other lengths
-    than those that were planned: thread blocks would wait for each other for ever.
+    Its workspace holds what thread blocks leave for each other, so calls must not overlap. It must
+    not get shapes for which ``why_not`` has a reason, lengths below 1, or other lengths than those
+    that were planned: thread blocks would wait for each other for ever.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class DecodeAttentionKernel:
         ring_bytes = (
             self._num_warps * cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
         )
-        # Were there room for one more, an early launch would put some multiprocessors' there.
+        # Leaves no room for one more block: an early launch would put some multiprocessors' there.
         memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
         shared_bytes = max(ring_bytes, memory // (per_processor + 1))
         module = CudaModule("decode_attention.cu", constants, device)

@@ -1,7 +1,8 @@
 """Launches ``linear.cu``: the linear layers of a decode step on the tensor cores of Hopper.
 
-A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. x W^T is multiplied by a
-factor a row, which is 1 or that of RMSNorm, and a bias is added; what comes then makes the classes.
+A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. Each row of x W^T is
+multiplied by a factor, 1 or that of RMSNorm, and a bias is added; the classes differ in what
+follows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, MAX_TOKENS, Cut, 
 
 _ITEM: Final = 2
 _RESERVED_BYTES: Final = 1024
-"""Of shared memory, that CUDA takes for each thread block."""
+"""Shared memory that CUDA takes for itself in each thread block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,10 +106,10 @@ class _Linear:
         pairs: int | None = None,
         **kind: int,
     ) -> None:
-        """``cuts`` by the largest batch that each is for; by default those of ``cut_of``.
+        """``cuts`` are keyed by the largest batch that each is for; by default those of ``cut_of``.
 
-        ``pairs``: by how many rows of the weight two that belong together are apart. ``kind`` are
-        the macros of ``linear.cu`` that say what becomes of the products.
+        ``pairs``: how many rows apart two rows of the weight are that belong together.
+        ``kind`` are the macros of ``linear.cu`` that say what becomes of the products.
         """
         height, in_features = shape
         self._height, self._in_features = height, in_features
@@ -160,14 +161,14 @@ class _Linear:
             **values,
         )
         token_tiles = -(-num_rows // cut.tokens)
-        # thread blocks with even parts wait for each other: no more than can run at the same time
+        # thread blocks with even parts wait for each other, so all must run at the same time
         blocks = self._num_processors // token_tiles if cut.even else tiles
         grid = token_tiles, blocks, cut.splits
         cluster = 1, 1, cut.splits
         kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
 
     def _weight_map(self, weight: Tensor, features: int) -> _Map:
-        """Weights stay where they are as long as the model, so theirs are kept."""
+        """The map of a weight; kept, since weights do not move as long as the model lives."""
         key = weight.data_ptr(), features
         if key not in self._maps:
             size, pairs = self._in_features, self._pairs
@@ -181,7 +182,7 @@ class _Linear:
 
 
 class LinearKernel(_Linear):
-    """A product, or of a ``gated`` weight, which holds G and then U, silu(x G^T) * x U^T."""
+    """x W^T; or silu(x G^T) * x U^T for a ``gated`` weight, which holds G and then U."""
 
     def __init__(
         self,

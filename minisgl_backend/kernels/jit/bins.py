@@ -1,9 +1,9 @@
 """Weights of a row counted by bins, and where among these a threshold lies.
 
 A weight w = exp((x - max) / temperature) lies in [0, 1], and floats of one sign order as their bit
-patterns do: bins are ranges of patterns, of the same size each. What the tokens of a bin weigh is
-known within its edges, so that counts tell the bracket of a threshold also where it is that of a
-share of the mass.
+patterns do: bins are ranges of patterns, of the same size each. The edges of a bin bound the
+weights of its tokens, so counts suffice to bracket a threshold, even one that is set by a share of
+the mass.
 """
 
 import triton
@@ -26,7 +26,7 @@ def _weight(bits):
 
 @triton.jit
 def bin_of(w, top, shift, BINS: tl.constexpr):
-    """The bin of weights up to that of the bits ``top``; all that lies below is in the last."""
+    """The bins of weights, counted downwards from the bits ``top``; the last has all the rest."""
     return tl.minimum(tl.maximum(top - bits_of(w), 0) >> shift, BINS - 1)
 
 
@@ -49,9 +49,9 @@ def _sum_neighbours(w, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_bins(row, begin, end, top, shift, heaviest_ptr, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """Of the tokens in [begin, end): int32 [BINS] how many are in each bin, and the masses of those
-    above ``top``, which no bin has, of those in bins but the last one, and of those in the last.
-    ``heaviest_ptr``, unless None, gets the largest weight of each block."""
+    """Of the tokens in [begin, end): how many are in each bin, int32 [BINS], and the masses of
+    those above ``top``, which are in no bin, of those in all bins but the last, and of those in the
+    last. ``heaviest_ptr``, unless None, gets the largest weight of each block."""
     i = tl.arange(0, BLOCK)
     counts = tl.zeros([BINS], tl.int32)
     above = tl.zeros([BLOCK // NEIGHBOURS], tl.float32)
@@ -74,14 +74,14 @@ def count_bins(row, begin, end, top, shift, heaviest_ptr, BLOCK: tl.constexpr, B
 
 @triton.jit
 def reach_of(counts, masses, num_above, top, shift, BINS: tl.constexpr):
-    """By bin, what it and all above it hold: int32 [BINS] tokens, and float32 [BINS] the least and
-    the most that these may weigh."""
+    """For each bin, what it and all above it hold: the number of tokens, int32 [BINS], and the
+    least and the most that these may weigh, float32 [BINS] each."""
     above, inside, below = masses
     b = tl.arange(0, BINS)
     counted = tl.where(b < BINS - 1, counts, 0).to(tl.float32)
     heavy = tl.cumsum(counted * _weight(top - (b << shift)), axis=0)
     light = tl.cumsum(counted * _weight(top - ((b + 1) << shift) + 1), axis=0)
-    # The bins leave a share of a mass open: less of it on the side that has less mass.
+    # Counting from above or from below bounds a mass: more tightly from the side with less mass.
     most = above + tl.minimum(heavy, inside - (tl.max(light, axis=0) - light))
     least = above + tl.maximum(light, inside - (tl.max(heavy, axis=0) - heavy))
     total = above + inside + below
@@ -95,8 +95,8 @@ def reach_of(counts, masses, num_above, top, shift, BINS: tl.constexpr):
 
 @triton.jit
 def bracket_of(counts, reach, target, by_count, BINS: tl.constexpr):
-    """The first and the last bin that may hold the threshold, and how many tokens lie above the
-    first, and through the last."""
+    """The first and the last bin that may hold the threshold, how many tokens lie above the first,
+    and how many down to the end of the last."""
     num_tokens, least, most = reach
     b = tl.arange(0, BINS)
     last_bin = tl.full([], BINS - 1, tl.int32)
@@ -114,7 +114,7 @@ def bracket_of(counts, reach, target, by_count, BINS: tl.constexpr):
 
 @triton.jit
 def finer_bins(bins, BINS: tl.constexpr):
-    """Top and shift of the finest bins that cover a bracket by all but the last one of them."""
+    """Top and shift of the finest bins of which all but the last cover a bracket."""
     top, shift, first, last = bins
     top -= first << shift
     extent = tl.where(last < BINS - 1, (last - first + 1) << shift, top + 1)

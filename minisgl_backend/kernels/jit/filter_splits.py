@@ -1,9 +1,10 @@
 """What splits of a row with filters do before its token is chosen, in two launches.
 
-First they count the tokens of a row with top_k or top_p by bins. That brackets the threshold: what
-lies above passes these two, and what lies between are candidates, which the splits write down
-second. Where there are more candidates than room, as in a row that is nearly flat, they count once
-more instead, in finer bins. Rows with min_p alone have no candidates, and all lies above.
+First they count the tokens of a row with top_k or top_p by bins. That brackets the threshold:
+tokens above the bracket pass these two filters, and those inside are candidates, which the second
+launch writes down. If there are more candidates than room, as in a row that is nearly flat, it
+counts once more instead, in finer bins. In rows with min_p alone no token is a candidate: all lie
+above.
 
 Nothing depends on how splits are shared among programs, nor on their order.
 """
@@ -34,7 +35,7 @@ _SHIFT = tl.constexpr(22)  # of the first round's bins: two of them halve the we
 
 @triton.jit
 def _target(top_k, top_p, total):
-    """What the threshold's tokens have to reach, and whether by their count or their mass."""
+    """What the tokens from the threshold up have to reach, and whether it is a count or a mass."""
     by_count = top_k > 0
     return tl.where(by_count, top_k.to(tl.float32), top_p * total), by_count
 
@@ -65,11 +66,12 @@ def _find_bracket(
     BINS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """What the first round tells of the threshold: bins, the number of tokens above the candidates
-    and of these, and the row's mass.
+    """What the first round tells of the threshold: bins, the number of tokens above the candidates,
+    the number of candidates, and the row's mass.
 
-    The bins are (top, shift, first, last): ``bin_of``'s, and the first and the last of candidates.
-    All is a candidate that is not below, where there is room, or top_k's share is still to be cut.
+    The bins are (top, shift, first, last): those of ``bin_of``, and the first and the last bin of
+    candidates. If there is room, or top_p has yet to cut what top_k keeps, all tokens down to the
+    last bin are candidates.
     """
     top = tl.full([], -1, tl.int32)
     first = tl.full([], 0, tl.int32)
@@ -100,8 +102,8 @@ def _store_bracket(bracket_ptr, bins, num_above, num_candidates, total):
 
 @triton.jit
 def load_bracket(bracket_ptr):
-    """What ``collect_splits`` has found. It is not computed twice, since another kernel's sums may
-    differ in the last bit, and with them what it takes for written."""
+    """What ``collect_splits`` has found. It is not computed again: another kernel's sums may differ
+    in the last bit, and then it would expect other candidates than those that were written."""
     top = tl.load(bracket_ptr)
     first = tl.load(bracket_ptr + 1)
     last = tl.load(bracket_ptr + 2)
@@ -122,7 +124,7 @@ def load_finer_bracket(
     SPLITS: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """The same of the second round, after the bracket of the first one; without the mass."""
+    """The same for the second round, within the bracket of the first; without the row's mass."""
     top, shift = finer_bins(bins, BINS)
     counts_ptr += SPLITS * BINS
     sums_ptr += SPLITS * SUMS
@@ -244,8 +246,8 @@ def collect_splits(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The candidates, and of what lies above them the mass and the token with the largest noisy
-    logit; or the second round, where there are too many candidates."""
+    """Writes the candidates and, for the tokens above them, their mass and the one with the largest
+    noisy logit; or counts the second round, if there are too many candidates."""
     if PDL:
         wait_previous()
     index = tl.program_id(0).to(tl.int64)
@@ -324,7 +326,7 @@ def collect_splits(
 
 @triton.jit
 def _num_before(counts_ptr, split, first, last, BINS: tl.constexpr):
-    """How many tokens of the bins earlier splits have."""
+    """How many tokens earlier splits have in the bins ``first`` to ``last``."""
     b = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
     for earlier in tl.range(0, split, loop_unroll_factor=8):
@@ -360,7 +362,7 @@ def write_candidates(
             bin = bin_of(w, top, shift, BINS)
             fits = (token < end) & (bits_of(w) <= top) & (bin >= first) & (bin <= last)
             places = place + tl.cumsum(fits.to(tl.int32), axis=0) - 1
-            places = tl.minimum(places, CANDIDATES - 1)  # never another row's, whatever is counted
+            places = tl.minimum(places, CANDIDATES - 1)  # whatever the counts: never another row's
             tl.store(scaled_ptr + places, scaled, mask=fits)
             tl.store(candidates_ptr + places, token, mask=fits)
             place += tl.sum(fits.to(tl.int32), axis=0)
@@ -368,8 +370,8 @@ def write_candidates(
 
 @triton.jit
 def choose_above(row, begin, end, high, low, key, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the tokens in [begin, end) whose weights are above that of the bits ``high``: the mass,
-    and if they reach ``low`` too, the largest noisy logit and its token."""
+    """Of the tokens in [begin, end) with weights above the bits ``high``: their mass and, among
+    those that reach the bits ``low`` too, the largest noisy logit and its token."""
     above = tl.zeros([BLOCK], tl.float32)
     best_score = tl.full([BLOCK], float("-inf"), tl.float32)
     chosen = tl.full([BLOCK], VOCAB, tl.int32)

@@ -1,8 +1,8 @@
 """The choice among what passes the filters of a row, after its splits have collected candidates.
 
-The threshold is searched among the candidates, by halving. Where the splits have counted again
-instead, one program writes the candidates down alone; and where these still are too many, as with
-thousands of equal logits or such a top_k with top_p, it searches in the whole row.
+The threshold is searched for among the candidates, by halving. If the splits have counted again
+instead, one program alone writes the candidates down; and if they are still too many, as with
+thousands of equal logits, or with top_p and a top_k of thousands, it searches the whole row.
 """
 
 import triton
@@ -161,13 +161,13 @@ def _add_pairs(mass, count, other_mass, other_count):
 
 @triton.jit
 def _halve(w, bits, above, low, target, by_count):
-    """The largest bits at or above ``low`` whose candidates reach the target, with the ``above``
-    tokens and mass; ``low`` where they do not."""
+    """The largest bits, from ``low`` up, such that the candidates at or over them reach the target,
+    together with the tokens and mass ``above``; ``low`` if there are none."""
     num_above, mass_above = above
     high = tl.max(bits, axis=0) + 1
     none = 0.0
     mass, count = _weigh(w, bits >= low)
-    # ends early, where one distinct place is left between the two ends: most do by then
+    # ends early, once there is only one token left between the two ends, as in most rows
     while (high - low > 1) & (count - none > 1.5):
         middle = low + (high - low) // 2
         mass, num_passes = _weigh(w, bits >= middle)
@@ -180,8 +180,8 @@ def _halve(w, bits, above, low, target, by_count):
 
 @triton.jit
 def _search(row, total, target, by_count, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest bits whose tokens of the whole row reach the target, and the mass of these, by
-    halving, too. ``total`` is the row's mass."""
+    """The largest bits such that the tokens of the whole row at or over them reach the target, and
+    the mass of these tokens; by halving, too. ``total`` is the row's mass."""
     low = tl.full([], 0, tl.int32)
     high = low + ONE + 1
     count = low + VOCAB

@@ -44,7 +44,7 @@ def _prefill_attention(
     GROUP: tl.constexpr,  # query heads of a KV head
     BLOCK_GROUP: tl.constexpr,  # GROUP as a power of two
     HEAD_DIM: tl.constexpr,
-    QUERIES: tl.constexpr,  # tokens of a block; times BLOCK_GROUP rows
+    QUERIES: tl.constexpr,  # tokens of a block, which has QUERIES * BLOCK_GROUP rows
     BLOCK: tl.constexpr,  # keys of an iteration
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
@@ -53,8 +53,8 @@ def _prefill_attention(
     kv_head = tl.program_id(1)
     # a chunk's last blocks see the most keys, so they begin first
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    # chunk i has the programs from offsets[i] // QUERIES + i on, counted from the first chunk: as
-    # many as it can need, however it lies
+    # chunk i has the programs from (offsets[i] - offsets[0]) // QUERIES + i on: as many as it can
+    # need, wherever it begins
     origin = tl.load(offsets_ptr)
     chunk = -1
     for start in tl.range(0, num_chunks, _CHUNKS):

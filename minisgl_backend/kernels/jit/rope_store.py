@@ -44,7 +44,7 @@ def _qk_norm_rope_store(
     i = tl.arange(0, HALF)
     at = head[:, None] * (2 * HALF) + i[None, :]  # [GROUP, HALF]
     if PDL:
-        # attention begins to read what is older before this kernel ends, so nothing else may run
+        # attention may read older positions while this kernel runs, so all before it must be over
         wait_previous()
         allow_next()
     low_ptr = qkv_ptr + token * qkv_stride + at

@@ -1,9 +1,9 @@
 """Sampling: splits of each row in parallel, then a program per row.
 
-The first launch scores each split by its largest logit; or for rows that draw from all tokens, by
-the logarithm of the sum of their weights and noise. The last one takes the best split, and in it
-the best token or one drawn from it. Rows with filters have two launches more between, which other
-rows leave at once (``filters``).
+The first launch scores each split by its largest logit or, for rows that draw from all tokens, by
+the logarithm of the sum of its weights, plus noise. The last one takes the best split, and in it
+the best token or one drawn from it. Between them are two more launches for rows with filters, which
+other rows leave at once (``filters``).
 
 What reads logits is compiled twice: rows that adjust nothing must not be slowed by those that do.
 """
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_DRAW_BLOCK = tl.constexpr(1024)  # a split has some thousand tokens: of more, many would be masked
-_LEAST = tl.constexpr(-3.0e38)  # finite, so that nothing that is -inf is taken from -inf
+_DRAW_BLOCK = tl.constexpr(1024)  # a split has some thousand tokens: a larger block would mask many
+_LEAST = tl.constexpr(-3.0e38)  # finite, so that -inf is never subtracted from -inf
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _score(
             bests = new_bests
         top = tl.max(bests, axis=0)
         whole = tl.sum(mass * tl.exp2(bests - top), axis=0)
-        # ids behind the vocabulary stand for the splits
+        # token ids beyond the vocabulary give the splits their noise
         drawn = gumbel(key, VOCAB + split + tl.zeros([1], tl.int32))
         score = (top + tl.log2(tl.maximum(whole, 1.0))) / _LOG2_E + tl.max(drawn, axis=0)
         score = tl.where(whole > 0, score, float("-inf"))

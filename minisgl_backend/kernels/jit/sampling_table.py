@@ -75,8 +75,8 @@ def load_row(
     """Whether a token is drawn for the row ``index`` of the batch, its filters, its logits as
     (pointer, adjustment, the largest one, 1 / temperature), and the key of its noise.
 
-    ``best_ptr`` has the score of each split: inf where a logit is inf or NaN; for rows with filters
-    the largest logit, and for others that are drawn no logit at all.
+    ``best_ptr`` has the score of each split: inf if a logit is inf or NaN; for rows with filters
+    the largest logit; and for other rows that are drawn, a number that is not a logit.
     """
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
@@ -100,7 +100,7 @@ def load_row(
 def load_logits(row_ptr, at, mask, adjustment, ADJUSTED: tl.constexpr):
     """float32 logits of the tokens ``at``; -inf outside of ``mask``.
 
-    Rows that have neither marks nor a bias are not ``ADJUSTED``, and give the same so.
+    For rows that have neither marks nor a bias the result is the same without ``ADJUSTED``.
     """
     x = tl.load(row_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
     if ADJUSTED:

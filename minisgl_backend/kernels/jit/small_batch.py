@@ -224,8 +224,8 @@ def launch_small_batch_linear(
             **launch_options(pdl),
         )
         return
-    # each program normalizes x for itself, which pays only over more rows; few programs want more
-    # of a row in flight
+    # each program normalizes x for itself, which pays only over more rows; if there are few
+    # programs, each should have more of a row in flight
     rows = rows or (32 if norm_weight is not None and not (gated and size > 2048) else 16)
     block = block or (128 if out_features <= 2048 else 64)
     num_warps = num_warps or 4

@@ -33,8 +33,8 @@ NOTHING = Wanted()
 class Generation:
     """One prompt to be continued, and how to answer.
 
-    ``sampling.seed`` is meaningless where ``seed`` is None: the engine draws one then. With
-    ``fit_max_tokens`` there are fewer than ``sampling.max_tokens`` where there is no room for more.
+    ``sampling.seed`` is meaningless if ``seed`` is None: then the engine draws one. With
+    ``fit_max_tokens``, ``sampling.max_tokens`` is lowered to what there is room for.
     ``timeout_ms`` counts from the request's arrival. ``min_chunk_interval_ms`` None stands for the
     engine's option.
     """
@@ -55,6 +55,6 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequest:
-    """Cancel all live requests that bear the id of the request that says so."""
+    """Cancel all live requests that have the same id as the request that asks for it."""
 
     wanted: Wanted = NOTHING

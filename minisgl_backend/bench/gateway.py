@@ -29,11 +29,13 @@ from minisgl_backend.bench.response_path import (
     Exchange,
     run_grpc,
     run_streams,
+    step_option,
     streams_option,
     summary,
+    tokens_option,
 )
 from minisgl_backend.bench.servers import started_paced
-from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, tritonserver_option
+from minisgl_backend.cli.options import POSITIVE_INT, tritonserver_option
 from minisgl_backend.errors import EngineFailure
 
 _END: Final = b"0\r\n\r\n"
@@ -42,19 +44,11 @@ _END: Final = b"0\r\n\r\n"
 
 @click.command()
 @streams_option
-@click.option(
-    "--step-ms", type=POSITIVE, default=3.4, show_default=True, help="time of an engine step"
-)
+@step_option
 @click.option(
     "--requests", type=POSITIVE_INT, default=3, show_default=True, help="requests a stream, in turn"
 )
-@click.option(
-    "--tokens",
-    type=POSITIVE_INT,
-    default=384,
-    show_default=True,
-    help="tokens a request, on average",
-)
+@tokens_option
 @click.option(
     "--turns",
     type=POSITIVE_INT,

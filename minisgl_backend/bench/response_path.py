@@ -44,6 +44,16 @@ streams_option = click.option(
     callback=numbers(int),
     help="concurrent requests",
 )
+step_option = click.option(
+    "--step-ms", type=POSITIVE, default=3.4, show_default=True, help="time of an engine step"
+)
+tokens_option = click.option(
+    "--tokens",
+    type=POSITIVE_INT,
+    default=384,
+    show_default=True,
+    help="tokens a request, on average",
+)
 
 
 @dataclass(slots=True)
@@ -70,19 +80,11 @@ class Exchange:
 
 @click.command("response-path")
 @streams_option
-@click.option(
-    "--step-ms", type=POSITIVE, default=3.4, show_default=True, help="time of an engine step"
-)
+@step_option
 @click.option(
     "--requests", type=POSITIVE_INT, default=6, show_default=True, help="requests a stream, in turn"
 )
-@click.option(
-    "--tokens",
-    type=POSITIVE_INT,
-    default=384,
-    show_default=True,
-    help="tokens a request, on average",
-)
+@tokens_option
 @tritonserver_option
 @json_option
 def response_path(

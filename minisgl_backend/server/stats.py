@@ -26,9 +26,9 @@ def server_stats(server: TritonServer, processes: Sequence[ModelProcess]) -> dic
 
 def _triton_stats(server: TritonServer) -> dict[str, Any]:
     """Nothing of one that has ended: its process id may be another's by now."""
-    return (
-        {"pid": None} if server.poll() is not None else {"pid": server.pid, **footprint(server.pid)}
-    )
+    if server.poll() is not None:
+        return {"pid": None}
+    return {"pid": server.pid, **footprint(server.pid)}
 
 
 def _process_stats(directory: Path, process: ModelProcess) -> dict[str, Any]:

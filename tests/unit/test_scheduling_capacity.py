@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,22 +11,7 @@ from hypothesis import strategies as st
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.scheduling.capacity import check_fits, most_tokens
 
-
-def fits(
-    num_prompt_tokens: int,
-    max_tokens: int,
-    max_sequence_length: int,
-    *,
-    num_pages: int,
-    page_size: int,
-) -> None:
-    check_fits(
-        num_prompt_tokens=num_prompt_tokens,
-        max_tokens=max_tokens,
-        max_sequence_length=max_sequence_length,
-        num_pages=num_pages,
-        page_size=page_size,
-    )
+in_context = partial(check_fits, max_sequence_length=4096)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +32,9 @@ def fits(
 )
 def test_what_cannot_fit_is_refused(num_prompt_tokens: int, max_tokens: int, message: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        fits(num_prompt_tokens, max_tokens, 4096, num_pages=193, page_size=16)
+        in_context(
+            num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, num_pages=193, page_size=16
+        )
     assert str(refusal.value) == message
 
 
@@ -64,6 +53,6 @@ def test_the_most_tokens_just_fit(prompt: int, context: int, num_pages: int, siz
 
 
 def test_what_just_fits_is_accepted() -> None:
-    fits(4095, 1, 4096, num_pages=4095, page_size=1)
-    fits(4000, 96, 4096, num_pages=4095, page_size=1)
-    fits(17, 16, 4096, num_pages=2, page_size=16)
+    in_context(num_prompt_tokens=4095, max_tokens=1, num_pages=4095, page_size=1)
+    in_context(num_prompt_tokens=4000, max_tokens=96, num_pages=4095, page_size=1)
+    in_context(num_prompt_tokens=17, max_tokens=16, num_pages=2, page_size=16)

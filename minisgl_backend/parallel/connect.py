@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Final
 
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
@@ -17,6 +18,9 @@ from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.place import COMMS, Place, check_comm
 from minisgl_backend.parallel.pynccl import pynccl_group
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
+
+_STORE_S: Final = 60.0
+"""PyTorch looks up the name of each address it connects, for its log: a lost answer costs 5 s."""
 
 
 def choose_comm(option: str | None, device: torch.device, num_ranks: int) -> str:
@@ -33,8 +37,8 @@ def choose_comm(option: str | None, device: torch.device, num_ranks: int) -> str
     return COMMS[device.type][0]
 
 
-def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:
-    """The store of all ranks, and the place with its port.
+def open_store(place: Place) -> tuple[Place, Store]:
+    """The store of all ranks, and the place with its port; rank 0 is the first to open it.
 
     Raises ``ConfigError`` where nobody answers there, or where the port is taken.
     """
@@ -43,7 +47,7 @@ def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:
             place.host,
             place.port,
             is_master=place.rank == 0,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=_STORE_S),
             wait_for_workers=False,
         )
     except RuntimeError as error:  # torch's DistError and its kin

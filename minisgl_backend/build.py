@@ -82,14 +82,15 @@ def build_scheduler(options: EngineOptions, info: EngineInfo) -> Scheduler:
 def build_follower(options: EngineOptions, place: Place, meet: Callable[[], None]) -> Rank:
     """The part of a rank other than 0, in the rank's own process."""
     facts = resolve(options, place)
-    _, store = open_store(place)  # before the ranks meet, since it may take seconds
+    # before the ranks meet, since it may take seconds
+    _, store = open_store(place, options.distributed_timeout_s)
     return build_rank(facts, lambda: _connect(facts, store), meet)
 
 
 def _lead(facts: Resolved) -> tuple[EngineInfo, Executor]:
     """Start the processes of the other ranks, and build rank 0 together with them."""
     options, timeout_s = facts.options, facts.options.distributed_timeout_s
-    place, store = open_store(facts.place)
+    place, store = open_store(facts.place, timeout_s)
     # the other ranks take the folder that this rank has fetched, and the library it has chosen
     told = replace(options, model=str(facts.folder), comm=facts.comm)
     followers = Followers(place, _FOLLOWER_COMMAND, json.dumps(asdict(told)).encode())

@@ -19,7 +19,7 @@ from minisgl_backend.parallel.place import COMMS, Place, check_comm
 from minisgl_backend.parallel.pynccl import pynccl_group
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
 
-_STORE_S: Final = 60.0
+_LEAST_STORE_S: Final = 60.0
 """PyTorch looks up the name of each address it connects, for its log: a lost answer costs 5 s."""
 
 
@@ -37,7 +37,7 @@ def choose_comm(option: str | None, device: torch.device, num_ranks: int) -> str
     return COMMS[device.type][0]
 
 
-def open_store(place: Place) -> tuple[Place, Store]:
+def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:
     """The store of all ranks, and the place with its port; rank 0 is the first to open it.
 
     Raises ``ConfigError`` where nobody answers there, or where the port is taken.
@@ -47,7 +47,7 @@ def open_store(place: Place) -> tuple[Place, Store]:
             place.host,
             place.port,
             is_master=place.rank == 0,
-            timeout=timedelta(seconds=_STORE_S),
+            timeout=timedelta(seconds=max(timeout_s, _LEAST_STORE_S)),
             wait_for_workers=False,
         )
     except RuntimeError as error:  # torch's DistError and its kin

@@ -46,7 +46,7 @@ START_S = 60.0
 @pytest.mark.parametrize("comm", COMMS)
 def test_collectives_eager_and_captured(comm: str) -> None:
     """Each rank is a process, which tells what it finds wrong."""
-    place, store = open_store(Place.first(2, None))
+    place, store = open_store(Place.first(2, None), START_S)
     processes = multiprocessing.get_context("spawn")
     ranks = [processes.Process(target=check_rank, args=(rank, place, comm)) for rank in range(2)]
     for rank in ranks:

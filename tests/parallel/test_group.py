@@ -127,7 +127,7 @@ def test_a_malformed_address_is_refused(address: str) -> None:
 
 
 def test_two_engines_never_meet() -> None:
-    first, second = (open_store(Place.first(2, None)) for _ in range(2))
+    first, second = (open_store(Place.first(2, None), 10) for _ in range(2))
     assert first[0].port != second[0].port
     first[1].set("who", "first")
     assert not second[1].check(["who"])
@@ -137,11 +137,11 @@ def test_a_taken_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = Place.first(2, f"127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ConfigError, match=r"cannot meet at 127\.0\.0\.1:"):
-            open_store(place)
+            open_store(place, 5)
 
 
 def test_a_rank_that_nobody_meets_says_so() -> None:
-    place, store = open_store(Place.first(2, None))
+    place, store = open_store(Place.first(2, None), 1)
     with pytest.raises(ConfigError, match="the ranks cannot connect by gloo"):
         connect(place, store, "gloo", CPU, timeout_s=1)
 

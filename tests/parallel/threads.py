@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 def on_ranks(size: int, work: Callable[[Group], T], *, timeout_s: float = 60.0) -> list[T]:
     """What ``work`` gives on each of ``size`` connected ranks."""
-    first, store = open_store(Place.first(size, None))
+    first, store = open_store(Place.first(size, None), timeout_s)
 
     def run(rank: int) -> T:
         place = first.of(rank)
-        own = store if rank == 0 else open_store(place)[1]
+        own = store if rank == 0 else open_store(place, timeout_s)[1]
         group = connect(place, own, "gloo", torch.device("cpu"), timeout_s=timeout_s)
         try:
             return work(group)

@@ -53,15 +53,13 @@ def check_options(options: EngineOptions, device: str | None) -> None:
     if device is not None:
         check_comm(options.comm, device)
     if device == "cuda":
-        refused = {
-            "dtype": options.dtype == "float64",
-            # computing experts one by one waits for the device, which cannot be captured
-            "moe_backend": options.moe_backend == "torch"
-            and options.cuda_graph_max_batch_size != 0,
-        }
-        where = "GPUs, in at most 32 bits, with moe_backend torch outside of CUDA graphs only"
-    elif device == "cpu":
-        refused = {
+        if options.dtype == "float64":
+            raise ConfigError("option dtype=float64 is for CPUs")
+        # computing experts one by one waits for the device, which cannot be captured
+        if options.moe_backend == "torch" and options.cuda_graph_max_batch_size != 0:
+            raise ConfigError("option moe_backend=torch on a GPU needs cuda_graph_max_batch_size=0")
+    if device == "cpu":
+        for_gpus = {
             "kv_cache_dtype": options.kv_cache_dtype is not None,
             "attention_backend": options.attention_backend not in (None, "sdpa", "sdpa,sdpa"),
             "moe_backend": options.moe_backend not in (None, "torch"),
@@ -69,15 +67,9 @@ def check_options(options: EngineOptions, device: str | None) -> None:
             "cuda_graph_batch_sizes": options.cuda_graph_batch_sizes is not None,
             "cuda_graph_max_tokens": bool(options.cuda_graph_max_tokens),
         }
-        where = "CPUs, with attention_backend sdpa and moe_backend torch"
-    else:
-        return
-    for name, is_refused in refused.items():
-        if is_refused:
-            raise ConfigError(
-                f"option {name}={getattr(options, name)} is not supported: this version runs on "
-                + where
-            )
+        for name, is_given in for_gpus.items():
+            if is_given:
+                raise ConfigError(f"option {name}={getattr(options, name)} needs a GPU")
 
 
 def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> ModelSpec:

@@ -35,7 +35,9 @@ parameter `priority` has no effect here; `priority_level` has.
 _REFUSED: Final = """\
 These names are known and not offered. Each is accepted with the values that change nothing, so that
 clients may send whole schemas with their defaults, and refused by name with any other. A name that
-is not known at all is refused with the nearest known one.
+is not known at all is refused, with the most similar known one if there is one. Lists, objects and
+null go inside `sampling_parameters`: over HTTP Triton itself refuses them as parameters, with
+`invalid type`.
 """
 
 _ERRORS: Final = """\
@@ -59,8 +61,9 @@ A deadline ends a request with finish_reason `timeout` where a token exists, els
 _OPTIONS: Final = """\
 ## Options
 `minisgl serve --name-with-dashes VALUE`, or `parameters` of the same names in `config.pbtxt` of
-`llm_engine`. An unknown name fails the load with the nearest known one. `minisgl serve --help` has
-those of the server, too: addresses, ports, `--allow-remote`, `--tritonserver`, `--log-verbose`.
+`llm_engine`. An unknown name fails the load; the error names a similar known one if there is
+one. `minisgl serve --help` has those of the server, too: addresses, ports, `--allow-remote`,
+`--tritonserver`, `--log-verbose`.
 """
 
 

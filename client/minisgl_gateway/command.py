@@ -128,7 +128,7 @@ def gateway(
     """Serve OpenAI's API and a chat page, in front of a MiniSGL server."""
     keys = _keys_of(api_keys, os.environ.get("MINISGL_API_KEYS"), api_key_file)
     if not keys and not _is_loopback(host):
-        raise click.ClickException(f"listening on {host} needs an API key: see --api-key-file")
+        raise click.UsageError(f"listening on {host} needs an API key: see --api-key-file")
     options = GatewayOptions(
         triton=triton,
         model=model,
@@ -149,13 +149,13 @@ def gateway(
     try:
         server = make_server(options)
     except InvalidArgument as error:
-        raise click.ClickException(f"--triton: {error}") from error
+        raise click.UsageError(f"--triton: {error}") from error
     try:
         listener = listen(host, port)
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise click.UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     except UnicodeError:  # of encoding a name that no host can have
-        raise click.ClickException(f"cannot listen on {host}:{port}: no such name") from None
+        raise click.UsageError(f"cannot listen on {host}:{port}: no such name") from None
     with listener:
         shown = f"[{host}]" if ":" in host else host
         # once uvicorn runs, it handles these itself, and at the end raises them again for handlers
@@ -176,7 +176,7 @@ def _keys_of(given: Sequence[str], variable: str | None, file: Path | None) -> t
         try:
             text = file.read_text("utf-8-sig")
         except (OSError, UnicodeError) as error:
-            raise click.ClickException(f"cannot read {file}: {error}") from error
+            raise click.UsageError(f"cannot read {file}: {error}") from error
         lines = (line.partition("#")[0].strip() for line in text.splitlines())
         keys += _checked(str(file), [line for line in lines if line])
     return tuple(keys)
@@ -185,9 +185,9 @@ def _keys_of(given: Sequence[str], variable: str | None, file: Path | None) -> t
 def _checked(source: str, keys: Sequence[str]) -> Sequence[str]:
     """Keys that somebody could send: a source that was given must not leave the gateway open."""
     if not keys or not all(keys):
-        raise click.ClickException(f"{source} holds no key, or a blank one")
+        raise click.UsageError(f"{source} holds no key, or a blank one")
     if not all(key.isprintable() for key in keys):  # nor are bytes that are no UTF-8
-        raise click.ClickException(f"{source} holds a key that is no printable text in UTF-8")
+        raise click.UsageError(f"{source} holds a key that is no printable text in UTF-8")
     return keys
 
 

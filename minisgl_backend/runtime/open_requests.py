@@ -9,6 +9,7 @@ Invariant: every request that is added gets exactly one terminal event, by ``end
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -118,7 +119,7 @@ class OpenRequests:
             if entry.tokens:
                 yield request_id, Finished(FinishReason.TIMEOUT)
             else:
-                waited_ms = round((now_s - entry.arrived_s) * 1000)
+                waited_ms = math.ceil((now_s - entry.arrived_s) * 1000)
                 text = f"the deadline passed after {waited_ms} ms, before the first token"
                 yield request_id, Failed(Overloaded(text))
         for request_id in self._timeouts.stale(now_s):

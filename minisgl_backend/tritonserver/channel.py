@@ -108,19 +108,12 @@ class EngineChannel(Reactor):
 class DetokenizerChannel(Reactor):
     """The detokenizer's side, for all engines it hears of.
 
-    ``on_forget`` is called on the channel's thread with a stream's key, ``on_engine_gone`` with an
-    engine's path.
+    ``on_forget`` is called on the channel's thread with a stream's key.
     """
 
-    def __init__(
-        self,
-        *,
-        on_forget: Callable[[int], None],
-        on_engine_gone: Callable[[str], None],
-    ) -> None:
+    def __init__(self, *, on_forget: Callable[[int], None]) -> None:
         super().__init__("channel")
         self._on_forget = on_forget
-        self._on_engine_gone = on_engine_gone
         self._peers: dict[str, Peer] = {}
         self.start()
 
@@ -152,7 +145,6 @@ class DetokenizerChannel(Reactor):
         for path, known in list(self._peers.items()):
             if known is peer:
                 del self._peers[path]
-                self._on_engine_gone(path)
 
     def _connect(self, path: str) -> Peer | None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

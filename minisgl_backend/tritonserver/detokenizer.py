@@ -6,8 +6,8 @@ text, with nothing (the final flag alone), or with an error, and acknowledged to
 
 Invariants: every chunk gets its final flag, and all but a stream's last an acknowledgement. After a
 stream's last answer, or once its client is gone, its chunks are answered with nothing. What is kept
-of a stream goes with its last chunk, with the engine's word to forget it, with the engine, or when
-nothing more is heard of it.
+of a stream goes with its last chunk, with the engine's word to forget it, or when nothing more is
+heard of it; not with the engine, whose last chunks may arrive after its end.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ _ERRORS: Final[Mapping[str, type[MiniSGLError]]] = {
 
 
 class _Open:
-    """A stream, and the path of the engine that has it."""
+    """A stream, as far as it has been heard."""
 
-    __slots__ = ("answers", "asked_s", "engine", "heard_s", "over")
+    __slots__ = ("answers", "asked_s", "heard_s", "over")
 
-    def __init__(self, engine: str, answers: AnswerStream) -> None:
-        self.engine = engine
+    def __init__(self, answers: AnswerStream) -> None:
         self.answers = answers
         self.asked_s = 0.0
         self.heard_s = 0.0
@@ -81,9 +80,7 @@ class TritonPythonModel:
         self._streams: OrderedDict[int, _Open] = OrderedDict()
         """By key; those of which nothing was heard for longest come first."""
         self._lock = threading.Lock()
-        self._channel = DetokenizerChannel(
-            on_forget=self._forget, on_engine_gone=self._forget_engine
-        )
+        self._channel = DetokenizerChannel(on_forget=self._forget)
         # chunks are not counted: the engine ends the streams of a detokenizer that has gone
         self._vitals = Vitals(runtime_directory(), args["model_name"], stats=self._stats)
 
@@ -129,7 +126,7 @@ class TritonPythonModel:
             stream = self._streams.get(chunk.key)
             if stream is None and chunk.index == 0 and chunk.start is not None:
                 self._drop_silent(now_s)
-                stream = _Open(chunk.reply_to, AnswerStream(self._vocabulary, chunk.start))
+                stream = _Open(AnswerStream(self._vocabulary, chunk.start))
                 self._streams[chunk.key] = stream
             if stream is not None:
                 stream.heard_s = now_s
@@ -183,18 +180,10 @@ class TritonPythonModel:
             with self._lock:  # it was the last, and no one waits for its acknowledgement
                 self._streams.pop(chunk.key, None)
             return
-        ack = Ack(chunk.key, chunk.index, verdict)
-        if not self._channel.acknowledge(chunk.reply_to, ack):
-            with self._lock:
-                self._streams.pop(chunk.key, None)
+        self._channel.acknowledge(chunk.reply_to, Ack(chunk.key, chunk.index, verdict))
 
     # --- the channel's thread ----------------------------------------------------------------
 
     def _forget(self, key: int) -> None:
         with self._lock:
             self._streams.pop(key, None)
-
-    def _forget_engine(self, path: str) -> None:
-        with self._lock:
-            for key in [key for key, stream in self._streams.items() if stream.engine == path]:
-                del self._streams[key]

@@ -160,7 +160,7 @@ def test_the_true_cause_of_a_failed_load(tmp_path: Path) -> None:
         (["--model", "/nowhere/at/all"], "neither a folder nor a model id"),
         (["--max-prefill-tokens", "many"], "max_prefill_tokens must be an integer"),
         (["--tritonserver", "/nowhere"], "there is no tritonserver at"),
-        (["--device", "cpu", "--attention-backend", "fa"], "attention_backend=fa is not supported"),
+        (["--device", "cpu", "--attention-backend", "fa"], "attention_backend=fa needs a GPU"),
         (["--device", "cpu", "--num-pages", "9999999999"], "num_pages=9999999999 of 16 positions"),
         (["--tokenizer", str(Path(__file__).parent)], "holds no tokenizer.json"),
         (["--http-port", "9", "--grpc-port", "9"], "--grpc-port 9 is that of another endpoint"),

@@ -110,10 +110,7 @@ class Reader:
     def __init__(self, asked: pb_utils.InferenceRequest) -> None:
         self.sender = asked.sender
         self.forgotten: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.channel = DetokenizerChannel(
-            on_forget=self.forgotten.put,
-            on_engine_gone=lambda path: None,
-        )
+        self.channel = DetokenizerChannel(on_forget=self.forgotten.put)
 
     def __enter__(self) -> Reader:
         return self

@@ -8,7 +8,8 @@ import queue
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,10 +191,7 @@ class Detokenizer:
 
     def __init__(self) -> None:
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.channel = DetokenizerChannel(
-            on_forget=self.heard.put,
-            on_engine_gone=lambda path: self.heard.put(("gone", path)),
-        )
+        self.channel = DetokenizerChannel(on_forget=self.heard.put)
 
     def acknowledge(self, engine: Engine, ack: Ack) -> bool:
         return self.channel.acknowledge(engine.channel.path, ack)
@@ -211,6 +209,13 @@ def detokenizer() -> Iterator[Detokenizer]:
     detokenizer = Detokenizer()
     yield detokenizer
     detokenizer.channel.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_acks_and_forgets_arrive(engine: Engine, detokenizer: Detokenizer) -> None:
@@ -259,7 +264,7 @@ def test_closing_removes_the_directory_and_tells_the_detokenizer(
     assert other.heard.get(timeout=PATIENCE_S).key == 0
     other.channel.close()
     assert not Path(other.channel.path).parent.exists()
-    assert detokenizer.heard.get(timeout=PATIENCE_S) == ("gone", other.channel.path)
+    wait_until(lambda: detokenizer.channel.num_peers == 0)
     assert not detokenizer.acknowledge(other, Ack(0, 1, Verdict.CONTINUE))
     assert detokenizer.acknowledge(engine, Ack(0, 0, Verdict.CONTINUE))
 

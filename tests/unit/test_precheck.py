@@ -46,11 +46,11 @@ def test_the_device_is_known_where_it_is_named() -> None:
         ({"tensor_parallel_size": 2, "distributed_address": "a"}, None, "must be HOST:PORT"),
         ({"tensor_parallel_size": 2, "comm": "nccl"}, "cpu", "comm=nccl does not work on cpu"),
         ({"tensor_parallel_size": 2, "comm": "gloo"}, "cuda", "comm=gloo does not work on cuda"),
-        ({"moe_backend": "fused"}, "cpu", "moe_backend=fused is not supported"),
-        ({"cuda_graph_batch_sizes": "1,2"}, "cpu", "cuda_graph_batch_sizes=1,2 is not supported"),
-        ({"cuda_graph_max_tokens": 8}, "cpu", "cuda_graph_max_tokens=8 is not supported"),
-        ({"dtype": "float64"}, "cuda", "dtype=float64 is not supported"),
-        ({"moe_backend": "torch"}, "cuda", "moe_backend=torch is not supported"),
+        ({"moe_backend": "fused"}, "cpu", "moe_backend=fused needs a GPU"),
+        ({"cuda_graph_batch_sizes": "1,2"}, "cpu", "cuda_graph_batch_sizes=1,2 needs a GPU"),
+        ({"cuda_graph_max_tokens": 8}, "cpu", "cuda_graph_max_tokens=8 needs a GPU"),
+        ({"dtype": "float64"}, "cuda", "dtype=float64 is for CPUs"),
+        ({"moe_backend": "torch"}, "cuda", "moe_backend=torch on a GPU needs cuda_graph"),
     ],
 )
 def test_options(given: dict[str, Any], device: str | None, message: str) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.heartbeat import heartbeat_files
+from minisgl_backend.heartbeat import heartbeat_files, read_beat
 from minisgl_backend.server import asking
 from minisgl_backend.server.directory import make_directory, regions, sweep
 from minisgl_backend.server.installation import Installation
@@ -145,7 +145,7 @@ class TritonServer:
         ``InterruptedError`` once ``give_up`` says so.
         """
         deadline = time.monotonic() + timeout_s
-        progress = Progress(self.pid)
+        progress = Progress(self.pid, self._loaded)
         while not self.is_ready(timeout_s=5):
             if give_up():
                 raise InterruptedError
@@ -189,6 +189,11 @@ class TritonServer:
             f"tritonserver ended with code {self._process.poll()}:\n"
             + "\n".join(list(self.log)[-15:])
         )
+
+    def _loaded(self) -> set[int]:
+        """The processes that have loaded their models."""
+        beats = [read_beat(path) for _, path in heartbeat_files(self.directory)]
+        return {beat.pid for beat in beats if beat is not None}
 
     def _stuck(self) -> str:
         missing = self.model_names() - {model for model, _ in heartbeat_files(self.directory)}

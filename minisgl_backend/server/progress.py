@@ -2,49 +2,60 @@
 
 Knows the kernel's accounts of processes. Must not know what they do: loading a model may take an
 hour, but a process that loads computes or reads. One that waits for a lock that nobody will open
-does neither; so a start can hang, as tritonserver forks while its other threads hold locks.
+does neither; so a start can hang, as tritonserver forks while its other threads hold locks. What
+processes do that have loaded, such as their heartbeats, brings no start further.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
 STUCK_AFTER_S: Final = 120.0
 _LEAST_S: Final = 0.5
-"""Computing time that counts as getting on. In ``STUCK_AFTER_S`` idle threads take a quarter of it,
-and a start among twenty busy processes of a higher priority takes three times as much."""
+"""Computing time that counts as getting on. A start among twenty busy processes of a higher
+priority takes three times as much in ``STUCK_AFTER_S``."""
 _S_PER_BYTE: Final = _LEAST_S / 2**21
 """So does reading or writing 2 MiB, from however slow a disk."""
 _LOOK_EVERY_S: Final = 1.0
 
 
 class Progress:
-    """How the processes of one session (see setsid) get on, since this object was made."""
+    """How the processes of one session (see setsid) get on, since this object was made.
 
-    def __init__(self, session: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    ``loaded`` gives the ids of those that have nothing left to do.
+    """
+
+    def __init__(
+        self,
+        session: int,
+        loaded: Callable[[], Collection[int]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._session = session
+        self._loaded = loaded
         self._clock = clock
         self._looked_s = self._moved_s = clock()
-        self._work_s = work_of(session)
+        self._work_s = work_of(session, loaded())
 
     def stuck_s(self) -> float:
         """Seconds since they last got on."""
         now_s = self._clock()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
-            work_s = work_of(self._session)
-            # the sum shrinks when a process ends, and that is progress, too
+            work_s = work_of(self._session, self._loaded())
+            # the sum shrinks when a process ends or has loaded, and that is progress, too
             if not 0 <= work_s - self._work_s < _LEAST_S:
                 self._work_s, self._moved_s = work_s, now_s
         return now_s - self._moved_s
 
 
-def work_of(session: int) -> float:
-    """What the processes of a session have done, in seconds of computing.
+def work_of(session: int, loaded: Collection[int] = ()) -> float:
+    """What the processes of a session have done that are not ``loaded``, in seconds of computing.
 
     Bytes that they read and wrote count as seconds, too.
     """
@@ -52,7 +63,7 @@ def work_of(session: int) -> float:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             fields = (process / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) != session:
+            if int(fields[3]) != session or int(process.name) in loaded:
                 continue
             ticks += sum(map(int, fields[11:15]))  # its own, and its children's that have ended
             counts = dict(line.split(": ") for line in (process / "io").read_text().splitlines())

@@ -58,7 +58,7 @@ def test_who_waits_is_stuck() -> None:
     with session(WAITS) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        progress = Progress(process.pid, clock=clock)
+        progress = Progress(process.pid, set, clock=clock)
         clock.now_s = 50.0
         assert progress.stuck_s() == 50.0
         assert progress.stuck_s() == 50.0
@@ -69,13 +69,27 @@ def test_who_computes_gets_on(program: str) -> None:
     """The process itself may compute, or one that it started; reading counts, too."""
     clock = Clock()
     with session(program) as process:
-        progress = Progress(process.pid, clock=clock)
+        progress = Progress(process.pid, set, clock=clock)
         before_s = work_of(process.pid)
         wait(lambda: work_of(process.pid) > before_s + 0.6)
         clock.now_s = 50.0
         assert progress.stuck_s() == 0.0
         clock.now_s = 50.5
         assert progress.stuck_s() == 0.5, "not looked at again so soon"
+
+
+def test_what_has_loaded_counts_no_more() -> None:
+    clock = Clock()
+    loaded: set[int] = set()
+    with session(COMPUTES) as process:
+        progress = Progress(process.pid, lambda: loaded, clock=clock)
+        wait(lambda: work_of(process.pid) > 0.6)
+        clock.now_s, loaded = 50.0, {process.pid}
+        assert progress.stuck_s() == 0.0, "to have loaded is to get on"
+        before_s = work_of(process.pid)
+        wait(lambda: work_of(process.pid) > before_s + 0.6)
+        clock.now_s = 90.0
+        assert progress.stuck_s() == 40.0
 
 
 def test_a_session_that_is_gone_does_nothing() -> None:

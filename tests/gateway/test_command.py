@@ -116,7 +116,7 @@ def test_a_port_that_is_taken() -> None:
 
 def test_a_host_that_can_have_no_address() -> None:
     result = CliRunner().invoke(gateway, ["--host", "a..b", "--api-key", "k", "--port", "0"])
-    check_refused(result, "Error: cannot listen on a..b:0: no such name")
+    check_refused(result, "Error: cannot listen on a..b:0: no such name\n")
 
 
 @pytest.mark.server

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,13 +104,6 @@ def ranked_engine(size: int, model: Path | None = None, **options: Any) -> Itera
 def wait_for_all(answers: Sequence[Answer]) -> None:
     for answer in answers:
         assert answer.ended.wait(WAIT_S)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def some_prompts(count: int, *, vocab_size: int, seed: int = 0) -> list[IntArray]:

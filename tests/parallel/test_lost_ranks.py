@@ -32,8 +32,8 @@ from tests.parallel.engines import (
     Ranked,
     ranked_engine,
     wait_for_all,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
 PROMPT = np.arange(40, dtype=np.int32)

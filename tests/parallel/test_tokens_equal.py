@@ -17,8 +17,8 @@ from tests.parallel.engines import (
     ranked_engine,
     some_prompts,
     wait_for_all,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 OPTIONS = {
     "max_sequence_length": CONTEXT,

@@ -18,9 +18,10 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import Request, SamplingParams
 from minisgl_backend.server.recoveries import Recoveries
 from minisgl_backend.server.repository import shipped_repository
-from tests.parallel.engines import Answer, wait_for_all, wait_until
+from tests.parallel.engines import Answer, wait_for_all
 from tests.server.client import Call, Refused
 from tests.server.test_supervision import PATIENCE_S, Supervised
+from tests.waiting import wait_until
 
 OPTIONS = {
     "tensor_parallel_size": "2",

@@ -6,7 +6,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from minisgl_backend.tritonserver.wire.generation import Generation
 from minisgl_backend.tritonserver.wire.parse import parse_generation
 from minisgl_backend.tritonserver.wire.record import encode_record
 from tests.fakes import pb_utils
+from tests.waiting import wait_until
 
 STEP_S = 0.002
 PATIENCE_S = 20.0
@@ -128,13 +129,6 @@ class Reader:
 
     def acknowledge(self, chunk: Chunk, verdict: Verdict = Verdict.CONTINUE) -> None:
         assert self.channel.acknowledge(chunk.reply_to, Ack(chunk.key, chunk.index, verdict))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def wait_idle(model: Model) -> None:

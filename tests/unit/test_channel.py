@@ -8,8 +8,7 @@ import queue
 import socket
 import stat
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +34,7 @@ from minisgl_backend.tritonserver.packets import (
     encode_forgets,
 )
 from minisgl_backend.tritonserver.reactor import Peer, Reactor
+from tests.waiting import wait_until
 
 PATIENCE_S = 30.0
 
@@ -209,13 +209,6 @@ def detokenizer() -> Iterator[Detokenizer]:
     detokenizer = Detokenizer()
     yield detokenizer
     detokenizer.channel.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_acks_and_forgets_arrive(engine: Engine, detokenizer: Detokenizer) -> None:

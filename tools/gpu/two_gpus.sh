@@ -2,15 +2,15 @@
 # What two GPUs of one host show. In the repository's root, on the GPU machine, with .gpu/ packed by
 # `python -m tools.gpu kernels`:
 #     tools/gpu/two_gpus.sh [tests] [speed] [lost]
-# tests: of groups and of tokens, two minutes; speed: decode steps and throughput on one and two
-# GPUs, five minutes; lost: what becomes of an engine that loses a rank, one minute.
+# tests: of groups and of tokens, five minutes; speed: decode steps and throughput on one and two
+# GPUs, five minutes; lost: what becomes of an engine that loses a rank, four minutes.
 source tools/gpu/ranks.sh
 
 tests() {
     step tests-experts 60 "$RANKS -k experts_of_a_rank"
-    step tests-nccl 90 "$RANKS -k '(nccl or one_by_one) and not pynccl and not lost'"
-    step tests-pynccl 75 "$RANKS -k 'pynccl and not lost'"
-    step tests-flashinfer 75 "$RANKS -k 'flashinfer and not lost'"
+    step tests-nccl 200 "$RANKS -k '(nccl or one_by_one or demo_model) and not pynccl and not lost'"
+    step tests-pynccl 100 "$RANKS -k 'pynccl and not lost'"
+    step tests-flashinfer 100 "$RANKS -k 'flashinfer and not lost'"
 }
 
 speed() {
@@ -32,7 +32,7 @@ speed() {
 lost() {
     for how in stopped killed; do
         for comm in nccl pynccl flashinfer; do
-            step "lost-$comm-$how" 50 "$RANKS -k 'lost and [$comm-$how]'"
+            step "lost-$comm-$how" 80 "$RANKS -k 'lost and [$comm-$how]'"
         done
     done
 }

@@ -63,25 +63,9 @@ def build_rank(facts: Resolved, join: Callable[[], Group], meet: Callable[[], No
     """
     meet()
     group = join()
-    model = build_model(
-        facts.spec,
-        facts.folder,
-        dtype=facts.dtype,
-        device=facts.device.torch_device,
-        group=group,
-        load_format=facts.options.load_format,
-        max_sequence_length=facts.context,
-        seed=facts.options.seed or 0,
-    )
+    model = _model(facts, group)
     meet()
-    storage = KVStorage(
-        facts.shape,
-        num_pages=_num_pages(facts, group),
-        page_size=facts.options.page_size,
-        dtype=facts.kv_dtype,
-        device=facts.device.torch_device,
-        scales=_kv_scales(facts),
-    )
+    storage = _storage(facts, _num_pages(facts, group))
     executor, attention = _executor(facts, model, storage)
     meet()
     return Rank(_info(facts, attention, storage.num_pages), executor, group)
@@ -105,6 +89,51 @@ def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
         max_queued_tokens=options.max_queued_tokens,
         max_queue_time_s=options.max_queue_time_s,
     )
+
+
+def _model(facts: Resolved, group: Group) -> Decoder:
+    try:
+        return build_model(
+            facts.spec,
+            facts.folder,
+            dtype=facts.dtype,
+            device=facts.device.torch_device,
+            group=group,
+            load_format=facts.options.load_format,
+            max_sequence_length=facts.context,
+            seed=facts.options.seed or 0,
+        )
+    except torch.cuda.OutOfMemoryError as error:
+        gpu, num_weights = facts.device.torch_device, facts.spec.num_parameters
+        num_bytes = num_weights * facts.dtype.itemsize // group.size
+        # with what PyTorch took for those weights that did fit
+        free_bytes = torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu)
+        raise ConfigError(
+            f"the weights, as config.json has them ({num_weights:,} numbers), would take some "
+            f"{num_bytes:,} bytes of {gpu}, which has {free_bytes:,} free: use more GPUs "
+            "(tensor_parallel_size), or end what else runs there"
+        ) from error
+
+
+def _storage(facts: Resolved, num_pages: int) -> KVStorage:
+    options, gpu = facts.options, facts.device.torch_device
+    try:
+        return KVStorage(
+            facts.shape,
+            num_pages=num_pages,
+            page_size=options.page_size,
+            dtype=facts.kv_dtype,
+            device=gpu,
+            scales=_kv_scales(facts),
+        )
+    except torch.cuda.OutOfMemoryError as error:
+        page_bytes = bytes_per_page(facts.shape, options.page_size, facts.kv_dtype)
+        raise ConfigError(
+            f"{num_pages} KV pages of {options.page_size} positions would take "
+            f"{(num_pages + 1) * page_bytes:,} bytes of {gpu}, which has "
+            f"{torch.cuda.mem_get_info(gpu)[0]:,} free: lower "
+            + ("memory_ratio" if options.num_pages is None else "num_pages")
+        ) from error
 
 
 def _executor(

@@ -17,6 +17,7 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
+from minisgl_backend import packages
 from minisgl_backend.attention import flash_infer, trtllm
 from minisgl_backend.attention.flash_attn import FlashAttention
 from minisgl_backend.attention.flash_infer import FlashInferDecode, FlashInferPrefill
@@ -37,8 +38,6 @@ from minisgl_backend.kernels.dispatch import has_triton
 logger = logging.getLogger(__name__)
 
 T_co = TypeVar("T_co", covariant=True)
-
-_FLASH_ATTN_COMMAND: Final = "pip install sglang-kernel==0.4.4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
     if setting.kv_dtype not in (torch.bfloat16, torch.float16):
         return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
     return _why_not_gpu(setting, (9,)) or _why_not_import(
-        "sgl_kernel.flash_attn", _FLASH_ATTN_COMMAND
+        "sgl_kernel.flash_attn", packages.FLASH_ATTN
     )
 
 
@@ -152,7 +151,7 @@ def _why_not_flash_infer(setting: AttentionSetting) -> str | None:
         return f"needs a head_dim of {_listed(flash_infer.HEAD_DIMS)}, not {head_dim}"
     return (
         _why_not_gpu(setting, (8, 9, 10, 12))
-        or _why_not_import("flashinfer", flash_infer.COMMAND)
+        or _why_not_import("flashinfer", packages.FLASH_INFER)
         or flash_infer.why_no_kernels()
     )
 

@@ -27,7 +27,6 @@ from minisgl_backend.attention.paged import AttentionSetting, Chunks, DecodeRows
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.request import IntArray
 
-COMMAND: Final = "pip install flashinfer-python==0.6.12"
 HEAD_DIMS: Final = (64, 128, 256)
 
 TENSOR_CORE_GROUP: Final = 4

@@ -15,9 +15,11 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.runtime.engine import EngineInfo
 
 _PACKAGES: Final = {
+    "minisgl": "minisgl-triton",
     "triton": "triton",
     "flashinfer": "flashinfer-python",
     "sgl_kernel": "sglang-kernel",
+    "cuda_bindings": "cuda-bindings",
     "numpy": "numpy",
 }
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
@@ -58,6 +60,8 @@ def _gpu_facts(num_gpus: int) -> dict[str, Any]:
         facts["driver"] = found.group()
     if num_gpus > 1:
         facts["gpus"] = ", ".join(map(torch.cuda.get_device_name, range(num_gpus)))
+        nccl: Any = torch.cuda.nccl
+        facts["nccl"] = ".".join(map(str, nccl.version()))
     try:
         taken = [torch.cuda.device_memory_used(index) / 2**30 for index in range(num_gpus)]
     except (ModuleNotFoundError, RuntimeError):  # needs NVIDIA's management library

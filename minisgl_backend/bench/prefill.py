@@ -87,6 +87,7 @@ def prefill(
                 measured = [first_token_ms(engine, prompt) for prompt in prompts[1:-1]]
                 times = [ms for ms, _ in measured]
                 report.add(
+                    batch=1,
                     prompt_tokens=length,
                     cached_tokens=min(num_cached for _, num_cached in measured),
                     median_ms=round(statistics.median(times), 3),
@@ -103,7 +104,7 @@ def prefill(
         measure,
         options,
         compare,
-        keys=("prompt_tokens", "cached_tokens"),
+        keys=("batch", "prompt_tokens", "cached_tokens"),
         trace=profile_path,
         json_path=json_path,
     )

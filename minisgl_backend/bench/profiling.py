@@ -33,7 +33,9 @@ profile_option = click.option(
     " a GPU also print its kernels",
 )
 nvtx_option = click.option(
-    "--nvtx", is_flag=True, help="mark planning, launches, layers, waits and commits"
+    "--nvtx",
+    is_flag=True,
+    help="mark planning, launches, waits and commits; with a single rank layers, too",
 )
 
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from minisgl_backend import packages
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.leaving import Leaving
@@ -168,5 +169,7 @@ def _library() -> Any:
             warnings.simplefilter("ignore")
             from flashinfer.jit.comm import gen_trtllm_comm_module
     except ImportError as error:
-        raise ConfigError(f"comm=flashinfer needs flashinfer-python: {error}") from error
+        raise ConfigError(
+            f"comm=flashinfer needs flashinfer ({error}): {packages.FLASH_INFER}"
+        ) from error
     return gen_trtllm_comm_module()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backend import packages
 from minisgl_backend.attention import choose, flash_infer
 from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.attention.paged import AttentionSetting, PagedAttention
@@ -16,6 +19,7 @@ from minisgl_backend.attention.paged_sdpa import PagedSdpa
 from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 SETTING = AttentionSetting(
     shape=AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, windows=(None,)),
     page_size=16,
@@ -99,17 +103,26 @@ def test_head_dimensions_that_flash_infer_lacks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("option", "command"),
     [
-        ("fi", "needs flashinfer .*: pip install flashinfer-python"),
-        ("trtllm", "needs flashinfer .*: pip install flashinfer-python"),
-        ("fa", "needs sgl_kernel .*: pip install sglang-kernel"),
+        ("fi", "needs flashinfer .*: pip install flashinfer-python=="),
+        ("trtllm", "needs flashinfer .*: pip install flashinfer-python=="),
+        ("fa", "needs sgl_kernel .*: pip install sglang-kernel=="),
+        ("cuda", "needs cuda .*: pip install cuda-bindings"),
     ],
 )
 def test_missing_packages_name_the_command(
     option: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu(monkeypatch, 9)
+    for name in ("flashinfer", "sgl_kernel", "sgl_kernel.flash_attn", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=command):
         choice(option, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize("command", [packages.FLASH_ATTN, packages.FLASH_INFER])
+def test_commands_install_the_versions_of_the_extra(command: str) -> None:
+    extra = re.findall(r'"(.+?)"', PYPROJECT.read_text(encoding="utf-8"))
+    assert command.removeprefix("pip install ") in extra
 
 
 def test_flash_infer_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

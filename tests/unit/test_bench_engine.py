@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from minisgl_backend.bench import facts
 from minisgl_backend.bench.prompts import random_prompts
 from minisgl_backend.build import build_engine
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from tests.unit.test_telemetry import INFO
 
 SMALL = ["--device", "cpu", "--num-pages", "256", "--max-sequence-length", "256"]
 
@@ -30,7 +35,7 @@ def test_prompts_are_those_that_others_publish_figures_for() -> None:
     ("command", "names"),
     [
         (["decode", "--batch-size", "2", "--context", "20", "--steps", "5"], {"batch", "step_ms"}),
-        (["prefill", "--length", "20", "--repeats", "2"], {"prompt_tokens", "median_ms"}),
+        (["prefill", "--length", "20", "--repeats", "2"], {"batch", "prompt_tokens", "median_ms"}),
         (["offline", "--requests", "2", "--output-length", "4", "8"], {"tokens_per_s"}),
     ],
 )
@@ -44,6 +49,33 @@ def test_commands_report_what_they_measured(
     assert len(figures["rows"]) == 1
     assert names <= figures["rows"][0].keys()
     assert figures["info"]["attention"] == "sdpa"
+    assert figures["info"]["minisgl"] == version("minisgl-triton")
+
+
+@pytest.mark.parametrize(("num_ranks", "nccl"), [(1, None), (2, "2.28.9")])
+def test_versions_of_a_gpu_s_libraries(
+    num_ranks: int, nccl: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not installed is left out."""
+    versions = {"minisgl-triton": "0.1.0", "cuda-bindings": "13.5.0"}
+
+    def lookup(distribution: str) -> str:
+        if distribution not in versions:
+            raise PackageNotFoundError(distribution)
+        return versions[distribution]
+
+    def no_management_library(index: int) -> int:
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr("importlib.metadata.version", lookup)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "device_memory_used", no_management_library, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    options = EngineOptions(tensor_parallel_size=num_ranks)
+    found = facts.engine_facts(replace(INFO, device="cuda:0"), options)
+    assert (found["minisgl"], found["cuda_bindings"]) == ("0.1.0", "13.5.0")
+    assert "flashinfer" not in found
+    assert found.get("nccl") == nccl
 
 
 def test_prompts_begin_with_what_the_prefix_cache_knows(tmp_path: Path) -> None:
@@ -52,7 +84,7 @@ def test_prompts_begin_with_what_the_prefix_cache_knows(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [*command, *SMALL, "--json", str(file)])
     assert result.exit_code == 0, result.output
     (row,) = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert (row["prompt_tokens"], row["cached_tokens"]) == (40, 32)
+    assert (row["batch"], row["prompt_tokens"], row["cached_tokens"]) == (1, 40, 32)
     result = CliRunner().invoke(main, [*command[:-4], "--shared-tokens", "40", *SMALL])
     assert result.exit_code == 2
     assert "--shared-tokens must be less" in result.output

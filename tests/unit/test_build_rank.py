@@ -1,20 +1,29 @@
-"""Which steps of a GPU are captured, and options that ask for what cannot be."""
+"""What a rank takes of a GPU: which steps are captured, and what does not fit or cannot be."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
+from minisgl_backend import build_rank
 from minisgl_backend.attention.base import AttentionShape
-from minisgl_backend.attention.paged import PagedAttention
+from minisgl_backend.attention.paged import AttentionSetting, PagedAttention
 from minisgl_backend.attention.paged_sdpa import PagedSdpa
 from minisgl_backend.build_rank import graph_sizes
-from minisgl_backend.config import EngineOptions
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution import capture
+from minisgl_backend.execution.storage import bytes_per_page
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.parallel.group import OneRank
+from minisgl_backend.parallel.place import Place
+from minisgl_backend.resolve import Resolved
 
 SDPA = PagedSdpa(
     AttentionShape(num_heads=2, num_kv_heads=2, head_dim=64, scale=0.125, windows=(None,))
@@ -92,19 +101,190 @@ def test_options_that_ask_for_it_are_refused(
         sizes(attention, **options)
 
 
-def test_too_little_memory_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(size: int) -> None:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+# --- graphs ---------------------------------------------------------------------------------------
 
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    device: Any = SimpleNamespace(queue=torch.inference_mode, stream=None)
-    with pytest.raises(ConfigError, match=r"number of tokens 64 does not fit .* or cuda_graph_x"):
-        capture.capture(
-            device,
-            "number of tokens",
-            [32, 64],
-            work,
-            prepare=lambda size: None,
-            option="cuda_graph_x",
-        )
+
+class FakeGpu:
+    """A ``CudaDevice`` and CUDA graphs that list what is done; each graph takes 1 GiB of 40."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.free_bytes = 40 * 2**30
+        self.stream = SimpleNamespace(synchronize=lambda: self.done.append("wait"))
+        self.queue = torch.inference_mode
+        self.pools = iter(["first pool", "second pool"])
+        gpu = self
+
+        class Graph:
+            def replay(self) -> None:
+                gpu.done.append("replay")
+
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(self.pools))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", self.capturing)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free_bytes, 2**37))
+
+    @contextmanager
+    def capturing(
+        self, graph: object, *, pool: str, stream: object, capture_error_mode: str
+    ) -> Iterator[None]:
+        assert stream is self.stream
+        self.done.append(f"begin in {pool}")
+        yield
+        self.done.append("end")
+        self.free_bytes -= 2**30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
+
+
+def captured(
+    gpu: FakeGpu, sizes: Sequence[int], work: Callable[[int], str]
+) -> dict[int, tuple[torch.cuda.CUDAGraph, str]]:
+    device: Any = gpu
+    return capture.capture(
+        device,
+        "number of tokens",
+        sizes,
+        work,
+        prepare=lambda size: gpu.done.append(f"prepare {size}"),
+        option="cuda_graph_x",
+    )
+
+
+def test_graphs_share_a_pool_largest_first_after_a_run_that_is_not_captured(gpu: FakeGpu) -> None:
+    def work(size: int) -> str:
+        gpu.done.append(f"work {size}")
+        return f"output {size}"
+
+    graphs = captured(gpu, [16, 64, 32], work)
+    assert {size: output for size, (_, output) in graphs.items()} == {
+        64: "output 64",
+        32: "output 32",
+        16: "output 16",
+    }
+    expected = []
+    for size in (64, 32, 16):
+        expected += [f"prepare {size}", f"work {size}", "wait"]
+        expected += ["begin in first pool", f"work {size}", "end", "replay"]
+    assert gpu.done == [*expected, "wait"]
+
+
+def test_progress_of_captures_is_their_sizes_and_the_free_memory(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[tuple[int, int]] = []
+
+    @contextmanager
+    def progress(what: str, num_graphs: int) -> Iterator[Callable[[int, int], None]]:
+        assert (what, num_graphs) == ("number of tokens", 2)
+        yield lambda size, free: reports.append((size, free))
+
+    monkeypatch.setattr(capture, "_progress", progress)
+    captured(gpu, [32, 64], str)
+    assert reports == [(64, 39 * 2**30), (32, 38 * 2**30)]
+
+
+def test_too_little_memory_for_graphs_names_the_option(gpu: FakeGpu) -> None:
+    def work(size: int) -> str:
+        if size == 32:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return ""
+
+    message = "number of tokens 32 does not fit .*, with 39.0 GiB free: .* or cuda_graph_x"
+    with pytest.raises(ConfigError, match=message):
+        captured(gpu, [32, 64], work)
+
+
+# --- weights, pages and sizes of a GPU ------------------------------------------------------------
+
+
+def out_of_memory(*arguments: object, **options: object) -> NoReturn:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+
+def facts_of(num_ranks: int = 1, **options: Any) -> Resolved:
+    """Of the demo model on a GPU of which 1,000 bytes are free."""
+    folder = Path(DEMO_MODEL)
+    spec = load_spec(folder)
+    device: Any = SimpleNamespace(
+        torch_device=torch.device("cuda", 1), free_memory=lambda: 1000, kv_bytes_cap=None
+    )
+    return Resolved(
+        options=EngineOptions(**options),
+        place=Place.first(num_ranks, None),
+        device=device,
+        comm="nccl",
+        folder=folder,
+        spec=spec,
+        shape=spec.attention_shape(num_ranks),
+        context=128,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_too_little_memory_for_weights(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of them did fit."""
+    facts = facts_of(num_ranks)
+    num_bytes = 2 * facts.spec.num_parameters // num_ranks
+    monkeypatch.setattr(build_rank, "build_model", out_of_memory)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2**37))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: num_bytes // 2)
+    group: Any = SimpleNamespace(size=num_ranks, rank=1)
+    message = f"take some {num_bytes:,} bytes of cuda:1, which has {num_bytes // 2 + 1000:,} free"
+    with pytest.raises(ConfigError, match=message):
+        build_rank.build_rank(facts, lambda: group, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"num_pages": 10**6}, "num_pages"), ({}, "memory_ratio")]
+)
+def test_too_little_memory_for_pages(
+    options: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = facts_of(**options)
+    page_bytes = bytes_per_page(facts.shape, 16, torch.bfloat16)
+    num_pages = options.get("num_pages", 100)
+    monkeypatch.setattr(build_rank, "build_model", lambda *arguments, **options: None)
+    monkeypatch.setattr(build_rank, "choose_num_pages", lambda **facts: 100)
+    monkeypatch.setattr(build_rank, "KVStorage", out_of_memory)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2**37))
+    needed = (num_pages + 1) * page_bytes
+    message = (
+        f"{num_pages} KV pages of 16 .* {needed:,} bytes of cuda:1, .* 1,000 free: lower {name}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        build_rank.build_rank(facts, OneRank, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("gib", "options", "most"),
+    [
+        (141, {}, 256),
+        (80, {}, 160),
+        (24, {}, 160),
+        (24, {"cuda_graph_max_batch_size": 200}, 200),
+        (141, {"max_running_requests": 64}, 64),
+    ],
+)
+def test_larger_batches_are_captured_on_large_gpus(
+    gib: int, options: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chosen(Exception):
+        pass
+
+    def choose(name: str | None, setting: AttentionSetting) -> PagedAttention:
+        raise Chosen(setting.max_captured_batch_size)
+
+    monkeypatch.setattr(build_rank, "choose_attention", choose)
+    facts = facts_of(**{"max_running_requests": 512, **options})
+    device: Any = SimpleNamespace(total_memory=gib * 2**30, torch_device=facts.device.torch_device)
+    nothing: Any = None
+    with pytest.raises(Chosen, match=f"^{most}$"):
+        build_rank._cuda_executor(facts, device, nothing, nothing)

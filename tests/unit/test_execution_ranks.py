@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,18 @@ def silence() -> Iterator[Silence]:
     made = Silence()
     yield made
     made.ring.close()
+
+
+def test_the_executor_is_closed_before_the_group_is_left(silence: Silence) -> None:
+    """Its CUDA graphs hold collectives, and no communicator ends before they are destroyed."""
+    order: list[str] = []
+    executor: Any = SimpleNamespace(close=lambda: order.append("executor"))
+    group: Any = SimpleNamespace(leave=lambda *, patience_s: order.append("group"))
+    followers: Any = silence
+    leader = LeadingExecutor(executor, group, followers, timeout_s=PATIENCE_S, steps_may_hang=True)
+    leader.close()
+    leader.close()
+    assert order == ["executor", "group"]
 
 
 @pytest.mark.parametrize("where", ["launch", "tokens", "close"])

@@ -33,7 +33,7 @@ SCALE = KVScale(0.25, 2.0)
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes that attention is tried with: 8 query heads, or 10 where they share KV heads by 5."""
+    """Shapes that attention is tried with: 8 query heads, or two groups where 8 are no multiple."""
 
     page_size: int
     group: int
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def num_heads(self) -> int:
-        return 10 if self.group == 5 else 8
+        return 2 * self.group if 8 % self.group else 8
 
     def setting(self, dtype: torch.dtype, device: torch.device) -> AttentionSetting:
         shape = AttentionShape(

@@ -35,6 +35,7 @@ FULL = [
     *(Case(*of, 128) for of in product((1, 16, 64), GROUPS)),
     *(Case(*of, 64) for of in [*product((16,), GROUPS), (1, 2), (64, 8)]),
 ]
+UNEVEN = [Case(16, group, 128) for group in (3, 6, 7)]
 WINDOWS = [Case(*of, window=50) for of in [(1, 2, 64), (16, 4, 128), (16, 5, 64), (64, 8, 128)]]
 WHOLE = [*FULL, *WINDOWS]
 FEWER = [*FULL, Case(16, 2, 128, window=50)]
@@ -53,11 +54,11 @@ IN_TILES = [case for case in [*WHOLE, *FP8] if case.page_size % 16 == 0]
 
 BACKENDS = {
     "cuda": IN_TILES,
-    "triton": [*WHOLE, *FP8],
+    "triton": [*WHOLE, *UNEVEN, *FP8],
     "fa": WHOLE,
     "fi": [*FEWER, *FP8],
     "trtllm": [*FEWEST, *FEWEST_FP8],
-    "sdpa": [*WHOLE, *FP8],
+    "sdpa": [*WHOLE, *UNEVEN, *FP8],
     "fa,triton": FEWEST,
 }
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl_backend import packages
 from minisgl_backend.attention.paged import AttentionSetting, Chunks, DecodeRows, PagedKV
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.request import IntArray
@@ -57,7 +58,7 @@ def why_no_kernels() -> str | None:
     compilers = [Path(home) / "bin" / "nvcc" for home in homes if home]
     if shutil.which("nvcc") or any(compiler.exists() for compiler in compilers):
         return None
-    return "needs nvcc to compile its kernels, or pip install flashinfer-jit-cache"
+    return f"needs nvcc to compile its kernels, or {packages.FLASH_INFER_KERNELS}"
 
 
 class FlashInferPrefill:

@@ -125,11 +125,17 @@ def test_commands_install_the_versions_of_the_extra(command: str) -> None:
     assert command.removeprefix("pip install ") in extra
 
 
+def test_kernels_compiled_ahead_have_the_version_of_flash_infer() -> None:
+    _, version = packages.FLASH_INFER.split("==")
+    assert f"=={version} " in packages.FLASH_INFER_KERNELS
+
+
 def test_flash_infer_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(Path, "exists", lambda path: False)
-    assert flash_infer.why_no_kernels() is not None
+    expected = f"needs nvcc to compile its kernels, or {packages.FLASH_INFER_KERNELS}"
+    assert flash_infer.why_no_kernels() == expected
     monkeypatch.undo()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     compiler = tmp_path / "bin" / "nvcc"

@@ -16,12 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
+from minisgl_backend.kernels.embedding import embedding, embedding_reference
 from minisgl_backend.kernels.moe import fused_experts
-from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
+from minisgl_backend.kernels.rms_norm import (
+    fused_add_rms_norm,
+    fused_add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from minisgl_backend.kernels.rope_store import qk_norm_rope_store
 from minisgl_backend.kernels.sampling import SamplingWorkspace, sample, sample_reference
 from minisgl_backend.kernels.sampling_table import SamplingTable
-from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE, small_batch_linear
+from minisgl_backend.kernels.small_batch import (
+    MAX_BATCH_SIZE,
+    small_batch_linear,
+    small_batch_linear_reference,
+)
 
 Call: TypeAlias = Callable[[], object]
 
@@ -54,7 +64,10 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One line of the table: calls that do the same, each list over rotating buffers."""
+    """One line of the table: calls that do the same, each list over rotating buffers.
+
+    A twin that makes the host wait cannot be captured, so it is not among them.
+    """
 
     kernel: str
     num_bytes: int
@@ -79,7 +92,7 @@ def each(function: Callable[..., object], buffers: Sequence[Any], **fixed: Any) 
 
 
 def linear_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
-    """The four products of a layer, with what is fused around them."""
+    """The four products of a layer, with what is fused around them; the library's are alone."""
     plans = {
         "norm + qkv": (shape.qkv, shape.hidden, "norm"),
         "o + residual": (shape.hidden, shape.num_heads * shape.head_dim, "residual"),
@@ -98,12 +111,28 @@ def linear_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
             "residual": residual,
         }
         ours = each(small_batch_linear, weights, **fused) if batch_size <= MAX_BATCH_SIZE else []
-        yield Case(name, num_bytes, ours, library=each(F.linear, weights))
+        twin = each(small_batch_linear_reference, weights[:2], **fused)
+        yield Case(name, num_bytes, ours, twin, each(F.linear, weights))
 
 
 def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
-    """Norm, gate, and what stands between qkv and attention."""
+    """Embeddings, norms, gate, and what stands between qkv and attention."""
+    table = normal(shape.vocab_size, shape.hidden)
+    num_bytes = 4 * batch_size * shape.hidden
+    ids = [
+        (torch.randint(shape.vocab_size, (batch_size,), device=table.device), table)
+        for _ in copies(num_bytes)
+    ]
+    yield Case(
+        "embedding",
+        num_bytes,
+        each(embedding, ids),
+        each(embedding_reference, ids),
+        each(F.embedding, ids),
+    )
     weight = normal(shape.hidden)
+    rows = [(normal(batch_size, shape.hidden), weight, 1e-6) for _ in copies(num_bytes)]
+    yield Case("norm", num_bytes, each(rms_norm, rows), each(rms_norm_reference, rows))
     num_bytes = 8 * batch_size * shape.hidden
     pairs = [
         (normal(batch_size, shape.hidden), normal(batch_size, shape.hidden), weight, 1e-6)

@@ -131,7 +131,7 @@ def _storage(facts: Resolved, num_pages: int) -> KVStorage:
         raise ConfigError(
             f"{num_pages} KV pages of {options.page_size} positions would take "
             f"{(num_pages + 1) * page_bytes:,} bytes of {gpu}, which has "
-            f"{torch.cuda.mem_get_info(gpu)[0]:,} free: lower "
+            f"{facts.device.free_memory():,} free: lower "
             + ("memory_ratio" if options.num_pages is None else "num_pages")
         ) from error
 

@@ -1,4 +1,4 @@
-"""Commands that install optional packages, for messages to the operator.
+"""Commands that install optional packages of which one version fits, for messages to the operator.
 
 The versions are those of the extra ``gpu`` in pyproject.toml, and of CUDA in its PyTorch.
 """

@@ -55,10 +55,10 @@ def capture(
                 ):
                     output = work(size)
             except torch.cuda.OutOfMemoryError as error:
-                free = torch.cuda.mem_get_info(device.torch_device)[0]
                 raise ConfigError(
                     f"the CUDA graph of {what} {size} does not fit beside the KV pages, with "
-                    f"{free / 2**30:.1f} GiB free: lower memory_ratio, num_pages or {option}"
+                    f"{device.free_memory() / 2**30:.1f} GiB free: lower memory_ratio, num_pages "
+                    f"or {option}"
                 ) from error
             graphs[size] = graph, output
             graph.replay()

@@ -207,11 +207,10 @@ class CudaExecutor:
                 wanted = np.ones(len(output.tokens), np.int64)
                 RawLogprobs.of(output.logits, output.tokens, wanted, self.device.upload)
         except torch.cuda.OutOfMemoryError as error:
-            free = torch.cuda.mem_get_info(self.device.torch_device)[0]
             raise ConfigError(
                 f"a step of {sum(chunks) + num_decodes} tokens does not fit beside the KV pages, "
-                f"with {free / 2**30:.1f} GiB free: lower memory_ratio, num_pages, "
-                "max_prefill_tokens or max_running_requests"
+                f"with {self.device.free_memory() / 2**30:.1f} GiB free: lower memory_ratio, "
+                "num_pages, max_prefill_tokens or max_running_requests"
             ) from error
 
     def _dummy_plan(self, chunks: list[int], num_decodes: int) -> StepPlan:

@@ -16,6 +16,7 @@ from minisgl_backend.bench.paced import paced_engine
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import Event, Finished, Request, RequestId, SamplingParams
+from tests.figures import figures_of
 
 
 def test_figures_of_endings() -> None:
@@ -102,11 +103,8 @@ def test_a_paced_engine_keeps_a_journal(tmp_path: Path) -> None:
 
 @pytest.mark.server
 def test_all_ways_of_leaving(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    command = ["bench", "cancel", "--repeats", "1", "--phases", "later-token"]
-    result = CliRunner().invoke(main, [*command, "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    command = ["cancel", "--repeats", "1", "--phases", "later-token"]
+    rows = figures_of(command, tmp_path)["rows"]
     assert [row["way"] for row in rows] == [
         "grpc-cancel",
         "grpc-kill",

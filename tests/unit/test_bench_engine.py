@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +17,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from tests.figures import figures_of
 from tests.unit.test_telemetry import INFO
 
 SMALL = ["--device", "cpu", "--num-pages", "256", "--max-sequence-length", "256"]
@@ -42,10 +42,7 @@ def test_prompts_are_those_that_others_publish_figures_for() -> None:
 def test_commands_report_what_they_measured(
     command: list[str], names: set[str], tmp_path: Path
 ) -> None:
-    file = tmp_path / "figures.json"
-    result = CliRunner().invoke(main, ["bench", *command, *SMALL, "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    figures = json.loads(file.read_text(encoding="utf-8"))
+    figures = figures_of([*command, *SMALL], tmp_path)
     assert len(figures["rows"]) == 1
     assert names <= figures["rows"][0].keys()
     assert figures["info"]["attention"] == "sdpa"
@@ -79,13 +76,10 @@ def test_versions_of_a_gpu_s_libraries(
 
 
 def test_prompts_begin_with_what_the_prefix_cache_knows(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    command = ["bench", "prefill", "--length", "40", "--shared-tokens", "32", "--repeats", "2"]
-    result = CliRunner().invoke(main, [*command, *SMALL, "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    command = ["prefill", "--length", "40", "--shared-tokens", "32", "--repeats", "2"]
+    (row,) = figures_of([*command, *SMALL], tmp_path)["rows"]
     assert (row["batch"], row["prompt_tokens"], row["cached_tokens"]) == (1, 40, 32)
-    result = CliRunner().invoke(main, [*command[:-4], "--shared-tokens", "40", *SMALL])
+    result = CliRunner().invoke(main, ["bench", *command[:-4], "--shared-tokens", "40", *SMALL])
     assert result.exit_code == 2
     assert "--shared-tokens must be less" in result.output
 

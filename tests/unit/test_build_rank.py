@@ -126,6 +126,9 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "graph", self.capturing)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free_bytes, 2**37))
 
+    def free_memory(self) -> int:
+        return self.free_bytes
+
     @contextmanager
     def capturing(
         self, graph: object, *, pool: str, stream: object, capture_error_mode: str
@@ -254,7 +257,6 @@ def test_too_little_memory_for_pages(
     monkeypatch.setattr(build_rank, "build_model", lambda *arguments, **options: None)
     monkeypatch.setattr(build_rank, "choose_num_pages", lambda **facts: 100)
     monkeypatch.setattr(build_rank, "KVStorage", out_of_memory)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2**37))
     needed = (num_pages + 1) * page_bytes
     message = (
         f"{num_pages} KV pages of 16 .* {needed:,} bytes of cuda:1, .* 1,000 free: lower {name}"

@@ -292,11 +292,11 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
     num_tokens = max_prefill_tokens + MAX_ROWS - num_chunks
     monkeypatch.setattr(choose, "has_triton", lambda: True)
     monkeypatch.setattr(cuda_executor, "ChunkGraphs", NoGraphs)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**29, 2**37))
     write_checkpoint("qwen3", tmp_path)
     layers = Layers(tmp_path)
     device: Any = layers.device
     device.queue = torch.inference_mode
+    device.free_memory = lambda: 3 * 2**29
     launched = FlatLayers.launched
     lengths = []
 

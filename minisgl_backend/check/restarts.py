@@ -17,7 +17,7 @@ from minisgl_backend.check.case import Case
 from minisgl_backend.check.own_server import OPTIONS, PATIENCE_S
 from minisgl_backend.check.target import wait_until
 from minisgl_backend.server.installation import find_installation
-from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 

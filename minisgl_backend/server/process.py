@@ -24,16 +24,20 @@ from pathlib import Path
 from typing import IO, Final
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.heartbeat import heartbeat_files, read_beat
-from minisgl_backend.server import asking
+from minisgl_backend.runtime_files import (
+    DRAIN_MARKER,
+    QUEUE_FULL,
+    QUEUE_OPEN,
+    heartbeat_files,
+    read_beat,
+)
+from minisgl_backend.server import triton_http
 from minisgl_backend.server.directory import make_directory, regions, sweep
 from minisgl_backend.server.installation import Installation
-from minisgl_backend.server.launch import launch
+from minisgl_backend.server.launch import ServerOptions, launch, with_ports
 from minisgl_backend.server.log import failure_in_log
-from minisgl_backend.server.options import ServerOptions, with_ports
 from minisgl_backend.server.progress import STUCK_AFTER_S, Progress
 from minisgl_backend.server.repository import copy_repository, with_plain_folders
-from minisgl_backend.shared_names import DRAIN_FILE, QUEUE_FULL, QUEUE_OPEN
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +168,7 @@ class TritonServer:
 
     def is_ready(self, *, timeout_s: float) -> bool | None:
         """What Triton says of itself; None where it says nothing in time."""
-        return asking.is_ready(self.url(), timeout_s=timeout_s)
+        return triton_http.is_ready(self.url(), timeout_s=timeout_s)
 
     def reload(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
         """Load a model again, and with it the ensembles that it is part of.
@@ -174,14 +178,14 @@ class TritonServer:
         """
         for source in self.repository.glob(f"{model}/*/model.py"):
             source.touch()  # Triton does nothing for a model whose files are as they were
-        asking.load_model(
+        triton_http.load_model(
             self.url(), model, self.admin_key, pid=self.pid, timeout_s=timeout_s, check=check
         )
         self._protect_shared_memory()
 
     def num_waiting(self, model: str) -> int:
         """The requests that wait inside tritonserver for a model, as far as it tells."""
-        return asking.num_waiting(self.url("/metrics", port=self.metrics_port), model)
+        return triton_http.num_waiting(self.url("/metrics", port=self.metrics_port), model)
 
     def failure(self) -> str:
         """Why the server did not start, from its log."""
@@ -272,8 +276,8 @@ class TritonServer:
             return False
         deadline = time.monotonic() + self.options.exit_timeout_s
         try:
-            (self.directory / DRAIN_FILE).touch()
-        except OSError as error:  # a full disk, or somebody removed the directory
+            (self.directory / DRAIN_MARKER).touch()
+        except OSError as error:  # a full disk, or the directory was removed
             logger.warning("the engine cannot be asked to drain: %s", error)
             return False
         while self._process.poll() is None and self._has_engines():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.shared_names import OPTIONS_MODEL
+from minisgl_backend.runtime_files import OPTIONS_MODEL
 
 
 def shipped_repository() -> Path:

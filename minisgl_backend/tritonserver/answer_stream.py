@@ -1,23 +1,23 @@
-"""The detokenizer's side of one stream: chunks in, answers out.
+"""The detokenizer's side of one stream: packets in, answers out.
 
-Joins ``text.TextStream`` with what the chunks carry beside token ids, and decides when there is
+Joins ``text.detokenizer`` with what the packets carry beside token ids, and decides when there is
 something to say: with ``stream`` whenever there is new text, else once, at the end. Counts and
-logprobs of what an answer does not tell are kept for the next one.
+logprobs that an answer leaves out are kept for the next one. Must not know Triton or sockets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl_backend.request import Finished, FinishReason, TokenId, TokenLogprobs
+from minisgl_backend.request import Failed, Finished, FinishReason, TokenId, TokenLogprobs
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.tritonserver.wire.answer import Answer
-from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, Times
+from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times, Verdict
 
 
 class AnswerStream:
-    """One stream; ``push`` its chunks in order, the first with index 0 included."""
+    """One stream; ``push`` its packets in order, the first with index 0 included."""
 
     __slots__ = (
         "_cumulative",
@@ -28,14 +28,20 @@ class AnswerStream:
         "_times",
         "_token_ids",
         "_untold",
-        "done",
+        "heard_s",
+        "next_poll_s",
+        "over",
         "start",
     )
 
     def __init__(self, vocabulary: Vocabulary, start: StreamStart) -> None:
         self.start = start
-        self.done = False
-        """Whether its last answer was made; later chunks are not for the client."""
+        self.over: Verdict | None = None
+        """Set once nothing more is for the client; later packets are answered with nothing."""
+        self.heard_s = 0.0
+        """When the last packet came, of ``time.monotonic``, as is the next."""
+        self.next_poll_s = 0.0
+        """When to ask Triton again if the client has cancelled."""
         self._text = TextStream(
             vocabulary,
             stop_strings=start.stop_strings,
@@ -51,20 +57,21 @@ class AnswerStream:
         self._cumulative = 0.0
         self._times: Times | None = None
 
-    def push(self, chunk: Chunk) -> Answer | None:
-        """The answer that a chunk gives rise to, if any. Chunks with an error do not come here."""
-        assert not self.done
-        finish = chunk.finish
-        if chunk.num_cached_tokens is not None:
-            self._num_cached = chunk.num_cached_tokens
-        if chunk.times is not None:
-            self._times = chunk.times
-        text = self._read(chunk)
+    def push(self, packet: Packet) -> Answer | None:
+        """The answer that a packet gives rise to, if any. One with an error does not come here."""
+        assert self.over is None
+        finish = packet.terminal
+        assert not isinstance(finish, Failed)
+        if packet.num_cached_tokens is not None:
+            self._num_cached = packet.num_cached_tokens
+        if packet.times is not None:
+            self._times = packet.times
+        text = self._read(packet, finish)
         if self._text.stop is not None:
-            self.done = True
+            self.over = Verdict.STOP
             return self._answer(text, FinishReason.STOP, self._text.stop)
         if finish is not None:
-            self.done = True
+            self.over = Verdict.STOP
             return self._answer(text, finish.reason, finish.stop_token_id)
         if text and self.start.stream:
             return self._answer(text, None, None)
@@ -72,17 +79,17 @@ class AnswerStream:
             self._untold.append(text)
         return None
 
-    def _read(self, chunk: Chunk) -> str:
-        """Take a chunk's tokens in; returns the text that they release."""
-        token_ids = chunk.token_ids
-        if not token_ids and chunk.finish is None:
+    def _read(self, packet: Packet, finish: Finished | None) -> str:
+        """Take a packet's tokens in; returns the text that they release."""
+        token_ids = packet.token_ids
+        if not token_ids and finish is None:
             return ""
-        shown = token_ids[:-1] if _ends_with_stop_token(chunk.finish, token_ids) else token_ids
-        delta = self._text.push(shown, final=chunk.finish is not None)
+        shown = token_ids[:-1] if _ends_with_stop_token(finish, token_ids) else token_ids
+        delta = self._text.push(shown, final=finish is not None)
         num_tokens = delta.num_tokens if delta.stop is not None else len(token_ids)
         self._num_untold += num_tokens
-        if chunk.logprobs:
-            told = chunk.logprobs[:num_tokens]
+        if packet.logprobs:
+            told = packet.logprobs[:num_tokens]
             self._token_ids += token_ids[: len(told)]
             self._logprobs += told
             self._cumulative += sum(one.logprob for one in told)

@@ -28,8 +28,8 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
+from minisgl_backend.server.launch import ServerOptions, command_line, numeric, with_ports
 from minisgl_backend.server.log import Console, failure_in_log
-from minisgl_backend.server.options import ServerOptions, command_line, numeric, with_ports
 from minisgl_backend.server.process import BrokenStart, TritonServer
 from minisgl_backend.server.repository import shipped_repository, with_parameters
 

@@ -225,7 +225,7 @@ REQUEST: Final = Tensor(name="request", kind=Kind.TEXT)
 INPUT_IDS: Final = Tensor(name="input_ids", kind=Kind.INTEGERS)
 OUTPUT_IDS: Final = Tensor(name="output_ids", kind=Kind.INTEGERS)
 CHUNK: Final = Tensor(name="chunk", kind=Kind.BYTES)
-"""llm_engine -> detokenizer: token ids and what belongs to them (``chunk``)."""
+"""llm_engine -> detokenizer: token ids and what belongs to them (``packets``)."""
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {

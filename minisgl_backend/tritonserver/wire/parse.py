@@ -38,6 +38,7 @@ def parse_generation(
     inputs: Mapping[str, npt.NDArray[Any]],
     parameters: Mapping[str, Any],
     *,
+    arrival_time_ns: int,
     timeout_us: int = 0,
     limits: Limits,
 ) -> Generation | StopRequest:
@@ -47,13 +48,15 @@ def parse_generation(
     ``timeout_us`` is Triton's own request timeout, 0 for none.
     """
     found = _gathered(inputs, parameters, limits)
-    return build(found, timeout_us=_timeout_us(parameters, timeout_us), limits=limits)
+    timeout_us = _timeout_us(parameters, timeout_us)
+    return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
 
 def parse_token_generation(
     inputs: Mapping[str, npt.NDArray[Any]],
     parameters: Mapping[str, Any],
     *,
+    arrival_time_ns: int,
     timeout_us: int = 0,
     limits: Limits,
 ) -> Generation | StopRequest:
@@ -62,7 +65,8 @@ def parse_token_generation(
     for name, value in found.items():
         if BY_NAME[name].text_only and value != DEFAULTS[name]:
             raise Unsupported(f"{name} needs the text models; send it to an ensemble")
-    return build(found, timeout_us=_timeout_us(parameters, timeout_us), limits=limits)
+    timeout_us = _timeout_us(parameters, timeout_us)
+    return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
 
 def _gathered(
@@ -75,7 +79,7 @@ def _gathered(
 
 
 def build(
-    found: Mapping[str, Any], *, timeout_us: int = 0, limits: Limits
+    found: Mapping[str, Any], *, arrival_time_ns: int, timeout_us: int = 0, limits: Limits
 ) -> Generation | StopRequest:
     """The request that gathered values make."""
     given = {**DEFAULTS, **found}
@@ -104,6 +108,7 @@ def build(
         raise Unsupported("exclude_input_in_output must be true with messages")
     return Generation(
         prompt=_prompt(given, limits),
+        arrival_time_ns=arrival_time_ns,
         sampling=_sampling(given, wanted),
         fit_max_tokens=given["fit_max_tokens"],
         seed=given["seed"],

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.loopback import open_local
-from minisgl_backend.server.options import ADMIN_KEY_HEADER
+from minisgl_backend.server.launch import ADMIN_KEY_HEADER
 
 _METRICS_S: Final = 2.0
 _CHECK_EVERY_S: Final = 0.1

@@ -97,7 +97,7 @@ class EventReader:
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """The JSON object that Triton sent; raises ``ServerError`` where it is none."""
+    """The JSON object that Triton sent; raises ``ServerError`` if it is none."""
     try:
         found = json.loads(data)
     except ValueError:

@@ -137,7 +137,7 @@ def numeric(host: str) -> str:
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the latter where no host can have such a name
+    except (OSError, UnicodeError):  # the latter if no host can have such a name
         raise ConfigError(f"--host {host} is neither an address nor the name of one") from None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])

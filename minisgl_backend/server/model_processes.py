@@ -125,7 +125,7 @@ def _shared_memory(pid: int) -> set[Path]:
 
 
 def counts_of(directory: Path, process: ModelProcess) -> Mapping[str, Any]:
-    """What a model's process tells of itself; raises ``OSError`` where it does not answer."""
+    """What a model's process tells of itself; raises ``OSError`` if it does not answer."""
     with socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(_ANSWER_S)
         caller.connect(str(socket_path(directory, process.model, process.pid)))
@@ -135,7 +135,7 @@ def counts_of(directory: Path, process: ModelProcess) -> Mapping[str, Any]:
 
 
 def footprint(pid: int) -> dict[str, int]:
-    """What a process holds: threads, descriptors, resident bytes; nothing where it has gone."""
+    """What a process holds: threads, descriptors, resident bytes; nothing if it has gone."""
     place = Path(f"/proc/{pid}")
     try:
         return {
@@ -185,7 +185,7 @@ def _process_stats(directory: Path, process: ModelProcess) -> dict[str, Any]:
 
 
 def _num_bytes(region: Path) -> int:
-    """The size of a file; 0 where it has vanished."""
+    """The size of a file; 0 if it has vanished."""
     try:
         return region.stat().st_size
     except FileNotFoundError:

@@ -144,8 +144,8 @@ class TritonServer:
     ) -> None:
         """Return when every model is ready.
 
-        Raises ``ConfigError`` with the cause where the server ends or does not come up in time,
-        ``BrokenStart`` where a signal ended it or its processes do nothing any more,
+        Raises ``ConfigError`` with the cause if the server ends or does not come up in time,
+        ``BrokenStart`` if a signal ended it or its processes do nothing any more,
         ``InterruptedError`` once ``give_up`` says so.
         """
         deadline = time.monotonic() + timeout_s
@@ -167,13 +167,13 @@ class TritonServer:
         self._protect_shared_memory()
 
     def is_ready(self, *, timeout_s: float) -> bool | None:
-        """What Triton says of itself; None where it says nothing in time."""
+        """What Triton says of itself; None if it says nothing in time."""
         return triton_http.is_ready(self.url(), timeout_s=timeout_s)
 
     def reload(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
         """Load a model again, and with it the ensembles that it is part of.
 
-        Raises ``ConfigError`` where that fails, and what ``check`` raises, which is called again
+        Raises ``ConfigError`` if that fails, and what ``check`` raises, which is called again
         and again until the model is loaded.
         """
         for source in self.repository.glob(f"{model}/*/model.py"):
@@ -226,7 +226,7 @@ class TritonServer:
     def stop(self) -> int:
         """Let requests drain, end the server and its processes, remove its files. Idempotent.
 
-        Returns the server's exit code, 0 where all requests were answered.
+        Returns the server's exit code, 0 if all requests were answered.
         """
         if self._stopped_with is None:  # else its process id may be another's by now
             self._stopped_with = self._stop()
@@ -266,7 +266,7 @@ class TritonServer:
         self.stop()
 
     def _drain(self) -> bool:
-        """Ask the engines to end their requests, and wait; False where they have not in time.
+        """Ask the engines to end their requests, and wait; False if they have not in time.
 
         tritonserver, when it is told to stop, first unloads the models that have no request in
         flight at that instant, such as the detokenizer between two chunks, and leaves the requests

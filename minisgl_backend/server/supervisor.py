@@ -83,7 +83,7 @@ class Recoveries:
         self._begun_s: deque[float] = deque()
 
     def begin(self) -> float | None:
-        """Begin a recovery; returns the seconds to wait first, None where there were too many."""
+        """Begin a recovery; returns the seconds to wait first, None if there were too many."""
         now_s = time.monotonic()
         while self._begun_s and now_s - self._begun_s[0] > WINDOW_S:
             self._begun_s.popleft()

@@ -44,7 +44,7 @@ class Responder:
         self.label: str = request.request_id()
 
     def send(self, response: Any, *, final: bool = False) -> bool:
-        """Send a response, the last one where ``final``; False where the last one was sent."""
+        """Send a response, the last one if ``final``; False if the last one was sent."""
         with self._lock:
             sender = self._sender
             if sender is None:

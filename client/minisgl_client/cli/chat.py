@@ -29,7 +29,7 @@ from rich.markup import escape
 from minisgl_client import Client, MinisglError, Result
 from minisgl_client.cli.conversation import Conversation
 from minisgl_client.cli.display import MarkdownDisplay
-from minisgl_client.cli.options import (
+from minisgl_client.cli.request_options import (
     client_of,
     given,
     parameter_options,

@@ -154,7 +154,7 @@ def gateway(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        server = _make_server(options)
+        server = make_server(options)
     except InvalidArgument as error:
         raise click.UsageError(f"--triton: {error}") from error
     try:
@@ -222,7 +222,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _make_server(options: GatewayOptions) -> uvicorn.Server:
+def make_server(options: GatewayOptions) -> uvicorn.Server:
     """A server, to be run on a socket: ``server.run(sockets=[listener])``."""
     telemetry = Telemetry()
     config = uvicorn.Config(

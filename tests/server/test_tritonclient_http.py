@@ -1,4 +1,4 @@
-"""Triton's own HTTP client: it reads health, metadata, configs and counts, but cannot infer here."""
+"""Triton's own HTTP client: health, metadata, configs and counts work, inference cannot."""
 
 from __future__ import annotations
 

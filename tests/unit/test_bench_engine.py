@@ -18,7 +18,7 @@ from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from tests.figures import figures_of
-from tests.unit.test_telemetry import INFO
+from tests.unit.test_engine_metrics import INFO
 
 SMALL = ["--device", "cpu", "--num-pages", "256", "--max-sequence-length", "256"]
 

@@ -1,4 +1,4 @@
-"""Mixture of experts, one expert after the other in plain torch: the reference for fused kernels.
+"""Mixture of experts, by fused kernels or one expert after the other.
 
 The router picks for each token the ``top_k`` experts of the highest softmax probability, and weighs
 their outputs by it (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv 2401.04088).
@@ -12,16 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl_backend.kernels.moe import fused_experts
+from minisgl_backend.layers.gemm import Launch, Normed, add_sum
+from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.share import even_share
 from minisgl_backend.layers.weight_place import WeightPlace, whole
 from minisgl_backend.parallel.group import Group
 
 
 class ExpertsMLP(nn.Module):
-    """Gated MLPs behind a router: [num_tokens, hidden_size] -> the same.
+    """Gated MLPs behind a router (``FeedForward``).
 
     Every rank holds a slice of each expert, and the whole router. With ``normalize``, the weights
-    of a token's experts sum up to 1.
+    of a token's experts sum up to 1. Unless ``fused``, experts are computed one by one, which waits
+    for the device.
     """
 
     def __init__(
@@ -32,24 +36,34 @@ class ExpertsMLP(nn.Module):
         num_experts: int,
         top_k: int,
         normalize: bool,
+        fused: bool,
         group: Group,
     ):
         super().__init__()
         self.group = group
         self.top_k = top_k
         self.normalize = normalize
+        self.fused = fused
         self.inner = even_share(intermediate_size, group, "moe_intermediate_size")
         share = self.inner.size
         self.gate = _parameter(num_experts, hidden_size)
         self.gate_up = _parameter(num_experts, 2 * share, hidden_size)
         self.down = _parameter(num_experts, hidden_size, share)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.part(x))
+    def forward(
+        self, residual: Tensor, x: Normed, norm: RMSNorm, launch: Launch
+    ) -> tuple[Tensor, Normed]:
+        part = self.part(x.taken(pdl=launch.pdl))
+        return residual, add_sum(residual, part, norm, launch, self.group)
 
     def part(self, x: Tensor) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]."""
         weights, experts = self.route(x)  # [num_tokens, top_k] each
+        if self.fused:
+            return fused_experts(x, self.gate_up, self.down, experts, weights.float())
+        return self._one_by_one(x, weights, experts)
+
+    def _one_by_one(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         # sorted by expert, the pairs of token and choice of each expert form one run
         order = experts.flatten().argsort(stable=True)  # [num_tokens * top_k]

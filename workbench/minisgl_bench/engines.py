@@ -38,7 +38,7 @@ def running_engine(
     import torch
 
     from minisgl_backend.build import build_executor, build_scheduler
-    from minisgl_backend.execution.cuda_executor import CudaExecutor
+    from minisgl_backend.execution.executor import ModelExecutor
     from minisgl_backend.execution.ranks import LeadingExecutor
 
     if torch.cuda.is_available():  # what an engine before this one held
@@ -50,8 +50,8 @@ def running_engine(
     if mark is None:
         engine = Engine(info, scheduler, executor, overlap=options.overlap)
     else:
-        if isinstance(executor, CudaExecutor):
-            executor.mark_layers(mark)
+        if isinstance(executor, ModelExecutor):
+            executor.mark(mark)
         engine = Engine(
             info,
             MarkedScheduler(scheduler, mark),

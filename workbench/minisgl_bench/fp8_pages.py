@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.paged import Chunks, PagedKV
+from minisgl_backend.attention.base import Chunks, PagedKV
 from minisgl_backend.attention.triton import TritonPrefill
 from minisgl_backend.config import DEMO_MODEL
-from minisgl_backend.execution.storage import KVStorage, zeroed_layers
+from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.fused import FusedDecoder
 from minisgl_backend.models.kv_scales import read_kv_scales
 from minisgl_backend.parallel.group import OneRank
 from minisgl_kit.report import Report, json_option
@@ -65,10 +64,8 @@ def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) ->
             device=device,
             scales=scales,
         )
-        pages = zeroed_layers(storage)
-        found.append(
-            torch.cat([logits_of(decoder, pages, prompt.to(device)).float() for prompt in ids])
-        )
+        decoder.bind_pages(storage.layers)
+        found.append(torch.cat([logits_of(decoder, prompt.to(device)).float() for prompt in ids]))
     info = {"model": model.name, "device": device.type, "torch": torch.__version__}
     report = Report("logits over fp8 pages", info=info)
     report.add(positions=len(found[0]), **differences(*found))
@@ -76,8 +73,8 @@ def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) ->
 
 
 @torch.inference_mode()
-def logits_of(model: Decoder, pages: list[PagedKV], ids: Tensor) -> Tensor:
-    """[len(ids), vocab_size] of a prompt that takes the pages from the first one on."""
+def logits_of(model: Decoder, ids: Tensor) -> Tensor:
+    """[len(ids), vocab_size] of a prompt that takes the model's pages from the first one on."""
     attention, length = TritonPrefill(model.spec.attention_shape(1)), len(ids)
     positions = torch.arange(length, device=ids.device)
     chunks = Chunks(
@@ -91,13 +88,15 @@ def logits_of(model: Decoder, pages: list[PagedKV], ids: Tensor) -> Tensor:
         max_end=length,
     )
 
+    attend_chunks = attention.plan_chunks(chunks)
+
     def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        attention.prefill(out, q, kv, layer, chunks)
+        attend_chunks(out, q, kv, layer)
         return out
 
-    decoder = FusedDecoder(model, pages)
-    return decoder.logits(decoder.hidden(ids, positions, positions, attend))
+    hidden: Tensor = model(ids, positions, positions, attend)
+    return model.logits(hidden)
 
 
 def differences(expected: Tensor, found: Tensor) -> dict[str, float]:

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.check.processes import runs
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.supervisor import Recoveries, Supervisor
+from minisgl_check.processes import runs
 from tests.server.client import Call, Refused, generate, wait_for
 from tests.server.conftest import paced_repository
 

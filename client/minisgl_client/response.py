@@ -1,6 +1,6 @@
 """The server's responses -> ``Delta``: tensors of gRPC, JSON events of HTTP.
 
-Both become values by output name first. On the path of every chunk: gRPC's messages are read in
+Both become values by output name first. On the path of every response: gRPC's messages are read in
 place. Raises the error that a response holds.
 """
 

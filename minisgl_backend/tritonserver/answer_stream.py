@@ -23,11 +23,11 @@ class AnswerStream:
         "_cumulative",
         "_logprobs",
         "_num_cached",
-        "_num_untold",
+        "_num_unsent",
         "_text",
         "_times",
         "_token_ids",
-        "_untold",
+        "_unsent",
         "heard_s",
         "next_poll_s",
         "over",
@@ -49,8 +49,8 @@ class AnswerStream:
             silent_ids=start.stop_token_ids,
             continues=start.prompt_text is not None,
         )
-        self._untold = [start.prompt_text] if start.prompt_text else []
-        self._num_untold = 0
+        self._unsent = [start.prompt_text] if start.prompt_text else []
+        self._num_unsent = 0
         self._num_cached = 0
         self._token_ids: list[TokenId] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -76,7 +76,7 @@ class AnswerStream:
         if text and self.start.stream:
             return self._answer(text, None, None)
         if text:
-            self._untold.append(text)
+            self._unsent.append(text)
         return None
 
     def _read(self, packet: Packet, finish: Finished | None) -> str:
@@ -87,33 +87,33 @@ class AnswerStream:
         shown = token_ids[:-1] if _ends_with_stop_token(finish, token_ids) else token_ids
         delta = self._text.push(shown, final=finish is not None)
         num_tokens = delta.num_tokens if delta.stop is not None else len(token_ids)
-        self._num_untold += num_tokens
+        self._num_unsent += num_tokens
         if packet.logprobs:
-            told = packet.logprobs[:num_tokens]
-            self._token_ids += token_ids[: len(told)]
-            self._logprobs += told
-            self._cumulative += sum(one.logprob for one in told)
+            kept = packet.logprobs[:num_tokens]
+            self._token_ids += token_ids[: len(kept)]
+            self._logprobs += kept
+            self._cumulative += sum(one.logprob for one in kept)
         return delta.text
 
     def _answer(
         self, text: str, finish: FinishReason | None, stop_reason: str | int | None
     ) -> Answer:
-        if self._untold:
-            text = "".join((*self._untold, text))
-            self._untold = []
+        if self._unsent:
+            text = "".join((*self._unsent, text))
+            self._unsent = []
         answer = Answer(
             text=text,
             token_ids=self._token_ids,
             finish=finish,
             stop_reason=stop_reason,
             num_input_tokens=self.start.num_input_tokens,
-            num_output_tokens=self._num_untold,
+            num_output_tokens=self._num_unsent,
             num_cached_tokens=self._num_cached,
             logprobs=self._logprobs,
             cumulative_logprob=self._cumulative,
             times=self._times,
         )
-        self._num_untold = 0
+        self._num_unsent = 0
         if self._logprobs:
             self._token_ids, self._logprobs = [], []
         return answer

@@ -60,11 +60,11 @@ def load_model(
             open_until_then.callback(os.close, ended)
             path = f"/v2/repository/models/{model}/load"
             connection.request("POST", path, b"{}", {ADMIN_KEY_HEADER: admin_key})
-            while not (readable := select.select([connection.sock, ended], [], [], _CHECK_EVERY_S)[0]):
+            while not (ready := select.select([connection.sock, ended], [], [], _CHECK_EVERY_S)[0]):
                 check()
                 if time.monotonic() > deadline_s:
                     raise ConfigError(f"{model}: Triton did not load it in {timeout_s:.0f} s")
-            if ended in readable:
+            if ended in ready:
                 raise ConfigError(f"{model}: tritonserver ended while it loaded it")
             response = connection.getresponse()
             text = response.read().decode(errors="replace")

@@ -76,7 +76,9 @@ def build_rank(
     storage = _storage(facts, _num_pages(facts, group))
     _log_free_memory(facts, f"after making {storage.num_pages} KV pages")
     model.bind_pages(storage.layers)
-    most = _max_captured_batch_size(facts)
+    most = 0
+    if isinstance(facts.device, CudaDevice):
+        most = max_captured_batch_size(facts.options, facts.device.total_memory)
     attention = _attention(facts, most)
     if isinstance(facts.device, CudaDevice):
         _use_tensor_cores(model, facts.device.torch_device)
@@ -148,7 +150,7 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             fused_experts=not facts.device.is_host and facts.options.moe_backend != "torch",
             progress=progress,
         )
-    except torch.cuda.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:
         gpu, num_weights = facts.device.torch_device, facts.spec.num_parameters
         num_bytes = num_weights * facts.dtype.itemsize // group.size
         # with what PyTorch took for those weights that did fit
@@ -171,7 +173,7 @@ def _storage(facts: Resolved, num_pages: int) -> KVStorage:
             device=gpu,
             scales=_kv_scales(facts),
         )
-    except torch.cuda.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:
         page_bytes = bytes_per_page(facts.shape, options.page_size, facts.kv_dtype)
         raise ConfigError(
             f"{num_pages} KV pages of {options.page_size} positions would take "
@@ -198,13 +200,11 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
     )
 
 
-def _max_captured_batch_size(facts: Resolved) -> int:
-    options, device = facts.options, facts.device
-    if not isinstance(device, CudaDevice):
-        return 0
+def max_captured_batch_size(options: EngineOptions, total_memory: int) -> int:
+    """The largest decode step to capture on a GPU of ``total_memory`` bytes."""
     most = options.cuda_graph_max_batch_size
     if most is None:
-        most = 256 if device.total_memory > _LARGE_MEMORY else 160
+        most = 256 if total_memory > _LARGE_MEMORY else 160
     return min(most, options.max_running_requests)
 
 

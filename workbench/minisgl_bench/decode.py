@@ -16,11 +16,11 @@ from typing import Final
 import click
 import numpy as np
 import torch
+from minisgl_backend.execution.cuda_executor import CudaExecutor
 
 from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.cuda_executor import CudaExecutor
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import compare_option, measure_both

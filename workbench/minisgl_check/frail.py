@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from minisgl_backend.execution.batch import StepIndices
+from minisgl_backend.execution.cpu_executor import CpuExecutor, CpuPending
+from minisgl_backend.execution.sampler import Sample, Sampler
 from torch import Tensor
 
 from minisgl_backend.attention.base import HostArray
 from minisgl_backend.cache.kv import Lease, RadixCache
-from minisgl_backend.execution.batch import StepIndices
-from minisgl_backend.execution.cpu_executor import CpuExecutor, CpuPending
-from minisgl_backend.execution.sampler import Sample, Sampler
 from minisgl_backend.plan import Admission, SampledTokens, StepPlan
 from minisgl_backend.request import RequestId
 from minisgl_backend.runtime.loop import Loop

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import ForwardContext
-from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.attention.base import AttentionSetting
+from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.device.cpu import CpuDevice
-from minisgl_backend.execution.cpu_executor import CpuExecutor
+from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import parse_spec
@@ -69,16 +69,27 @@ def model() -> Decoder:
 
 
 @pytest.fixture
-def executor(model: Decoder) -> Iterator[CpuExecutor]:
+def executor(model: Decoder) -> Iterator[ModelExecutor]:
     shape, device = SPEC.attention_shape(), CpuDevice(num_threads=1)
     cpu, dtype = device.torch_device, torch.float32
-    executor = CpuExecutor(
-        model,
-        storage=KVStorage(shape, num_pages=32, page_size=PAGE_SIZE, dtype=dtype, device=cpu),
-        backend=SdpaAttention(shape, page_size=PAGE_SIZE, dtype=dtype, device=cpu),
-        device=device,
-        max_rows=4,
+    storage = KVStorage(shape, num_pages=32, page_size=PAGE_SIZE, dtype=dtype, device=cpu)
+    model.bind_pages(storage.layers)
+    setting = AttentionSetting(
+        shape=shape,
+        page_size=PAGE_SIZE,
         max_sequence_length=32,
+        dtype=dtype,
+        kv_dtype=dtype,
+        max_batch_size=4,
+        max_captured_batch_size=0,
+        device=cpu,
+    )
+    executor = ModelExecutor(
+        model,
+        storage=storage,
+        attention=choose_attention(None, setting),
+        device=device,
+        limits=ExecutorLimits(max_rows=4, max_sequence_length=32, max_prefill_tokens=32),
     )
     yield executor
     executor.close()
@@ -102,6 +113,7 @@ class Driver:
         sampling: SamplingParams | None = None,
         decode: tuple[tuple[int, int], ...] = (),
         released: tuple[int, ...] = (),
+        broken: tuple[int, ...] = (),
     ) -> Pending:
         """Prefill one chunk of a row, admitting it at ``start`` 0, beside decodes of others."""
         admission = Admission(
@@ -114,6 +126,7 @@ class Driver:
         )
         return self.launch(
             released_rows=_ints(*released),
+            broken_pages=_ints(*broken),
             admissions=(admission,) if start == 0 else (),
             grant_rows=_ints(*[row] * len(pages)),
             grant_indices=_ints(*range(len(pages))),
@@ -151,7 +164,7 @@ def _tokens(pending: Pending) -> list[int]:
     return tokens
 
 
-def _alone(executor: CpuExecutor, count: int) -> list[int]:
+def _alone(executor: ModelExecutor, count: int) -> list[int]:
     """What ``PROMPT`` continues with, undisturbed, in row 3."""
     driver = Driver(executor)
     tokens = _tokens(driver.prefill(3, PROMPT, pages=(20, 21, 22, 23)))
@@ -161,7 +174,7 @@ def _alone(executor: CpuExecutor, count: int) -> list[int]:
     return tokens
 
 
-def test_chunks_and_decodes_of_several_rows(executor: CpuExecutor) -> None:
+def test_chunks_and_decodes_of_several_rows(executor: ModelExecutor) -> None:
     expected = _alone(executor, 6)
     driver = Driver(executor)
     first = driver.prefill(0, PROMPT[:3], pages=(7, 2, 9, 4), samples=False)
@@ -180,7 +193,7 @@ def test_chunks_and_decodes_of_several_rows(executor: CpuExecutor) -> None:
     assert [tokens[index] for tokens, index in zip(found, own, strict=True)] == expected
 
 
-def test_a_shared_prefix_is_read_not_written(executor: CpuExecutor) -> None:
+def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
     expected = _alone(executor, 3)
     driver = Driver(executor)
     _tokens(driver.prefill(0, PROMPT[:4], pages=(1,)))
@@ -209,7 +222,7 @@ def test_a_shared_prefix_is_read_not_written(executor: CpuExecutor) -> None:
     assert tokens == expected
 
 
-def test_a_row_that_is_not_finite_fails_alone(executor: CpuExecutor) -> None:
+def test_a_row_that_is_not_finite_fails_alone(executor: ModelExecutor) -> None:
     expected = _alone(executor, 4)
     driver = Driver(executor)
     tokens = _tokens(driver.prefill(0, PROMPT, pages=(1, 2, 3)))
@@ -222,6 +235,7 @@ def test_a_row_that_is_not_finite_fails_alone(executor: CpuExecutor) -> None:
     # Its pages, full of NaN, are granted to the healthy row for its next positions.
     grown = driver.launch(
         released_rows=_ints(1),
+        broken_pages=_ints(5, 6),
         grant_rows=_ints(0),
         grant_indices=_ints(2),
         grant_pages=_ints(5),
@@ -232,16 +246,16 @@ def test_a_row_that_is_not_finite_fails_alone(executor: CpuExecutor) -> None:
     assert tokens == expected
 
 
-def test_pages_of_a_failed_row_serve_the_next_request(executor: CpuExecutor) -> None:
+def test_pages_of_a_failed_row_serve_the_next_request(executor: ModelExecutor) -> None:
     expected = _alone(executor, 2)
     driver = Driver(executor)
     assert _tokens(driver.prefill(0, (POISON,) * 12, pages=(5, 6, 7))) == [NO_TOKEN]
-    tokens = _tokens(driver.prefill(0, PROMPT, pages=(5, 6, 7), released=(0,)))
+    tokens = _tokens(driver.prefill(0, PROMPT, pages=(5, 6, 7), released=(0,), broken=(5, 6, 7)))
     tokens += _tokens(driver.decode((0, 6)))
     assert tokens == expected
 
 
-def test_logprobs_come_with_the_tokens(executor: CpuExecutor) -> None:
+def test_logprobs_come_with_the_tokens(executor: ModelExecutor) -> None:
     driver = Driver(executor)
     sampling = SamplingParams(temperature=0.0, num_logprobs=2)
     sampled = driver.prefill(2, PROMPT, pages=(1, 2), sampling=sampling).tokens()
@@ -252,9 +266,9 @@ def test_logprobs_come_with_the_tokens(executor: CpuExecutor) -> None:
 
 
 def test_what_a_step_raises_is_raised_by_its_tokens(
-    executor: CpuExecutor, model: Decoder, monkeypatch: pytest.MonkeyPatch
+    executor: ModelExecutor, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(token_ids: Tensor, ctx: ForwardContext) -> Tensor:
+    def fail(*inputs: object) -> Tensor:
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(model, "forward", fail)
@@ -263,7 +277,7 @@ def test_what_a_step_raises_is_raised_by_its_tokens(
         pending.tokens()
 
 
-def test_close_waits_and_may_be_repeated(executor: CpuExecutor) -> None:
+def test_close_waits_and_may_be_repeated(executor: ModelExecutor) -> None:
     pending = Driver(executor).prefill(0, PROMPT, pages=(1, 2))
     executor.close()
     assert len(_tokens(pending)) == 1

@@ -1,4 +1,4 @@
-"""The decoder by kernels against transformers, on a CPU by the kernels' twins."""
+"""All forms of the decoder against transformers, on a CPU by the kernels' twins."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedKV
+from minisgl_backend.attention.base import Chunks, DecodeRows, PagedKV
 from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.graphs import batch_sizes
+from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.kernels import wide_linear
 from minisgl_backend.kernels.rows import RowTable, StepInbox, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.fused import FusedDecoder
 from minisgl_backend.parallel.group import Group, OneRank
 from tests.conformance.checkpoints import (
     CONTEXT,
@@ -37,15 +36,20 @@ PAGE_SIZE = 4
 NUM_PAGES = 32
 
 
-def load(folder: Path, group: Group) -> Decoder:
-    return build_model(
+def load(folder: Path, group: Group, *, fused: bool) -> Decoder:
+    """Over pages of its own."""
+    model = build_model(
         load_spec(folder),
         folder,
         dtype=torch.float32,
         device=CPU,
         group=group,
         max_sequence_length=CONTEXT,
+        fused=fused,
+        fused_experts=fused,
     )
+    model.bind_pages(pages_of(model))
+    return model
 
 
 def pages_of(model: Decoder) -> list[PagedKV]:
@@ -57,25 +61,29 @@ def pages_of(model: Decoder) -> list[PagedKV]:
 @pytest.mark.parametrize(
     "case", ["llama-biases", "llama3", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "broad"]
 )
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("length", [5, 40])
-def test_a_prompt_then_a_token(case: str, length: int, tmp_path: Path) -> None:
-    """A layer computes 5 tokens by its small form, and 40 by its wide one.
+def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
+    """If fused, a layer computes 5 tokens by its small form, and 40 by its wide one; else plainly.
 
     The case "broad" is large enough for the products of ``wide_linear``.
     """
     theirs = write(case, tmp_path)
-    check_prompt_then_token(load(tmp_path, OneRank()), *a_prompt(theirs, length))
+    check_prompt_then_token(load(tmp_path, OneRank(), fused=fused), *a_prompt(theirs, length))
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3", "qwen3-moe", "broad"])
-def test_a_prompt_then_a_token_on_several_ranks(case: str, size: int, tmp_path: Path) -> None:
+def test_a_prompt_then_a_token_on_several_ranks(
+    case: str, size: int, fused: bool, tmp_path: Path
+) -> None:
     """Four ranks share two key-value heads, but llama-biases and broad have four heads."""
     theirs = write(case, tmp_path)
     prompt = a_prompt(theirs, 40)
 
     def check(group: Group) -> None:
-        check_prompt_then_token(load(tmp_path, group), *prompt)
+        check_prompt_then_token(load(tmp_path, group, fused=fused), *prompt)
 
     on_ranks(size, check)
 
@@ -97,12 +105,11 @@ def a_prompt(theirs: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table: Tensor) -> None:
     """Prefill all but the last of ``ids``, then decode it."""
-    shape, kv = ours.spec.attention_shape(ours.group.size), pages_of(ours)
-    fused = FusedDecoder(ours, kv)
+    shape = ours.spec.attention_shape(ours.group.size)
     length = len(ids) - 1
     with torch.inference_mode():
         prefill = TritonPrefill(shape)
-        chunks = prefill.plan_chunks(
+        attend_chunks = prefill.plan_chunks(
             Chunks(
                 rows=torch.tensor([1], dtype=torch.int32),
                 offsets=torch.tensor([0, length], dtype=torch.int32),
@@ -119,14 +126,14 @@ def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table:
 
         def of_chunk(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
             out = torch.empty(q.shape, dtype=q.dtype)
-            prefill.prefill(out, q, layer_kv, layer, chunks)
+            attend_chunks(out, q, layer_kv, layer)
             return out
 
-        hidden = fused.hidden(ids[:-1], positions, slots, of_chunk)
-        torch.testing.assert_close(fused.logits(hidden), expected[:-1], atol=2e-3, rtol=2e-3)
+        hidden = ours(ids[:-1], positions, slots, of_chunk)
+        torch.testing.assert_close(ours.logits(hidden), expected[:-1], atol=2e-3, rtol=2e-3)
 
         decode = TritonDecode(shape, max_batch_size=1, device=CPU)
-        rows = decode.plan_rows(
+        attend_rows = decode.plan_rows(
             DecodeRows(
                 rows=torch.tensor([1], dtype=torch.int32),
                 lengths=torch.tensor([length + 1], dtype=torch.int32),
@@ -138,11 +145,11 @@ def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table:
 
         def of_row(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
             out = torch.empty(q.shape, dtype=q.dtype)
-            decode.decode(out, q, layer_kv, layer, rows)
+            attend_rows(out, q, layer_kv, layer)
             return out
 
-        hidden = fused.hidden(ids[-1:], last, slot, of_row)
-        torch.testing.assert_close(fused.logits(hidden), expected[-1:], atol=2e-3, rtol=2e-3)
+        hidden = ours(ids[-1:], last, slot, of_row)
+        torch.testing.assert_close(ours.logits(hidden), expected[-1:], atol=2e-3, rtol=2e-3)
 
 
 def test_state_of_rows_goes_in_and_out() -> None:
@@ -188,11 +195,10 @@ def test_layers_can_be_marked(tmp_path: Path) -> None:
         marks.append("end")
 
     write_checkpoint("qwen3", tmp_path)
-    ours = load(tmp_path, OneRank())
-    fused = FusedDecoder(ours, pages_of(ours))
-    fused.mark = mark
+    ours = load(tmp_path, OneRank(), fused=True)
+    ours.mark = mark
     ids = torch.arange(3)
     with torch.inference_mode():
-        fused.hidden(ids, ids, ids, lambda q, kv, layer: q)
+        ours(ids, ids, ids, lambda q, kv, layer: q)
     names = [[f"layer {layer}", "end"] for layer in range(ours.spec.num_layers)]
     assert marks == [mark for pair in names for mark in pair]

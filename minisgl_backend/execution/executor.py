@@ -99,8 +99,8 @@ class ModelExecutor:
                 graphs.close()
 
     def mark(self, mark: Callable[[str], AbstractContextManager[object]]) -> None:
-        """Put ``mark`` around each layer and the sampling of steps that are not captured, for
-        profilers."""
+        """Put ``mark`` around each layer, and around head and sampling, where they are launched
+        rather than replayed; for profilers."""
         self._model.mark = mark
         self._mark = mark
 

@@ -12,13 +12,15 @@ from click.testing import CliRunner
 
 from minisgl_backend.build import build_executor, build_scheduler
 from minisgl_backend.cli.main import main
-from minisgl_backend.config import EngineOptions
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import changed
 from minisgl_bench.offline import run_engine
-from minisgl_bench.profiling import MarkedExecutor, MarkedScheduler
+from minisgl_bench.profiling import MarkedExecutor, MarkedScheduler, Range
 from minisgl_bench.prompts import random_prompts
 
 SMALL = ["--device", "cpu", "--num-pages", "64", "--max-sequence-length", "128"]
@@ -68,26 +70,49 @@ def test_the_second_configuration_stands_beside_the_first(tmp_path: Path) -> Non
         assert "traceEvents" in json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_marks_name_the_phases_of_each_step() -> None:
-    marks: list[str] = []
+OPTIONS = EngineOptions(device="cpu", num_pages=64, max_sequence_length=128, overlap=False)
+
+
+def marking(marks: list[str]) -> Range:
+    """Lists the names."""
 
     @contextmanager
     def mark(name: str) -> Iterator[None]:
         marks.append(name)
         yield
 
-    options = EngineOptions(device="cpu", num_pages=64, max_sequence_length=128, overlap=False)
-    info, executor = build_executor(options)
-    scheduler = MarkedScheduler(build_scheduler(options, info), mark)
-    engine = Engine(info, scheduler, MarkedExecutor(executor, mark), overlap=False)
+    return mark
+
+
+def run_two_steps(engine: Engine) -> None:
+    """A prompt of 20 tokens, then a decode step; the engine is closed."""
     prompts = random_prompts(
-        1, input_length=(20, 20), output_length=(2, 2), vocab_size=info.vocab_size, seed=0
+        1, input_length=(20, 20), output_length=(2, 2), vocab_size=engine.info.vocab_size, seed=0
     )
     try:
         run_engine(engine, prompts, SamplingParams(temperature=0))
     finally:
         engine.close(drain_s=0)
+
+
+def test_marks_name_the_phases_of_each_step() -> None:
+    marks: list[str] = []
+    mark = marking(marks)
+    info, executor = build_executor(OPTIONS)
+    scheduler = MarkedScheduler(build_scheduler(OPTIONS, info), mark)
+    run_two_steps(Engine(info, scheduler, MarkedExecutor(executor, mark), overlap=False))
     expected: list[str] = []
     for step in ("prefill 20", "decode 1"):
         expected += ["plan", f"launch {step}", f"wait {step}", f"commit {step}"]
     assert marks[: len(expected)] == expected
+
+
+def test_marks_name_layers_and_sampling() -> None:
+    marks: list[str] = []
+    info, executor = build_executor(OPTIONS)
+    assert isinstance(executor, ModelExecutor)
+    executor.mark(marking(marks))
+    run_two_steps(Engine(info, build_scheduler(OPTIONS, info), executor, overlap=False))
+    num_layers = load_spec(Path(DEMO_MODEL)).num_layers
+    step = [*(f"layer {index}" for index in range(num_layers)), "sampling"]
+    assert marks == step * 2

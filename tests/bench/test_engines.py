@@ -49,6 +49,16 @@ def test_commands_report_what_they_measured(
     assert figures["info"]["minisgl"] == version("minisgl-triton")
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_decode_steps_without_graphs_are_measured_if_asked_for(eager: bool, tmp_path: Path) -> None:
+    command = ["decode", "--batch-size", "1", "--batch-size", "2", "--context", "20"]
+    command += ["--steps", "3", *SMALL, *["--eager"] * eager]
+    rows = figures_of(command, tmp_path)["rows"]
+    assert [row["batch"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["eager_ms"] > 0 if eager else row["eager_ms"] == "-"
+
+
 @pytest.mark.parametrize(("num_ranks", "nccl"), [(1, None), (2, "2.28.9")])
 def test_versions_of_a_gpu_s_libraries(
     num_ranks: int, nccl: str | None, monkeypatch: pytest.MonkeyPatch

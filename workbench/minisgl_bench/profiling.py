@@ -1,6 +1,6 @@
 """Traces of what is measured: ``--profile`` writes a Chrome trace, ``--nvtx`` marks phases.
 
-Neither costs anything where it is not asked for: a trace is made of one more run, after the figures
+Neither costs anything unless it is asked for: a trace is made of one more run, after the figures
 were taken, and marks are set by stand-ins for planner and executor (``running_engine``).
 """
 
@@ -35,7 +35,8 @@ profile_option = click.option(
 nvtx_option = click.option(
     "--nvtx",
     is_flag=True,
-    help="mark planning, launches, waits and commits; with a single rank layers, too",
+    help="mark planning, launches, waits and commits; with a single rank layers and sampling that"
+    " are not captured, too",
 )
 
 
@@ -66,7 +67,7 @@ def labelled(path: Path, label: str) -> Path:
 
 
 def nvtx_range() -> Range:
-    """NVTX's own; raises ``ConfigError`` where torch was built without."""
+    """NVTX's own; raises ``ConfigError`` if there is no GPU to mark."""
     import torch
 
     if not torch.cuda.is_available():

@@ -23,12 +23,14 @@ from minisgl_backend.execution.chunk_graphs import token_counts
 from minisgl_backend.execution.cpu_executor import CpuExecutor
 from minisgl_backend.execution.cuda_executor import CudaExecutor
 from minisgl_backend.execution.graphs import batch_sizes
+from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
 from minisgl_backend.parallel.group import Group, least_free_memory
+from minisgl_backend.parts import STANDARD, Parts, WatchLogits
 from minisgl_backend.resolve import Resolved
 from minisgl_backend.runtime.engine import EngineInfo
 
@@ -50,11 +52,16 @@ class Rank:
     """One rank's part of an engine."""
 
     info: EngineInfo
-    executor: CpuExecutor | CudaExecutor
+    executor: RankExecutor
     group: Group
 
 
-def build_rank(facts: Resolved, join: Callable[[], Group], meet: Callable[[], None]) -> Rank:
+def build_rank(
+    facts: Resolved,
+    join: Callable[[], Group],
+    meet: Callable[[], None],
+    parts: Parts = STANDARD,
+) -> Rank:
     """Build one rank's part: every rank of an engine calls this, at the same time.
 
     ``join`` returns the group of all ranks. ``meet`` returns when every rank has called it, and
@@ -66,9 +73,9 @@ def build_rank(facts: Resolved, join: Callable[[], Group], meet: Callable[[], No
     model = _model(facts, group)
     meet()
     storage = _storage(facts, _num_pages(facts, group))
-    executor, attention = _executor(facts, model, storage)
+    executor, attention = _executor(facts, model, storage, parts.watch_logits)
     meet()
-    return Rank(_info(facts, attention, storage.num_pages), executor, group)
+    return Rank(_info(facts, attention, storage.num_pages), parts.executor(executor), group)
 
 
 def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
@@ -137,7 +144,7 @@ def _storage(facts: Resolved, num_pages: int) -> KVStorage:
 
 
 def _executor(
-    facts: Resolved, model: Decoder, storage: KVStorage
+    facts: Resolved, model: Decoder, storage: KVStorage, watch_logits: WatchLogits | None
 ) -> tuple[CpuExecutor | CudaExecutor, str]:
     """The executor of the device, and the name of its attention backend."""
     if isinstance(facts.device, CudaDevice):
@@ -154,6 +161,7 @@ def _executor(
         device=facts.device,
         max_rows=facts.options.max_running_requests,
         max_sequence_length=facts.context,
+        watch_logits=watch_logits,
     )
     return executor, "sdpa"
 

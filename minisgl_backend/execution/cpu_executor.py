@@ -8,6 +8,7 @@ know waiting requests, the cache, or why rows and pages are granted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionBackend, ForwardContext
+from minisgl_backend.attention.base import AttentionBackend, ForwardContext, HostArray
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.execution.batch import PageTable, StepIndices
@@ -47,7 +48,9 @@ class CpuExecutor:
         device: CpuDevice,
         max_rows: int,
         max_sequence_length: int,
+        watch_logits: Callable[[Tensor, HostArray], Tensor] | None = None,
     ):
+        """``watch_logits`` gets the logits of each step, and may change them (``parts``)."""
         self._model = model
         self._storage = storage
         self._backend = backend
@@ -60,6 +63,7 @@ class CpuExecutor:
         )
         self._sampler = Sampler(max_rows=max_rows, vocab_size=model.spec.vocab_size)
         self._last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device.torch_device)
+        self._watch_logits = watch_logits
         self._is_broken = False
 
     def launch(self, plan: StepPlan) -> CpuPending:
@@ -106,6 +110,8 @@ class CpuExecutor:
             return _NOTHING
         # [num_samples, vocab_size]
         logits = self._model.logits(hidden.index_select(0, self._device.upload(flat.samples)))
+        if self._watch_logits is not None:
+            logits = self._watch_logits(logits, flat.sample_rows)
         sample = self._sample(logits, flat)
         tokens = sample.tokens  # [num_samples]
         rows = self._device.upload(flat.sample_rows)

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.build import build_executor, build_scheduler
+from minisgl_backend.build import build_engine
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.request import SamplingParams
-from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import changed
 from minisgl_bench.offline import run_engine
-from minisgl_bench.profiling import MarkedExecutor, MarkedScheduler
+from minisgl_bench.profiling import marked
 from minisgl_bench.prompts import random_prompts
 
 SMALL = ["--device", "cpu", "--num-pages", "64", "--max-sequence-length", "128"]
@@ -77,11 +76,9 @@ def test_marks_name_the_phases_of_each_step() -> None:
         yield
 
     options = EngineOptions(device="cpu", num_pages=64, max_sequence_length=128, overlap=False)
-    info, executor = build_executor(options)
-    scheduler = MarkedScheduler(build_scheduler(options, info), mark)
-    engine = Engine(info, scheduler, MarkedExecutor(executor, mark), overlap=False)
+    engine = build_engine(options, marked(mark))
     prompts = random_prompts(
-        1, input_length=(20, 20), output_length=(2, 2), vocab_size=info.vocab_size, seed=0
+        1, input_length=(20, 20), output_length=(2, 2), vocab_size=engine.info.vocab_size, seed=0
     )
     try:
         run_engine(engine, prompts, SamplingParams(temperature=0))

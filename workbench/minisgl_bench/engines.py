@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import MiniSGLError
+from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.request import (
     Admitted,
     Event,
@@ -26,42 +27,35 @@ from minisgl_backend.request import (
     TokenLogprobs,
 )
 from minisgl_backend.runtime.engine import Engine
-from minisgl_backend.runtime.ports import Executor
-from minisgl_bench.profiling import MarkedExecutor, MarkedScheduler, nvtx_range
+from minisgl_bench.profiling import marked, nvtx_range
 
 
 @contextmanager
 def running_engine(
     options: EngineOptions, *, nvtx: bool = False
-) -> Iterator[tuple[Engine, Executor]]:
-    """An engine and its executor for as long as the block lasts; ``nvtx`` marks its phases."""
+) -> Iterator[tuple[Engine, RankExecutor]]:
+    """An engine and the executor of its rank 0 for as long as the block lasts.
+
+    ``nvtx`` marks its phases.
+    """
     import torch
 
-    from minisgl_backend.build import build_executor, build_scheduler
-    from minisgl_backend.execution.cuda_executor import CudaExecutor
-    from minisgl_backend.execution.ranks import LeadingExecutor
+    from minisgl_backend.build import build_engine
+    from minisgl_backend.parts import STANDARD
 
     if torch.cuda.is_available():  # what an engine before this one held
         gc.collect()
         torch.cuda.empty_cache()
-    mark = nvtx_range() if nvtx else None
-    info, executor = build_executor(options)
-    scheduler = build_scheduler(options, info)
-    if mark is None:
-        engine = Engine(info, scheduler, executor, overlap=options.overlap)
-    else:
-        if isinstance(executor, CudaExecutor):
-            executor.mark_layers(mark)
-        engine = Engine(
-            info,
-            MarkedScheduler(scheduler, mark),
-            MarkedExecutor(executor, mark),
-            overlap=options.overlap,
-        )
-    if isinstance(executor, LeadingExecutor):
-        executor.on_lost(engine.fail)
+    parts = marked(nvtx_range()) if nvtx else STANDARD
+    built: list[RankExecutor] = []
+
+    def executor(of_rank: RankExecutor) -> RankExecutor:
+        built.append(of_rank)
+        return parts.executor(of_rank)
+
+    engine = build_engine(options, replace(parts, executor=executor))
     try:
-        yield engine, executor
+        yield engine, built[0]
     finally:
         engine.close(drain_s=0)
 

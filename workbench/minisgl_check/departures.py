@@ -16,7 +16,7 @@ from minisgl_client.request import build
 
 from minisgl_backend.errors import EngineFailure
 from minisgl_check.case import Case
-from minisgl_check.defect import Defect, switched_on
+from minisgl_check.defect import Defect
 from minisgl_check.fault import Stage
 from minisgl_check.leavers import FREED_WITHIN_MS
 from minisgl_check.target import wait_until
@@ -41,7 +41,7 @@ def departures(stage: Stage, case: Case) -> None:
     """Clients leave in each way and phase a few times, at random moments within the phase."""
     freed_ms: dict[str, list[float]] = {}
     with (
-        switched_on(Defect.SLOW, stage.own.server),
+        stage.own.switch.on(Defect.SLOW),
         gateway_of(stage.own.grpc_address) as gateway,
     ):
         leaver = _Leaver(stage, gateway)

@@ -26,7 +26,7 @@ class Caller:
 
 
 class Keys:
-    """The keys in use; none of them means that everybody may ask."""
+    """The keys in use; without any, every caller may ask."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._callers: dict[bytes, Caller] = {}

@@ -37,7 +37,8 @@ profile_option = click.option(
 nvtx_option = click.option(
     "--nvtx",
     is_flag=True,
-    help="mark planning, launches, waits and commits; layers and sampling of steps that are not captured",
+    help="mark planning, launches, waits and commits, and in steps that are not captured layers and"
+    " sampling",
 )
 
 

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from minisgl_backend.plan import SampledTokens, StepPlan, StepResult
+from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime.ports import Scheduler
-from minisgl_backend.scheduling.stats import SchedulerStats
+from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 
 What: TypeAlias = Literal["added", "aborted", "admitted", "sampled"]
 

@@ -132,7 +132,7 @@ def _evict_spans(num_leaves: int, num_pages: int) -> list[float]:
         tokens = _prompt(index, page_size)
         lease = cache.acquire(tokens)
         cache.grow(lease, page_size)
-        cache.publish(lease, tokens)
+        cache.publish(lease, tokens, verified=True)
         cache.release(lease)
     assert (cache.num_free, cache.num_evictable) == (0, num_leaves)
     spans = []
@@ -148,7 +148,7 @@ def _match_spans(page_size: int, num_tokens: int) -> list[float]:
     lease = cache.acquire(tokens)
     cache.grow(lease, num_tokens)
     for end in range(2048, num_tokens + 2048, 2048):
-        cache.publish(lease, tokens[:end])
+        cache.publish(lease, tokens[:end], verified=end >= num_tokens)
     cache.release(lease)
     query = np.append(tokens, np.int32(0))  # the last token is always left to compute
     spans = []
@@ -177,10 +177,7 @@ def _decoding_scheduler(page_size: int, num_requests: int, num_steps: int) -> Sc
 
 
 def _scheduler(num_pages: int, page_size: int, max_prefill_tokens: int) -> Scheduler:
-    config = SchedulerConfig(
-        max_prefill_tokens=max_prefill_tokens,
-        max_sequence_length=num_pages * page_size,
-    )
+    config = SchedulerConfig(max_prefill_tokens=max_prefill_tokens)
     return Scheduler(RadixCache(num_pages, page_size), config)
 
 

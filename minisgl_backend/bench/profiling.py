@@ -15,10 +15,10 @@ import click
 
 from minisgl_backend.bench.trace_table import report_trace
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.plan import Pending, SampledTokens, StepPlan, StepResult
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime.ports import Executor, Scheduler
-from minisgl_backend.scheduling.stats import SchedulerStats
+from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 
 Range: TypeAlias = Callable[[str], AbstractContextManager[object]]
 """Marks what runs inside it with a name."""

@@ -98,7 +98,7 @@ class Sampler:
         record["penalized"] = params.has_penalties
         record["biased"] = row in self._biases
         record["stoppable"] = row in self._stops
-        record["plain"] = params.temperature == 0 and not (
+        record["plain"] = params.is_greedy and not (
             params.has_penalties or row in self._biases or row in self._stops
         )
 
@@ -220,7 +220,7 @@ class Sampler:
 
 
 def _choice(params: SamplingParams) -> int:
-    if params.temperature == 0:
+    if params.is_greedy:
         return _GREEDY
     filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
     return _FILTERED if filtered else _RANDOM

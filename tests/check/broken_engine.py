@@ -19,7 +19,7 @@ from minisgl_backend.errors import EngineFailure, InvalidRequest
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, FinishReason, RequestId
 from minisgl_backend.runtime.engine import Engine, EngineInfo
-from minisgl_backend.scheduling.rows import Rows
+from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.tritonserver import llm_engine
 from minisgl_backend.tritonserver.responder import Responder
@@ -49,7 +49,7 @@ class BrokenScheduler(Scheduler):
         return was_live
 
 
-class BrokenRows(Rows):
+class BrokenRows(RunningRows):
     def give_back(self, row: int) -> None:
         super().give_back(row)
         if is_broken("a row is freed twice"):

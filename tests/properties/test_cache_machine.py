@@ -96,7 +96,7 @@ class CacheMachine(RuleBasedStateMachine):
         salt, tokens = self.held[lease]
         tokens = tokens[: min(num_tokens, len(lease.pages) * self.page_size)]
         before = lease.pages.tolist()
-        changed = self.cache.publish(lease, tokens_of(tokens))
+        changed = self.cache.publish(lease, tokens_of(tokens), verified=True)
         after = lease.pages.tolist()
         for index in range(len(tokens) // self.page_size):
             key = (salt, tokens_of(tokens[: (index + 1) * self.page_size]).tobytes())

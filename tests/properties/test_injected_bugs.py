@@ -18,7 +18,7 @@ from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 from minisgl_backend.scheduling.lifecycle import Lifecycle
-from minisgl_backend.scheduling.rows import Rows
+from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
 from tests.fakes.harness import Harness, random_setup, run_randomly
 
@@ -121,7 +121,7 @@ def without_guards(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(PagePool, "free", free_unseen)
     patch.setattr(NaiveCache, "_require_held", lambda self, lease: None)
-    patch.setattr(Rows, "check", lambda self: None)
+    patch.setattr(RunningRows, "check", lambda self: None)
 
 
 BUGS: list[Inject] = [freed_in_flight, not_pinned, released_twice, wrong_key, matched_in_full]

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from minisgl_backend.cache.kv import Lease, NaiveCache, RadixCache
-from minisgl_backend.errors import InvalidRequest, InvariantError
-from minisgl_backend.plan import NO_TOKEN, Completion, SampledTokens, StepPlan, StepResult
+from minisgl_backend.errors import EngineFailure, InvariantError
+from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
 from minisgl_backend.request import (
+    Failed,
+    Finished,
     FinishReason,
     IntArray,
     Request,
@@ -19,13 +21,13 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
 PAGE_SIZE = 4
 CONFIG = SchedulerConfig(
     max_running_requests=4,
     max_prefill_tokens=16,
-    max_sequence_length=64,
     reserve_tokens=0,
 )
 
@@ -96,6 +98,14 @@ def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
     return list(zip(*columns, strict=True))
 
 
+def failures(result: StepResult) -> list[int]:
+    """The requests that ended because their logits were not finite, and all that ended."""
+    for event in result.ended.values():
+        assert isinstance(event, Failed) and isinstance(event.error, EngineFailure)
+        assert str(event.error) == "the model's logits were not finite"
+    return list(result.ended)
+
+
 def admitted(plan: StepPlan) -> list[int]:
     return [admission.request_id for admission in plan.admissions]
 
@@ -157,11 +167,7 @@ def test_overlap_plans_ahead_without_tokens_and_stops_at_the_length() -> None:
     assert [plan.decode_positions.tolist() for plan in plans] == [[], [4], [5]]
     assert scheduler.plan() is None
     results = [commit(scheduler, plan) for plan in plans]
-    assert [result.completions for result in results] == [
-        [],
-        [],
-        [Completion(RequestId(0), FinishReason.LENGTH)],
-    ]
+    assert [result.ended for result in results] == [{}, {}, {0: Finished(FinishReason.LENGTH)}]
     assert not scheduler.has_work()
 
 
@@ -172,12 +178,12 @@ def test_a_stop_token_ends_the_request_and_what_is_in_flight_is_dropped() -> Non
     result = commit(scheduler, first, 7)
     assert result.request_ids == [0]
     assert result.token_ids.tolist() == [7]
-    assert result.completions == [Completion(RequestId(0), FinishReason.STOP, 7)]
+    assert result.ended == {0: Finished(FinishReason.STOP, 7)}
     assert not scheduler.has_work()
     assert scheduler.stats().num_running == 1, "its row waits for the step in flight"
     assert scheduler.plan() is None
     late = commit(scheduler, second, 3)
-    assert (late.request_ids, late.token_ids.tolist(), late.completions) == ([], [], [])
+    assert (late.request_ids, late.token_ids.tolist(), late.ended) == ([], [], {})
     assert scheduler.stats().num_running == 0
 
 
@@ -185,9 +191,9 @@ def test_a_stop_token_before_min_tokens_does_not_end() -> None:
     scheduler = make()
     sampling = SamplingParams(stop_token_ids=(9,), min_tokens=2)
     scheduler.add(request(0, 4, sampling=sampling))
-    assert step(scheduler, 9).completions == []
-    assert step(scheduler, 9).completions == []
-    assert step(scheduler, 9).completions == [Completion(RequestId(0), FinishReason.STOP, 9)]
+    assert step(scheduler, 9).ended == {}
+    assert step(scheduler, 9).ended == {}
+    assert step(scheduler, 9).ended == {0: Finished(FinishReason.STOP, 9)}
 
 
 def test_logits_that_are_not_finite_end_that_request_alone() -> None:
@@ -202,7 +208,7 @@ def test_logits_that_are_not_finite_end_that_request_alone() -> None:
     assert result.request_ids == [0, 2]
     assert result.token_ids.tolist() == [3, 4]
     assert result.logprobs == {1: TokenLogprobs(-1.5, 1)}
-    assert result.completions == [Completion(RequestId(1), None)]
+    assert failures(result) == [1]
     assert scheduler.stats().cached_pages == 2, "what the failed one computed is not shared"
     scheduler.check()
     plan = planned(scheduler)
@@ -220,7 +226,7 @@ def test_chunks_of_a_prompt_that_fails_are_not_shared_any_more() -> None:
     granted = plan.grant_pages.tolist()
     step(scheduler)
     assert scheduler.stats().cached_pages > 0
-    assert step(scheduler, NO_TOKEN).completions == [Completion(RequestId(0), None)]
+    assert failures(step(scheduler, NO_TOKEN)) == [0]
     stats = scheduler.stats()
     assert (stats.cached_pages, stats.used_pages) == (0, 0)
     scheduler.check()
@@ -242,7 +248,7 @@ def test_logits_that_break_after_the_end_taint_the_pages(ended_by: str) -> None:
     commit(scheduler, first, 9 if ended_by == "stop" else 5)
     if ended_by == "abort":
         assert scheduler.abort(RequestId(0))
-    assert commit(scheduler, second, NO_TOKEN).completions == []
+    assert commit(scheduler, second, NO_TOKEN).ended == {}
     scheduler.check()
     assert scheduler.stats().cached_pages == 0
     scheduler.add(request(1, 4))
@@ -318,7 +324,7 @@ def test_the_youngest_is_retracted_and_comes_back_with_its_output() -> None:
         assert commit(scheduler, plan).request_ids == [0]
         plan = planned(scheduler)
     result = commit(scheduler, plan)
-    assert result.completions == [Completion(RequestId(0), FinishReason.LENGTH)]
+    assert result.ended == {0: Finished(FinishReason.LENGTH)}
     plan = planned(scheduler)
     assert admitted(plan) == [1]
     assert plan.released_rows.tolist() == [0]
@@ -327,9 +333,9 @@ def test_the_youngest_is_retracted_and_comes_back_with_its_output() -> None:
     start = plan.admissions[0].num_cached_tokens
     assert plan.prefill_tokens.tolist() == [1001, 1, 2, 3, 4, 5, 6, 12, 22][start:]
     for _ in range(3):
-        assert commit(scheduler, plan).completions == []
+        assert commit(scheduler, plan).ended == {}
         plan = planned(scheduler)
-    assert commit(scheduler, plan).completions == [Completion(RequestId(1), FinishReason.LENGTH)]
+    assert commit(scheduler, plan).ended == {1: Finished(FinishReason.LENGTH)}
 
 
 def test_a_lower_priority_is_retracted_before_a_younger_request() -> None:
@@ -374,8 +380,8 @@ def test_a_request_can_end_or_be_aborted_while_it_is_being_retracted() -> None:
             assert scheduler.abort(RequestId(1))
             assert not scheduler.abort(RequestId(1))
         result = commit(scheduler, in_flight, (5, token))
-        ended = [Completion(RequestId(1), FinishReason.STOP, 9)]
-        assert result.completions == ([] if aborts else ended)
+        ended = {1: Finished(FinishReason.STOP, 9)}
+        assert result.ended == ({} if aborts else ended)
         assert scheduler.stats().num_waiting == 0
         assert scheduler.stats().num_running == 1
 
@@ -462,13 +468,6 @@ def test_aborts_are_idempotent_at_every_moment() -> None:
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.free_pages + stats.evictable_pages == stats.total_pages
-
-
-def test_what_can_never_fit_is_refused_at_once() -> None:
-    scheduler = make(num_pages=2)
-    with pytest.raises(InvalidRequest, match="needs 3 pages of 4 tokens, the KV cache has 2"):
-        scheduler.add(request(0, 8, max_tokens=2))
-    assert not scheduler.has_work()
 
 
 def test_an_id_is_live_only_once() -> None:

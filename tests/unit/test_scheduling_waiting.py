@@ -41,7 +41,7 @@ def cache_with(tokens: IntArray) -> RadixCache:
     cache = RadixCache(64, 1)
     lease = cache.acquire(tokens)
     cache.grow(lease, len(tokens))
-    cache.publish(lease, tokens)
+    cache.publish(lease, tokens, verified=True)
     cache.release(lease)
     return cache
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +42,14 @@ from minisgl_backend.cache.pages import PagePool, num_pages_for
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
+
+
+class Verified(Enum):
+    """Which pages of a lease a finite token has verified."""
+
+    NONE = "no token has been sampled behind them"
+    OWN = "a token has, by a step that had other pages in place of some of the shared ones"
+    ALL = "a token has, by a step that read the pages which the lease has now"
 
 
 @dataclass(slots=True, eq=False)
@@ -102,12 +111,12 @@ class KVCache(Protocol):
         None, and no page is added, if there are too few.
         """
 
-    def publish(self, lease: Lease, tokens: IntArray, *, verified: bool) -> range:
+    def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
         """Make the full pages of ``tokens``, all committed tokens from position 0 on, shareable.
 
-        ``verified`` says that a finite token has been sampled behind ``tokens``, from these very
-        pages. If the same prefix is cached by now in other pages, the lease takes these, and its
-        own are freed. Returns the indices at which ``lease.pages`` changed in this way.
+        ``verified`` says whether a finite token has been sampled behind ``tokens``. If the same
+        prefix is cached by now in other pages, the lease takes these, and its own are freed.
+        Returns the indices at which ``lease.pages`` changed in this way.
         """
 
     def release(self, lease: Lease) -> None:
@@ -179,7 +188,7 @@ class NaiveCache:
             lease.pages.append(page)
         return pages
 
-    def publish(self, lease: Lease, tokens: IntArray, *, verified: bool) -> range:
+    def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
         self._require_held(lease)
         self._judge(lease, len(tokens), verified)
         return range(0)
@@ -218,11 +227,13 @@ class NaiveCache:
         if lease.released:
             raise InvariantError("a lease is used after its release")
 
-    def _judge(self, lease: Lease, num_tokens: int, verified: bool) -> None:
-        """Trust all written pages of the lease, or suspect those that the lease itself wrote."""
+    def _judge(self, lease: Lease, num_tokens: int, verified: Verified) -> None:
+        """Trust or suspect the pages with the first ``num_tokens`` positions of the lease."""
         num_written = num_pages_for(num_tokens, self.page_size)
-        if verified:
+        if verified is Verified.ALL:
             self._pool.trust(_as_array(lease.pages[:num_written]))
+        elif verified is Verified.OWN:
+            self._pool.trust(_as_array(lease.pages[lease.num_shared : num_written]))
         else:
             self._pool.suspect(_as_array(lease.pages[lease.num_shared : num_written]))
 
@@ -264,7 +275,7 @@ class RadixCache(NaiveCache):
             Lease(pages=array("i", pages.tobytes()), num_shared=len(pages), node=node, salt=key)
         )
 
-    def publish(self, lease: Lease, tokens: IntArray, *, verified: bool) -> range:
+    def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
         self._require_held(lease)
         self._judge(lease, len(tokens), verified)
         start, stop = lease.num_shared, len(tokens) // self.page_size

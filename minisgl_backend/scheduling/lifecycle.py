@@ -16,7 +16,7 @@ from bisect import insort
 
 import numpy as np
 
-from minisgl_backend.cache.kv import KVCache, Lease
+from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId
 from minisgl_backend.scheduling.draft import Draft
@@ -157,12 +157,16 @@ class Lifecycle:
     def publish(self, sequence: Sequence, tokens: IntArray) -> None:
         """Make the full pages of the computed ones of the sequence's ``tokens`` shareable.
 
-        They are verified once a finite token was sampled behind all known tokens, by a step that
-        read the pages which the lease has now.
+        Once all known tokens are computed, each step of the sequence samples. Its last one, which
+        has computed position computed - 1, was planned after the last remap of the row only if that
+        position was not planned then.
         """
         lease, row = sequence.held(), sequence.row
         computed = int(self.rows.computed[row])
-        verified = computed >= len(sequence.tokens) and computed > sequence.remapped_at
+        if computed < len(sequence.tokens):
+            verified = Verified.NONE
+        else:
+            verified = Verified.ALL if computed > sequence.remapped_at else Verified.OWN
         indices = self.cache.publish(lease, tokens[:computed], verified=verified)
         self.changes += 1
         if indices:

@@ -146,6 +146,10 @@ class Harness:
         """The planner's own books."""
         self.scheduler.check()
 
+    def live(self) -> list[RequestId]:
+        """The requests that have not ended."""
+        return [i for i, it in self.records.items() if it.ending is None and not it.aborted]
+
     def verify(self) -> None:
         """Every request got exactly its tokens and its one end, and nothing is held any more."""
         for record in self.records.values():

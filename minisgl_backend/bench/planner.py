@@ -148,9 +148,8 @@ def _match_spans(page_size: int, num_tokens: int) -> list[float]:
     lease = cache.acquire(tokens)
     cache.grow(lease, num_tokens)
     for end in range(2048, num_tokens + 2048, 2048):
-        cache.publish(
-            lease, tokens[:end], verified=Verified.ALL if end >= num_tokens else Verified.NONE
-        )
+        verified = Verified.ALL if end >= num_tokens else Verified.NONE
+        cache.publish(lease, tokens[:end], verified=verified)
     cache.release(lease)
     query = np.append(tokens, np.int32(0))  # the last token is always left to compute
     spans = []

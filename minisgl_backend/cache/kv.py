@@ -14,9 +14,9 @@ computes, at a position that has left the window when the first token is sampled
 
 The pages of a lease, in the order of their positions:
 
-    [0, num_shared)          cached: in the tree, pinned by ``node``, never written again
-    [num_shared, written)    private, written by committed steps; suspect until a token verifies them
-    [written, len(pages))    private, and yet to be written: known tokens, or the growth of decoding
+    [0, num_shared)         cached: in the tree, pinned by ``node``, never written again
+    [num_shared, written)   private, written by committed steps; suspect until they are verified
+    [written, len(pages))   private, for tokens that committed steps have not computed yet
 
 Invariants, all verified by ``check``:
 - Every page is free, cached (in the tree) or leased (private to one lease), and never two of these.
@@ -229,6 +229,8 @@ class NaiveCache:
 
     def _judge(self, lease: Lease, num_tokens: int, verified: Verified) -> None:
         """Trust or suspect the pages with the first ``num_tokens`` positions of the lease."""
+        if verified is not Verified.NONE and not self._pool.num_suspect:
+            return
         num_written = num_pages_for(num_tokens, self.page_size)
         if verified is Verified.ALL:
             self._pool.trust(_as_array(lease.pages[:num_written]))
@@ -307,9 +309,9 @@ class RadixCache(NaiveCache):
         self._pool.free(self._tree.unpin(lease.node))
 
     def discard(self, lease: Lease) -> None:
-        # [0, used)                  pages that other leases use, too, and that are not suspect: stay
-        # [used, num_shared)         leave the tree, now or with the last lease that uses them
-        # [num_shared, len(pages))   freed, to be cleared
+        # [0, kept)                 pages that other leases use, too, and that are not suspect
+        # [kept, num_shared)        leave the tree, now or with the last lease that uses them
+        # [num_shared, len(pages))  freed, to be cleared
         self._end(lease, is_suspect=True)
         assert lease.node is not None
         dropped = self._tree.drop(lease.node, self._pool.has_suspects)

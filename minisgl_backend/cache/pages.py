@@ -29,6 +29,7 @@ class PagePool:
         """Unless ``is_clean``, any page may hold NaN at first."""
         self.num_pages = num_pages
         self.num_free = num_pages
+        self.num_suspect = 0
         self._stack = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # the top is at the end
         self._is_free = np.ones(num_pages, dtype=np.bool_)
         self._is_suspect = np.zeros(num_pages, dtype=np.bool_)
@@ -48,23 +49,28 @@ class PagePool:
 
     def free(self, pages: IntArray) -> None:
         """Put ``pages`` back. Raises ``InvariantError`` if one of them is free already."""
+        if not len(pages):
+            return
         if self._is_free[pages].any():
             raise InvariantError(f"pages {pages[self._is_free[pages]].tolist()} are freed twice")
         after = self.num_free + len(pages)
         self._is_free[pages] = True
         self._stack[self.num_free : after] = pages
         self.num_free = after
-        suspects = pages[self._is_suspect[pages]]
-        if len(suspects):
-            self._is_suspect[suspects] = False
-            self._broken.append(suspects)
+        if self.num_suspect:
+            suspects = pages[self._is_suspect[pages]]
+            if len(suspects):
+                self._broken.append(suspects)
+                self.trust(suspects)
 
     def suspect(self, pages: IntArray) -> None:
         """Note that these pages, which are not free, may hold NaN."""
+        self.num_suspect += int(np.count_nonzero(~self._is_suspect[pages]))
         self._is_suspect[pages] = True
 
     def trust(self, pages: IntArray) -> None:
         """Note that these pages hold finite numbers only."""
+        self.num_suspect -= int(np.count_nonzero(self._is_suspect[pages]))
         self._is_suspect[pages] = False
 
     def has_suspects(self, pages: IntArray) -> bool:
@@ -89,3 +95,5 @@ class PagePool:
             raise InvariantError("the stack of free pages and their flags differ")
         if (self._is_free & self._is_suspect).any():
             raise InvariantError("a free page is suspect and not about to be cleared")
+        if np.count_nonzero(self._is_suspect) != self.num_suspect:
+            raise InvariantError("the count of suspect pages is not that of their flags")

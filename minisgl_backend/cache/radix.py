@@ -46,7 +46,7 @@ class Node:
         self.tokens = tokens  # [num_pages * page_size]
         self.pages = pages
         self.pins = pins
-        self.is_detached = parent is not None and parent.is_detached
+        self.is_detached: bool = parent is not None and parent.is_detached
         self.children: dict[bytes, Node] = {}
 
 
@@ -94,7 +94,7 @@ class RadixTree:
         Returns the pages of the detached nodes among them that lose their last pin and so leave the
         tree, int32[num_pages].
         """
-        removed = [EMPTY]
+        removed: list[IntArray] = []
         while node.parent is not None:
             if node.pins <= 0:
                 raise InvariantError("a cached prefix is unpinned twice")
@@ -106,7 +106,7 @@ class RadixTree:
                     self._recency[node] = None
                     self.num_evictable += len(node.pages)
             node = node.parent
-        return np.concatenate(removed) if len(removed) > 1 else EMPTY
+        return np.concatenate(removed) if removed else EMPTY
 
     def evict(self, num_pages: int) -> IntArray:
         """Drop the least recently used pages, from the ends of leaves, and return them.
@@ -135,11 +135,10 @@ class RadixTree:
         return np.concatenate([EMPTY, *evicted])
 
     def drop(self, node: Node, is_suspect: Callable[[IntArray], bool]) -> IntArray:
-        """Unpin ``node``, and detach the part of its path that is not shared or not to be trusted.
+        """Unpin ``node``, and detach the highest node of its path that has no other pin or is suspect.
 
-        That part begins at the highest node, ``node`` or an ancestor, that has no other pin or whose
-        pages are suspect, and includes all nodes below. Returns the pages that leave the tree now,
-        int32[num_pages]; the pages of nodes with other pins leave it with the last of them.
+        All nodes below are detached, too. Returns the pages that leave the tree now,
+        int32[num_pages]; the pages of nodes with other pins leave it with the last pin.
         """
         top, each = None, node
         while each.parent is not None:
@@ -221,7 +220,7 @@ class RadixTree:
         return salt + first_page if parent is self.root else first_page
 
     def _path(self, node: Node, tokens: IntArray, salt: bytes) -> Iterator[tuple[Node, int]]:
-        """The nodes below ``node`` along ``tokens``, each with the number of its pages that match."""
+        """The nodes below ``node`` along ``tokens``, each with its number of matching pages."""
         num_pages = len(tokens) // self.page_size
         done = 0
         while done < num_pages:

@@ -12,7 +12,7 @@ from minisgl_backend.request import EMPTY, IntArray
 
 
 class Draft:
-    """Gathers what a step does; ``budget`` is the number of prompt tokens that may still be added."""
+    """Gathers what a step does; ``budget`` is the number of prompt tokens that still fit."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget

@@ -161,10 +161,11 @@ def forgotten_by_eviction(patch: pytest.MonkeyPatch) -> None:
     evict = RadixCache._make_room
 
     def make_room(self: RadixCache, num_pages: int) -> bool:
-        flags = self._pool._is_suspect.copy()
-        self._pool._is_suspect[:] = False
+        trusted = self._pool.num_suspect
+        self._pool.num_suspect = 0  # then what is freed is not looked at
         fits = evict(self, num_pages)
-        self._pool._is_suspect[:] = flags & ~self._pool._is_free
+        self._pool._is_suspect &= ~self._pool._is_free
+        self._pool.num_suspect = min(trusted, int(self._pool._is_suspect.sum()))
         return fits
 
     patch.setattr(RadixCache, "_make_room", make_room)

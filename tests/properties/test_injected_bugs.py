@@ -119,7 +119,7 @@ def without_guards(patch: pytest.MonkeyPatch) -> None:
         self._stack[self.num_free : self.num_free + len(pages)] = pages
         self.num_free += len(pages)
         self._broken.append(pages[self._is_suspect[pages]])
-        self._is_suspect[pages] = False
+        self.trust(pages)
 
     patch.setattr(PagePool, "free", free_unseen)
     patch.setattr(NaiveCache, "_require_held", lambda self, lease: None)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from minisgl_backend.cache.kv import KVCache, Lease
 from minisgl_backend.execution.ranks import RankExecutor
-from minisgl_backend.plan import Pending, SampledTokens, StepPlan, StepResult
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime.ports import Scheduler
-from minisgl_backend.scheduling.stats import SchedulerStats
+from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 
 
 class SchedulerWrapper:

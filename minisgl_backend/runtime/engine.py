@@ -107,7 +107,7 @@ class Engine:
         queue is full or the engine is not serving.
         """
         try:
-            self._check(request)
+            self.check(request)
         except InvalidRequest:
             self._recorder.request_rejected("invalid")
             raise
@@ -124,6 +124,21 @@ class Engine:
             self._loop.inbox.put(
                 Add(dataclasses.replace(request, sampling=sampling), sink, time.monotonic())
             )
+
+    def check(self, request: Request) -> None:
+        """Raise ``InvalidRequest`` if the request can never be served, as ``submit`` does."""
+        info, sampling = self.info, request.sampling
+        prompt = request.prompt
+        _check_ids("input_ids", prompt, info.vocab_size)
+        _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+        _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
+        check_fits(
+            num_prompt_tokens=len(prompt),
+            max_tokens=sampling.max_tokens,
+            max_sequence_length=info.max_sequence_length,
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+        )
 
     def count_refused(self, reason: Refusal) -> None:
         """Count a request that was refused before it came to ``submit``."""
@@ -196,20 +211,6 @@ class Engine:
         self._thread.join()
 
     # --- the door ----------------------------------------------------------------------------
-
-    def _check(self, request: Request) -> None:
-        info, sampling = self.info, request.sampling
-        prompt = request.prompt
-        _check_ids("input_ids", prompt, info.vocab_size)
-        _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
-        _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
-        check_fits(
-            num_prompt_tokens=len(prompt),
-            max_tokens=sampling.max_tokens,
-            max_sequence_length=info.max_sequence_length,
-            num_pages=info.num_pages,
-            page_size=info.page_size,
-        )
 
     def _check_open(self) -> None:
         if self._state is State.SERVING:

@@ -253,20 +253,13 @@ class TritonPythonModel:
         )
 
     def _chunk_encoder(self, key: int, record: Record, num_input_tokens: int) -> ChunkEncoder:
-        generation = record.generation
-        sampling = generation.sampling
-        # ids that end the request show no text, also where they are no special tokens
-        eos_token_ids = () if sampling.ignore_eos else self._engine.info.eos_token_ids
         return ChunkEncoder(
             reply_to=self._dispatcher.channel.path,
             key=key,
-            start=StreamStart(
+            start=StreamStart.of(
+                record.generation,
                 num_input_tokens=num_input_tokens,
-                stream=generation.stream,
-                wanted=generation.wanted,
-                stop_strings=generation.stop_strings,
-                min_tokens=sampling.min_tokens,
-                stop_token_ids=(*sampling.stop_token_ids, *eos_token_ids),
+                eos_token_ids=self._engine.info.eos_token_ids,
                 prompt_text=record.prompt_text,
             ),
         )

@@ -10,7 +10,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -56,8 +56,11 @@ class LLM:
         self._tokenizers = ThreadPoolExecutor(
             self._options.num_tokenizers, thread_name_prefix="tokenizer"
         )
-        # called by close, when this object is collected, or when the interpreter ends
+        # called by close, or when this object is collected
         self._end = weakref.finalize(self, _end, self._engine, self._room, self._tokenizers)
+        # an interpreter that ends takes the engine's thread and the other ranks with it; its steps
+        # cannot be waited for then, as the executor's threads have ended
+        self._end.atexit = False
 
     @property
     def info(self) -> EngineInfo:
@@ -84,12 +87,12 @@ class LLM:
         ``EngineFailure``; ``Cancelled`` if the ``LLM`` is closed.
         """
         call = self._call(prompts, params, stream=False)
-        outputs: list[Output | None] = [None] * len(call)
+        outputs: dict[int, Output] = {}
         with closing(self._outputs(call)) as each, _bar(len(call), is_shown=progress) as advance:
             for output in each:
                 outputs[output.index] = output
                 advance(output.num_output_tokens)
-        return [output for output in outputs if output is not None]
+        return [outputs[index] for index in range(len(call))]
 
     def stream(
         self,
@@ -155,11 +158,12 @@ class LLM:
         """int32[num_prompt_tokens] of each prompt; several are tokenized at a time."""
         prompts = [generation.prompt for generation in generations]
         if len(prompts) == 1:
-            return map(self._encoder.encode, prompts)
+            yield self._encoder.encode(prompts[0])
+            return
         try:
-            return self._tokenizers.map(self._encoder.encode, prompts)
-        except RuntimeError:  # shut down
-            self._room.check_open()
+            yield from self._tokenizers.map(self._encoder.encode, prompts)
+        except (RuntimeError, CancelledError):
+            self._room.check_open()  # if it is closed, the threads have ended, too
             raise
 
     def _asked(self, generation: Generation, ids: IntArray, arrived_s: float) -> Asked:

@@ -7,7 +7,7 @@ CONSTRAINTS := constraints.txt
 EXTRAS := server
 CUDA := $(wildcard /proc/driver/nvidia/version)
 TORCH := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
-CODE := minisgl_backend client docker tests tools model_repository
+CODE := minisgl_backend client workbench docker tests tools model_repository
 
 FUZZ := $(addprefix tests/properties/test_,wire_fuzz.py gateway_fuzz.py detokenizer_chunking.py)
 MINUTES := 10
@@ -63,7 +63,7 @@ fuzz: $(VENV)/.dev  ## fuzz the wire, chats, detokenizer and gateway for MINUTES
 lint: $(VENV)/.dev  ## ruff and the import rules
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check $(CODE)
-	@PYTHONPATH=client $(BIN)/lint-imports
+	@PYTHONPATH=client:workbench $(BIN)/lint-imports
 
 types: $(VENV)/.dev  ## mypy, strict
 	@$(BIN)/mypy

@@ -5,6 +5,7 @@ Names the concrete classes of the executor's side, as ``build`` does for the res
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,23 +13,22 @@ from typing import Final
 
 import torch
 
-from minisgl_backend.attention.base import KVScale
+from minisgl_backend.attention.base import AttentionSetting, KVScale, PagedAttention
 from minisgl_backend.attention.choose import choose_attention
-from minisgl_backend.attention.paged import AttentionSetting, PagedAttention
-from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.chunk_graphs import token_counts
-from minisgl_backend.execution.cpu_executor import CpuExecutor
-from minisgl_backend.execution.cuda_executor import CudaExecutor
-from minisgl_backend.execution.graphs import batch_sizes
+from minisgl_backend.execution.decode_graphs import batch_sizes
+from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
+from minisgl_backend.packages import CUDA_BINDINGS
 from minisgl_backend.parallel.group import Group, least_free_memory
+from minisgl_backend.progress import Progress, shown, unseen
 from minisgl_backend.resolve import Resolved
 from minisgl_backend.runtime.engine import EngineInfo
 
@@ -39,10 +39,10 @@ _LARGE_MEMORY: Final = 80 * 2**30
 
 
 _CAPTURED_TOKENS: Final = 1024
-_CAPTURED_PRODUCTS: Final = 4 * 10**12
+_CAPTURED_MULTIPLICATIONS: Final = 4 * 10**12
 """Steps with prompts are captured up to this many tokens or, if that allows more, up to this many
-products (tokens times weights): beyond, a GPU takes longer than a host needs to launch all kernels
-(some 20 ms)."""
+multiplications (tokens times weights): beyond, a GPU takes longer than a host needs to launch all
+kernels (some 20 ms)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,11 +50,16 @@ class Rank:
     """One rank's part of an engine."""
 
     info: EngineInfo
-    executor: CpuExecutor | CudaExecutor
+    executor: ModelExecutor
     group: Group
 
 
-def build_rank(facts: Resolved, join: Callable[[], Group], meet: Callable[[], None]) -> Rank:
+def build_rank(
+    facts: Resolved,
+    join: Callable[[], Group],
+    meet: Callable[[], None],
+    make_executor: Callable[..., ModelExecutor] = ModelExecutor,
+) -> Rank:
     """Build one rank's part: every rank of an engine calls this, at the same time.
 
     ``join`` returns the group of all ranks. ``meet`` returns when every rank has called it, and
@@ -63,12 +68,52 @@ def build_rank(facts: Resolved, join: Callable[[], Group], meet: Callable[[], No
     """
     meet()
     group = join()
-    model = _model(facts, group)
+    progress = shown if group.rank == 0 else unseen
+    _log_free_memory(facts, "before loading")
+    model = _model(facts, group, progress)
+    _log_free_memory(facts, "after loading the weights")
     meet()
     storage = _storage(facts, _num_pages(facts, group))
-    executor, attention = _executor(facts, model, storage)
+    _log_free_memory(facts, f"after making {storage.num_pages} KV pages")
+    model.bind_pages(storage.layers)
+    most = 0
+    if isinstance(facts.device, CudaDevice):
+        most = max_captured_batch_size(facts.options, facts.device.total_memory)
+    attention = _attention(facts, most)
+    if isinstance(facts.device, CudaDevice):
+        _use_tensor_cores(model, facts.device.torch_device)
+        facts.device.catch_up()  # wait for the weights, the pages and what kernels keep
+    executor = make_executor(
+        model,
+        storage=storage,
+        attention=attention,
+        device=facts.device,
+        limits=_limits(facts, attention, model, most),
+        progress=progress,
+    )
+    _log_free_memory(facts, "when ready")
     meet()
-    return Rank(_info(facts, attention, storage.num_pages), executor, group)
+    return Rank(_info(facts, attention.name, storage.num_pages), executor, group)
+
+
+def _log_free_memory(facts: Resolved, when: str) -> None:
+    free_bytes = facts.device.free_memory()
+    logger.info("%s: %.2f GiB free %s", facts.device.torch_device, free_bytes / 2**30, when)
+
+
+def _use_tensor_cores(model: Decoder, device: torch.device) -> None:
+    """Have the model's layers computed by this package's GEMMs for Hopper, if there are any for
+    them."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return
+    try:
+        module = importlib.import_module("minisgl_backend.models.tensor_core")
+    except ImportError as error:
+        logger.warning(
+            "decode steps take slower layers, since %s is missing: %s", error.name, CUDA_BINDINGS
+        )
+        return
+    module.use_tensor_cores(model)
 
 
 def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
@@ -91,7 +136,7 @@ def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
     )
 
 
-def _model(facts: Resolved, group: Group) -> Decoder:
+def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
     try:
         return build_model(
             facts.spec,
@@ -102,8 +147,10 @@ def _model(facts: Resolved, group: Group) -> Decoder:
             load_format=facts.options.load_format,
             max_sequence_length=facts.context,
             seed=facts.options.seed or 0,
+            fused_experts=not facts.device.is_host and facts.options.moe_backend != "torch",
+            progress=progress,
         )
-    except torch.cuda.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:
         gpu, num_weights = facts.device.torch_device, facts.spec.num_parameters
         num_bytes = num_weights * facts.dtype.itemsize // group.size
         # with what PyTorch took for those weights that did fit
@@ -126,7 +173,7 @@ def _storage(facts: Resolved, num_pages: int) -> KVStorage:
             device=gpu,
             scales=_kv_scales(facts),
         )
-    except torch.cuda.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:
         page_bytes = bytes_per_page(facts.shape, options.page_size, facts.kv_dtype)
         raise ConfigError(
             f"{num_pages} KV pages of {options.page_size} positions would take "
@@ -136,37 +183,9 @@ def _storage(facts: Resolved, num_pages: int) -> KVStorage:
         ) from error
 
 
-def _executor(
-    facts: Resolved, model: Decoder, storage: KVStorage
-) -> tuple[CpuExecutor | CudaExecutor, str]:
-    """The executor of the device, and the name of its attention backend."""
-    if isinstance(facts.device, CudaDevice):
-        return _cuda_executor(facts, facts.device, model, storage)
-    executor = CpuExecutor(
-        model,
-        storage=storage,
-        backend=SdpaAttention(
-            facts.shape,
-            page_size=facts.options.page_size,
-            dtype=facts.dtype,
-            device=facts.device.torch_device,
-        ),
-        device=facts.device,
-        max_rows=facts.options.max_running_requests,
-        max_sequence_length=facts.context,
-    )
-    return executor, "sdpa"
-
-
-def _cuda_executor(
-    facts: Resolved, device: CudaDevice, model: Decoder, storage: KVStorage
-) -> tuple[CudaExecutor, str]:
+def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
     options = facts.options
-    most = options.cuda_graph_max_batch_size
-    if most is None:
-        most = 256 if device.total_memory > _LARGE_MEMORY else 160
-    most = min(most, options.max_running_requests)
-    attention = choose_attention(
+    return choose_attention(
         options.attention_backend,
         AttentionSetting(
             shape=facts.shape,
@@ -175,30 +194,36 @@ def _cuda_executor(
             dtype=facts.dtype,
             kv_dtype=facts.kv_dtype,
             max_batch_size=options.max_running_requests,
-            max_captured_batch_size=most,
-            device=device.torch_device,
+            max_captured_batch_size=max_captured_batch_size,
+            device=facts.device.torch_device,
         ),
     )
-    decode_sizes, chunk_sizes = graph_sizes(
-        options,
-        attention,
-        max_batch_size=most,
-        num_weights=sum(weight.numel() for weight in model.model.layers.parameters()),
-    )
-    device.catch_up()  # wait for the weights, the pages and attention's own tensors
-    executor = CudaExecutor(
-        model,
-        storage=storage,
-        attention=attention,
-        device=device,
+
+
+def max_captured_batch_size(options: EngineOptions, total_memory: int) -> int:
+    """The largest decode step to capture on a GPU of ``total_memory`` bytes."""
+    most = options.cuda_graph_max_batch_size
+    if most is None:
+        most = 256 if total_memory > _LARGE_MEMORY else 160
+    return min(most, options.max_running_requests)
+
+
+def _limits(
+    facts: Resolved, attention: PagedAttention, model: Decoder, most: int
+) -> ExecutorLimits:
+    """``most`` is the largest batch to be captured."""
+    options = facts.options
+    sizes: tuple[list[int], list[int]] = ([], [])
+    if not facts.device.is_host:
+        num_weights = sum(weight.numel() for weight in model.model.layers.parameters())
+        sizes = graph_sizes(options, attention, max_batch_size=most, num_weights=num_weights)
+    return ExecutorLimits(
         max_rows=options.max_running_requests,
         max_sequence_length=facts.context,
         max_prefill_tokens=options.max_prefill_tokens,
-        graph_sizes=decode_sizes,
-        chunk_graph_sizes=chunk_sizes,
-        fused_experts=options.moe_backend != "torch",
+        graph_sizes=tuple(sizes[0]),
+        chunk_graph_sizes=tuple(sizes[1]),
     )
-    return executor, attention.name
 
 
 def graph_sizes(
@@ -233,7 +258,7 @@ def graph_sizes(
     if not decode_sizes or not attention.captures_chunks:
         return decode_sizes, []
     if most_tokens is None:
-        most_tokens = max(_CAPTURED_TOKENS, _CAPTURED_PRODUCTS // num_weights)
+        most_tokens = max(_CAPTURED_TOKENS, _CAPTURED_MULTIPLICATIONS // num_weights)
     whole_step = options.max_prefill_tokens + options.max_running_requests
     return decode_sizes, token_counts(whole_step, most_tokens)
 
@@ -257,10 +282,8 @@ def _num_pages(facts: Resolved, group: Group) -> int:
         cap_bytes //= facts.place.local_size
     if options.num_pages is not None:
         return options.num_pages
-    reserved_bytes = 0
-    if isinstance(device, CudaDevice):
-        rows = options.max_running_requests + 1
-        reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size)
+    rows = options.max_running_requests + 1
+    reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size)
     return choose_num_pages(
         page_bytes=bytes_per_page(facts.shape, options.page_size, facts.kv_dtype),
         page_size=options.page_size,
@@ -269,5 +292,4 @@ def _num_pages(facts: Resolved, group: Group) -> int:
         memory_ratio=options.memory_ratio,
         cap_bytes=cap_bytes,
         max_rows=options.max_running_requests,
-        max_sequence_length=facts.context,
     )

@@ -13,3 +13,5 @@ FLASH_INFER_KERNELS: Final = (
     "pip install flashinfer-jit-cache==0.6.12 --index-url https://flashinfer.ai/whl/cu130"
 )
 """Compiled ahead; of the same version as FlashInfer, and from its authors' index alone."""
+CUDA_BINDINGS: Final = "pip install cuda-bindings"
+"""Of the major version of PyTorch's CUDA."""

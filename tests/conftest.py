@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from minisgl_backend.bench.perf_analyzer_binary import find_perf_analyzer
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.process import TritonServer
+from minisgl_bench.perf_analyzer_binary import find_perf_analyzer
 from tests.fakes import pb_utils
 from tests.server.conftest import paced_repository, running
 

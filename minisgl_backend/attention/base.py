@@ -1,32 +1,31 @@
-"""What one forward pass tells attention, and what an attention backend offers, on a CPU.
+"""What a step tells attention, and what an attention backend offers, on every device.
 
-For GPUs this is in ``paged``; shapes and scales are common to both. Knows positions, pages and
-shapes. Must not know requests, plans or how pages are given out.
+Keys and values of a step stand in their pages before attention is computed. Prompt chunks and
+decoding rows are two protocols, and a pair of them makes a backend (``PagedAttention``): they may
+come from different libraries. Each plans a step once and returns a function for its layers.
 
-A *run* is what a step computes of one row: positions ``starts`` .. ``starts + lengths``, which
-attend to all positions before its end. A decoding row is a run of length 1.
+A step that is captured in a CUDA graph brings no host arrays: what it does may depend on values on
+the device only.
+
+Knows positions, pages and shapes. Must not know requests, plans or how pages are given out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
+from minisgl_backend.request import IntArray
 
 if TYPE_CHECKING:  # what a model is can be known without torch
+    import torch
     from torch import Tensor
-
-HostArray: TypeAlias = npt.NDArray[np.int64]
-Metadata: TypeAlias = Any
-"""Whatever a backend prepares for itself once a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """Heads of one rank. ``windows`` has an entry a layer: how many positions, its own included, a
-    token sees; None for all before it. ``scale`` multiplies the products of queries and keys."""
+    token sees; None for all before it. ``scale`` multiplies the scores, q k^T."""
 
     num_heads: int
     num_kv_heads: int
@@ -41,57 +40,140 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class KVScale:
-    """What multiplies the keys and the values of a layer where its pages hold float8."""
+    """What multiplies the keys and the values of a layer if its pages hold float8."""
 
     k: float = 1.0
     v: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch:
-    """The tokens of one step, run after run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSetting:
+    """What a backend is made for.
 
-    On the device: ``positions`` and ``slots`` int64[num_tokens]; a slot is page * page_size +
-    offset, where the token's key and value go. On the host, int64[num_runs]: ``starts`` (first
-    query position), ``lengths`` (queries), ``offsets`` (first token in flat order); and
-    ``page_table`` int64[num_runs, max_pages], whose entries behind a run's last page are the dummy
-    page.
+    ``dtype`` is that of queries and results, ``kv_dtype`` that of pages: the same, or float8_e4m3.
+    Batches of more than ``max_captured_batch_size`` rows are not captured in a graph.
     """
 
-    positions: Tensor
-    slots: Tensor
-    starts: HostArray
-    lengths: HostArray
-    offsets: HostArray
-    page_table: HostArray
+    shape: AttentionShape
+    page_size: int
+    max_sequence_length: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    max_batch_size: int
+    max_captured_batch_size: int
+    device: torch.device
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence: the width of the page table."""
+        return -(-self.max_sequence_length // self.page_size)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of the layers."""
+        return tuple(dict.fromkeys(self.shape.windows))
 
 
-class KVPages(Protocol):
-    """Keys and values of all layers. What lies behind a run's end in its pages is finite."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedKV:
+    """Keys and values of one layer, [num_pages + 1, page_size, num_kv_heads, head_dim].
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [num_pages + 1, page_size, num_kv_heads, head_dim]."""
+    If they are float8, ``k_scale`` and ``v_scale`` (float32 [1]) multiply them; ``scale`` holds
+    the same two numbers on the host. What lies behind a row's end is finite.
+    """
+
+    keys: Tensor
+    values: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    scale: KVScale = field(default_factory=KVScale)
 
 
-class AttentionBackend(Protocol):
-    """One way to compute attention. Holds no state of a step, so steps cannot mix."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chunks:
+    """Prompt chunks of a step, one after another in the flat batch; int32 on the device.
 
-    def prepare(self, batch: Batch) -> Metadata:
-        """What all layers of the step share; called once a step."""
+    ``rows`` [num_chunks] of ``page_table`` [num_rows, max_pages]; ``offsets`` [num_chunks + 1] into
+    the tokens, some of which may stand before the first chunk or behind the last; ``ends``
+    [num_chunks]: positions of the row up to the chunk's last, included. The host knows the largest
+    length, the largest end, and copies of the offsets and ends, ``host_offsets`` and ``host_ends``.
+    In a step to be captured these copies are None, the two maxima are the largest possible ones,
+    and chunks may be empty.
+    """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, ctx: ForwardContext) -> Tensor:
-        """Store k and v in their slots, then attend.
+    rows: Tensor
+    offsets: Tensor
+    ends: Tensor
+    page_table: Tensor
+    max_length: int
+    max_end: int
+    host_offsets: IntArray | None = None
+    host_ends: IntArray | None = None
 
-        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; returns
-        the shape of q.
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodeRows:
+    """Decoding rows of a step; int32 on the device.
+
+    ``rows`` [batch_size] of ``page_table`` [num_rows, max_pages]; ``lengths`` [batch_size], the new
+    token's position included; ``host_lengths`` are the same, and None in a step to be captured.
+    ``pdl``: kernels may be launched before their predecessors end.
+    """
+
+    rows: Tensor
+    lengths: Tensor
+    page_table: Tensor
+    host_lengths: IntArray | None = None
+    pdl: bool = False
+
+
+class LayerAttention(Protocol):
+    """Attention of the chunks or rows of a planned step, layer by layer."""
+
+    def __call__(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
+        """Fill ``out``, [num_tokens, num_heads, head_dim] as ``q`` is.
+
+        Of chunks only their own tokens are filled; of decoding rows ``q`` has just their tokens.
+        Heads of ``q`` may be strided by token.
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ForwardContext:
-    """All that a forward pass depends on beside weights and token ids."""
+class PrefillAttention(Protocol):
+    """Attention of prompt chunks."""
 
-    batch: Batch
-    kv: KVPages
-    attention: AttentionBackend
-    metadata: Metadata
+    def plan_chunks(self, chunks: Chunks) -> LayerAttention:
+        """Prepare what all layers of the step share; called once a step."""
+
+
+class DecodeAttention(Protocol):
+    """Attention of one new token a row. Nothing here waits for a GPU or reads from it."""
+
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
+        """Prepare what all layers of the step share; called once a step, inside the graph."""
+
+
+@runtime_checkable
+class ScheduledDecode(DecodeAttention, Protocol):
+    """Decode attention by kernels that follow a schedule, which the host makes of the lengths."""
+
+    def schedule_rows(self, lengths: IntArray) -> None:
+        """Write the schedule of the captured step of ``len(lengths)`` rows that is enqueued next.
+
+        ``lengths`` int32 [batch_size] on the host, 1 for padding. Called on the stream of the step,
+        before it is captured and before each replay.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """A backend: ``name`` is the option that chooses it.
+
+    ``can_capture``: whether a decode step can be captured in a CUDA graph; ``captures_chunks``:
+    whether a step with prompt chunks can be, too.
+    """
+
+    name: str
+    prefill: PrefillAttention
+    decode: DecodeAttention
+    can_capture: bool = True
+    captures_chunks: bool = True

@@ -1,4 +1,4 @@
-"""From the option ``attention_backend`` to a backend of a GPU.
+"""From the option ``attention_backend`` to a backend. A CPU has ``sdpa`` only.
 
 A name stands for prefill and decode both; two names joined by a comma for one each. What is unknown
 or cannot run here is refused by a ``ConfigError`` that says what to do. ``cuda`` and ``trtllm``
@@ -19,16 +19,16 @@ import torch
 
 from minisgl_backend import packages
 from minisgl_backend.attention import flash_infer, trtllm
-from minisgl_backend.attention.flash_attn import FlashAttention
-from minisgl_backend.attention.flash_infer import FlashInferDecode, FlashInferPrefill
-from minisgl_backend.attention.paged import (
+from minisgl_backend.attention.base import (
     AttentionSetting,
     DecodeAttention,
     PagedAttention,
     PrefillAttention,
     ScheduledDecode,
 )
-from minisgl_backend.attention.paged_sdpa import PagedSdpa
+from minisgl_backend.attention.flash_attn import FlashAttention
+from minisgl_backend.attention.flash_infer import FlashInferDecode, FlashInferPrefill
+from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
 from minisgl_backend.attention.trtllm import TrtllmDecode
 from minisgl_backend.config import did_you_mean
@@ -70,6 +70,8 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
 
 def _auto(setting: AttentionSetting) -> tuple[str, str]:
     """The names for prefill and for decode."""
+    if setting.device.type == "cpu":
+        return "sdpa", "sdpa"
     return (
         "fa" if _why_not_flash_attn(setting) is None else "triton",
         "cuda" if _why_not_cuda(setting) is None else "triton",
@@ -209,10 +211,6 @@ def _flash_infer() -> ModuleType:
     return importlib.import_module("flashinfer")
 
 
-def _sdpa(setting: AttentionSetting) -> PagedSdpa:
-    return PagedSdpa(setting.shape)
-
-
 _PREFILL: Final[Mapping[str, _Kind[PrefillAttention]]] = MappingProxyType(
     {
         "triton": _Kind(lambda setting: TritonPrefill(setting.shape), _why_not_triton),
@@ -220,7 +218,7 @@ _PREFILL: Final[Mapping[str, _Kind[PrefillAttention]]] = MappingProxyType(
         "fi": _Kind(
             lambda setting: FlashInferPrefill(_flash_infer(), setting), _why_not_flash_infer
         ),
-        "sdpa": _Kind(_sdpa, lambda setting: None),
+        "sdpa": _Kind(SdpaAttention, lambda setting: None),
     }
 )
 _DECODE: Final[Mapping[str, _Kind[DecodeAttention]]] = MappingProxyType(
@@ -237,6 +235,6 @@ _DECODE: Final[Mapping[str, _Kind[DecodeAttention]]] = MappingProxyType(
             lambda setting: FlashInferDecode(_flash_infer(), setting), _why_not_flash_infer
         ),
         "trtllm": _Kind(lambda setting: TrtllmDecode(_flash_infer(), setting), _why_not_trtllm),
-        "sdpa": _Kind(_sdpa, lambda setting: None),
+        "sdpa": _Kind(SdpaAttention, lambda setting: None),
     }
 )

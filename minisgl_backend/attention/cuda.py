@@ -5,20 +5,12 @@ It streams keys and values at the rate of the memory however ragged the rows are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from minisgl_backend.attention.paged import AttentionSetting, DecodeRows, PagedKV
+from minisgl_backend.attention.base import AttentionSetting, DecodeRows, LayerAttention, PagedKV
 from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    """What layers pass on: the rows, and the runs that were planned for each window."""
-
-    rows: DecodeRows
-    runs: dict[int | None, Tensor]
 
 
 class CudaDecode:
@@ -39,24 +31,33 @@ class CudaDecode:
             device=setting.device,
         )
 
-    def plan_rows(self, rows: DecodeRows) -> _Call:
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
         runs = {
             window: self._kernel.plan(
                 rows.page_table, rows.lengths, rows=rows.rows, window=window, pdl=rows.pdl
             )
             for window in self._windows
         }
-        return _Call(rows, runs)
+        return partial(self._attend, rows, runs)
 
-    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> None:
-        rows, window = metadata.rows, self._shape.windows[layer]
+    def _attend(
+        self,
+        rows: DecodeRows,
+        runs: dict[int | None, Tensor],
+        out: Tensor,
+        q: Tensor,
+        kv: PagedKV,
+        layer: int,
+    ) -> None:
+        """``runs`` are what was planned for each window."""
+        window = self._shape.windows[layer]
         self._kernel(
             q,
             kv.keys,
             kv.values,
             rows.page_table,
             rows.lengths,
-            metadata.runs[window],
+            runs[window],
             rows=rows.rows,
             scale=self._shape.scale,
             window=window,

@@ -7,11 +7,18 @@ kernels' schedule is computed once a step, inside the graph, rather than once a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 from torch import Tensor
 
-from minisgl_backend.attention.paged import AttentionSetting, Chunks, DecodeRows, PagedKV
+from minisgl_backend.attention.base import (
+    AttentionSetting,
+    Chunks,
+    DecodeRows,
+    LayerAttention,
+    PagedKV,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,12 +41,13 @@ class FlashAttention:
         self._shape = setting.shape
         self._page_size = setting.page_size
 
-    def plan_chunks(self, chunks: Chunks) -> _Call:
+    def plan_chunks(self, chunks: Chunks) -> LayerAttention:
         num_pages = -(-chunks.max_end // self._page_size)
         table = chunks.page_table[:, :num_pages].index_select(0, chunks.rows)
-        return _Call(table, chunks.ends, chunks.offsets, chunks.max_length, None)
+        call = _Call(table, chunks.ends, chunks.offsets, chunks.max_length, None)
+        return partial(self._attend, call)
 
-    def plan_rows(self, rows: DecodeRows) -> _Call:
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
         table = rows.page_table.index_select(0, rows.rows)
         schedule = None
         if all(window is None for window in self._shape.windows):
@@ -54,15 +62,12 @@ class FlashAttention:
                 page_size=self._page_size,
                 causal=True,
             )
-        return _Call(table, rows.lengths, None, 1, schedule)
+        return partial(self._decode, _Call(table, rows.lengths, None, 1, schedule))
 
-    def prefill(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> None:
-        self._attend(out, q, kv, layer, metadata)
+    def _decode(self, call: _Call, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
+        self._attend(call, out.unsqueeze(1), q.unsqueeze(1), kv, layer)
 
-    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> None:
-        self._attend(out.unsqueeze(1), q.unsqueeze(1), kv, layer, metadata)
-
-    def _attend(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, call: _Call) -> None:
+    def _attend(self, call: _Call, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
         window = self._shape.windows[layer]
         self._library.flash_attn_with_kvcache(
             q,

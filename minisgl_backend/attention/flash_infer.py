@@ -15,6 +15,7 @@ import importlib.util
 import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, TypeAlias
@@ -24,7 +25,13 @@ import torch
 from torch import Tensor
 
 from minisgl_backend import packages
-from minisgl_backend.attention.paged import AttentionSetting, Chunks, DecodeRows, PagedKV
+from minisgl_backend.attention.base import (
+    AttentionSetting,
+    Chunks,
+    DecodeRows,
+    LayerAttention,
+    PagedKV,
+)
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.request import IntArray
 
@@ -39,15 +46,6 @@ _SCHEDULE_BYTES: Final = 2**20
 _LAYOUT: Final = "NHD"  # [num_pages, page_size, num_kv_heads, head_dim]
 
 Wrapper: TypeAlias = Any
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedStep:
-    """The wrapper of each window, ready for the step's layers; chunks begin at ``first_token``."""
-
-    wrappers: dict[int | None, Wrapper]
-    pdl: bool = False
-    first_token: int = 0
 
 
 def why_no_kernels() -> str | None:
@@ -75,7 +73,7 @@ class FlashInferPrefill:
         }
         self._copied = torch.cuda.Event()
 
-    def plan_chunks(self, chunks: Chunks) -> PlannedStep:
+    def plan_chunks(self, chunks: Chunks) -> LayerAttention:
         assert chunks.host_offsets is not None  # such steps are not captured
         assert chunks.host_ends is not None
         setting, first_token = self._setting, int(chunks.host_offsets[0])
@@ -94,14 +92,11 @@ class FlashInferPrefill:
                 **_options(setting, window),
             )
         self._copied.record()
-        return PlannedStep(self._wrappers, first_token=first_token)
+        return partial(self._attend, first_token)
 
-    def prefill(
-        self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: PlannedStep
-    ) -> None:
-        wrapper = metadata.wrappers[self._setting.shape.windows[layer]]
-        first = metadata.first_token
-        _run(wrapper, out[first:], q[first:], kv, enable_pdl=False)
+    def _attend(self, first_token: int, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
+        wrapper = self._wrappers[self._setting.shape.windows[layer]]
+        _run(wrapper, out[first_token:], q[first_token:], kv, enable_pdl=False)
 
 
 class FlashInferDecode:
@@ -152,7 +147,7 @@ class FlashInferDecode:
             )
         self._copied.record()
 
-    def plan_rows(self, rows: DecodeRows) -> PlannedStep:
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
         if rows.host_lengths is not None:
             return self._plan_eagerly(rows, rows.host_lengths)
         size, max_pages = rows.rows.shape[0], self._setting.max_pages
@@ -160,15 +155,21 @@ class FlashInferDecode:
         torch.index_select(rows.page_table, 0, rows.rows, out=table)
         last_lengths = self._last_lengths[:size]
         torch.sub(rows.lengths, self._positions_before_last, out=last_lengths)
-        return PlannedStep(self._captured[size], rows.pdl)
+        return partial(self._attend, self._captured[size], rows.pdl)
 
-    def decode(
-        self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: PlannedStep
+    def _attend(
+        self,
+        wrappers: dict[int | None, Wrapper],
+        pdl: bool,
+        out: Tensor,
+        q: Tensor,
+        kv: PagedKV,
+        layer: int,
     ) -> None:
-        wrapper = metadata.wrappers[self._setting.shape.windows[layer]]
-        _run(wrapper, out, q, kv, enable_pdl=metadata.pdl)
+        wrapper = wrappers[self._setting.shape.windows[layer]]
+        _run(wrapper, out, q, kv, enable_pdl=pdl)
 
-    def _plan_eagerly(self, rows: DecodeRows, lengths: IntArray) -> PlannedStep:
+    def _plan_eagerly(self, rows: DecodeRows, lengths: IntArray) -> LayerAttention:
         setting = self._setting
         pages = _PageLists.of(lengths, rows.page_table.index_select(0, rows.rows), setting)
         self._copied.synchronize()
@@ -181,7 +182,7 @@ class FlashInferDecode:
                 **_options(setting, window),
             )
         self._copied.record()
-        return PlannedStep(self._eager, rows.pdl)
+        return partial(self._attend, self._eager, rows.pdl)
 
     def _wrappers_to_capture(self, size: int) -> dict[int | None, Wrapper]:
         setting = self._setting

@@ -1,14 +1,19 @@
-"""Attention on a CPU: gather the pages of each run, then PyTorch's scaled dot product.
+"""The backend ``sdpa``: gather the pages of each run, then PyTorch's scaled dot product.
 
-On a GPU the backend of this name is ``paged_sdpa``. Takes every dtype. Runs are padded into a few
-*segments*, each one gather and one SDPA call a layer: all decoding rows are normally one segment;
-prefill chunks are cut into blocks of queries, so that masks stay small, and blocks of like size
+The only one of a CPU, and on a GPU the reference of the others: every dtype, page size, window and
+head count. Needs lengths on the host, so its steps are never captured.
+
+A *run* is what a step computes of one row: a chunk, or one decoded token. Runs are padded into a
+few *segments*, each one gather and one SDPA call a layer: all decoding rows are normally one
+segment; chunks are cut into blocks of queries, so that masks stay small, and blocks of like size
 share a segment.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Final
 
@@ -17,11 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionShape, Batch, ForwardContext, HostArray
+from minisgl_backend.attention.base import (
+    AttentionSetting,
+    Chunks,
+    DecodeRows,
+    LayerAttention,
+    PagedKV,
+)
+from minisgl_backend.device.base import HostArray
 
 _MAX_MASK_ELEMENTS: Final = 2**21
 _MAX_GATHERED_POSITIONS: Final = 2**18
-_FREE_PADDING: Final = 2**16  # products of a query and a key: cheaper than one more SDPA call
+_FREE_PADDING: Final = 2**16  # scores: computing them is cheaper than one more SDPA call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,8 +41,9 @@ class _Segment:
     """B blocks of at most L queries over at most T positions, padded.
 
     ``tokens`` [B * L] are the flat indices of the queries (padding repeats a block's last), or a
-    slice where they are consecutive. ``pages`` [B * P], P * page_size == T. ``masks`` hold, for
-    each window, what is added to the products: [B, 1, G * L, T], G query heads a KV head.
+    slice if they are consecutive. ``pages`` [B * P], P * page_size == T; a block with fewer than P
+    pages repeats its last. ``masks`` hold, for each window, what is added to the scores:
+    [B, 1, G * L, T], G query heads a KV head.
     """
 
     tokens: Tensor | slice
@@ -40,53 +53,54 @@ class _Segment:
 
 
 class SdpaAttention:
-    """Attention in plain PyTorch over paged keys and values (``AttentionBackend``)."""
+    """``PrefillAttention`` and ``DecodeAttention`` by ``scaled_dot_product_attention``."""
 
-    def __init__(
-        self, shape: AttentionShape, *, page_size: int, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, setting: AttentionSetting):
+        shape = setting.shape
         self._shape = shape
-        self._page_size = page_size
-        self._dtype = dtype
-        self._device = device
+        self._page_size = setting.page_size
+        self._dtype = setting.dtype
+        self._device = setting.device
         self._heads_per_kv = shape.num_heads // shape.num_kv_heads
-        self._windows = sorted(set(shape.windows), key=lambda window: window or 0)
+        self._windows = setting.windows
 
-    def prepare(self, batch: Batch) -> list[_Segment]:
-        blocks = _Blocks.of(batch, self._heads_per_kv)
-        return [self._segment(batch, group) for group in blocks.groups(self._heads_per_kv)]
+    def plan_chunks(self, chunks: Chunks) -> LayerAttention:
+        assert chunks.host_offsets is not None  # such steps are not captured
+        assert chunks.host_ends is not None
+        offsets = chunks.host_offsets.astype(np.int64)
+        runs = _Blocks.of_runs(
+            offsets[:-1], np.diff(offsets), chunks.host_ends.astype(np.int64), self._heads_per_kv
+        )
+        return self._planned(runs, chunks.rows, chunks.page_table)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, ctx: ForwardContext) -> Tensor:
-        shape = self._shape
-        key_pages, value_pages = ctx.kv.layer(layer)
-        key_pages.view(-1, *k.shape[1:]).index_copy_(0, ctx.batch.slots, k)
-        value_pages.view(-1, *v.shape[1:]).index_copy_(0, ctx.batch.slots, v)
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
+        assert rows.host_lengths is not None
+        ends = rows.host_lengths.astype(np.int64)
+        runs = _Blocks.of_runs(
+            np.arange(len(ends)), np.ones(len(ends), np.int64), ends, self._heads_per_kv
+        )
+        return self._planned(runs, rows.rows, rows.page_table)
 
-        segments: list[_Segment] = ctx.metadata
-        window = shape.windows[layer]
-        out: Tensor | None = None
+    def _planned(self, blocks: _Blocks, rows: Tensor, page_table: Tensor) -> LayerAttention:
+        segments = [
+            self._segment(group, rows, page_table) for group in blocks.groups(self._heads_per_kv)
+        ]
+        return partial(self._attend, segments)
+
+    def _attend(
+        self, segments: Sequence[_Segment], out: Tensor, q: Tensor, kv: PagedKV, layer: int
+    ) -> None:
+        window, scale = self._shape.windows[layer], self._shape.scale
         for segment in segments:
-            keys = self._gather(key_pages, segment)  # [B, num_kv_heads, T, head_dim]
-            values = self._gather(value_pages, segment)
-            mask = segment.masks[window]
+            # [B, num_kv_heads, T, head_dim]
+            keys = _gather(kv.keys, segment, q.dtype, kv.k_scale)
+            values = _gather(kv.values, segment, q.dtype, kv.v_scale)
             queries = self._fold(q[segment.tokens], segment.num_blocks)
             attended = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=shape.scale
+                queries, keys, values, attn_mask=segment.masks[window], scale=scale
             )
-            attended = self._unfold(attended)  # [B * L, num_heads, head_dim]
-            if isinstance(segment.tokens, slice) and len(attended) == len(q):
-                return attended
-            if out is None:
-                out = torch.empty_like(q)
             # Padding repeats a real query, so it writes that query's own result once more.
-            out[segment.tokens] = attended
-        assert out is not None  # a batch has at least one token
-        return out
-
-    def _gather(self, pages: Tensor, segment: _Segment) -> Tensor:
-        """[num_pages + 1, page_size, kv_heads, head_dim] -> [B, kv_heads, T, head_dim]."""
-        rows = pages.view(pages.shape[0], -1).index_select(0, segment.pages)
-        return rows.view(segment.num_blocks, -1, *pages.shape[2:]).transpose(1, 2)
+            out[segment.tokens] = self._unfold(attended)  # [B * L, num_heads, head_dim]
 
     def _fold(self, q: Tensor, num_blocks: int) -> Tensor:
         """[B * L, num_heads, head_dim] -> [B, num_kv_heads, G * L, head_dim].
@@ -103,31 +117,30 @@ class SdpaAttention:
         x = x.reshape(num_blocks, kv_heads, self._heads_per_kv, -1, head_dim)
         return x.permute(0, 3, 1, 2, 4).reshape(-1, kv_heads * self._heads_per_kv, head_dim)
 
-    def _segment(self, batch: Batch, blocks: _Blocks) -> _Segment:
+    def _segment(self, blocks: _Blocks, rows: Tensor, page_table: Tensor) -> _Segment:
         num_blocks, longest = len(blocks.runs), int(blocks.lengths.max())
-        num_pages = -(-int(blocks.ends.max()) // self._page_size)
-        # Padding repeats a block's last query.
+        counts = -(-blocks.ends // self._page_size)  # pages of each block
+        num_pages = int(counts.max())
+        # Padding repeats a block's last query, and its last page.
         steps = np.minimum(np.arange(longest), blocks.lengths[:, None] - 1)  # [B, L]
+        columns = np.minimum(np.arange(num_pages), counts[:, None] - 1)  # [B, P]
         tokens = (blocks.tokens[:, None] + steps).reshape(-1)
-        positions = (blocks.ends - blocks.lengths)[:, None] + steps
+        positions = self._upload((blocks.ends - blocks.lengths)[:, None] + steps)
         first = int(tokens[0])
         are_consecutive = bool((tokens == np.arange(first, first + len(tokens))).all())
-        pages = batch.page_table[blocks.runs, :num_pages].reshape(-1)
-        device_positions = torch.from_numpy(positions).to(self._device)
+        block_rows = rows.index_select(0, self._upload(blocks.runs))  # [B]
         return _Segment(
-            tokens=slice(first, first + len(tokens))
-            if are_consecutive
-            else torch.from_numpy(tokens).to(self._device),
-            pages=torch.from_numpy(pages).to(self._device),
+            tokens=slice(first, first + len(tokens)) if are_consecutive else self._upload(tokens),
+            pages=page_table[block_rows.long()[:, None], self._upload(columns)].flatten(),
             num_blocks=num_blocks,
             masks={
-                window: self._mask(device_positions, num_pages * self._page_size, window)
+                window: self._mask(positions, num_pages * self._page_size, window)
                 for window in self._windows
             },
         )
 
     def _mask(self, positions: Tensor, num_keys: int, window: int | None) -> Tensor:
-        """int64[B, L] query positions -> [B, 1, G * L, num_keys]: 0 where seen, else -inf."""
+        """int64[B, L] query positions -> [B, 1, G * L, num_keys]: 0 if seen, else -inf."""
         keys = torch.arange(num_keys, device=self._device)
         queries = positions[:, None, :, None]  # [B, 1, L, 1]
         hidden = keys > queries
@@ -140,6 +153,18 @@ class SdpaAttention:
             return mask  # broadcast over the G heads
         return mask.repeat(1, 1, self._heads_per_kv, 1)
 
+    def _upload(self, array: HostArray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _gather(pages: Tensor, segment: _Segment, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """[num_pages + 1, page_size, kv_heads, head_dim] -> [B, kv_heads, T, head_dim] of ``dtype``."""
+    raw = pages if scale is None else pages.view(torch.uint8)  # float8 cannot be indexed
+    found = raw.view(pages.shape[0], -1).index_select(0, segment.pages).view(pages.dtype)
+    if scale is not None:
+        found = (found.float() * scale).to(dtype)
+    return found.view(segment.num_blocks, -1, *pages.shape[2:]).transpose(1, 2)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blocks:
@@ -151,20 +176,24 @@ class _Blocks:
     ends: HostArray
 
     @classmethod
-    def of(cls, batch: Batch, heads_per_kv: int) -> _Blocks:
-        """Each run as one block, or as several where its mask would be too large."""
-        ends = batch.starts + batch.lengths
+    def of_runs(
+        cls, offsets: HostArray, lengths: HostArray, ends: HostArray, heads_per_kv: int
+    ) -> _Blocks:
+        """Each run as one block, or as several if its mask would be too large.
+
+        Per run: its first flat token, its number of queries, and the end of its context.
+        """
         most = np.maximum(_MAX_MASK_ELEMENTS // (heads_per_kv * ends), 1)
-        whole = cls(np.arange(len(ends)), batch.offsets, batch.lengths, ends)
-        if (batch.lengths <= most).all():
+        whole = cls(np.arange(len(ends)), offsets, lengths, ends)
+        if (lengths <= most).all():
             return whole
-        counts = -(-batch.lengths // most)
+        counts = -(-lengths // most)
         runs = np.repeat(np.arange(len(ends)), counts)
         index = np.arange(len(runs)) - np.repeat(np.cumsum(counts) - counts, counts)
         begins = index * most[runs]
-        lengths = np.minimum(most[runs], batch.lengths[runs] - begins)
-        ends = batch.starts[runs] + begins + lengths
-        return cls(runs, batch.offsets[runs] + begins, lengths, ends)
+        of_blocks = np.minimum(most[runs], lengths[runs] - begins)
+        block_ends = (ends - lengths)[runs] + begins + of_blocks
+        return cls(runs, offsets[runs] + begins, of_blocks, block_ends)
 
     def groups(self, heads_per_kv: int) -> list[_Blocks]:
         """Blocks to be padded together: single queries apart from longer runs, little padding."""
@@ -198,11 +227,11 @@ def _fits(lengths: HostArray, ends: HostArray, heads_per_kv: int) -> bool:
         return True
     longest, end = int(lengths.max()), int(ends.max())
     positions = len(lengths) * end
-    products = positions * longest
+    scores = positions * longest
     # The mask of single queries is broadcast over the heads of a KV head, others are repeated.
-    mask_elements = products * heads_per_kv if longest > 1 else products
+    mask_elements = scores * heads_per_kv if longest > 1 else scores
     return (
         positions <= _MAX_GATHERED_POSITIONS
         and mask_elements <= _MAX_MASK_ELEMENTS
-        and products <= 2 * int((lengths * ends).sum()) + _FREE_PADDING
+        and scores <= 2 * int((lengths * ends).sum()) + _FREE_PADDING
     )

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionShape
-from minisgl_backend.attention.paged import Chunks, DecodeRows, PagedKV
+from minisgl_backend.attention.base import (
+    AttentionShape,
+    Chunks,
+    DecodeRows,
+    LayerAttention,
+    PagedKV,
+)
 from minisgl_backend.kernels.decode_attention import DecodeWorkspace, decode_attention
 from minisgl_backend.kernels.prefill_attention import prefill_attention
 
@@ -17,19 +24,19 @@ class TritonPrefill:
     def __init__(self, shape: AttentionShape):
         self._shape = shape
 
-    def plan_chunks(self, chunks: Chunks) -> Chunks:
-        return chunks
+    def plan_chunks(self, chunks: Chunks) -> LayerAttention:
+        return partial(self._attend, chunks)
 
-    def prefill(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: Chunks) -> None:
+    def _attend(self, chunks: Chunks, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
         prefill_attention(
             q,
             kv.keys,
             kv.values,
-            metadata.page_table,
-            rows=metadata.rows,
-            offsets=metadata.offsets,
-            ends=metadata.ends,
-            max_length=metadata.max_length,
+            chunks.page_table,
+            rows=chunks.rows,
+            offsets=chunks.offsets,
+            ends=chunks.ends,
+            max_length=chunks.max_length,
             scale=self._shape.scale,
             window=self._shape.windows[layer],
             k_scale=kv.k_scale,
@@ -45,22 +52,22 @@ class TritonDecode:
         self._shape = shape
         self._workspace = DecodeWorkspace(max_batch_size, shape.num_heads, shape.head_dim, device)
 
-    def plan_rows(self, rows: DecodeRows) -> DecodeRows:
-        return rows
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
+        return partial(self._attend, rows)
 
-    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: DecodeRows) -> None:
+    def _attend(self, rows: DecodeRows, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
         decode_attention(
             q,
             kv.keys,
             kv.values,
-            metadata.page_table,
-            metadata.lengths,
+            rows.page_table,
+            rows.lengths,
             self._workspace,
-            rows=metadata.rows,
+            rows=rows.rows,
             scale=self._shape.scale,
             window=self._shape.windows[layer],
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
             out=out,
-            pdl=metadata.pdl,
+            pdl=rows.pdl,
         )

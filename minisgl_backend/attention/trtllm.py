@@ -8,13 +8,14 @@ pages the queries and the weights of the values are rounded to float8 as well.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.paged import AttentionSetting, DecodeRows, PagedKV
+from minisgl_backend.attention.base import AttentionSetting, DecodeRows, LayerAttention, PagedKV
 
 PAGE_SIZES: Final = (16, 32, 64)
 
@@ -41,23 +42,23 @@ class TrtllmDecode:
         # The kernels count in it and leave the counters at zero.
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=setting.device)
 
-    def plan_rows(self, rows: DecodeRows) -> _Call:
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
         table = rows.page_table.index_select(0, rows.rows)
-        return _Call(table, rows.lengths, rows.pdl)
+        return partial(self._attend, _Call(table, rows.lengths, rows.pdl))
 
-    def decode(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int, metadata: _Call) -> None:
+    def _attend(self, call: _Call, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
         window = self._setting.shape.windows[layer]
         self._library.decode.trtllm_batch_decode_with_kv_cache(
             q.contiguous(),
             (kv.keys, kv.values),
             self._workspace,
-            metadata.page_table,
-            metadata.lengths,
-            metadata.page_table.shape[1] * self._setting.page_size,
+            call.page_table,
+            call.lengths,
+            call.page_table.shape[1] * self._setting.page_size,
             bmm1_scale=self._setting.shape.scale * kv.scale.k,
             bmm2_scale=kv.scale.v,
             window_left=-1 if window is None else window - 1,
             out=out,
             kv_layout="NHD",
-            enable_pdl=metadata.pdl,
+            enable_pdl=call.pdl,
         )

@@ -1,17 +1,42 @@
 """What an executor needs from a device: the few things in which a CPU and a GPU differ.
 
-A device has memory and one queue. Work runs in the order in which it was queued, and queueing never
-waits for the work. How work is queued differs by device, and only the device's executor knows it.
+A device has memory and one queue. Work runs in the order in which it was submitted, and submitting
+never waits for the work. A device may offer graphs: work that is recorded once and then replayed.
 Must not know models, plans or requests.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+HostArray: TypeAlias = npt.NDArray[np.int64]
+"""Indices on the host, in the type that PyTorch takes for indices."""
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Submission(Protocol[T_co]):
+    """Work in the queue of a device."""
+
+    def result(self) -> T_co:
+        """Wait until the device has done the work; what the work returned or raised."""
+
+
+class Graph(Protocol[T_co]):
+    """Recorded work. ``output`` is what it returned: tensors that each replay fills anew."""
+
+    @property
+    def output(self) -> T_co: ...
+
+    def replay(self) -> None:
+        """Queue the work again, over the same memory. Only within submitted work."""
 
 
 class Device(Protocol):
@@ -20,6 +45,11 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device:
         """Where tensors are made."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether tensors are in main memory: then their values may be read in submitted work, and
+        nothing has to be compiled before the first step."""
 
     @property
     def default_dtype(self) -> str | None:
@@ -32,8 +62,19 @@ class Device(Protocol):
     def free_memory(self) -> int:
         """How many bytes can still be allocated."""
 
+    def submit(self, work: Callable[[], T]) -> Submission[T]:
+        """Queue ``work``, in inference mode. On a GPU that launches its kernels at once, and what
+        fails to launch raises here; on a CPU a worker thread runs it."""
+
+    def capture(self, work: Callable[[], T]) -> Graph[T]:
+        """Record ``work``, whose kernels must have run before. All graphs of a device share one
+        memory pool. Only within submitted work, and not on a CPU."""
+
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """Copy an array to the device. It must not be written to until the queue has used it."""
+
+    def overwrite(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
+        """Copy an array into a contiguous tensor of the device, in the order of the queue."""
 
     def download(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to the host. Its values are valid once the queue has come so far."""

@@ -15,6 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from minisgl_backend.device.base import Graph
+from minisgl_backend.errors import InvariantError
+
 T = TypeVar("T")
 
 _KV_BYTES_CAP: Final = 2 * 2**30
@@ -29,6 +32,7 @@ class CpuDevice:
     """
 
     torch_device = torch.device("cpu")
+    is_host = True
     default_dtype = "float32"
     kv_bytes_cap = _KV_BYTES_CAP
 
@@ -65,8 +69,15 @@ class CpuDevice:
         """Queue ``work``, which runs in inference mode."""
         return self._queue.submit(_in_inference_mode, work)
 
+    def capture(self, work: Callable[[], T]) -> Graph[T]:
+        raise InvariantError("a CPU has no graphs")
+
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array)
+        writable = array if array.flags.writeable else array.copy()  # torch warns of others
+        return torch.from_numpy(writable)
+
+    def overwrite(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
+        tensor.copy_(self.upload(array))
 
     def download(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -7,20 +7,47 @@ allocator, which hands a block out again only after the copies that use it have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from minisgl_backend.device.base import Graph, Submission
 from minisgl_backend.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched(Generic[T]):
+    """Work whose kernels are in the stream (``Submission``); ``done`` comes after them."""
+
+    value: T
+    done: torch.cuda.Event
+
+    def result(self) -> T:
+        self.done.synchronize()
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CudaGraph(Generic[T]):
+    """``Graph``."""
+
+    graph: torch.cuda.CUDAGraph
+    output: T
+
+    def replay(self) -> None:
+        self.graph.replay()
 
 
 class CudaDevice:
     """Tensors in a GPU's memory, computed in the order of one stream."""
 
+    is_host = False
     default_dtype = None
     kv_bytes_cap = None
 
@@ -31,6 +58,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)  # else a rank's pinned memory and events would use GPU 0
         self.stream = torch.cuda.Stream(self.torch_device)
+        self._graph_pool = torch.cuda.graph_pool_handle()
         self._closed = False
 
     @property
@@ -44,19 +72,33 @@ class CudaDevice:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
-    @contextmanager
-    def queue(self) -> Iterator[None]:
-        """Launch what is inside on the stream, in inference mode."""
+    def submit(self, work: Callable[[], T]) -> Submission[T]:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
-            yield
+            value = work()
+            done = torch.cuda.Event()
+            done.record(self.stream)
+        return _Launched(value, done)
+
+    def capture(self, work: Callable[[], T]) -> Graph[T]:
+        graph = torch.cuda.CUDAGraph()
+        self.stream.synchronize()
+        with torch.cuda.graph(
+            graph, pool=self._graph_pool, stream=self.stream, capture_error_mode="thread_local"
+        ):
+            output = work()
+        graph.replay()  # the first replay uploads it
+        return _CudaGraph(graph, output)
 
     def catch_up(self) -> None:
-        """Let the stream wait for what this thread has launched outside of ``queue``."""
+        """Let the stream wait for what this thread has launched outside of ``submit``."""
         self.stream.wait_stream(torch.cuda.current_stream(self.torch_device))
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         writable = array if array.flags.writeable else array.copy()  # torch warns of others
         return torch.from_numpy(writable).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def overwrite(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
+        tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

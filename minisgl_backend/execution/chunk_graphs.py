@@ -6,7 +6,7 @@ of tokens. A step takes the smallest graph that holds it; the dummy row fills th
 Head and sampling depend on how many tokens are sampled: they are launched while the layers run.
 Every rank finds the same graphs and takes the same one: that depends on nothing but the plan.
 
-Must not know models or attention: what is captured is a function of a ``ChunkInbox``.
+Must not know models or attention: what is captured is a function of a ``ChunkInputs``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.device.base import Device
 from minisgl_backend.execution.capture import capture
 from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.progress import Progress
 from minisgl_backend.request import IntArray
 
 LAST_TOKEN = -1
@@ -48,7 +49,7 @@ def token_counts(whole_step: int, most: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkInbox:
+class ChunkInputs:
     """What the host tells the layers of such a step, in one buffer; int32 on the device.
 
     As in ``FlatBatch`` the tokens of decoding rows come first, then those of chunks: ``tokens``
@@ -69,14 +70,14 @@ class ChunkInbox:
     decode_lengths: Tensor
 
     @classmethod
-    def of(cls, buffer: Tensor, num_tokens: int, max_rows: int) -> ChunkInbox:
+    def of(cls, buffer: Tensor, num_tokens: int, max_rows: int) -> ChunkInputs:
         """The first part of ``buffer``, for so many tokens."""
         borders = [0, *accumulate(_lengths(num_tokens, max_rows))]
         return cls(buffer[: borders[-1]], *(buffer[a:b] for a, b in pairwise(borders)))
 
 
 def _lengths(num_tokens: int, max_rows: int) -> list[int]:
-    """How long the parts of a ``ChunkInbox`` are."""
+    """How long the parts of a ``ChunkInputs`` are."""
     chunks, decodes = max_chunks(num_tokens, max_rows), min(num_tokens, max_rows)
     return [num_tokens] * 3 + [chunks, chunks + 1, chunks] + [decodes] * 2
 
@@ -87,7 +88,7 @@ def max_chunks(num_tokens: int, max_rows: int) -> int:
 
 
 def fill(num_tokens: int, max_rows: int, batch: FlatBatch, prefill_tokens: IntArray) -> IntArray:
-    """The content of a ``ChunkInbox`` for ``batch``; the dummy row is row ``max_rows``."""
+    """The content of a ``ChunkInputs`` for ``batch``; the dummy row is row ``max_rows``."""
     num_decodes, end = batch.num_decodes, len(batch.rows)
     last = np.full(num_decodes, LAST_TOKEN, np.int32)
     parts = (
@@ -118,31 +119,32 @@ def fitting(sizes: Sequence[int], batch: FlatBatch) -> int | None:
 
 
 class ChunkGraphs:
-    """The captured layers, and the buffer they read."""
+    """The captured layers, and the buffer they read. To be used in submitted work only."""
 
     def __init__(
         self,
-        device: CudaDevice,
-        layers: Callable[[ChunkInbox], Tensor],
+        device: Device,
+        layers: Callable[[ChunkInputs], Tensor],
         sizes: Sequence[int],
         *,
         max_rows: int,
+        progress: Progress,
     ):
-        """``layers`` enqueues all layers over the tokens of an inbox, and returns the residual
+        """``layers`` enqueues all layers over the tokens of its inputs, and returns the residual
         stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending."""
+        self._device = device
         self._sizes = list(sizes)
         self._max_rows = max_rows
         most = sum(_lengths(self._sizes[-1], max_rows))
-        with device.queue():
-            self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
-
+        self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
         self._graphs = capture(
             device,
             "number of tokens",
             self._sizes,
-            lambda size: layers(ChunkInbox.of(self._buffer, size, max_rows)),
+            lambda size: layers(ChunkInputs.of(self._buffer, size, max_rows)),
             prepare=lambda size: self._write(size, FlatBatch.empty(), np.empty(0, np.int32)),
             option="cuda_graph_max_tokens",
+            progress=progress,
         )
 
     def fits(self, batch: FlatBatch) -> bool:
@@ -155,14 +157,14 @@ class ChunkGraphs:
         size = fitting(self._sizes, batch)
         assert size is not None
         self._write(size, batch, prefill_tokens)
-        graph, hidden = self._graphs[size]
+        graph = self._graphs[size]
         graph.replay()
-        return hidden
+        return graph.output
 
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""
         self._graphs.clear()
 
     def _write(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> None:
-        content = torch.from_numpy(fill(size, self._max_rows, batch, prefill_tokens))
-        self._buffer[: len(content)].copy_(content.pin_memory(), non_blocking=True)
+        content = fill(size, self._max_rows, batch, prefill_tokens)
+        self._device.overwrite(self._buffer[: len(content)], content)

@@ -1,7 +1,6 @@
 """The tokens of a step as one flat batch: those of decoding rows, then one chunk after another.
 
-All arrays are on the host. Must not know pages: a GPU holds the page table itself, and for a CPU
-``batch`` adds what depends on it.
+All arrays are on the host. Must not know pages: the page table is on the device.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_backend.attention.base import HostArray
+from minisgl_backend.device.base import HostArray
 from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import IntArray
 
@@ -67,5 +66,5 @@ class FlatBatch:
 
     @property
     def num_decodes(self) -> int:
-        """How many rows decode: the first so many tokens are theirs."""
+        """Number of rows that decode: the leading tokens are theirs."""
         return int(self.chunk_offsets[0])

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import HostArray
-from minisgl_backend.device.base import Device
+from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.request import IntArray, TokenLogprobs
 
 
@@ -52,7 +52,10 @@ class RawLogprobs:
             return None
         counts = num_logprobs[samples]
         index = upload(samples)
-        logprobs = logits[index].float().log_softmax(dim=-1)  # [n, vocab_size]
+        raw = logits[index]
+        logprobs = (raw if raw.dtype == torch.float64 else raw.float()).log_softmax(
+            dim=-1
+        )  # [n, vocab_size]
         chosen = logprobs.gather(1, tokens[index].long().clamp_min(0).unsqueeze(1))  # [n, 1]
         ranks = (logprobs > chosen).sum(dim=-1) + 1  # [n]
         most = min(int(counts.max()), logits.shape[1])

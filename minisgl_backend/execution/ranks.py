@@ -1,10 +1,9 @@
 """The tensor-parallel ranks: rank 0 leads, in the engine's process, and the others follow it.
 
 Every rank runs the same plans, with the same executor, over its part of the model. Only rank 0
-plans, and only its samples count: the followers get plans by a ``plan_channel``, and tokens by a
-broadcast of the group. (On GPUs every rank samples, and could keep its own tokens if the logits of
-all were equal. In practice they are, but no library promises it, and a token that differs would
-spoil its row for good, unnoticed.)
+plans and samples: the followers get plans by a ``plan_channel``, and tokens by a broadcast of the
+group. (If every rank sampled for itself, the logits of all would have to be equal. In practice they
+are, but no library promises it, and a token that differs would spoil its row for good, unnoticed.)
 
 A step may break on a rank. Then the rank runs no further step until rank 0 has asked how many steps
 it has run. If all ranks have run the same number, they go on together, and the error goes to the
@@ -114,7 +113,7 @@ class LeadingExecutor:
                 raise self.followers.failure
             try:
                 self._plans.send(encode_plan(plan))
-                with self._waiting():  # rows that need the host are sampled in here
+                with self._waiting():
                     step = _LeadingStep(self, self._executor.launch(plan))
             except Exception as error:
                 self._regroup(error)

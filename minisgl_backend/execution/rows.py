@@ -1,8 +1,7 @@
-"""The state of all rows on a GPU, as the host writes it.
+"""The state of all rows on the device, as the host writes it.
 
-Knows ``kernels.rows.RowTable``, and which rows ask for logprobs. An admission overwrites the whole
-state of a row, except lines of the sampling table that it does not need: nobody reads these.
-Must not know models or attention.
+An admission overwrites the whole state of a row, except lines of the sampling table that it does
+not need: these are never read. Knows ``kernels.rows.RowTable``. Must not know models or attention.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from minisgl_backend.attention.base import HostArray
-from minisgl_backend.device.base import Device
-from minisgl_backend.execution.sampling_lines import bias_of, marks_of
+from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.kernels.rows import RowTable
-from minisgl_backend.kernels.sampling_table import COLUMNS
+from minisgl_backend.kernels.sampling_table import COLUMNS, IN_PROMPT, IS_STOP, ONCE
 from minisgl_backend.plan import Admission
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import IntArray, SamplingParams
 
 _LEAST_FACTOR: Final = 1e-30
 """A repetition penalty is kept between this and its inverse: beyond, it could make logits infinite,
@@ -28,7 +25,7 @@ which means broken ones."""
 
 
 class DeviceRows:
-    """Writes admissions into a ``RowTable``; and grants, as the inbox of a captured step does."""
+    """Writes admissions and grants into a ``RowTable``."""
 
     def __init__(
         self,
@@ -49,10 +46,9 @@ class DeviceRows:
             vocab_size=vocab_size,
             device=device.torch_device,
         )
-        self.num_logprobs = np.full(max_rows + 1, -1, np.int64)  # -1 for none
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Let requests take rows: copy to the GPU how each is sampled."""
+        """Let requests take rows: copy to the device how each is sampled."""
         table = self.table.sampling
         numbers = np.empty((len(admissions), len(COLUMNS)), np.float32)
         for index, admission in enumerate(admissions):
@@ -61,7 +57,6 @@ class DeviceRows:
             numbers[index] = _numbers(
                 admission, table.vocab_size, marked=marks is not None, biased=bias is not None
             )
-            self.num_logprobs[admission.row] = _num_logprobs(admission)
             self._write_line(table.marks[admission.row], marks)
             self._write_line(table.bias[admission.row], bias)
         rows = self._device.upload(np.array([admission.row for admission in admissions], np.int64))
@@ -72,8 +67,9 @@ class DeviceRows:
     def grant(self, rows: IntArray, indices: IntArray, pages: IntArray) -> None:
         """Write grants to the page table: pages[row, index] = page. Each is int32[num_grants]."""
         if len(rows):
-            to_rows, at, granted = self._device.upload(np.stack([rows, indices, pages]))
-            self.table.pages[to_rows, at] = granted
+            numbers = np.stack([rows, indices, pages]).astype(np.int64)
+            to_rows, at, granted = self._device.upload(numbers)
+            self.table.pages[to_rows, at] = granted.int()
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """The slots of (row, position) pairs: where their keys and values go.
@@ -88,6 +84,42 @@ class DeviceRows:
         if known is not None:
             tokens, values = known
             line.zero_()[self._device.upload(tokens)] = self._device.upload(values)
+
+
+def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray] | None:
+    """Tokens int64[n] and their marks int32[n]; all others have none. None if none is needed.
+
+    Ids that the model cannot produce need neither a mark nor a bias.
+    """
+    params = admission.sampling
+    stops = _held_back(params, vocab_size)
+    if not params.has_penalties:
+        return (stops, np.full(len(stops), IS_STOP, np.int32)) if len(stops) else None
+    prompt, output = np.split(admission.history, [admission.num_prompt_tokens])
+    line = ONCE * np.bincount(output, minlength=vocab_size)
+    line[prompt] += IN_PROMPT
+    line[stops] += IS_STOP
+    tokens = np.flatnonzero(line != 0)
+    return tokens, line[tokens].astype(np.int32)
+
+
+def bias_of(
+    params: SamplingParams, vocab_size: int
+) -> tuple[HostArray, npt.NDArray[np.float32]] | None:
+    """Tokens int64[n] and what is added to their logits, float32[n]. None if there are none."""
+    known = range(vocab_size)
+    bias = [(token, value) for token, value in params.logit_bias if token in known]
+    if not bias:
+        return None
+    ids, values = zip(*bias, strict=True)
+    tokens, at = np.unique(ids, return_inverse=True)
+    return tokens, np.bincount(at, values).astype(np.float32)
+
+
+def _held_back(params: SamplingParams, vocab_size: int) -> HostArray:
+    """The stop tokens, int64[n], that cannot be sampled before there are ``min_tokens``."""
+    stops, known = params.stop_token_ids if params.min_tokens else (), range(vocab_size)
+    return np.unique(np.array([token for token in stops if token in known], np.int64))
 
 
 def _numbers(
@@ -109,8 +141,3 @@ def _numbers(
         "biased": biased,
     }
     return tuple(values[name] for name in COLUMNS)
-
-
-def _num_logprobs(admission: Admission) -> int:
-    asked = admission.sampling.num_logprobs
-    return -1 if asked is None else asked

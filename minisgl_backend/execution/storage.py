@@ -6,22 +6,28 @@ the *dummy* page: padding points to it, and nothing real is ever stored there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionShape, KVScale
-from minisgl_backend.attention.paged import PagedKV
+from minisgl_backend.attention.base import AttentionShape, KVScale, PagedKV
 from minisgl_backend.errors import ConfigError
+
+_MOST_SLOTS: Final = 2**31
+"""Kernels number the positions of all pages by int32."""
 
 
 class KVStorage:
-    """Keys and values of all layers (``KVPages``).
+    """Keys and values of all layers.
 
     ``pages`` is [num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim]; the 2 are keys
-    and values, and the last page is the dummy page. ``scales`` has an entry for each layer: float8
-    numbers in its pages are multiplied by it.
+    and values, and the last page is the dummy page. All of it is zero at first: attention may read
+    what was never written, multiplied by zero, so it must be finite. ``layers`` has the pages of
+    each layer.
     """
 
     def __init__(
@@ -34,52 +40,48 @@ class KVStorage:
         device: torch.device,
         scales: Sequence[KVScale] | None = None,
     ):
-        """If ``scales`` is None, all scales are 1."""
+        """``scales`` has an entry for each layer: float8 numbers in its pages are multiplied by it.
+        If it is None, all scales are 1."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.dummy_page = num_pages
-        self.pages = torch.empty(
-            (shape.num_layers, 2, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim),
-            dtype=dtype,
-            device=device,
-        )
-        self.pages[:, :, self.dummy_page] = 0
-        self.scales = tuple(scales or [KVScale()] * shape.num_layers)
-        self._layers = [(pages[0], pages[1]) for pages in self.pages]
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each [num_pages + 1, page_size, num_kv_heads, head_dim]."""
-        return self._layers[layer]
+        dims = (shape.num_layers, 2, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
+        self.pages = _zeros(dims, dtype, device)
+        self.layers = [
+            _layer(pages, scale)
+            for pages, scale in zip(
+                self.pages, scales or [KVScale()] * shape.num_layers, strict=True
+            )
+        ]
 
     def clear(self, pages: Tensor) -> None:
         """Zero these pages, int64[n], in all layers.
 
-        Padded attention multiplies what lies behind a sequence's end by zero; a NaN left there by
-        another sequence would survive that and spread. So the CPU's executor clears a page before
-        its first position is written, and a GPU's those of sequences that failed.
+        Attention multiplies what lies behind a sequence's end by zero; a NaN left there by another
+        sequence would survive that and spread.
         """
         # a float8 tensor itself cannot be filled, but its bytes can
         filled = self.pages.view(torch.uint8) if self.pages.itemsize == 1 else self.pages
         filled.index_fill_(2, pages, 0)
 
 
-def zeroed_layers(storage: KVStorage) -> list[PagedKV]:
-    """The pages of each layer, after setting them to zero.
+def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        # float8 has no fill of its own
+        filled = torch.uint8 if dtype.itemsize == 1 else dtype
+        return torch.zeros(dims, dtype=filled, device=device).view(dtype)
+    # NumPy leaves it to the system to provide zeros, page by page as memory is first touched
+    raw = np.zeros(math.prod(dims) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(dims)
 
-    So the dummy page, and whatever nobody has written, is finite. The kernels of this package
-    ignore what stands behind a row's end, whatever it is; those of libraries need not do so.
-    """
-    pages, layers = storage.pages, []
-    pages.view(torch.uint8).zero_()
-    for layer, scale in enumerate(storage.scales):
-        keys, values = storage.layer(layer)
-        k_scale, v_scale = None, None
-        if pages.dtype == torch.float8_e4m3fn:
-            k_scale, v_scale = torch.tensor([[scale.k], [scale.v]], device=pages.device)
-        layers.append(
-            PagedKV(keys=keys, values=values, k_scale=k_scale, v_scale=v_scale, scale=scale)
-        )
-    return layers
+
+def _layer(pages: Tensor, scale: KVScale) -> PagedKV:
+    """``pages`` [2, num_pages + 1, page_size, num_kv_heads, head_dim] of one layer."""
+    keys, values = pages
+    k_scale, v_scale = None, None
+    if pages.dtype == torch.float8_e4m3fn:
+        k_scale, v_scale = torch.tensor([[scale.k], [scale.v]], device=pages.device)
+    return PagedKV(keys=keys, values=values, k_scale=k_scale, v_scale=v_scale, scale=scale)
 
 
 def bytes_per_page(shape: AttentionShape, page_size: int, dtype: torch.dtype) -> int:
@@ -97,9 +99,8 @@ def choose_num_pages(
     memory_ratio: float,
     cap_bytes: int | None,
     max_rows: int,
-    max_sequence_length: int,
 ) -> int:
-    """How many pages to make: as many as fit the budget, but no more than all rows can ever fill.
+    """How many pages to make: as many as fit the budget beside the dummy page.
 
     From ``free_bytes`` the ``reserved_bytes`` that rows take are subtracted; the budget is
     ``memory_ratio`` of the rest, and at most ``cap_bytes``. Raises ``ConfigError``, with the
@@ -108,8 +109,7 @@ def choose_num_pages(
     budget = int(max(free_bytes - reserved_bytes, 0) * memory_ratio)
     if cap_bytes is not None:
         budget = min(budget, cap_bytes)
-    pages_per_row = -(-max_sequence_length // page_size)
-    num_pages = min(budget // page_bytes, max_rows * pages_per_row)
+    num_pages = min(budget // page_bytes, _MOST_SLOTS // page_size) - 1
     if num_pages < 1:
         raise ConfigError(
             f"no memory for KV pages: one of {page_size} positions takes {page_bytes:,} bytes, but "

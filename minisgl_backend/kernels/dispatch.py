@@ -1,4 +1,5 @@
-"""Whether a call takes the Triton path, and facts about the device that launches depend on."""
+"""Whether a call takes the Triton path, facts about the device that launches depend on, and the
+precision in which twins compute."""
 
 from __future__ import annotations
 
@@ -39,3 +40,8 @@ def num_processors(device: torch.device) -> int:
 def can_start_early(device: torch.device) -> bool:
     """Whether kernels of a GPU can be launched before their predecessors have ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x`` in the precision in which twins compute: float32, or float64 as it is."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -38,12 +38,8 @@ def gumbel(key: Tensor, tokens: Tensor) -> Tensor:
     bits = _finalize((low + tokens * STEP) & _LOW)
     bits = _finalize(bits ^ high)
     # uniform in (0, 1), finest near 0, where the largest Gumbel variables come from
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
-    small = uniform * (1 + uniform * (0.5 + uniform * (1 / 3)))
-    exponential = torch.where(
-        uniform < 2.0**-6, small, -torch.log(1 - uniform.clamp_max(1 - 2**-24))
-    )
-    return -torch.log(exponential)
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_max_(1 - 2**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -54,9 +50,9 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _finalize(x: Tensor) -> Tensor:
-    """32-bit avalanche; int64 in, of which the low half counts, and int64 out."""
-    x = ((x ^ (x >> 16)) * FINAL_1) & _LOW
-    x = ((x ^ (x >> 13)) * FINAL_2) & _LOW
+    """32-bit avalanche of int64 in [0, 2^32), and so is what it gives."""
+    x = (x ^ (x >> 16)).mul_(FINAL_1).bitwise_and_(_LOW)
+    x = (x ^ (x >> 13)).mul_(FINAL_2).bitwise_and_(_LOW)
     return x ^ (x >> 16)
 
 

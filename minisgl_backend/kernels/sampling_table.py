@@ -1,4 +1,4 @@
-"""How each row of a GPU is sampled: what the host writes when a request takes the row.
+"""How each row is sampled: what the host writes when a request takes the row.
 
 For most rows that is a few numbers. Penalties, biases, and stop tokens that must not come yet
 change single logits before a token is chosen: what they need to know of each token of the
@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from minisgl_backend.kernels.dispatch import at_least_float32
 
 COLUMNS: Final = (
     "temperature",  # 0 is greedy
@@ -45,12 +48,14 @@ class SamplingTable:
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> SamplingTable:
-        """Greedy rows."""
+        """Greedy rows. On a CPU, lines of marks and bias take no memory until they are written."""
+        lines = (num_rows, vocab_size)
         table = cls(
             numbers=torch.zeros((num_rows, len(COLUMNS)), dtype=torch.float32, device=device),
             seeds=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            marks=torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device),
-            bias=torch.zeros((num_rows, vocab_size), dtype=torch.float32, device=device),
+            # numpy's zeros, unlike torch's, are pages that the system maps when they are touched
+            marks=torch.from_numpy(np.zeros(lines, np.int32)).to(device),
+            bias=torch.from_numpy(np.zeros(lines, np.float32)).to(device),
         )
         table.column("top_p").fill_(1)
         table.column("repetition").fill_(1)
@@ -58,7 +63,7 @@ class SamplingTable:
 
     @staticmethod
     def num_bytes(num_rows: int, vocab_size: int) -> int:
-        """What marks and bias take; the rest is little."""
+        """What marks and bias take at most; the rest is little."""
         return 8 * num_rows * vocab_size
 
     @property
@@ -73,7 +78,7 @@ class SamplingTable:
 def adjust_reference(
     logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor
 ) -> Tensor:
-    """float32 logits [batch_size, vocab_size] of ``rows``, for tokens at ``positions``, after
+    """``logits`` [batch_size, vocab_size] of ``rows``, for tokens at ``positions``, after
     penalties, bias, and stop tokens that must not come yet.
 
     Repetition (CTRL, arXiv 1909.05858) divides positive logits of tokens that prompt or output
@@ -84,7 +89,7 @@ def adjust_reference(
     def column(name: str) -> Tensor:
         return table.column(name)[rows][:, None]
 
-    x = logits.float()
+    x = at_least_float32(logits)
     marks = table.marks[rows].where(column("marked") > 0, 0)
     counts = marks // ONCE
     repeated = torch.where(x > 0, x / column("repetition"), x * column("repetition"))

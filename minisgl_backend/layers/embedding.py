@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl_backend.kernels.embedding import embedding
 from minisgl_backend.layers.weight_place import WeightPlace
 from minisgl_backend.parallel.group import Group
 
@@ -28,17 +28,8 @@ class VocabEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.share, hidden_size), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Embed token ids: int64[num_tokens] -> [num_tokens, hidden_size]."""
-        if self.group.size == 1:
-            return F.embedding(token_ids, self.weight)
-        local = token_ids - self.start
-        elsewhere = (local < 0) | (local >= self.share)  # bool[num_tokens]: on another rank
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # [num_tokens, hidden_size]
-        return self.group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
-
-    def project(self, hidden: Tensor) -> Tensor:
-        """The product as an output head: [num_rows, hidden_size] -> [num_rows, vocab_size]."""
-        return self.gather(F.linear(hidden, self.weight))
+        """Embed token ids: int [num_tokens] -> [num_tokens, hidden_size]."""
+        return self.group.all_reduce(embedding(token_ids, self.weight, start=self.start))
 
     def gather(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Join the logits of all ranks: [num_rows, share] -> [num_rows, vocab_size].

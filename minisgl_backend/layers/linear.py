@@ -1,55 +1,56 @@
-"""Matrix products, whole or split over the ranks of a group.
+"""Linear layers, whole or split over the ranks of a group.
 
 Column-parallel layers hold a slice of the outputs, row-parallel ones a slice of the inputs and sum
-over the ranks, as Megatron-LM does (arXiv 1909.08053). With one rank both are a plain product.
+over the ranks, as Megatron-LM does (arXiv 1909.08053). What a layer multiplies by is a ``Matrix``,
+which knows the format of its weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl_backend.layers.gemm import Launch, Matrix, Normed
+from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.share import Share, even_share
 from minisgl_backend.layers.weight_place import WeightPlace
 from minisgl_backend.parallel.group import Group
 
-
-def lay_out_by_input(parameter: nn.Parameter) -> None:
-    """Store a [.., out, in] weight with its inputs outermost in memory. Its shape stays the same.
-
-    On a CPU this suits products of few tokens with weights that are not in the processor's cache:
-    they take a third to two thirds of the time. To be called before the weight is filled.
-    """
-    parameter.data = parameter.data.mT.contiguous().mT
+MakeMatrix: TypeAlias = Callable[[int, int], Matrix]
+"""(out_features, in_features) of one rank -> a matrix of the checkpoint's weight format."""
 
 
 class MergedColumnLinear(nn.Module):
-    """Several projections of the same input as one product, each of them split over the ranks.
+    """Several projections of the same input as one GEMM, each of them split over the ranks.
 
     ``parts`` maps the checkpoint's name of each projection to this rank's share of its outputs.
-    [num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, Share], *, bias: bool):
+    def __init__(
+        self, in_features: int, parts: Mapping[str, Share], *, bias: bool, make: MakeMatrix
+    ):
         super().__init__()
         self.parts = dict(parts)
         out_features = sum(share.size for share in parts.values())
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.matrix = make(out_features, in_features)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: Normed, launch: Launch, *, gated: bool = False) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts.
+
+        With two parts that are ``gated``: silu(first) * second, [num_tokens, share].
+        """
+        return self.matrix.gemm(x, launch, bias=self.bias, gated=gated)
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
+        whole_input = Share(self.matrix.in_features, 0, self.matrix.in_features)
         begin = 0
         for name, share in self.parts.items():
             held = slice(begin, begin + share.size)
-            weight = self.weight.data[held]
-            full = (share.total, weight.shape[1])
-            yield f"../{name}.weight", WeightPlace(weight, full, 0, share.start)
+            yield from self.matrix.places(f"../{name}", held, share, whole_input)
             if self.bias is not None:
                 bias = self.bias.data[held]
                 yield f"../{name}.bias", WeightPlace(bias, (share.total,), 0, share.start)
@@ -57,23 +58,31 @@ class MergedColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A product whose inputs are split over the ranks: [num_tokens, share] -> [num_tokens, out]."""
+    """A projection onto the residual stream, whose inputs are split over the ranks."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, group: Group):
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, group: Group, make: MakeMatrix
+    ):
         super().__init__()
         self.group = group
         self.inputs = even_share(in_features, group, "the inputs of a row-parallel layer")
-        self.weight = nn.Parameter(torch.empty(out_features, self.inputs.size), requires_grad=False)
+        self.matrix = make(out_features, self.inputs.size)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        # only one rank adds the bias, or the sum over the ranks would contain it several times
-        bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(F.linear(x, self.weight, bias))
+    def add_to(
+        self, residual: Tensor, x: Tensor, norm: RMSNorm, launch: Launch
+    ) -> tuple[Tensor, Normed]:
+        """The residual stream [num_tokens, out_features] with the projection of ``x`` added, and
+        under ``norm``.
+
+        ``x`` [num_tokens, this rank's share]; ``residual`` may be overwritten.
+        """
+        return self.matrix.add_gemm(residual, x, norm, launch, bias=self.bias, group=self.group)
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
-        out_features = len(self.weight)
-        full = (out_features, self.inputs.total)
-        yield "weight", WeightPlace(self.weight.data, full, 1, self.inputs.start)
+        out_features = self.matrix.out_features
+        whole_output = Share(out_features, 0, out_features)
+        for name, place in self.matrix.places("", slice(None), whole_output, self.inputs):
+            yield name.removeprefix("."), place
         if self.bias is not None:
             yield "bias", WeightPlace(self.bias.data, (out_features,))

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
+from minisgl_backend.layers.gemm import Launch, Normed
+from minisgl_backend.layers.linear import MakeMatrix, MergedColumnLinear, RowLinear
+from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.share import even_share
 from minisgl_backend.parallel.group import Group
 
 
 class GatedMLP(nn.Module):
-    """[num_tokens, hidden_size] -> the same."""
+    """Adds the block's output to the residual stream (``FeedForward``)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, group: Group):
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        group: Group,
+        make: MakeMatrix,
+    ):
         super().__init__()
         share = even_share(intermediate_size, group, "intermediate_size")
         parts = {"gate_proj": share, "up_proj": share}
-        self.gate_up_proj = MergedColumnLinear(hidden_size, parts, bias=bias)
-        self.down_proj = RowLinear(intermediate_size, hidden_size, bias=bias, group=group)
+        self.gate_up_proj = MergedColumnLinear(hidden_size, parts, bias=bias, make=make)
+        self.down_proj = RowLinear(
+            intermediate_size, hidden_size, bias=bias, group=group, make=make
+        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [num_tokens, share.size] each
-        out: Tensor = self.down_proj(F.silu(gate) * up)
-        return out
+    def forward(
+        self, residual: Tensor, x: Normed, norm: RMSNorm, launch: Launch
+    ) -> tuple[Tensor, Normed]:
+        inner = self.gate_up_proj(x, launch, gated=True)  # [num_tokens, share.size]
+        return self.down_proj.add_to(residual, inner, norm, launch)

@@ -2,52 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from minisgl_backend.layers.weight_place import WeightPlace, whole
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension of any shape, computed in float32 or float64."""
+    """The weight of x / rms(x) * weight over hidden states; ``kernels.rms_norm`` computes it."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.size = (size,)
         self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.size, self.weight, self.eps)
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         yield "weight", whole(self.weight)
 
 
 class HeadNorm(nn.Module):
-    """The same over each head of queries and keys: [num_tokens, num_heads, head_dim] -> the same.
+    """The weights of such a norm over each head of queries, and of keys: ``q`` and ``k``
+    [head_dim]."""
 
-    ``parts`` maps the checkpoint's names of the weights to numbers of heads. The heads of a part
-    share one weight in the checkpoint; here each head has a copy, so that one product does for all.
-    """
-
-    def __init__(self, parts: Mapping[str, int], head_dim: int, eps: float):
+    def __init__(self, head_dim: int):
         super().__init__()
-        self.parts = dict(parts)
-        shape = sum(parts.values()), head_dim
-        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
-        self.size = (head_dim,)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.size, None, self.eps) * self.weight
+        self.q = nn.Parameter(torch.empty(head_dim), requires_grad=False)
+        self.k = nn.Parameter(torch.empty(head_dim), requires_grad=False)
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
-        begin = 0
-        for name, num_heads in self.parts.items():
-            weight = self.weight.data[begin : begin + num_heads]
-            yield f"../{name}.weight", WeightPlace(weight, self.size)  # broadcast over the heads
-            begin += num_heads
+        yield "../q_norm.weight", whole(self.q)
+        yield "../k_norm.weight", whole(self.k)

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, lay_out_by_input
+from minisgl_backend.layers.gemm import DenseMatrix
 from minisgl_backend.layers.weight_place import collect_places
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import is_kv_scale
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.weights import fill_random, load_weights
 from minisgl_backend.parallel.group import Group
+from minisgl_backend.progress import Progress, unseen
 
 
 def build_model(
@@ -29,20 +30,30 @@ def build_model(
     load_format: str = "auto",
     max_sequence_length: int | None = None,
     seed: int = 0,
+    fused: bool | None = None,
+    fused_experts: bool | None = None,
+    progress: Progress = unseen,
 ) -> Decoder:
     """This rank's part of the model in ``folder``.
 
     ``load_format`` ``auto`` reads safetensors; ``dummy`` fills random weights by ``seed`` and does
     not look for any. ``max_sequence_length`` bounds the positions, by default to the model's
-    context. Raises ``ConfigError`` where the checkpoint does not fit the spec.
+    context. ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a
+    GPU. Raises ``ConfigError`` if the checkpoint does not fit the spec.
     """
+    on_gpu = device.type == "cuda"
     with torch.device("meta"):
-        model = Decoder(spec, group)
+        model = Decoder(
+            spec,
+            group,
+            fused=on_gpu if fused is None else fused,
+            fused_experts=on_gpu if fused_experts is None else fused_experts,
+        )
     model = model.to(dtype).to_empty(device=device)
     if device.type == "cpu":
         for module in model.modules():
-            if isinstance(module, (MergedColumnLinear, RowLinear)):
-                lay_out_by_input(module.weight)
+            if isinstance(module, DenseMatrix):
+                module.lay_out_by_input()
     if load_format == "dummy":
         fill_random(model, seed)
     elif load_format == "auto":
@@ -50,9 +61,7 @@ def build_model(
         def is_ignored(name: str) -> bool:
             return is_kv_scale(name) or (spec.tie_embeddings and name == "lm_head.weight")
 
-        load_weights(
-            collect_places(model), folder, is_ignored=is_ignored, shows_progress=group.rank == 0
-        )
+        load_weights(collect_places(model), folder, is_ignored=is_ignored, progress=progress)
     else:
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     model.set_positions(max_sequence_length or spec.context, device)

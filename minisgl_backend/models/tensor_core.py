@@ -1,20 +1,18 @@
-"""The layers of a dense decoder for decode steps on Hopper: four products, and attention.
+"""The layers of a dense decoder on Hopper's tensor cores, for steps of some hundreds of tokens.
 
-Norms, rotation, storing of keys and values, activations and residual adds happen inside the
-products (``kernels.cuda.linear``), so that between them nothing else is launched. With several
-ranks the sums over the ranks are launched as well, and include the residual adds and norms that
-follow them. The residual stream is bfloat16, updated in place. Holds no weights of its own.
+Norms, rotation, storing of keys and values, activations and residual adds happen inside the GEMMs
+(``kernels.cuda.linear``), so that a layer is four of them and attention. With several ranks the
+sums over the ranks are launched as well, and include the residual adds and norms that follow them.
+Compiles the kernels and gives them to the layers; holds no weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.paged import PagedKV
 from minisgl_backend.kernels.cuda.linear import (
     HeadsKernel,
     LinearKernel,
@@ -22,145 +20,133 @@ from minisgl_backend.kernels.cuda.linear import (
     ResidualKernel,
 )
 from minisgl_backend.kernels.linear_cut import largest_batch, why_not
-from minisgl_backend.kernels.rms_norm import rms_norm
-from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.rank_sum import add_rms_norm_of_sum
-from minisgl_backend.parallel.group import Group
+from minisgl_backend.layers.gemm import DenseMatrix, Normed
+from minisgl_backend.layers.mlp import GatedMLP
+from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.models.decoder import Decoder, DecoderLayer
+from minisgl_backend.models.token_mixing import SelfAttention, StepContext
 
 
-class TensorCoreLayers:
-    """The layers of ``model``, for up to ``most_tokens``; ``kv`` holds the pages of each."""
-
-    def __init__(self, model: Decoder, kv: list[PagedKV]) -> None:
-        """Compile the kernels, or find them compiled, of a model that ``can_take`` accepts."""
-        layer: Any = model.model.layers[0]
-        attention, mlp = layer.self_attn, layer.mlp
-        keys = kv[0].keys
-        device, group = keys.device, model.group
-        self.most_tokens = most = largest_batch(_num_elements(layer))
-        self._heads = HeadsKernel(
+def use_tensor_cores(model: Decoder) -> None:
+    """Compile the kernels of ``model``, or find them compiled, if it can be computed by them here
+    and gains by it. Its pages must be bound."""
+    layers, spec = model.layers, model.spec
+    if model.dtype != torch.bfloat16 or spec.head_dim not in (64, 128):
+        return
+    dense = [_dense(layer) for layer in layers]
+    first = dense[0]
+    if first is None or any(matrices is None for matrices in dense):
+        return
+    num_elements = sum(matrix.weight.numel() for matrix in first)
+    most_tokens = largest_batch(num_elements)
+    if most_tokens == 0 or any(why_not(*matrix.weight.shape) is not None for matrix in first):
+        return
+    model.most_tensor_core_tokens = most_tokens
+    qkv, out, gate_up, down = first
+    attention = layers[0].self_attn
+    device, kv = qkv.weight.device, attention.kv
+    heads = _Heads(
+        HeadsKernel(
             attention.num_heads,
-            keys.shape[2],
-            keys.shape[3],
-            attention.qkv_proj.weight.shape[1],
+            attention.num_kv_heads,
+            spec.head_dim,
+            qkv.in_features,
             device,
-            page_size=keys.shape[1],
-            fp8=kv[0].k_scale is not None,
-            most_tokens=most,
+            page_size=kv.keys.shape[1],
+            fp8=kv.k_scale is not None,
+            most_tokens=most_tokens,
         )
-        self._out = _residual_kernel(attention.o_proj.weight.shape, device, group, most)
-        self._up = LinearKernel(mlp.gate_up_proj.weight.shape, device, gated=True, most_tokens=most)
-        self._down = _residual_kernel(mlp.down_proj.weight.shape, device, group, most)
-        self._model, self._kv = model, kv
-
-    @staticmethod
-    def can_take(model: Decoder) -> bool:
-        """Whether the layers can be computed here, and gain by it."""
-        spec = model.spec
-        if model.dtype != torch.bfloat16 or spec.moe is not None:
-            return False
-        if spec.head_dim not in (64, 128):
-            return False
-        layer = model.model.layers[0]
-        can_be_cut = all(why_not(*weight.shape) is None for weight in _weights(layer))
-        return can_be_cut and largest_batch(_num_elements(layer)) > 0
-
-    def hidden(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        layers: Iterable[tuple[int, Any]],
-        attend: Callable[[Tensor, PagedKV, int], Tensor],
-    ) -> Tensor:
-        """The residual stream ``x`` [num_tokens, hidden_size] after all layers, in place.
-
-        Up to ``most_tokens``; ``positions`` and ``slots`` are int32, as in captured steps.
-        """
-        decoder: Any = self._model.model
-        norms = [layer.input_layernorm.weight for layer in decoder.layers] + [decoder.norm.weight]
-        eps = self._model.spec.norm_eps
-        rows = Normalized(rms_norm(x, norms[0], eps, pdl=True), eps=eps)
-        for index, layer in layers:
-            attention, mlp, kv = layer.self_attn, layer.mlp, self._kv[index]
-            norm = attention.qk_norm
-            q = self._heads(
-                rows,
-                attention.qkv_proj.weight,
-                positions,
-                slots,
-                self._model.rotary_table,
-                kv.keys,
-                kv.values,
-                # a HeadNorm holds its weight once a head
-                q_weight=None if norm is None else norm.weight[0],
-                k_weight=None if norm is None else norm.weight[attention.num_heads],
-                k_scale=kv.k_scale,
-                v_scale=kv.v_scale,
-                bias=attention.qkv_proj.bias,
-                pdl=True,
-            )
-            rows = self._out(
-                attend(q, kv, index).flatten(1),
-                attention.o_proj.weight,
-                x,
-                layer.post_attention_layernorm.weight,
-                eps,
-                bias=attention.o_proj.bias,
-                pdl=True,
-            )
-            inner = self._up(rows, mlp.gate_up_proj.weight, bias=mlp.gate_up_proj.bias, pdl=True)
-            rows = self._down(
-                inner,
-                mlp.down_proj.weight,
-                x,
-                norms[index + 1],
-                eps,
-                bias=mlp.down_proj.bias,
-                pdl=True,
-            )
-        return x
+    )
+    gated = _Gemm(LinearKernel(gate_up.weight.shape, device, gated=True, most_tokens=most_tokens))
+    for layer, matrices in zip(layers, dense, strict=True):
+        assert matrices is not None
+        layer.self_attn.heads_gemm = heads
+        matrices[2].tensor_core_gemm = gated
+    for index, matrix in ((1, out), (3, down)):
+        shape = matrix.weight.shape
+        if model.group.size == 1:
+            add = _Add(ResidualKernel(shape, device, most_tokens=most_tokens))
+            for matrices in dense:
+                assert matrices is not None
+                matrices[index].tensor_core_add = add
+        else:
+            gemm = _Gemm(LinearKernel(shape, device, most_tokens=most_tokens))
+            for matrices in dense:
+                assert matrices is not None
+                matrices[index].tensor_core_gemm = gemm
 
 
-class _SumKernel:
-    """A ``ResidualKernel`` for several ranks: what their products add to the residual stream."""
+def _dense(layer: DecoderLayer) -> list[DenseMatrix] | None:
+    """The layer's matrices in the order of the forward pass; None if one is no dense weight."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if not isinstance(mlp, GatedMLP):
+        return None
+    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    matrices = [linear.matrix for linear in linears]
+    dense = [matrix for matrix in matrices if isinstance(matrix, DenseMatrix)]
+    return dense if len(dense) == len(matrices) else None
 
-    def __init__(
-        self, shape: Sequence[int], device: torch.device, group: Group, most_tokens: int
-    ) -> None:
-        self._product = LinearKernel(shape, device, most_tokens=most_tokens)
-        self._group = group
+
+def _rows(x: Normed, eps: float) -> Normalized:
+    """The input as the kernels take it. ``eps`` is that of the norms of heads."""
+    if x.squares is None:
+        return Normalized(x.taken(pdl=True), eps=eps)
+    assert x.norm is not None
+    return Normalized(x.x, x.squares, x.norm.eps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gemm:
+    """``TensorCoreGemm``."""
+
+    kernel: LinearKernel
+
+    def __call__(self, x: Normed, weight: Tensor, *, bias: Tensor | None, pdl: bool) -> Tensor:
+        return self.kernel(_rows(x, 0.0), weight, bias=bias, pdl=pdl)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Add:
+    """``TensorCoreAdd``."""
+
+    kernel: ResidualKernel
 
     def __call__(
         self,
+        residual: Tensor,
         x: Tensor,
         weight: Tensor,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
+        norm: RMSNorm,
         *,
-        bias: Tensor | None = None,
-        pdl: bool = False,
-    ) -> Normalized:
-        own_bias = bias if self._group.rank == 0 else None
-        part = self._product(Normalized(x), weight, bias=own_bias, pdl=pdl)
-        normalized = add_rms_norm_of_sum(part, self._group, residual, norm_weight, eps, pdl=pdl)
-        return Normalized(normalized, eps=eps)
+        bias: Tensor | None,
+        pdl: bool,
+    ) -> Normed:
+        done = self.kernel(x, weight, residual, norm.weight, norm.eps, bias=bias, pdl=pdl)
+        return Normed(done.x, norm, done.squares)
 
 
-def _residual_kernel(
-    shape: Sequence[int], device: torch.device, group: Group, most_tokens: int
-) -> ResidualKernel | _SumKernel:
-    if group.size == 1:
-        return ResidualKernel(shape, device, most_tokens=most_tokens)
-    return _SumKernel(shape, device, group, most_tokens)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Heads:
+    """``HeadsGemm``."""
 
+    kernel: HeadsKernel
 
-def _weights(layer: Any) -> list[Tensor]:
-    attention, mlp = layer.self_attn, layer.mlp
-    products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    return [linear.weight for linear in products]
-
-
-def _num_elements(layer: Any) -> int:
-    return sum(weight.numel() for weight in _weights(layer))
+    def __call__(self, x: Normed, attention: SelfAttention, step: StepContext) -> Tensor:
+        kv, norm, linear = attention.kv, attention.qk_norm, attention.qkv_proj
+        matrix = linear.matrix
+        assert isinstance(matrix, DenseMatrix)
+        return self.kernel(
+            _rows(x, attention.eps),
+            matrix.weight,
+            step.positions,
+            step.slots,
+            step.rotary_table,
+            kv.keys,
+            kv.values,
+            q_weight=None if norm is None else norm.q,
+            k_weight=None if norm is None else norm.k,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            bias=linear.bias,
+            pdl=step.launch.pdl,
+        )

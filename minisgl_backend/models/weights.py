@@ -8,7 +8,6 @@ files are never opened. Knows files and places; must not know architectures.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +15,14 @@ from time import monotonic
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.norm import HeadNorm, RMSNorm
 from minisgl_backend.layers.weight_place import WeightPlace
 from minisgl_backend.models.checkpoint import tensor_files
+from minisgl_backend.progress import Progress, unseen
 
 logger = logging.getLogger(__name__)
 
@@ -33,32 +32,36 @@ def load_weights(
     folder: Path,
     *,
     is_ignored: Callable[[str], bool],
-    shows_progress: bool = True,
+    progress: Progress = unseen,
 ) -> None:
     """Fill every place from the checkpoint in ``folder``, converting to the places' dtype.
 
     ``is_ignored`` says by name which tensors the checkpoint may hold although they have no use
-    here; buffers of rotary frequencies are ignored too. Only one of several ranks should show the
-    progress. Raises ``ConfigError`` for missing, left-over or misshapen tensors and for files that
-    cannot be read.
+    here; buffers of rotary frequencies are ignored too. Raises ``ConfigError`` for missing,
+    left-over or misshapen tensors and for files that cannot be read.
     """
     started = monotonic()
     files = tensor_files(folder)
     _check_names(places, {name for held in files.values() for name in held}, is_ignored)
     wanted = {path: [name for name in held if name in places] for path, held in files.items()}
-    with _progress(len(places), draws=shows_progress and sys.stderr.isatty()) as advance:
+    with progress("loading weights", len(places)) as advance:
         for path, held in wanted.items():
             for name in _read_file(places, path, held):
-                logger.debug("loaded %s", name)
-                advance()
+                advance(name)
     logger.info("loaded %d tensors in %.1f s", len(places), monotonic() - started)
 
 
 def fill_random(model: nn.Module, seed: int) -> None:
     """Weights for trying out a shape without a checkpoint: norms 1, all else normal(0, 0.02)."""
     generators: dict[torch.device, torch.Generator] = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
+    of_norms = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, (RMSNorm, HeadNorm))
+        for parameter in module.parameters()
+    }
+    for parameter in model.parameters():
+        if id(parameter) in of_norms:
             nn.init.ones_(parameter)
             continue
         device = parameter.device
@@ -117,21 +120,3 @@ def open_tensors(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path} does not exist") from None
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None
-
-
-@contextmanager
-def _progress(num_tensors: int, *, draws: bool) -> Iterator[Any]:
-    """A function to call once a tensor; with ``draws`` it draws a bar on stderr."""
-    if not draws:
-        logger.info("loading %d tensors", num_tensors)
-        yield lambda: None
-        return
-    columns = (
-        TextColumn("loading weights"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=num_tensors)
-        yield lambda: progress.advance(task)

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.bench.comparison import changed
-from minisgl_backend.bench.offline import run_engine
-from minisgl_backend.bench.profiling import MarkedExecutor, MarkedScheduler
-from minisgl_backend.bench.prompts import random_prompts
 from minisgl_backend.build import build_executor, build_scheduler
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
+from minisgl_bench.comparison import changed
+from minisgl_bench.offline import run_engine
+from minisgl_bench.profiling import MarkedExecutor, MarkedScheduler
+from minisgl_bench.prompts import random_prompts
 
 SMALL = ["--device", "cpu", "--num-pages", "64", "--max-sequence-length", "128"]
 

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.bench.perf_analyzer import (
+from minisgl_backend.cli.main import main
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.server.process import TritonServer
+from minisgl_bench.perf_analyzer import (
     MODELS,
     Level,
     Style,
@@ -18,11 +21,8 @@ from minisgl_backend.bench.perf_analyzer import (
     outcomes_of,
     random_texts,
 )
-from minisgl_backend.bench.perf_analyzer_binary import PerfAnalyzer, find_perf_analyzer
-from minisgl_backend.bench.serve.calls import Call
-from minisgl_backend.cli.main import main
-from minisgl_backend.errors import ConfigError
-from minisgl_backend.server.process import TritonServer
+from minisgl_bench.perf_analyzer_binary import PerfAnalyzer, find_perf_analyzer
+from minisgl_kit.calls import Call
 
 
 @pytest.mark.server

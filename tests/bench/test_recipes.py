@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.bench.perf_analyzer_binary import find_perf_analyzer
 from minisgl_backend.server.process import TritonServer
+from minisgl_bench.perf_analyzer_binary import find_perf_analyzer
 from tests.docs.markdown import Page
 
 PAGE = Page(Path(__file__).parents[2] / "docs" / "benchmarks.md")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl_backend.bench.report import Report, shown
+from minisgl_kit.report import Report, shown
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.bench import scaling
-from minisgl_backend.bench.own_process import run_bench
 from minisgl_backend.cli.main import main
+from minisgl_bench import scaling
+from minisgl_bench.own_process import run_bench
 
 SMALL = ["--device", "cpu", "--num-pages", "64", "--max-sequence-length", "128"]
 

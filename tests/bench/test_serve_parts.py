@@ -13,16 +13,17 @@ from click import ClickException
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.bench.serve import make_trace
-from minisgl_backend.bench.serve.calls import Call, calls_of_file, random_calls
-from minisgl_backend.bench.serve.figures import figures_of, objectives_of, percentiles
-from minisgl_backend.bench.serve.loads import closed_loop, poisson, replay
-from minisgl_backend.bench.serve.outcome import Chunk, Outcome
-from minisgl_backend.bench.serve.plots import write_plots
-from minisgl_backend.bench.serve.show import Measured, check_answered, emit
-from minisgl_backend.bench.serve.trace import TraceEntry, calls_of_trace, read_trace
-from minisgl_backend.bench.serve.workload import Workload
 from minisgl_backend.errors import ConfigError
+from minisgl_bench.serve import make_trace
+from minisgl_bench.serve.figures import figures_of, objectives_of
+from minisgl_bench.serve.plots import write_plots
+from minisgl_bench.serve.show import Measured, check_answered, emit
+from minisgl_bench.serve.trace import TraceEntry, calls_of_trace, read_trace
+from minisgl_bench.serve.workload import Workload
+from minisgl_kit.calls import Call, calls_of_file, random_calls
+from minisgl_kit.loads import closed_loop, poisson, replay
+from minisgl_kit.outcome import Chunk, Outcome
+from minisgl_kit.report import percentiles
 
 CONVERSATIONS = Path(__file__).parents[2] / "docs" / "benchmarks" / "conversations.jsonl"
 CALL = Call(4, input_ids=[1, 2])

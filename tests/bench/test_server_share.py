@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.bench import server_share
-from minisgl_backend.bench.clients import ask_at_once, requests_of
-from minisgl_backend.bench.prompts import Prompt
 from minisgl_backend.cli.main import main
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.server.process import TritonServer
+from minisgl_bench import server_share
+from minisgl_bench.clients import ask_at_once, requests_of
+from minisgl_bench.prompts import Prompt
 
 pytestmark = pytest.mark.server
 

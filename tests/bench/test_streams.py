@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.bench import servers
 from minisgl_backend.cli.main import main
+from minisgl_bench import servers
 
 
 @pytest.mark.parametrize("command", ["response-path", "gateway"])

@@ -11,14 +11,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.bench.trace_table import (
+from minisgl_backend.cli.main import main
+from minisgl_bench.trace_table import (
     Kernel,
     kind_of,
     report_trace,
     short_name,
     tabulate,
 )
-from minisgl_backend.cli.main import main
 
 FLASH = (
     "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::"

@@ -12,7 +12,6 @@ from unittest import mock
 
 import numpy as np
 
-from minisgl_backend.bench import paced
 from minisgl_backend.cache.kv import Lease
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure, InvalidRequest
@@ -23,6 +22,7 @@ from minisgl_backend.scheduling.rows import Rows
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.tritonserver import llm_engine
 from minisgl_backend.tritonserver.responder import Responder
+from minisgl_bench import paced
 
 DEFECT = Path(__file__).parents[2] / "defect"
 HELD_PROMPT = np.arange(40, dtype=np.int32)

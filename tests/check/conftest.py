@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.check import bad_inputs, bad_wire, refusals
-from minisgl_backend.check.bad_inputs import Bad
-from minisgl_backend.check.own_server import OwnServer, started
 from minisgl_backend.server.repository import shipped_repository
+from minisgl_check import bad_inputs, bad_wire, refusals
+from minisgl_check.bad_inputs import Bad
+from minisgl_check.own_server import OwnServer, started
 
 HERE = Path(__file__).parent
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.check import command, run
-from minisgl_backend.check.asking import Extent
-from minisgl_backend.check.case import Case
-from minisgl_backend.check.catalogue import entries
-from minisgl_backend.check.leavers import Leavers
-from minisgl_backend.check.mixes import Mixes
-from minisgl_backend.check.own_server import OwnServer, started
-from minisgl_backend.check.rates import Rates
 from minisgl_backend.cli.main import main
 from minisgl_backend.server.supervisor import Supervisor
+from minisgl_check import command, run
+from minisgl_check.asking import Extent
+from minisgl_check.case import Case
+from minisgl_check.catalogue import entries
+from minisgl_check.leavers import Leavers
+from minisgl_check.mixes import Mixes
+from minisgl_check.own_server import OwnServer, started
+from minisgl_check.rates import Rates
 from tests.fakes.answers import answering
 
 pytestmark = pytest.mark.server

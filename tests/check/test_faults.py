@@ -11,10 +11,10 @@ from random import Random
 
 import pytest
 
-from minisgl_backend.check import breaks
-from minisgl_backend.check.catalogue import SCENES
-from minisgl_backend.check.fault import Fault, Settings, Stage
-from minisgl_backend.check.model_files import DAMAGES, damaged, load_error
+from minisgl_check import breaks
+from minisgl_check.catalogue import SCENES
+from minisgl_check.fault import Fault, Settings, Stage
+from minisgl_check.model_files import DAMAGES, damaged, load_error
 
 pytestmark = pytest.mark.server
 

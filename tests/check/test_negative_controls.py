@@ -16,17 +16,17 @@ import pytest
 from minisgl_client.client import Client
 from minisgl_client.errors import MinisglError
 
-from minisgl_backend.check import refusals
-from minisgl_backend.check.asking import Extent
-from minisgl_backend.check.canary import Canary
-from minisgl_backend.check.endings import endings
-from minisgl_backend.check.fault import Fault, Settings, Stage
-from minisgl_backend.check.invariants import Invariants
-from minisgl_backend.check.kills import killed
-from minisgl_backend.check.leavers import Leavers
-from minisgl_backend.check.own_server import OwnServer
-from minisgl_backend.check.records import Footprints
-from minisgl_backend.check.target import Stats, Target, wait_until
+from minisgl_check import refusals
+from minisgl_check.asking import Extent
+from minisgl_check.canary import Canary
+from minisgl_check.endings import endings
+from minisgl_check.fault import Fault, Settings, Stage
+from minisgl_check.invariants import Invariants
+from minisgl_check.kills import killed
+from minisgl_check.leavers import Leavers
+from minisgl_check.own_server import OwnServer
+from minisgl_check.records import Footprints
+from minisgl_check.target import Stats, Target, wait_until
 
 pytestmark = pytest.mark.server
 HELD_PROMPT = list(range(40))

@@ -1,4 +1,4 @@
-"""The planner and the CPU executor put together as the engine's loop does, without its threads."""
+"""Planner and executor on a CPU, put together as the engine's loop does, without its threads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.attention.base import AttentionSetting
+from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.cache.kv import NaiveCache, RadixCache
 from minisgl_backend.device.cpu import CpuDevice
-from minisgl_backend.execution.cpu_executor import CpuExecutor
+from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
@@ -70,15 +71,27 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         self.storage = KVStorage(
             shape, num_pages=num_pages, page_size=page_size, dtype=dtype, device=cpu
         )
-        # What nobody has written is nobody's to read.
-        self.storage.pages[:, :, :num_pages] = float("nan")
-        self.executor = CpuExecutor(
+        # What was never written must have no weight, whatever it is.
+        self.storage.pages[:, :, :num_pages] = 1e4
+        model.bind_pages(self.storage.layers)
+        setting = AttentionSetting(
+            shape=shape,
+            page_size=page_size,
+            max_sequence_length=context,
+            dtype=dtype,
+            kv_dtype=dtype,
+            max_batch_size=MAX_ROWS,
+            max_captured_batch_size=0,
+            device=cpu,
+        )
+        self.executor = ModelExecutor(
             model,
             storage=self.storage,
-            backend=SdpaAttention(shape, page_size=page_size, dtype=dtype, device=cpu),
+            attention=choose_attention(None, setting),
             device=device,
-            max_rows=MAX_ROWS,
-            max_sequence_length=context,
+            limits=ExecutorLimits(
+                max_rows=MAX_ROWS, max_sequence_length=context, max_prefill_tokens=chunk
+            ),
         )
         config = SchedulerConfig(
             max_running_requests=MAX_ROWS,

@@ -21,7 +21,7 @@ PAGES: Final = [
     Page(path) for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
 ]
 MADE_BY_READERS: Final = {"docker/api_key"}
-_PACKAGES: Final = (ROOT, ROOT / "minisgl_backend", ROOT / "client")
+_PACKAGES: Final = (ROOT, ROOT / "minisgl_backend", ROOT / "client", ROOT / "workbench")
 _OPERATORS: Final = {"|", "&&", "||", ";", ">", "<", "&"}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)

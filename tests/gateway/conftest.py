@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bogotá 🌧"}}\
 SCRIPT = f"I will look it up.\n{CALL}\n"
 """What the paced engine says, again and again."""
 _PACED = """\
-from minisgl_backend.bench import paced
+from minisgl_bench import paced
 
 paced._TEXT = {text!r}
 TritonPythonModel = paced.paced_model(step_s=0.003)

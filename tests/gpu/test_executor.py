@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl_backend.bench.engines import Collector, submitted
 from minisgl_backend.build import build_engine, build_executor, build_scheduler
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.execution.cuda_executor import CudaExecutor, CudaPending
@@ -29,6 +28,7 @@ from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.scheduling import scheduler
 from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_bench.engines import Collector, submitted
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,

@@ -13,7 +13,6 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM
 
-from minisgl_backend.bench.dummy_model import write_dummy_model
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.kernels import moe
@@ -22,6 +21,7 @@ from minisgl_backend.parallel.connect import connect, open_store
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.request import IntArray, SamplingParams
+from minisgl_bench.dummy_model import write_dummy_model
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend.build import build_executor, build_scheduler
-from minisgl_backend.check.processes import runs
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.execution.followers import Followers
@@ -32,6 +31,7 @@ from minisgl_backend.request import (
     TokenLogprobs,
 )
 from minisgl_backend.runtime.engine import Engine
+from minisgl_check.processes import runs
 
 WAIT_S = 120.0
 

@@ -18,7 +18,6 @@ import pytest
 from torch import Tensor
 
 from minisgl_backend.build import build_executor
-from minisgl_backend.check.processes import runs
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
 from minisgl_backend.execution.cpu_executor import CpuExecutor
@@ -27,6 +26,7 @@ from minisgl_backend.execution.sampler import Sample, Sampler
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.plan import Admission
 from minisgl_backend.request import SamplingParams
+from minisgl_check.processes import runs
 from tests.parallel.engines import (
     Answer,
     Ranked,

@@ -16,7 +16,7 @@ from minisgl_backend.server.repository import shipped_repository
 
 PACED_STEP_S = 0.02
 _PACED = """\
-from minisgl_backend.bench.paced import paced_model
+from minisgl_bench.paced import paced_model
 
 TritonPythonModel = paced_model(step_s={step_s})
 """

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.check.processes import runs
 from minisgl_backend.server.process import TritonServer
+from minisgl_check.processes import runs
 from tests.server.client import Call, Metrics, Refused, generate, post, wait_for
 from tests.server.conftest import paced_repository, repository_with, running
 

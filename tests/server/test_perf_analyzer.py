@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.bench.perf_analyzer_binary import find_perf_analyzer
 from minisgl_backend.server.process import TritonServer
+from minisgl_bench.perf_analyzer_binary import find_perf_analyzer
 
 
 @pytest.mark.parametrize("model", ["minisgl", "llm_engine"])

@@ -26,7 +26,7 @@ from tests.server.conftest import repository_with, running
 NUM_REQUESTS = 10_000
 _EAGER = """\
 import minisgl_backend.tritonserver.dispatch as dispatch
-from minisgl_backend.bench.paced import paced_model
+from minisgl_bench.paced import paced_model
 
 dispatch._TICK_S = 0.001
 dispatch._SWEEP_EVERY_S = 0.0

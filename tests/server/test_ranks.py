@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from minisgl_backend.build import build_engine
-from minisgl_backend.check.processes import runs
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import Request, SamplingParams
 from minisgl_backend.server.recoveries import Recoveries
 from minisgl_backend.server.repository import shipped_repository
+from minisgl_check.processes import runs
 from tests.parallel.engines import Answer, wait_for_all
 from tests.server.client import Call, Refused
 from tests.server.test_supervision import PATIENCE_S, Supervised

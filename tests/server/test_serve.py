@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.check.processes import runs
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import DEMO_MODEL
+from minisgl_check.processes import runs
 from tests.server.client import wait_for
 
 PORTS = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "health")]

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.check.processes import runs
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.recoveries import Recoveries
 from minisgl_backend.server.supervisor import Supervisor
+from minisgl_check.processes import runs
 from tests.server.client import Call, Refused, generate, wait_for
 from tests.server.conftest import paced_repository
 

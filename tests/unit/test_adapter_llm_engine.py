@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl_backend.bench.paced import paced_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
 from minisgl_backend.request import Finished, FinishReason, Request, Sink
 from minisgl_backend.runtime.engine import Engine
@@ -27,6 +26,7 @@ from minisgl_backend.tritonserver.wire.chunk import Chunk, decode_chunk
 from minisgl_backend.tritonserver.wire.generation import Generation
 from minisgl_backend.tritonserver.wire.parse import parse_generation
 from minisgl_backend.tritonserver.wire.record import encode_record
+from minisgl_bench.paced import paced_engine
 from tests.fakes import pb_utils
 from tests.waiting import wait_until
 

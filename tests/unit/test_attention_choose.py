@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from minisgl_backend.attention.paged import AttentionSetting, PagedAttention
+from minisgl_backend.attention.paged_sdpa import PagedSdpa
 
 from minisgl_backend import packages
 from minisgl_backend.attention import choose, flash_infer
 from minisgl_backend.attention.base import AttentionShape
-from minisgl_backend.attention.paged import AttentionSetting, PagedAttention
-from minisgl_backend.attention.paged_sdpa import PagedSdpa
 from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from minisgl_backend.attention.paged import PagedAttention, ScheduledDecode
+from minisgl_backend.attention.paged_sdpa import PagedSdpa
 from torch import Tensor
 
 from minisgl_backend.attention.flash_infer import FlashInferDecode, FlashInferPrefill
-from minisgl_backend.attention.paged import PagedAttention, ScheduledDecode
-from minisgl_backend.attention.paged_sdpa import PagedSdpa
 from minisgl_backend.attention.triton import TritonDecode
 from tests.gpu.paged import Case, Decoding, Prompts, assert_tokens_close
 

@@ -12,21 +12,33 @@ import pytest
 import torch
 
 from minisgl_backend import build_rank
-from minisgl_backend.attention.base import AttentionShape
-from minisgl_backend.attention.paged import AttentionSetting, PagedAttention
-from minisgl_backend.attention.paged_sdpa import PagedSdpa
-from minisgl_backend.build_rank import graph_sizes
+from minisgl_backend.attention.base import AttentionSetting, AttentionShape, PagedAttention
+from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.build_rank import graph_sizes, max_captured_batch_size
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.device.base import Graph
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution import capture
 from minisgl_backend.execution.storage import bytes_per_page
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parallel.place import Place
+from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.resolve import Resolved
 
-SDPA = PagedSdpa(
-    AttentionShape(num_heads=2, num_kv_heads=2, head_dim=64, scale=0.125, windows=(None,))
+SDPA = SdpaAttention(
+    AttentionSetting(
+        shape=AttentionShape(
+            num_heads=2, num_kv_heads=2, head_dim=64, scale=0.125, windows=(None,)
+        ),
+        page_size=16,
+        max_sequence_length=128,
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+        max_batch_size=8,
+        max_captured_batch_size=0,
+        device=torch.device("cpu"),
+    )
 )
 TRITON = PagedAttention("triton", SDPA, SDPA)
 FI = PagedAttention("fi", SDPA, SDPA, captures_chunks=False)
@@ -104,50 +116,42 @@ def test_options_that_ask_for_it_are_refused(
 # --- graphs ---------------------------------------------------------------------------------------
 
 
+class FakeGraph:
+    """``Graph``."""
+
+    def __init__(self, output: str) -> None:
+        self.output = output
+
+
 class FakeGpu:
-    """A ``CudaDevice`` and CUDA graphs that list what is done; each graph takes 1 GiB of 40."""
+    """A ``Device`` that lists what is done; each graph takes 1 GiB of 40."""
 
-    torch_device = torch.device("cpu")
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.done: list[str] = []
         self.free_bytes = 40 * 2**30
-        self.stream = SimpleNamespace(synchronize=lambda: self.done.append("wait"))
-        self.queue = torch.inference_mode
-        self.pools = iter(["first pool", "second pool"])
-        gpu = self
-
-        class Graph:
-            def replay(self) -> None:
-                gpu.done.append("replay")
-
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(self.pools))
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        monkeypatch.setattr(torch.cuda, "graph", self.capturing)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free_bytes, 2**37))
 
     def free_memory(self) -> int:
         return self.free_bytes
 
-    @contextmanager
-    def capturing(
-        self, graph: object, *, pool: str, stream: object, capture_error_mode: str
-    ) -> Iterator[None]:
-        assert stream is self.stream
-        self.done.append(f"begin in {pool}")
-        yield
+    def capture(self, work: Callable[[], str]) -> FakeGraph:
+        self.done.append("begin")
+        output = work()
         self.done.append("end")
         self.free_bytes -= 2**30
+        return FakeGraph(output)
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return FakeGpu(monkeypatch)
+def gpu() -> FakeGpu:
+    return FakeGpu()
 
 
 def captured(
-    gpu: FakeGpu, sizes: Sequence[int], work: Callable[[int], str]
-) -> dict[int, tuple[torch.cuda.CUDAGraph, str]]:
+    gpu: FakeGpu,
+    sizes: Sequence[int],
+    work: Callable[[int], str],
+    progress: Progress = unseen,
+) -> dict[int, Graph[str]]:
     device: Any = gpu
     return capture.capture(
         device,
@@ -156,46 +160,50 @@ def captured(
         work,
         prepare=lambda size: gpu.done.append(f"prepare {size}"),
         option="cuda_graph_x",
+        progress=progress,
     )
 
 
-def test_graphs_share_a_pool_largest_first_after_a_run_that_is_not_captured(gpu: FakeGpu) -> None:
+def test_graphs_are_captured_largest_first_after_a_run_that_is_not_captured(gpu: FakeGpu) -> None:
     def work(size: int) -> str:
         gpu.done.append(f"work {size}")
         return f"output {size}"
 
     graphs = captured(gpu, [16, 64, 32], work)
-    assert {size: output for size, (_, output) in graphs.items()} == {
+    assert {size: graph.output for size, graph in graphs.items()} == {
         64: "output 64",
         32: "output 32",
         16: "output 16",
     }
     expected = []
     for size in (64, 32, 16):
-        expected += [f"prepare {size}", f"work {size}", "wait"]
-        expected += ["begin in first pool", f"work {size}", "end", "replay"]
-    assert gpu.done == [*expected, "wait"]
+        expected += [f"prepare {size}", f"work {size}", "begin", f"work {size}", "end"]
+    assert gpu.done == expected
 
 
-def test_progress_of_captures_is_their_sizes_and_the_free_memory(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reports: list[tuple[int, int]] = []
+def test_progress_of_captures_is_their_sizes(gpu: FakeGpu) -> None:
+    reports: list[str] = []
 
     @contextmanager
-    def progress(what: str, num_graphs: int) -> Iterator[Callable[[int, int], None]]:
-        assert (what, num_graphs) == ("number of tokens", 2)
-        yield lambda size, free: reports.append((size, free))
+    def progress(what: str, num_items: int) -> Iterator[Callable[[str], None]]:
+        assert (what, num_items) == ("capturing CUDA graphs by number of tokens", 2)
+        yield reports.append
 
-    monkeypatch.setattr(capture, "_progress", progress)
-    captured(gpu, [32, 64], str)
-    assert reports == [(64, 39 * 2**30), (32, 38 * 2**30)]
+    captured(gpu, [32, 64], str, progress)
+    assert reports == ["number of tokens 64", "number of tokens 32"]
+
+
+def test_the_log_says_what_captures_took(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        captured(gpu, [32, 64], str)
+    assert "captured 2 CUDA graphs by number of tokens" in caplog.text
+    assert "take 2.00 GiB" in caplog.text
 
 
 def test_too_little_memory_for_graphs_names_the_option(gpu: FakeGpu) -> None:
     def work(size: int) -> str:
         if size == 32:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return ""
 
     message = "number of tokens 32 does not fit .*, with 39.0 GiB free: .* or cuda_graph_x"
@@ -207,7 +215,7 @@ def test_too_little_memory_for_graphs_names_the_option(gpu: FakeGpu) -> None:
 
 
 def out_of_memory(*arguments: object, **options: object) -> NoReturn:
-    raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def facts_of(num_ranks: int = 1, **options: Any) -> Resolved:
@@ -215,7 +223,10 @@ def facts_of(num_ranks: int = 1, **options: Any) -> Resolved:
     folder = Path(DEMO_MODEL)
     spec = load_spec(folder)
     device: Any = SimpleNamespace(
-        torch_device=torch.device("cuda", 1), free_memory=lambda: 1000, kv_bytes_cap=None
+        torch_device=torch.device("cuda", 1),
+        free_memory=lambda: 1000,
+        kv_bytes_cap=None,
+        is_host=False,
     )
     return Resolved(
         options=EngineOptions(**options),
@@ -276,17 +287,7 @@ def test_too_little_memory_for_pages(
     ],
 )
 def test_larger_batches_are_captured_on_large_gpus(
-    gib: int, options: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+    gib: int, options: dict[str, Any], most: int
 ) -> None:
-    class Chosen(Exception):
-        pass
-
-    def choose(name: str | None, setting: AttentionSetting) -> PagedAttention:
-        raise Chosen(setting.max_captured_batch_size)
-
-    monkeypatch.setattr(build_rank, "choose_attention", choose)
-    facts = facts_of(**{"max_running_requests": 512, **options})
-    device: Any = SimpleNamespace(total_memory=gib * 2**30, torch_device=facts.device.torch_device)
-    nothing: Any = None
-    with pytest.raises(Chosen, match=f"^{most}$"):
-        build_rank._cuda_executor(facts, device, nothing, nothing)
+    chosen = EngineOptions(**{"max_running_requests": 512, **options})
+    assert max_captured_batch_size(chosen, gib * 2**30) == most

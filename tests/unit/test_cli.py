@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from minisgl_backend.cli.interrupt import signals_as_ctrl_c
-from minisgl_backend.cli.main import LazyGroup, main
+from minisgl_backend.cli.lazy import LazyGroup
+from minisgl_backend.cli.main import main
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> LazyGroup:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     places = {
         "gateway": "minisgl_gateway.command:gateway",
-        "planner": "minisgl_backend.bench.planner:planner",
+        "planner": "minisgl_bench.planner:planner",
     }
     return LazyGroup("minisgl", places, "Help.")
 

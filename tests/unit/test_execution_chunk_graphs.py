@@ -12,10 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from minisgl_backend.attention.paged import AttentionSetting
+from minisgl_backend.execution.flat_layers import FlatLayers
+from minisgl_backend.models.fused import FusedDecoder
 from torch import Tensor
 
 from minisgl_backend.attention import choose
-from minisgl_backend.attention.paged import AttentionSetting
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution import cuda_executor
@@ -28,12 +30,10 @@ from minisgl_backend.execution.chunk_graphs import (
     token_counts,
 )
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.execution.flat_layers import FlatLayers
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.storage import KVStorage, zeroed_layers
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.fused import FusedDecoder
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import IntArray

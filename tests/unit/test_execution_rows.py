@@ -1,4 +1,4 @@
-"""Rows of a GPU, as the host writes them, beside the sampler of a CPU: they adjust logits alike."""
+"""The state of rows as the host writes it, and what becomes of logits by it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from minisgl_backend.device.cpu import CpuDevice
-from minisgl_backend.execution.rows import DeviceRows
-from minisgl_backend.execution.sampler import Sampler
-from minisgl_backend.execution.sampling_lines import bias_of, marks_of
-from minisgl_backend.kernels.rows import keep_sampled
+from minisgl_backend.execution.rows import DeviceRows, bias_of, marks_of
+from minisgl_backend.execution.sampling import Sampler
 from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
 from minisgl_backend.kernels.sampling_table import IN_PROMPT, IS_STOP, ONCE
-from minisgl_backend.plan import Admission
+from minisgl_backend.parallel.group import OneRank
+from minisgl_backend.plan import NO_TOKEN, Admission
 from minisgl_backend.request import RequestId, SamplingParams
 
 VOCAB_SIZE = 40
@@ -86,15 +85,37 @@ def test_most_requests_have_no_lines(params: SamplingParams) -> None:
     assert bias_of(params, VOCAB_SIZE) is None
 
 
+class Oracle:
+    """What a row's greedy token is, by counting its tokens one by one."""
+
+    def __init__(self, of_row: Admission, prompt: list[int], output: list[int]):
+        self.params = of_row.sampling
+        self.prompt, self.output = prompt, list(output)
+        self.num_sampled = len(output)
+
+    def best(self, logits: list[float]) -> int:
+        params, adjusted = self.params, []
+        for token, logit in enumerate(logits):
+            count = self.output.count(token)
+            if params.has_penalties and (count or token in self.prompt):
+                factor = params.repetition_penalty
+                logit = logit / factor if logit > 0 else logit * factor
+            logit -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+            logit += sum(value for biased, value in params.logit_bias if biased == token)
+            is_early = self.num_sampled < params.min_tokens
+            if is_early and token in params.stop_token_ids:
+                logit = -np.inf
+            adjusted.append(logit)
+        return int(np.argmax(adjusted))
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_greedy_tokens_are_those_of_the_sampler(seed: int) -> None:
+def test_greedy_tokens_follow_what_each_request_asked_for(seed: int) -> None:
     """Rows are taken again and again, by new requests and by those that have begun elsewhere."""
     rng = np.random.default_rng(seed)
-    rows, sampler = (
-        device_rows(),
-        Sampler(max_rows=MAX_ROWS, vocab_size=VOCAB_SIZE),
-    )
-    workspace = SamplingWorkspace(MAX_ROWS, VOCAB_SIZE, torch.device("cpu"))
+    device, oracles = CpuDevice(), dict[int, Oracle]()
+    table = device_rows()
+    sampler = Sampler(table.table, device, OneRank())
     positions = np.zeros(MAX_ROWS, np.int64)
     for step in range(12):
         admitted = range(MAX_ROWS) if step == 0 else rng.choice(MAX_ROWS, 3, replace=False).tolist()
@@ -109,18 +130,23 @@ def test_greedy_tokens_are_those_of_the_sampler(seed: int) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=99, **asked)
             prompt, output = (rng.integers(0, VOCAB_SIZE, n).tolist() for n in (5, step % 3))
             admissions.append(admission(row, params, prompt, output))
+            oracles[row] = Oracle(admissions[-1], prompt, output)
             positions[row] = 5 + step % 3
-        rows.admit(admissions)
-        for of_row in admissions:
-            sampler.admit(of_row)
+        table.admit(admissions)
+        sampler.admit(admissions)
         batch = rng.permutation(MAX_ROWS)[:8]
         logits = torch.from_numpy(rng.normal(size=(8, VOCAB_SIZE)).astype(np.float32)) * 3
-        logits[rng.integers(8)] = torch.nan  # that row counts nothing
-        expected = sampler.sample(logits, batch, positions[batch]).tokens.int()
+        broken = int(rng.integers(8))
+        logits[broken] = torch.nan  # that row counts nothing
+        expected = [
+            NO_TOKEN if index == broken else oracles[row].best(logits[index].tolist())
+            for index, row in enumerate(batch.tolist())
+        ]
         of_batch, at = torch.from_numpy(np.stack([batch, positions[batch]]).astype(np.int32))
-        tokens = sample(logits, rows.table.sampling, of_batch, at, workspace)
-        assert torch.equal(tokens, expected)
-        keep_sampled(rows.table, of_batch, at, tokens)
+        assert sampler.sample(logits, of_batch, at).tokens.tolist() == expected
+        for row, token in zip(batch.tolist(), expected, strict=True):
+            oracles[row].output += [token] * (token != NO_TOKEN)
+            oracles[row].num_sampled += 1
         positions[batch] += 1
 
 

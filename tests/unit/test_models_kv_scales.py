@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minisgl_backend.attention.base import AttentionShape, KVScale
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.storage import KVStorage, zeroed_layers
+from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.kv_scales import read_kv_scales
@@ -139,7 +139,7 @@ def test_pages_carry_the_scales_of_their_layer() -> None:
         device=torch.device("cpu"),
         scales=[KVScale(0.5, 2.0), KVScale()],
     )
-    first, second = zeroed_layers(storage)
+    first, second = storage.layers
     assert first.k_scale is not None
     assert first.v_scale is not None
     assert (first.k_scale.tolist(), first.v_scale.tolist()) == ([0.5], [2.0])

@@ -9,14 +9,15 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from minisgl_backend.moe.experts import ExpertsMLP
+from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.parallel.group import OneRank
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("top_k", [1, 3, 8])
 @pytest.mark.parametrize("num_tokens", [1, 2, 50])
-def test_equal_to_transformers(normalize: bool, top_k: int, num_tokens: int) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_equal_to_transformers(normalize: bool, top_k: int, num_tokens: int, fused: bool) -> None:
     config = Qwen3MoeConfig(
         hidden_size=32,
         moe_intermediate_size=24,
@@ -25,7 +26,15 @@ def test_equal_to_transformers(normalize: bool, top_k: int, num_tokens: int) -> 
         norm_topk_prob=normalize,
     )
     theirs: Any = Qwen3MoeSparseMoeBlock(config)
-    ours = ExpertsMLP(32, 24, num_experts=8, top_k=top_k, normalize=normalize, group=OneRank())
+    ours = ExpertsMLP(
+        32,
+        24,
+        num_experts=8,
+        top_k=top_k,
+        normalize=normalize,
+        fused=fused,
+        group=OneRank(),
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for mine, other in (
@@ -37,4 +46,4 @@ def test_equal_to_transformers(normalize: bool, top_k: int, num_tokens: int) -> 
             other.copy_(mine)
         x = torch.randn(num_tokens, 32, generator=generator)
         expected = theirs(x.unsqueeze(0)).squeeze(0)
-        torch.testing.assert_close(ours(x), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.part(x), expected, atol=1e-5, rtol=1e-5)

@@ -25,6 +25,7 @@ from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import Group, OneRank
+from minisgl_backend.progress import shown
 from tests.conformance.checkpoints import write_checkpoint
 
 
@@ -74,7 +75,7 @@ def test_merged_weights_hold_the_checkpoints_tensors(checkpoints: Path, case: st
     assert places.keys() == tensors.keys()
     for name, place in places.items():
         assert torch.equal(place.target, tensors[name].expand_as(place.target)), name
-    qkv = model.get_parameter("model.layers.0.self_attn.qkv_proj.weight")
+    qkv = model.get_parameter("model.layers.0.self_attn.qkv_proj.matrix.weight")
     parts = [tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
     assert torch.equal(qkv, torch.cat(parts))
 
@@ -219,13 +220,13 @@ def test_progress_is_a_bar_on_a_terminal_and_a_log_line_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        _build(folder)
-    assert "loading 24 tensors" in caplog.text and "loaded 24 tensors" in caplog.text
+        _build(folder, progress=shown)
+    assert "loading weights: 24" in caplog.text and "loaded 24 tensors" in caplog.text
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    _build(folder)
+    _build(folder, progress=shown)
     assert "loading weights" in capsys.readouterr().err
-    _build(folder, group=_Rank(1))  # rank 0 draws one for all
+    _build(folder)  # as on ranks other than 0
     assert capsys.readouterr().err == ""
 
 

@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 import pytest
 import torch
+from minisgl_backend.execution.sampler import Sampler
 from torch import Tensor
 
-from minisgl_backend.execution.sampler import Sampler
 from minisgl_backend.plan import NO_TOKEN, Admission
 from minisgl_backend.request import RequestId, SamplingParams, TokenLogprobs
 

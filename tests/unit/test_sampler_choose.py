@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
 from minisgl_backend.execution.choose import at_random, at_random_filtered, greedy
 from minisgl_backend.execution.uniform import uniform
+from torch import Tensor
 
 
 def _logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:

@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import pytest
 
-from minisgl_backend.check.processes import runs
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.heartbeat import Heartbeat
 from minisgl_backend.server import asking, faults
@@ -37,6 +36,7 @@ from minisgl_backend.server.supervisor import (
     Phase,
     Supervisor,
 )
+from minisgl_check.processes import runs
 from tests.fakes.answers import answering
 
 PATIENCE_S = 30.0

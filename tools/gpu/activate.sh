@@ -6,7 +6,7 @@
 #   server   has a Python of its own, MINISGL_SERVER_PYTHON, which sees the machine's packages behind
 #            its own: tritonserver's stub reads no PYTHONPATH, and needs a numpy that is not theirs
 MINISGL_GPU_SITE=${MINISGL_GPU_SITE:-/tmp/minisgl-gpu}
-PYTHONPATH="$PWD:$PWD/client${PYTHONPATH:+:$PYTHONPATH}"
+PYTHONPATH="$PWD:$PWD/client:$PWD/workbench${PYTHONPATH:+:$PYTHONPATH}"
 _kernels="$MINISGL_GPU_SITE/kernels"
 _server="$MINISGL_GPU_SITE/server"
 _version=$(python3 -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
@@ -21,7 +21,7 @@ if [ -e .gpu/server.tar.xz ] && [ ! -e "$_server/.complete" ]; then
     _packages="$_server/lib/$_version/site-packages"
     python3 -m venv --without-pip "$_server"
     tar -C "$_packages" -xJf .gpu/server.tar.xz
-    python3 - "$PWD" "$PWD/client" "$_kernels" > "$_packages/machine.pth" <<'PYTHON' && touch "$_server/.complete"
+    python3 - "$PWD" "$PWD/client" "$PWD/workbench" "$_kernels" > "$_packages/machine.pth" <<'PYTHON' && touch "$_server/.complete"
 import site
 import sys
 

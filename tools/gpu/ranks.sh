@@ -32,8 +32,8 @@ if [ -e .gpu/trtllm_comm.so.xz ] && [ ! -e "$BUILT/trtllm_comm.so" ]; then
     mkdir -p "$BUILT" && xz -dc .gpu/trtllm_comm.so.xz > "$BUILT/trtllm_comm.so"
 fi
 
-python3 -m minisgl_backend.bench.dummy_model qwen3-14b "$SCRATCH/14b"
-python3 -m minisgl_backend.bench.dummy_model qwen3-30b-a3b "$SCRATCH/30b"
+python3 -m minisgl_bench.dummy_model qwen3-14b "$SCRATCH/14b"
+python3 -m minisgl_bench.dummy_model qwen3-30b-a3b "$SCRATCH/30b"
 DENSE="--model $SCRATCH/14b --load-format dummy --max-sequence-length 4096"
 EXPERTS="--model $SCRATCH/30b --load-format dummy --max-sequence-length 4096"
 SIZES="--batch-size 1 --batch-size 64 --batch-size 256 --cuda-graph-batch-sizes 1,64,256"

@@ -7,7 +7,7 @@
 source tools/gpu/activate.sh
 python=${MINISGL_SERVER_PYTHON:?needs .gpu/server.tar.xz}
 model=$MINISGL_GPU_SITE/qwen3-0.6b
-"$python" -m minisgl_backend.bench.dummy_model qwen3-0.6b "$model"
+"$python" -m minisgl_bench.dummy_model qwen3-0.6b "$model"
 timeout 400 "$python" -m minisgl_backend.cli bench server-share \
     --model "$model" --load-format dummy --requests 256 --input-length 100 1024 \
     --output-length 100 1024 --temperature 0.6 --json "${OUT:-.}/server-qwen3-0.6b.json" "$@"

@@ -12,7 +12,7 @@ Nothing depends on how splits are shared among programs, nor on their order.
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels import sampling
+from minisgl_backend.kernels import sampling_workspace
 from minisgl_backend.kernels.jit.bins import (
     ONE,
     bin_of,
@@ -27,9 +27,9 @@ from minisgl_backend.kernels.jit.noise import gumbel
 from minisgl_backend.kernels.jit.pdl import wait_previous
 from minisgl_backend.kernels.jit.sampling_table import load_row
 
-ROUNDS = tl.constexpr(sampling.ROUNDS)
-SUMS = tl.constexpr(sampling.SUMS)
-BRACKET = tl.constexpr(sampling.BRACKET)
+ROUNDS = tl.constexpr(sampling_workspace.ROUNDS)
+SUMS = tl.constexpr(sampling_workspace.SUMS)
+BRACKET = tl.constexpr(sampling_workspace.BRACKET)
 _SHIFT = tl.constexpr(22)  # of the first round's bins: two of them halve the weight
 
 

@@ -30,10 +30,10 @@ from minisgl_backend.kernels.jit.sampling_table import (
     load_number,
     load_row,
 )
-from minisgl_backend.kernels.sampling import BLOCK, split_size
+from minisgl_backend.kernels.sampling_rule import split_size
+from minisgl_backend.kernels.sampling_workspace import BLOCK, SamplingWorkspace
 
 if TYPE_CHECKING:
-    from minisgl_backend.kernels.sampling import SamplingWorkspace
     from minisgl_backend.kernels.sampling_table import SamplingTable
 
 

@@ -1,0 +1,125 @@
+"""CUDA graphs of decode steps: from the rows' state to the rows' state, sampling included.
+
+A graph holds a whole step for one batch size: look up the rows, run the layers, sample, write
+tokens and lengths back (``kernels.rows``). Between two replays the host writes nothing but the
+step's inputs, and that only when rows changed or pages were granted.
+
+Batches are padded to the next captured size with the dummy row. If kernels follow a schedule of the
+host's (``attention.base.ScheduledDecode``), it is written before each replay.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from minisgl_backend.device.base import Device
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.capture import capture
+from minisgl_backend.execution.sampling import StepOutput
+from minisgl_backend.kernels.rows import RowTable, StepInbox
+from minisgl_backend.progress import Progress
+from minisgl_backend.request import IntArray
+
+
+def batch_sizes(most: int, chosen: str | None) -> list[int]:
+    """Sizes to capture, ascending: 1, 2, 4, then every eighth up to ``most``; or those ``chosen``.
+
+    ``chosen`` is the option cuda_graph_batch_sizes; raises ``ConfigError`` if it is malformed, or
+    given although there are to be no graphs.
+    """
+    if most == 0:
+        if chosen is not None:
+            raise ConfigError(
+                f"cuda_graph_batch_sizes={chosen} does not go with cuda_graph_max_batch_size=0, "
+                "which turns all CUDA graphs off"
+            )
+        return []
+    if chosen is None:
+        return sorted({size for size in (1, 2, 4, *range(8, most, 8), most) if size <= most})
+    try:
+        sizes = sorted({int(word) for word in chosen.split(",")})
+    except ValueError:
+        sizes = []
+    if not sizes or sizes[0] < 1 or sizes[-1] > most:
+        raise ConfigError(
+            f"cuda_graph_batch_sizes must be numbers of 1..{most} as 1,2,4, got {chosen!r}"
+        )
+    return sizes
+
+
+class DecodeGraphs:
+    """The captured steps, and the inputs they read. To be used in submitted work only."""
+
+    def __init__(
+        self,
+        device: Device,
+        table: RowTable,
+        step: Callable[[StepInbox, int], StepOutput],
+        sizes: Sequence[int],
+        schedule: Callable[[IntArray], None] | None,
+        progress: Progress,
+    ):
+        """``step`` enqueues a decode step of the given number of first rows of its inputs;
+        ``schedule`` gets the rows' lengths, int32 [batch_size], before such a step is enqueued."""
+        self._device = device
+        self._table = table
+        most = max(sizes)
+        self._sizes = sorted(sizes)
+        self._inputs = StepInbox.empty(most, most, device.torch_device)
+        self._inputs.rows.fill_(table.dummy_row)
+        self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
+        self._schedule = schedule
+        self._graphs = capture(
+            device,
+            "batch size",
+            self._sizes,
+            lambda size: step(self._inputs, size),  # of dummy rows
+            prepare=self._schedule_padding,
+            option="cuda_graph_max_batch_size",
+            progress=progress,
+        )
+
+    def fits(self, num_rows: int, num_grants: int) -> bool:
+        """Whether a step of so many rows and grants can be replayed."""
+        return num_rows <= self._sizes[-1] and num_grants <= self._inputs.max_grants
+
+    def replay(self, rows: IntArray, positions: IntArray, grants: IntArray) -> StepOutput:
+        """Enqueue a decode step of ``rows`` at ``positions``, int32 [num_rows] both, after grants
+        int32 [3, num_grants].
+
+        The output's first num_rows entries are those of the rows.
+        """
+        num_rows, num_grants = len(rows), grants.shape[1]
+        size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+        known = self._rows[:size]
+        changed = not (
+            np.array_equal(known[:num_rows], rows)
+            and (known[num_rows:] == self._table.dummy_row).all()
+        )
+        if changed or num_grants:
+            known[:num_rows] = rows
+            known[num_rows:] = self._table.dummy_row
+            most = self._inputs.max_batch
+            content = np.empty(1 + most + 3 * num_grants, np.int32)
+            content[0] = num_grants
+            content[1 : 1 + most] = self._rows
+            content[1 + most :] = grants.T.reshape(-1)
+            self._device.overwrite(self._inputs.buffer[: len(content)], content)
+        if self._schedule is not None:
+            lengths = np.ones(size, np.int32)
+            lengths[:num_rows] += positions
+            self._schedule(lengths)
+        graph = self._graphs[size]
+        graph.replay()
+        return graph.output
+
+    def close(self) -> None:
+        """Destroy the graphs, which hold the addresses of everything they use."""
+        self._graphs.clear()
+
+    def _schedule_padding(self, size: int) -> None:
+        if self._schedule is not None:
+            self._schedule(np.ones(size, np.int32))

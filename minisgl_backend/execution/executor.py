@@ -1,0 +1,279 @@
+"""Runs plans on a device: for each a forward pass, and a token for each row that gets one.
+
+What outlives a step is on the device, by row or page (``rows``, ``storage``), so a step is queued
+without knowing what the one before it sampled. Everything runs in the order of the device's queue.
+If the device offers graphs, decode steps are captured whole, and other steps up to a size have
+their layers captured.
+
+Must not know requests that wait, the cache, or why rows and pages are granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
+from minisgl_backend.device.base import Device, Submission
+from minisgl_backend.errors import ConfigError, InvariantError
+from minisgl_backend.execution.chunk_graphs import ChunkGraphs
+from minisgl_backend.execution.decode_graphs import DecodeGraphs
+from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.forward import ForwardPass
+from minisgl_backend.execution.logprobs import RawLogprobs
+from minisgl_backend.execution.rows import DeviceRows
+from minisgl_backend.execution.sampling import Sampler, StepOutput, WatchLogits
+from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.kernels.rows import StepInbox, begin_decode
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.plan import SampledTokens, StepPlan
+from minisgl_backend.progress import Progress, unseen
+from minisgl_backend.request import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorLimits:
+    """The sizes that an executor is made for.
+
+    ``graph_sizes`` are the batch sizes of decode steps to capture, ``chunk_graph_sizes`` the
+    numbers of tokens of steps with prompt chunks, both ascending; without any there are no graphs.
+    """
+
+    max_rows: int
+    max_sequence_length: int
+    max_prefill_tokens: int
+    graph_sizes: tuple[int, ...] = ()
+    chunk_graph_sizes: tuple[int, ...] = ()
+
+
+class ModelExecutor:
+    """A model, its pages and its rows on one device (``RankExecutor``).
+
+    Rows are numbered 0 .. max_rows - 1, pages 0 .. storage.num_pages - 1. On a GPU, tensors that
+    are handed in must be ready on the device's queue (``CudaDevice.catch_up``).
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        storage: KVStorage,
+        attention: PagedAttention,
+        device: Device,
+        limits: ExecutorLimits,
+        watch_logits: WatchLogits | None = None,
+        progress: Progress = unseen,
+    ):
+        """Raises ``ConfigError`` if the remaining memory cannot hold the graphs, and beside them a
+        step of ``max_prefill_tokens``."""
+        self.device = device
+        self.graphs: DecodeGraphs | None = None
+        self.chunk_graphs: ChunkGraphs | None = None
+        self._model = model
+        self._storage = storage
+        self._attention = attention
+        self._limits = limits
+        self._is_broken = False
+        self._mark: Callable[[str], AbstractContextManager[object]] = nullcontext
+        device.submit(partial(self._prepare, watch_logits, progress)).result()
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue the step. What fails raises here, or in ``tokens`` of the result."""
+        return LaunchedStep(self.device.submit(partial(self._run, plan)))
+
+    def renew(self) -> None:
+        """Run steps again after one that broke. All ranks must do this together."""
+        self._is_broken = False
+
+    def close(self) -> None:
+        """Wait for the steps in the queue, then destroy the graphs. Idempotent."""
+        self.device.close()
+        for graphs in (self.graphs, self.chunk_graphs):
+            if graphs is not None:
+                graphs.close()
+
+    def mark(self, mark: Callable[[str], AbstractContextManager[object]]) -> None:
+        """Put ``mark`` around each layer and the sampling of steps that are not captured, for
+        profilers."""
+        self._model.mark = mark
+        self._mark = mark
+
+    # --- in the device's queue --------------------------------------------------------------------
+
+    def _prepare(self, watch_logits: WatchLogits | None, progress: Progress) -> None:
+        model, storage, limits, device = self._model, self._storage, self._limits, self.device
+        self.rows = DeviceRows(
+            device,
+            max_rows=limits.max_rows,
+            max_sequence_length=limits.max_sequence_length,
+            page_size=storage.page_size,
+            dummy_page=storage.dummy_page,
+            vocab_size=model.spec.vocab_size,
+        )
+        self._forward = ForwardPass(model, self.rows, self._attention, device)
+        self._sampler = Sampler(self.rows.table, device, model.group, watch_logits=watch_logits)
+        self._logits = torch.empty(
+            (max([0, *limits.graph_sizes]), model.spec.vocab_size),
+            dtype=model.dtype,
+            device=device.torch_device,
+        )
+        if device.is_host:
+            return
+        self._warm_up_all()
+        if limits.graph_sizes:
+            decode = self._attention.decode
+            self.graphs = DecodeGraphs(
+                device,
+                self.rows.table,
+                self._decode_step,
+                limits.graph_sizes,
+                decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
+                progress,
+            )
+        if limits.chunk_graph_sizes:
+            self.chunk_graphs = ChunkGraphs(
+                device,
+                self._forward.over_chunks,
+                limits.chunk_graph_sizes,
+                max_rows=limits.max_rows,
+                progress=progress,
+            )
+        if self.graphs or self.chunk_graphs:
+            self._warm_up_largest()  # again, since it has to fit beside the graphs
+
+    def _run(self, plan: StepPlan) -> _HostOutput:
+        """Run a step, but with several ranks none after a step that broke.
+
+        Other ranks may still be in the middle of the broken step: they would mix their sums of it
+        with this rank's sums of the next step.
+        """
+        if self._is_broken:
+            raise InvariantError("a step before this one broke")
+        try:
+            return self._run_step(plan)
+        except Exception:
+            self._is_broken = self._model.group.size > 1
+            raise
+
+    def _run_step(self, plan: StepPlan) -> _HostOutput:
+        if len(plan.broken_pages):
+            self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
+        if plan.admissions:
+            self.rows.admit(plan.admissions)
+            self._sampler.admit(plan.admissions)
+        grants = np.stack([plan.grant_rows, plan.grant_indices, plan.grant_pages])
+        num_decodes, num_grants = len(plan.decode_rows), grants.shape[1]
+        is_decode = num_decodes > 0 and not len(plan.prefill_rows)
+        if is_decode and self.graphs and self.graphs.fits(num_decodes, num_grants):
+            output = self.graphs.replay(plan.decode_rows, plan.decode_positions, grants)
+        else:
+            self.rows.grant(*grants)
+            output = self._flat_step(FlatBatch.of(plan), plan.prefill_tokens)
+        rows = plan.sample_rows
+        return _HostOutput(
+            self.device.download(output.tokens[: len(rows)]), self._sampler.logprobs(output, rows)
+        )
+
+    def _decode_step(self, inputs: StepInbox, batch_size: int) -> StepOutput:
+        """A whole decode step of the first rows of ``inputs``; this is what graphs hold."""
+        step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
+        hidden = self._forward.over_decodes(step)
+        logits = self._model.logits(hidden, out=self._logits[:batch_size])
+        return self._sampler.sample(logits, step.rows, step.lengths)
+
+    def _flat_step(self, batch: FlatBatch, prefill_tokens: IntArray) -> StepOutput:
+        """Any step: the layers over its tokens, then head and sampling."""
+        if self.chunk_graphs is not None and self.chunk_graphs.fits(batch):
+            hidden = self.chunk_graphs.replay(batch, prefill_tokens)
+        else:
+            hidden = self._forward.launched(batch, prefill_tokens)
+        if not len(batch.samples):
+            nothing = torch.empty(0, dtype=torch.int32, device=self.device.torch_device)
+            return StepOutput(nothing, self._logits[:0])
+        numbers = np.stack([batch.samples, batch.sample_rows, batch.sample_positions])
+        samples, rows, positions = self.device.upload(numbers.astype(np.int32))
+        with self._mark("sampling"):
+            logits = self._model.logits(hidden.index_select(0, samples))
+            return self._sampler.sample(logits, rows, positions, host_rows=batch.sample_rows)
+
+    # --- at the start, on a GPU -------------------------------------------------------------------
+
+    def _warm_up_all(self) -> None:
+        """Compile the kernels of steps of all kinds, and see whether the largest has memory."""
+        self._warm_up_largest()
+        for length in (min(self._longest_chunk, 64), 1):
+            self._warm_up([length], 0)
+        self._warm_up([], 1)
+
+    def _warm_up_largest(self) -> None:
+        limits = self._limits
+        num_whole, rest = divmod(limits.max_prefill_tokens, self._longest_chunk)
+        chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
+        chunks = chunks[: limits.max_rows]
+        self._warm_up(chunks, limits.max_rows - len(chunks))
+
+    @property
+    def _longest_chunk(self) -> int:
+        return min(self._limits.max_prefill_tokens, self._limits.max_sequence_length)
+
+    def _warm_up(self, chunks: list[int], num_decodes: int) -> None:
+        """Run a step of chunks of these lengths and ``num_decodes`` decodes, with logprobs of all
+        its samples."""
+        plan = self._dummy_plan(chunks, num_decodes)
+        try:
+            output = self._flat_step(FlatBatch.of(plan), plan.prefill_tokens)
+            wanted = np.ones(len(output.tokens), np.int64)
+            RawLogprobs.of(output.logits, output.tokens, wanted, self.device.upload)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of {sum(chunks) + num_decodes} tokens does not fit beside the KV pages, "
+                f"with {self.device.free_memory() / 2**30:.1f} GiB free: lower memory_ratio, "
+                "num_pages, max_prefill_tokens or max_running_requests"
+            ) from error
+
+    def _dummy_plan(self, chunks: list[int], num_decodes: int) -> StepPlan:
+        """A plan whose chunks and decodes are all of the dummy row: only its page is written."""
+        row, empty = self.rows.table.dummy_row, np.empty(0, np.int32)
+        return StepPlan(
+            step=-1,
+            released_rows=empty,
+            broken_pages=empty,
+            admissions=(),
+            grant_rows=empty,
+            grant_indices=empty,
+            grant_pages=empty,
+            prefill_rows=np.full(len(chunks), row, np.int32),
+            prefill_starts=np.zeros(len(chunks), np.int32),
+            prefill_lengths=np.array(chunks, np.int32),
+            prefill_samples=np.ones(len(chunks), np.int32),
+            prefill_tokens=np.zeros(sum(chunks), np.int32),
+            decode_rows=np.full(num_decodes, row, np.int32),
+            decode_positions=np.zeros(num_decodes, np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _HostOutput:
+    """What a step sampled, on the host: ``tokens`` int32 [num_samples]."""
+
+    tokens: Tensor
+    logprobs: RawLogprobs | None
+
+
+class LaunchedStep:
+    """A step in the queue (``Pending``)."""
+
+    def __init__(self, submission: Submission[_HostOutput]):
+        self._submission = submission
+
+    def tokens(self) -> SampledTokens:
+        output = self._submission.result()
+        token_ids = output.tokens.numpy()
+        logprobs = output.logprobs.by_sample(token_ids) if output.logprobs else {}
+        return SampledTokens(token_ids, logprobs)

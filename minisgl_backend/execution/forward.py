@@ -1,0 +1,134 @@
+"""The layers over the tokens of a step, in each of the three ways in which a step gives its tokens.
+
+``launched``: any step, from arrays of the host. ``over_chunks``: the same to be captured, from
+inputs on the device. ``over_decodes``: a decode step to be captured, from the state of its rows.
+All give the same residual stream for the tokens of the step. Knows the model's forward pass, the
+row table and attention. Must not know plans, graphs or sampling.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import Chunks, DecodeRows, PagedAttention, PagedKV
+from minisgl_backend.device.base import Device
+from minisgl_backend.execution.chunk_graphs import LAST_TOKEN, ChunkInputs
+from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.rows import DeviceRows
+from minisgl_backend.kernels.rows import DecodeInputs
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.token_mixing import Attend
+from minisgl_backend.request import IntArray
+
+
+class ForwardPass:
+    """The layers of ``model`` over tokens of ``rows``."""
+
+    def __init__(
+        self, model: Decoder, rows: DeviceRows, attention: PagedAttention, device: Device
+    ) -> None:
+        self._model = model
+        self._rows = rows
+        self._attention = attention
+        self._device = device
+        # PyTorch's operations take indices of 64 bits, the kernels of a GPU those of 32
+        self._index_dtype = torch.int64 if device.is_host else torch.int32
+
+    def launched(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+        """The residual stream after the layers, [num_tokens, hidden_size]."""
+        upload, rows, num_decodes = self._device.upload, self._rows, batch.num_decodes
+        token_rows, positions = upload(np.stack([batch.rows, batch.positions]))
+        last = rows.table.tokens[token_rows[:num_decodes]]
+        tokens = torch.cat([last, upload(prefill_tokens)])  # int32 [num_tokens]
+        slots = rows.slots(token_rows, positions)
+        chunks = decodes = None
+        if len(batch.chunk_rows):
+            chunks = Chunks(
+                rows=upload(batch.chunk_rows),
+                offsets=upload(batch.chunk_offsets),
+                ends=upload(batch.chunk_ends),
+                page_table=rows.table.pages,
+                max_length=int(np.diff(batch.chunk_offsets).max()),
+                max_end=int(batch.chunk_ends.max()),
+                host_offsets=batch.chunk_offsets,
+                host_ends=batch.chunk_ends,
+            )
+        if num_decodes:
+            lengths = (batch.positions[:num_decodes] + 1).astype(np.int32)
+            decodes = DecodeRows(
+                rows=upload(batch.rows[:num_decodes].astype(np.int32)),
+                lengths=upload(lengths),
+                page_table=rows.table.pages,
+                host_lengths=lengths,
+            )
+        index = self._index_dtype
+        hidden: Tensor = self._model(
+            tokens, positions.to(index), slots.to(index), self._attend_to(decodes, chunks)
+        )
+        return hidden
+
+    def over_chunks(self, inputs: ChunkInputs) -> Tensor:
+        """The same for whatever stands in ``inputs``, and rows of padding."""
+        table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
+        tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
+        slots = self._rows.slots(rows, positions.long()).to(torch.int32)
+        chunks = Chunks(
+            rows=inputs.chunk_rows,
+            offsets=inputs.chunk_offsets,
+            ends=inputs.chunk_ends,
+            page_table=table.pages,
+            max_length=len(tokens),
+            max_end=table.pages.shape[1] * self._rows.page_size,
+        )
+        decodes = DecodeRows(
+            rows=inputs.decode_rows, lengths=inputs.decode_lengths, page_table=table.pages
+        )
+        hidden: Tensor = self._model(tokens, positions, slots, self._attend_to(decodes, chunks))
+        return hidden
+
+    def over_decodes(self, inputs: DecodeInputs) -> Tensor:
+        """The residual stream of decoding rows, [batch_size, hidden_size]."""
+        attend_rows = self._attention.decode.plan_rows(
+            DecodeRows(
+                rows=inputs.rows,
+                lengths=inputs.lengths,
+                page_table=self._rows.table.pages,
+                pdl=self._model.launches_early(len(inputs.rows)),
+            )
+        )
+
+        def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            attend_rows(out, q, kv, layer)
+            return out
+
+        hidden: Tensor = self._model(inputs.tokens, inputs.positions, inputs.slots, attend)
+        return hidden
+
+    def _attend_to(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
+        """Attention of the decoding rows, which stand first, then of the chunks.
+
+        There may be more decoding rows than the flat batch has: then the chunks overwrite what the
+        padding left.
+        """
+        prefill, decode = self._attention.prefill, self._attention.decode
+        attend_chunks = None if chunks is None else prefill.plan_chunks(chunks)
+        attend_rows = None if decodes is None else decode.plan_rows(decodes)
+        num_decodes = 0 if decodes is None else len(decodes.rows)
+        out: Tensor | None = None
+
+        def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
+            nonlocal out
+            if out is None:
+                # Padding behind the chunks is attended as decodes of the dummy row, or not at all:
+                # then it stays 0 in all layers. So what it stores in the dummy page is finite.
+                out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+            if attend_rows is not None:
+                attend_rows(out[:num_decodes], q[:num_decodes], kv, layer)
+            if attend_chunks is not None:
+                attend_chunks(out, q, kv, layer)
+            return out
+
+        return attend

@@ -1,0 +1,117 @@
+"""Between logits and tokens: what a step does with the logits of its rows, on every device.
+
+The steps are, in this order: ``watch_logits``, if the engine was built with one; adjustment and
+choice (``kernels.sampling``), whose parameters stand in the row table; the broadcast of rank 0's
+tokens; keeping them in the row table for the next step. All of this may be captured in a CUDA
+graph. Log-probabilities are computed after it, for the rows that ask for them, from the logits that
+the step leaves; only the reader of the tokens waits for them.
+
+Must not know pages, attention or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.device.base import Device, HostArray
+from minisgl_backend.execution.logprobs import RawLogprobs
+from minisgl_backend.kernels.rows import RowTable, keep_sampled
+from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
+from minisgl_backend.parallel.group import Group
+from minisgl_backend.plan import Admission
+from minisgl_backend.request import IntArray
+
+_NOT_SAMPLED: Final = -2
+"""What rank 0 tells the other ranks in place of tokens if it cannot sample."""
+
+WatchLogits: TypeAlias = Callable[[Tensor, HostArray], Tensor]
+"""(logits [num_samples, vocab_size], their rows int64 [num_samples] on the host) -> the logits to
+sample from. Called on rank 0 in steps that are not captured; for tests of broken engines."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """What a step leaves on the device until the next one: ``tokens`` int32 [num_samples] and
+    ``logits`` [num_samples, vocab_size]; of a captured decode step those of padding, too."""
+
+    tokens: Tensor
+    logits: Tensor
+
+
+class Sampler:
+    """Samples for rows of a ``RowTable``. Rank 0 samples; the other ranks take its tokens."""
+
+    def __init__(
+        self,
+        table: RowTable,
+        device: Device,
+        group: Group,
+        *,
+        watch_logits: WatchLogits | None = None,
+    ):
+        self._table = table
+        self._device = device
+        self._group = group
+        self._watch = watch_logits
+        num_rows = len(table.tokens)
+        self._workspace = SamplingWorkspace(
+            num_rows, table.sampling.vocab_size, device.torch_device
+        )
+        self._num_logprobs = np.full(num_rows, -1, np.int64)  # -1 for none
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Note which requests ask for log-probabilities; the row table knows all else."""
+        for admission in admissions:
+            asked = admission.sampling.num_logprobs
+            self._num_logprobs[admission.row] = -1 if asked is None else asked
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        *,
+        host_rows: HostArray | None = None,
+    ) -> StepOutput:
+        """Sample a token for each line of ``logits``, [num_samples, vocab_size], and keep it.
+
+        ``rows`` and ``positions``, int32 [num_samples], are the row and the position of each new
+        token; ``host_rows`` are the rows on the host, and None in a step to be captured.
+        """
+        group = self._group
+        if group.rank > 0:
+            tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
+            tokens = group.broadcast(tokens)
+            if self._device.is_host and bool((tokens == _NOT_SAMPLED).any()):
+                raise RuntimeError("rank 0 could not sample")
+        else:
+            try:
+                if self._watch is not None and host_rows is not None:
+                    logits = self._watch(logits, host_rows)
+                tokens = sample(logits, self._table.sampling, rows, positions, self._workspace)
+            except Exception:
+                if group.size > 1:
+                    shape = (len(rows),)
+                    group.broadcast(
+                        torch.full(shape, _NOT_SAMPLED, dtype=torch.int32, device=logits.device)
+                    )
+                raise
+            tokens = group.broadcast(tokens)
+        keep_sampled(self._table, rows, positions, tokens)
+        return StepOutput(tokens, logits)
+
+    def logprobs(self, output: StepOutput, rows: IntArray) -> RawLogprobs | None:
+        """Those of the first samples of a step, whose rows are int32 [num_samples]; on the host
+        once the queue has come so far. None if no row asks for them, and on ranks other than 0."""
+        if self._group.rank > 0:
+            return None
+        found = RawLogprobs.of(
+            output.logits, output.tokens, self._num_logprobs[rows], self._device.upload
+        )
+        return None if found is None else found.download(self._device)

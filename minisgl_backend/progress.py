@@ -1,0 +1,46 @@
+"""How far long work at start-up has come: a bar on a terminal, else lines of the log.
+
+Work calls what it is given for each item that is done; it must not know where that is shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+logger = logging.getLogger(__name__)
+
+Progress: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[str], None]]]
+"""(what is done, number of items) -> a context whose value is called with each item's name."""
+
+
+@contextmanager
+def unseen(what: str, num_items: int) -> Iterator[Callable[[str], None]]:
+    """Progress of work that no one watches, as on ranks other than 0."""
+    yield lambda item: None
+
+
+@contextmanager
+def shown(what: str, num_items: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr if it is a terminal; else a line in the log, and one of DEBUG an item."""
+    if not sys.stderr.isatty():
+        logger.info("%s: %d", what, num_items)
+        yield lambda item: logger.debug("%s: %s", what, item)
+        return
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[item]}"),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=num_items, item="")
+        yield lambda item: bar.update(task, advance=1, item=item)

@@ -1,0 +1,140 @@
+"""The benchmarks of an engine, run small on the demo model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from minisgl_backend.build import build_engine
+from minisgl_backend.cli.main import main
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError
+from minisgl_bench import facts
+from minisgl_bench.prompts import random_prompts
+from tests.figures import figures_of
+from tests.unit.test_telemetry import INFO
+
+SMALL = ["--device", "cpu", "--num-pages", "256", "--max-sequence-length", "256"]
+
+
+def test_prompts_are_those_that_others_publish_figures_for() -> None:
+    prompts = random_prompts(
+        256, input_length=(100, 1024), output_length=(100, 1024), vocab_size=151_936, seed=0
+    )
+    assert sum(len(prompt.tokens) for prompt in prompts) == 142_827
+    assert sum(prompt.num_output_tokens for prompt in prompts) == 133_966
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        (["decode", "--batch-size", "2", "--context", "20", "--steps", "5"], {"batch", "step_ms"}),
+        (["prefill", "--length", "20", "--repeats", "2"], {"batch", "prompt_tokens", "median_ms"}),
+        (["offline", "--requests", "2", "--output-length", "4", "8"], {"tokens_per_s"}),
+    ],
+)
+def test_commands_report_what_they_measured(
+    command: list[str], names: set[str], tmp_path: Path
+) -> None:
+    figures = figures_of([*command, *SMALL], tmp_path)
+    assert len(figures["rows"]) == 1
+    assert names <= figures["rows"][0].keys()
+    assert figures["info"]["attention"] == "sdpa"
+    assert figures["info"]["minisgl"] == version("minisgl-triton")
+
+
+@pytest.mark.parametrize(("num_ranks", "nccl"), [(1, None), (2, "2.28.9")])
+def test_versions_of_a_gpu_s_libraries(
+    num_ranks: int, nccl: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not installed is left out."""
+    versions = {"minisgl-triton": "0.1.0", "cuda-bindings": "13.5.0"}
+
+    def lookup(distribution: str) -> str:
+        if distribution not in versions:
+            raise PackageNotFoundError(distribution)
+        return versions[distribution]
+
+    def no_management_library(index: int) -> int:
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr("importlib.metadata.version", lookup)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "device_memory_used", no_management_library, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    options = EngineOptions(tensor_parallel_size=num_ranks)
+    found = facts.engine_facts(replace(INFO, device="cuda:0"), options)
+    assert (found["minisgl"], found["cuda_bindings"]) == ("0.1.0", "13.5.0")
+    assert "flashinfer" not in found
+    assert found.get("nccl") == nccl
+
+
+def test_prompts_begin_with_what_the_prefix_cache_knows(tmp_path: Path) -> None:
+    command = ["prefill", "--length", "40", "--shared-tokens", "32", "--repeats", "2"]
+    (row,) = figures_of([*command, *SMALL], tmp_path)["rows"]
+    assert (row["batch"], row["prompt_tokens"], row["cached_tokens"]) == (1, 40, 32)
+    result = CliRunner().invoke(main, ["bench", *command[:-4], "--shared-tokens", "40", *SMALL])
+    assert result.exit_code == 2
+    assert "--shared-tokens must be less" in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("cancel --repeats 0", "'--repeats': 0 is not in the range x>=1"),
+        ("cancel --step-ms -1", "'--step-ms': -1.0 is not in the range"),
+        ("decode --batch-size 0", "'--batch-size': 0 is not"),
+        ("decode --steps 0", "'--steps': 0 is not"),
+        ("decode --temperature -1", "'--temperature': -1.0 is not"),
+        ("gateway --turns 0", "'--turns': 0 is not"),
+        ("offline --requests 0", "'--requests': 0 is not"),
+        ("offline --input-length 0 0", "'--input-length': 0 is not"),
+        ("offline --output-length 64 16", "'--output-length': MIN 64 exceeds MAX 16"),
+        ("plan-broadcast --steps 0", "'--steps': 0 is not"),
+        ("prefill --repeats 0", "'--repeats': 0 is not"),
+        ("response-path --requests 0", "'--requests': 0 is not"),
+        ("response-path --tokens 0", "'--tokens': 0 is not"),
+        ("scaling --steps 0", "'--steps': 0 is not"),
+    ],
+)
+def test_what_cannot_be_measured_is_wrong_usage(command: str, message: str) -> None:
+    result = CliRunner().invoke(main, ["bench", *command.split()])
+    assert result.exit_code == 2
+    assert f"Invalid value for {message}" in result.output
+
+
+def test_a_batch_beyond_the_rows_is_refused() -> None:
+    command = ["bench", "decode", "--batch-size", "9", "--max-running-requests", "8", *SMALL]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert "max_running_requests" in result.output
+
+
+def test_options_of_a_gpu_are_refused_on_a_cpu() -> None:
+    for name, value in (("kv_cache_dtype", "fp8_e4m3"), ("attention_backend", "fa")):
+        with pytest.raises(ConfigError, match=name):
+            build_engine(EngineOptions.from_mapping({"device": "cpu", name: value}))
+
+
+def test_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU"):
+        build_engine(EngineOptions(device="cuda"))
+
+
+@pytest.mark.parametrize(("num_pages", "is_warned"), [(4, True), (5, False)])
+def test_pages_that_hold_less_than_the_context_are_warned_of(
+    num_pages: int, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 81 tokens the last one needs no position."""
+    options = EngineOptions(device="cpu", num_pages=num_pages, max_sequence_length=81)
+    with caplog.at_level(logging.WARNING):
+        build_engine(options).close(drain_s=0)
+    text = f"the KV pages hold {16 * num_pages} tokens, the context has 81"
+    assert (text in caplog.text) == is_warned

@@ -1,0 +1,284 @@
+"""The executor by hand-written plans: what one row does must not reach another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import AttentionSetting
+from minisgl_backend.attention.choose import choose_attention
+from minisgl_backend.device.cpu import CpuDevice
+from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
+from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.catalog import parse_spec
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.parallel.group import OneRank
+from minisgl_backend.plan import NO_TOKEN, Admission, Pending, SampledTokens, StepPlan
+from minisgl_backend.request import IntArray, RequestId, SamplingParams
+from minisgl_backend.runtime.ports import Executor
+
+PAGE_SIZE: Final = 4
+POISON: Final = 99
+"""A token whose embedding is NaN."""
+SPEC: Final = parse_spec(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    }
+)
+PROMPT: Final = (5, 6, 7, 8, 9, 10)
+OTHER: Final = (60, 61, 62)
+
+
+def _ints(*values: int) -> IntArray:
+    return np.array(values, np.int32)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    model = build_model(
+        SPEC,
+        Path("nowhere"),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        group=OneRank(),
+        load_format="dummy",
+        seed=1,
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(20)
+        model.model.embed_tokens.weight[POISON] = math.nan
+    return model
+
+
+@pytest.fixture
+def executor(model: Decoder) -> Iterator[ModelExecutor]:
+    shape, device = SPEC.attention_shape(), CpuDevice(num_threads=1)
+    cpu, dtype = device.torch_device, torch.float32
+    storage = KVStorage(shape, num_pages=32, page_size=PAGE_SIZE, dtype=dtype, device=cpu)
+    model.bind_pages(storage.layers)
+    setting = AttentionSetting(
+        shape=shape,
+        page_size=PAGE_SIZE,
+        max_sequence_length=32,
+        dtype=dtype,
+        kv_dtype=dtype,
+        max_batch_size=4,
+        max_captured_batch_size=0,
+        device=cpu,
+    )
+    executor = ModelExecutor(
+        model,
+        storage=storage,
+        attention=choose_attention(None, setting),
+        device=device,
+        limits=ExecutorLimits(max_rows=4, max_sequence_length=32, max_prefill_tokens=32),
+    )
+    yield executor
+    executor.close()
+
+
+class Driver:
+    """Writes plans for one executor; each row gets pages of its own, or those it is told."""
+
+    def __init__(self, executor: Executor):
+        self.executor = executor
+        self.step = 0
+
+    def prefill(
+        self,
+        row: int,
+        tokens: tuple[int, ...],
+        *,
+        pages: tuple[int, ...],
+        start: int = 0,
+        samples: bool = True,
+        sampling: SamplingParams | None = None,
+        decode: tuple[tuple[int, int], ...] = (),
+        released: tuple[int, ...] = (),
+        broken: tuple[int, ...] = (),
+    ) -> Pending:
+        """Prefill one chunk of a row, admitting it at ``start`` 0, beside decodes of others."""
+        admission = Admission(
+            request_id=RequestId(100 + row),
+            row=row,
+            num_prompt_tokens=start + len(tokens),
+            num_cached_tokens=0,
+            sampling=sampling or SamplingParams(temperature=0.0),
+            history=_ints(),
+        )
+        return self.launch(
+            released_rows=_ints(*released),
+            broken_pages=_ints(*broken),
+            admissions=(admission,) if start == 0 else (),
+            grant_rows=_ints(*[row] * len(pages)),
+            grant_indices=_ints(*range(len(pages))),
+            grant_pages=_ints(*pages),
+            prefill_rows=_ints(row),
+            prefill_starts=_ints(start),
+            prefill_lengths=_ints(len(tokens)),
+            prefill_samples=_ints(samples),
+            prefill_tokens=_ints(*tokens),
+            decode_rows=_ints(*(r for r, _ in decode)),
+            decode_positions=_ints(*(p for _, p in decode)),
+        )
+
+    def decode(self, *rows: tuple[int, int]) -> Pending:
+        """Decode (row, position) pairs."""
+        return self.launch(
+            decode_rows=_ints(*(row for row, _ in rows)),
+            decode_positions=_ints(*(position for _, position in rows)),
+        )
+
+    def launch(self, admissions: tuple[Admission, ...] = (), **arrays: IntArray) -> Pending:
+        names = (
+            "released_rows broken_pages grant_rows grant_indices grant_pages prefill_rows "
+            "prefill_starts prefill_lengths prefill_samples prefill_tokens decode_rows "
+            "decode_positions"
+        )
+        values = {name: _ints() for name in names.split()} | arrays
+        plan = StepPlan(step=self.step, admissions=admissions, **values)
+        self.step += 1
+        return self.executor.launch(plan)
+
+
+def _tokens(pending: Pending) -> list[int]:
+    tokens: list[int] = pending.tokens().token_ids.tolist()
+    return tokens
+
+
+def _alone(executor: ModelExecutor, count: int) -> list[int]:
+    """What ``PROMPT`` continues with, undisturbed, in row 3."""
+    driver = Driver(executor)
+    tokens = _tokens(driver.prefill(3, PROMPT, pages=(20, 21, 22, 23)))
+    for step in range(count - 1):
+        tokens += _tokens(driver.decode((3, len(PROMPT) + step)))
+    assert len(set(tokens)) >= min(count, 3)  # else a wrong context could go unnoticed
+    return tokens
+
+
+def test_chunks_and_decodes_of_several_rows(executor: ModelExecutor) -> None:
+    expected = _alone(executor, 6)
+    driver = Driver(executor)
+    first = driver.prefill(0, PROMPT[:3], pages=(7, 2, 9, 4), samples=False)
+    assert _tokens(first) == []
+    # Steps are launched before the tokens of those before them are read.
+    pending = [
+        driver.prefill(0, PROMPT[3:], pages=(), start=3),
+        driver.prefill(1, OTHER, pages=(11, 12, 13), decode=((0, 6),)),
+        driver.decode((1, 3), (0, 7)),
+        driver.decode((0, 8), (1, 4)),
+        driver.decode((0, 9)),
+        driver.decode((0, 10)),
+    ]
+    found = [_tokens(step) for step in pending]
+    own = [0, 1, 1, 0, 0, 0]  # where row 0 stands among each step's samples
+    assert [tokens[index] for tokens, index in zip(found, own, strict=True)] == expected
+
+
+def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
+    expected = _alone(executor, 3)
+    driver = Driver(executor)
+    _tokens(driver.prefill(0, PROMPT[:4], pages=(1,)))
+    admission = Admission(
+        request_id=RequestId(1),
+        row=1,
+        num_prompt_tokens=len(PROMPT),
+        num_cached_tokens=4,
+        sampling=SamplingParams(temperature=0.0),
+        history=_ints(),
+    )
+    tokens = _tokens(
+        driver.launch(
+            admissions=(admission,),
+            grant_rows=_ints(1, 1, 1),
+            grant_indices=_ints(0, 1, 2),
+            grant_pages=_ints(1, 5, 6),
+            prefill_rows=_ints(1),
+            prefill_starts=_ints(4),
+            prefill_lengths=_ints(2),
+            prefill_samples=_ints(1),
+            prefill_tokens=_ints(*PROMPT[4:]),
+        )
+    )
+    tokens += _tokens(driver.decode((1, 6))) + _tokens(driver.decode((1, 7)))
+    assert tokens == expected
+
+
+def test_a_row_that_is_not_finite_fails_alone(executor: ModelExecutor) -> None:
+    expected = _alone(executor, 4)
+    driver = Driver(executor)
+    tokens = _tokens(driver.prefill(0, PROMPT, pages=(1, 2, 3)))
+    mixed = _tokens(driver.prefill(1, (4, POISON, 4), pages=(5, 6), decode=((0, 6),)))
+    assert mixed[0] == NO_TOKEN
+    # The row goes on in one more step that was already in flight, and fails again.
+    both = _tokens(driver.decode((0, 7), (1, 3)))
+    assert both[1] == NO_TOKEN
+    tokens += [mixed[1], both[0]]
+    # Its pages, full of NaN, are granted to the healthy row for its next positions.
+    grown = driver.launch(
+        released_rows=_ints(1),
+        broken_pages=_ints(5, 6),
+        grant_rows=_ints(0),
+        grant_indices=_ints(2),
+        grant_pages=_ints(5),
+        decode_rows=_ints(0),
+        decode_positions=_ints(8),
+    )
+    tokens += _tokens(grown)
+    assert tokens == expected
+
+
+def test_pages_of_a_failed_row_serve_the_next_request(executor: ModelExecutor) -> None:
+    expected = _alone(executor, 2)
+    driver = Driver(executor)
+    assert _tokens(driver.prefill(0, (POISON,) * 12, pages=(5, 6, 7))) == [NO_TOKEN]
+    tokens = _tokens(driver.prefill(0, PROMPT, pages=(5, 6, 7), released=(0,), broken=(5, 6, 7)))
+    tokens += _tokens(driver.decode((0, 6)))
+    assert tokens == expected
+
+
+def test_logprobs_come_with_the_tokens(executor: ModelExecutor) -> None:
+    driver = Driver(executor)
+    sampling = SamplingParams(temperature=0.0, num_logprobs=2)
+    sampled = driver.prefill(2, PROMPT, pages=(1, 2), sampling=sampling).tokens()
+    assert isinstance(sampled, SampledTokens)
+    entry = sampled.logprobs[0]
+    assert entry.rank == 1 and entry.logprob < 0
+    assert entry.alternatives[0] == (int(sampled.token_ids[0]), entry.logprob)
+
+
+def test_what_a_step_raises_is_raised_by_its_tokens(
+    executor: ModelExecutor, model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*inputs: object) -> Tensor:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(model, "forward", fail)
+    pending = Driver(executor).prefill(0, PROMPT, pages=(1, 2))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        pending.tokens()
+
+
+def test_close_waits_and_may_be_repeated(executor: ModelExecutor) -> None:
+    pending = Driver(executor).prefill(0, PROMPT, pages=(1, 2))
+    executor.close()
+    assert len(_tokens(pending)) == 1
+    executor.close()

@@ -1,0 +1,204 @@
+"""All forms of the decoder against transformers, on a CPU by the kernels' twins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import Chunks, DecodeRows, PagedKV
+from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.decode_graphs import batch_sizes
+from minisgl_backend.kernels import wide_linear
+from minisgl_backend.kernels.rows import RowTable, StepInbox, begin_decode, keep_sampled
+from minisgl_backend.kernels.sampling_table import ONCE
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.parallel.group import Group, OneRank
+from tests.conformance.checkpoints import (
+    CONTEXT,
+    VOCAB_SIZE,
+    write_broad_checkpoint,
+    write_checkpoint,
+)
+from tests.parallel.threads import on_ranks
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+NUM_PAGES = 32
+
+
+def load(folder: Path, group: Group, *, fused: bool) -> Decoder:
+    """Over pages of its own."""
+    model = build_model(
+        load_spec(folder),
+        folder,
+        dtype=torch.float32,
+        device=CPU,
+        group=group,
+        max_sequence_length=CONTEXT,
+        fused=fused,
+        fused_experts=fused,
+    )
+    model.bind_pages(pages_of(model))
+    return model
+
+
+def pages_of(model: Decoder) -> list[PagedKV]:
+    shape = model.spec.attention_shape(model.group.size)
+    dims = (NUM_PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
+    return [PagedKV(keys=torch.zeros(dims), values=torch.zeros(dims)) for _ in shape.windows]
+
+
+@pytest.mark.parametrize(
+    "case", ["llama-biases", "llama3", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "broad"]
+)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("length", [5, 40])
+def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
+    """If fused, a layer computes 5 tokens by its small form, and 40 by its wide one; else plainly.
+
+    The case "broad" is large enough for the products of ``wide_linear``.
+    """
+    theirs = write(case, tmp_path)
+    check_prompt_then_token(load(tmp_path, OneRank(), fused=fused), *a_prompt(theirs, length))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "qwen3-moe", "broad"])
+def test_a_prompt_then_a_token_on_several_ranks(
+    case: str, size: int, fused: bool, tmp_path: Path
+) -> None:
+    """Four ranks share two key-value heads, but llama-biases and broad have four heads."""
+    theirs = write(case, tmp_path)
+    prompt = a_prompt(theirs, 40)
+
+    def check(group: Group) -> None:
+        check_prompt_then_token(load(tmp_path, group, fused=fused), *prompt)
+
+    on_ranks(size, check)
+
+
+def write(case: str, folder: Path) -> Any:
+    if case != "broad":
+        return write_checkpoint(case, folder)
+    assert wide_linear.is_faster(40, 512, 512, parts=True)
+    return write_broad_checkpoint(folder)
+
+
+def a_prompt(theirs: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A prompt and one token more, the logits of each, and a page table for two rows."""
+    ids = torch.randint(0, VOCAB_SIZE, (length + 1,))
+    with torch.inference_mode():
+        expected: Tensor = theirs(ids[None]).logits[0]
+    return ids, expected, torch.randperm(NUM_PAGES).int().view(2, -1)
+
+
+def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table: Tensor) -> None:
+    """Prefill all but the last of ``ids``, then decode it."""
+    shape = ours.spec.attention_shape(ours.group.size)
+    length = len(ids) - 1
+    with torch.inference_mode():
+        prefill = TritonPrefill(shape)
+        attend_chunks = prefill.plan_chunks(
+            Chunks(
+                rows=torch.tensor([1], dtype=torch.int32),
+                offsets=torch.tensor([0, length], dtype=torch.int32),
+                ends=torch.tensor([length], dtype=torch.int32),
+                page_table=table,
+                host_offsets=np.array([0, length], np.int32),
+                host_ends=np.array([length], np.int32),
+                max_length=length,
+                max_end=length,
+            )
+        )
+        positions = torch.arange(length)
+        slots = table[1, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+
+        def of_chunk(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
+            out = torch.empty(q.shape, dtype=q.dtype)
+            attend_chunks(out, q, layer_kv, layer)
+            return out
+
+        hidden = ours(ids[:-1], positions, slots, of_chunk)
+        torch.testing.assert_close(ours.logits(hidden), expected[:-1], atol=2e-3, rtol=2e-3)
+
+        decode = TritonDecode(shape, max_batch_size=1, device=CPU)
+        attend_rows = decode.plan_rows(
+            DecodeRows(
+                rows=torch.tensor([1], dtype=torch.int32),
+                lengths=torch.tensor([length + 1], dtype=torch.int32),
+                page_table=table,
+            )
+        )
+        last = torch.tensor([length])
+        slot = table[1, last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
+
+        def of_row(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
+            out = torch.empty(q.shape, dtype=q.dtype)
+            attend_rows(out, q, layer_kv, layer)
+            return out
+
+        hidden = ours(ids[-1:], last, slot, of_row)
+        torch.testing.assert_close(ours.logits(hidden), expected[-1:], atol=2e-3, rtol=2e-3)
+
+
+def test_state_of_rows_goes_in_and_out() -> None:
+    table = RowTable.empty(4, max_pages=3, dummy_page=9, vocab_size=20, device=CPU)
+    inbox = StepInbox.empty(3, 2, CPU)
+    table.tokens[:4] = torch.tensor([10, 11, 12, 13], dtype=torch.int32)
+    table.lengths[:4] = torch.tensor([0, 5, 8, 3], dtype=torch.int32)
+    table.sampling.column("marked")[1:3] = 1
+    inbox.buffer[:] = torch.tensor([2, 2, 1, table.dummy_row, 2, 2, 6, 1, 1, 4], dtype=torch.int32)
+    inputs = begin_decode(table, inbox, 3, PAGE_SIZE)
+    assert inputs.tokens.tolist() == [12, 11, 0]
+    assert inputs.positions.tolist() == [8, 5, 0]
+    assert inputs.lengths.tolist() == [9, 6, 1]
+    assert inputs.slots.tolist() == [6 * PAGE_SIZE, 4 * PAGE_SIZE + 1, 9 * PAGE_SIZE]
+    assert inbox.buffer[0] == 0
+
+    sampled = torch.tensor([7, -1, 3], dtype=torch.int32)
+    keep_sampled(table, inputs.rows, inputs.lengths, sampled)
+    assert table.tokens.tolist() == [10, 0, 7, 13, 3]
+    assert table.lengths.tolist() == [0, 6, 9, 3, 0]
+    assert table.sampling.marks.nonzero().tolist() == [[2, 7]]
+    assert table.sampling.marks[2, 7] == ONCE
+
+
+def test_batch_sizes_to_capture() -> None:
+    assert batch_sizes(0, None) == []
+    assert batch_sizes(1, None) == [1]
+    assert batch_sizes(20, None) == [1, 2, 4, 8, 16, 20]
+    assert batch_sizes(256, None)[-2:] == [248, 256]
+    assert batch_sizes(256, "8, 1,8") == [1, 8]
+    for wrong in ("0", "257", "1,x", ""):
+        with pytest.raises(ConfigError, match="cuda_graph_batch_sizes"):
+            batch_sizes(256, wrong)
+
+
+def test_layers_can_be_marked(tmp_path: Path) -> None:
+    marks: list[str] = []
+
+    @contextmanager
+    def mark(name: str) -> Iterator[None]:
+        marks.append(name)
+        yield
+        marks.append("end")
+
+    write_checkpoint("qwen3", tmp_path)
+    ours = load(tmp_path, OneRank(), fused=True)
+    ours.mark = mark
+    ids = torch.arange(3)
+    with torch.inference_mode():
+        ours(ids, ids, ids, lambda q, kv, layer: q)
+    names = [[f"layer {layer}", "end"] for layer in range(ours.spec.num_layers)]
+    assert marks == [mark for pair in names for mark in pair]

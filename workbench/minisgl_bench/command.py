@@ -1,0 +1,28 @@
+"""`minisgl bench`: its commands by name, each in a module that is imported when it is called."""
+
+from __future__ import annotations
+
+from minisgl_backend.cli.lazy import LazyGroup
+
+bench = LazyGroup(
+    "bench",
+    {
+        "planner": "minisgl_bench.planner:planner",
+        "plan-broadcast": "minisgl_bench.plan_broadcast:plan_broadcast",
+        "response-path": "minisgl_bench.response_path:response_path",
+        "cancel": "minisgl_bench.cancel:cancel",
+        "gateway": "minisgl_bench.gateway:gateway",
+        "serve": "minisgl_bench.serve.command:serve",
+        "perf-analyzer": "minisgl_bench.perf_analyzer:perf_analyzer",
+        "offline": "minisgl_bench.offline:offline",
+        "server-share": "minisgl_bench.server_share:server_share",
+        "scaling": "minisgl_bench.scaling:scaling",
+        "decode": "minisgl_bench.decode:decode",
+        "prefill": "minisgl_bench.prefill:prefill",
+        "kernels": "minisgl_bench.kernels:kernels",
+        "fp8-pages": "minisgl_bench.fp8_pages:fp8_pages",
+        "dummy-model": "minisgl_bench.dummy_model:dummy_model",
+        "trace-table": "minisgl_bench.trace_table:trace_table",
+    },
+    help="Measure; every command but dummy-model prints a table and takes --json FILE.",
+)

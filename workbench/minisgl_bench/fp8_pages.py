@@ -1,0 +1,114 @@
+"""`minisgl bench fp8-pages`: how far logits move when keys and values are kept in 8 bits.
+
+The same prompts go through the model over pages of its own dtype and over float8 pages, and the
+logits of all positions are compared. On a CPU the kernels' twins compute them: what the pages round
+is the same there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import click
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import Chunks, PagedKV
+from minisgl_backend.attention.triton import TritonPrefill
+from minisgl_backend.config import DEMO_MODEL
+from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.kv_scales import read_kv_scales
+from minisgl_backend.parallel.group import OneRank
+from minisgl_kit.report import Report, json_option
+
+_PAGE_SIZE: Final = 16
+
+
+@click.command("fp8-pages")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=DEMO_MODEL,
+    help="folder of a checkpoint  [default: the demo model]",
+)
+@click.option("--prompts", default=16, show_default=True, help="prompts of random tokens")
+@click.option("--length", default=256, show_default=True, help="tokens of a prompt")
+@json_option
+def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) -> None:
+    """Logits over fp8 pages beside those over 16-bit pages."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    spec = load_spec(model)
+    decoder = build_model(
+        spec,
+        model,
+        dtype=torch.bfloat16,
+        device=device,
+        group=OneRank(),
+        max_sequence_length=length,
+    )
+    scales = read_kv_scales(model, spec.num_layers)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, spec.vocab_size, (prompts, length)))
+    shape, num_pages = spec.attention_shape(1), -(-length // _PAGE_SIZE)
+    found = []
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        storage = KVStorage(
+            shape,
+            num_pages=num_pages,
+            page_size=_PAGE_SIZE,
+            dtype=dtype,
+            device=device,
+            scales=scales,
+        )
+        decoder.bind_pages(storage.layers)
+        found.append(torch.cat([logits_of(decoder, prompt.to(device)).float() for prompt in ids]))
+    info = {"model": model.name, "device": device.type, "torch": torch.__version__}
+    report = Report("logits over fp8 pages", info=info)
+    report.add(positions=len(found[0]), **differences(*found))
+    report.emit(json_path)
+
+
+@torch.inference_mode()
+def logits_of(model: Decoder, ids: Tensor) -> Tensor:
+    """[len(ids), vocab_size] of a prompt that takes the model's pages from the first one on."""
+    attention, length = TritonPrefill(model.spec.attention_shape(1)), len(ids)
+    positions = torch.arange(length, device=ids.device)
+    chunks = Chunks(
+        rows=positions[:1].int(),
+        offsets=torch.tensor([0, length], dtype=torch.int32, device=ids.device),
+        ends=torch.tensor([length], dtype=torch.int32, device=ids.device),
+        page_table=torch.arange(-(-length // _PAGE_SIZE), device=ids.device)[None].int(),
+        host_offsets=np.array([0, length], np.int32),
+        host_ends=np.array([length], np.int32),
+        max_length=length,
+        max_end=length,
+    )
+
+    attend_chunks = attention.plan_chunks(chunks)
+
+    def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        attend_chunks(out, q, kv, layer)
+        return out
+
+    hidden: Tensor = model(ids, positions, positions, attend)
+    return model.logits(hidden)
+
+
+def differences(expected: Tensor, found: Tensor) -> dict[str, float]:
+    """How far logits [positions, vocab_size] differ. ``largest_margin_changed`` is the largest lead
+    of an expected best token over the second at a position where another token is best now."""
+    apart = (found - expected).abs()
+    best, second = expected.topk(2, dim=-1).values.unbind(dim=-1)
+    changed = found.argmax(dim=-1) != expected.argmax(dim=-1)
+    return {
+        "largest_difference": float(apart.max()),
+        "mean_difference": float(apart.mean()),
+        "spread_of_logits": float(expected.std(dim=-1).mean()),
+        "best_token_changed": float(changed.float().mean()),
+        "largest_margin_changed": float((best - second)[changed].max()) if changed.any() else 0.0,
+    }

@@ -1,0 +1,147 @@
+"""What `minisgl bench kernels` measures of attention, and of a whole decoder layer around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.decode_attention import (
+    DecodeWorkspace,
+    decode_attention,
+    decode_attention_reference,
+)
+from minisgl_backend.kernels.rope_store import qk_norm_rope_store
+from minisgl_backend.kernels.small_batch import small_batch_linear
+from minisgl_bench.kernel_cases import PAGE_SIZE, Call, Case, Shape, copies, each, normal
+
+
+def attention_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Case]:
+    """Decode attention over bf16 and fp8 pages."""
+    pages = -(-context // PAGE_SIZE)
+    num_pages = batch_size * pages
+    table = torch.randperm(num_pages, device="cuda").view(batch_size, pages).int()
+    lengths = torch.full((batch_size,), context, dtype=torch.int32, device="cuda")
+    q = normal(batch_size, shape.num_heads, shape.head_dim)
+    workspace = DecodeWorkspace(batch_size, shape.num_heads, shape.head_dim, q.device)
+    one = torch.ones(1, device="cuda")
+    for dtype, scales in (
+        (torch.bfloat16, {}),
+        (torch.float8_e4m3fn, {"k_scale": one, "v_scale": one}),
+    ):
+        dims = (num_pages, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
+        num_bytes = 2 * batch_size * context * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+        caches = [(normal(*dims).to(dtype), normal(*dims).to(dtype)) for _ in copies(num_bytes)]
+        inputs = [(q, k, v, table, lengths) for k, v in caches]
+        name = "bf16" if dtype == torch.bfloat16 else "fp8"
+        twin = each(decode_attention_reference, inputs[:2], **scales)
+        library = _flash_attention(q, caches, table, lengths) if not scales else ()
+        yield Case(
+            f"attention (Triton), {name}, context {context}",
+            num_bytes,
+            each(decode_attention, inputs, workspace=workspace, **scales),
+            twin,
+            library,
+        )
+        yield Case(
+            f"attention (CUDA), {name}, context {context}",
+            num_bytes,
+            _cuda_attention(shape, inputs, scales),
+            twin,
+            library,
+        )
+
+
+def _cuda_attention(
+    shape: Shape, inputs: Sequence[tuple[Tensor, ...]], scales: dict[str, Tensor]
+) -> list[Call]:
+    """This package's kernel in CUDA C++, where the GPU can run it."""
+    try:
+        from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
+    except ImportError:
+        return []
+    if torch.cuda.get_device_capability() < (9, 0):
+        return []
+    q, keys, _, table, lengths = inputs[0]
+    kernel = DecodeAttentionKernel(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        page_size=PAGE_SIZE,
+        dtype=q.dtype,
+        kv_dtype=keys.dtype,
+        max_batch_size=len(q),
+        device=q.device,
+    )
+    shared: dict[str, Any] = {"rows": None, "window": None, "pdl": False}
+    runs = kernel.plan(table, lengths, **shared)
+    of_call = {"scale": shape.head_dim**-0.5, "k_scale": None, "v_scale": None, **scales, **shared}
+    return each(kernel, [(*tensors, runs) for tensors in inputs], **of_call)
+
+
+def _flash_attention(
+    q: Tensor, caches: Sequence[tuple[Tensor, Tensor]], table: Tensor, lengths: Tensor
+) -> list[Call]:
+    """FlashAttention-3, where sgl_kernel is installed."""
+    try:
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+    except ImportError:
+        return []
+    inputs = [(q[:, None], k, v) for k, v in caches]
+    fixed = {"cache_seqlens": lengths, "page_table": table, "causal": True, "ver": 3}
+    return each(flash_attn_with_kvcache, inputs, **fixed)
+
+
+def layer_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Case]:
+    """A decoder layer in six kernels, launched one after another and with dependent launches."""
+    pages = -(-context // PAGE_SIZE)
+    dims = (batch_size * pages, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
+    table = torch.randperm(dims[0], device="cuda").view(batch_size, pages).int()
+    lengths = torch.full((batch_size,), context, dtype=torch.int32, device="cuda")
+    slots = table[:, -1].long() * PAGE_SIZE + (context - 1) % PAGE_SIZE
+    cos_sin = torch.rand(context, shape.head_dim, device="cuda")
+    norm, head = normal(shape.hidden), normal(shape.head_dim)
+    workspace = DecodeWorkspace(batch_size, shape.num_heads, shape.head_dim, norm.device)
+    residual = normal(batch_size, shape.hidden)
+    width = shape.num_heads * shape.head_dim
+    num_bytes = 2 * (shape.hidden * (shape.qkv + width + 3 * shape.intermediate))
+    num_bytes += 4 * batch_size * context * shape.num_kv_heads * shape.head_dim
+    layers = [
+        (
+            normal(shape.qkv, shape.hidden, scale=0.01),
+            normal(shape.hidden, width, scale=0.01),
+            normal(2 * shape.intermediate, shape.hidden, scale=0.01),
+            normal(shape.hidden, shape.intermediate, scale=0.01),
+            normal(*dims),
+            normal(*dims),
+        )
+        for _ in range(min(28, len(copies(num_bytes)) * 4))
+    ]
+
+    def layer(
+        qkv: Tensor, o: Tensor, gate_up: Tensor, down: Tensor, k: Tensor, v: Tensor, *, pdl: bool
+    ) -> None:
+        packed = small_batch_linear(residual, qkv, norm_weight=norm, pdl=pdl)
+        q = qk_norm_rope_store(
+            packed,
+            last,
+            slots,
+            cos_sin,
+            k,
+            v,
+            num_heads=shape.num_heads,
+            q_weight=head,
+            k_weight=head,
+            pdl=pdl,
+        )
+        out = decode_attention(q, k, v, table, lengths, workspace, pdl=pdl)
+        small_batch_linear(out.flatten(1), o, residual=residual, pdl=pdl)
+        inner = small_batch_linear(residual, gate_up, norm_weight=norm, gated=True, pdl=pdl)
+        small_batch_linear(inner, down, residual=residual, pdl=pdl)
+
+    last = lengths - 1
+    for pdl in (False, True):
+        name = f"layer of 6, context {context}" + (", dependent launch" if pdl else "")
+        yield Case(name, num_bytes, each(layer, layers, pdl=pdl))

@@ -1,0 +1,135 @@
+"""`minisgl bench kernels`: each kernel beside the bandwidth bound, some beside a twin or a library.
+
+Times are of one call inside a CUDA graph of many calls that rotate through enough buffers to keep
+their data out of the L2 cache: the median of several replays, divided by the calls. The bound is
+the bytes that must move (weights and KV once, activations where they matter) over the rate that a
+large copy reaches on this GPU. A kernel that hardly writes may go a little beyond it, since memory
+is read faster than it is copied.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.dispatch import has_triton
+from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
+from minisgl_bench.kernel_attention import attention_cases, layer_cases
+from minisgl_bench.kernel_cases import (
+    MODELS,
+    Call,
+    Case,
+    Shape,
+    elementwise_cases,
+    expert_cases,
+    linear_cases,
+    sampling_cases,
+)
+from minisgl_kit.report import Report, json_option
+
+
+def time_us(calls: Sequence[Call], *, repeats: int = 15) -> float:
+    """Median microseconds of one call, all captured in one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the inputs are made there
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        times = []
+        for _ in range(repeats + 2):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return float(statistics.median(times[2:]) * 1e3 / len(calls))
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a copy within the GPU's memory."""
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(7):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return float(2 * source.numel() / (statistics.median(times) * 1e-3))
+
+
+def cases(shape: Shape, batch_size: int, context: int) -> Iterator[Case]:
+    """All lines of one model and batch size."""
+    yield from linear_cases(shape, batch_size)
+    yield from elementwise_cases(shape, batch_size)
+    yield from attention_cases(shape, batch_size, context)
+    if batch_size <= MAX_BATCH_SIZE:
+        yield from layer_cases(shape, batch_size, context)
+    if shape is MODELS["qwen3-0.6b"]:
+        yield from sampling_cases(shape, batch_size)
+        yield from expert_cases(batch_size)
+
+
+@click.command()
+@click.option("--model", "models", multiple=True, type=click.Choice(list(MODELS)))
+@click.option("--batch-size", "batch_sizes", multiple=True, type=int, help="[default: 1 8 64 256]")
+@click.option("--context", default=1024, show_default=True, help="positions a row attends to")
+@click.option("--only", help="kernels whose names contain this")
+@json_option
+def kernels(
+    models: tuple[str, ...],
+    batch_sizes: tuple[int, ...],
+    context: int,
+    only: str | None,
+    json_path: Path | None,
+) -> None:
+    """Time of each GPU kernel, of its twin and a library's where there is one, and the bound."""
+    if not (torch.cuda.is_available() and has_triton()):
+        raise ConfigError("bench kernels needs an NVIDIA GPU and Triton")
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    info = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "copy_tb_per_s": round(bandwidth / 1e12, 2),
+    }
+    report = Report("kernels, microseconds a call", info=info)
+    for model in models or MODELS:
+        for batch_size in batch_sizes or (1, 8, 64, 256):
+            for case in cases(MODELS[model], batch_size, context):
+                if only is None or only in case.kernel:
+                    click.echo(f"{model}, batch {batch_size}: {case.kernel}", err=True)
+                    report.add(model=model, batch=batch_size, **_measure(case, bandwidth))
+            torch.cuda.empty_cache()
+    report.emit(json_path)
+
+
+def _measure(case: Case, bandwidth: float) -> dict[str, Any]:
+    bound = case.num_bytes / bandwidth * 1e6
+    times = {
+        name: time_us(calls) if calls else None
+        for name, calls in (("us", case.ours), ("twin", case.twin), ("library", case.library))
+    }
+    best = times["us"]
+    return {
+        "kernel": case.kernel,
+        **times,
+        "bound": bound,
+        "of_bound": f"{bound / best:.0%}" if best else None,
+    }

@@ -1,0 +1,117 @@
+"""An engine whose model is faked: every step takes the same time and says what was to be expected.
+
+Knows the real loop and planner, which it runs; only the executor is replaced. It serves to measure
+everything around a model: planning, the response path, clients. ``paced_model`` makes the class
+that a private model repository names instead of the real `llm_engine`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.plan import SampledTokens, StepPlan
+from minisgl_backend.request import IntArray
+from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.runtime.ports import Scheduler
+from minisgl_backend.text.prompt import TextPrompt
+from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
+from minisgl_bench.journal import JournaledScheduler
+
+_TEXT = (
+    "The quick brown fox jumps over the lazy dog. Straße, café, naïve, 東京, こんにちは, 🙂👍🏽. "
+    "Paris is the capital of France; 1 + 2 = 3, and 10 - 4 = 6.\n"
+)
+
+
+class _Paced:
+    """A step that ends at a given time."""
+
+    def __init__(self, token_ids: IntArray, due_s: float) -> None:
+        self._token_ids = token_ids
+        self._due_s = due_s
+
+    def tokens(self) -> SampledTokens:
+        time.sleep(max(0.0, self._due_s - time.monotonic()))
+        return SampledTokens(self._token_ids)
+
+
+class PacedExecutor:
+    """Samples, after ``step_s`` seconds a step, the token of ``script`` at each row's position."""
+
+    def __init__(self, script: IntArray, *, step_s: float) -> None:
+        self._script = script
+        self._step_s = step_s
+        self._due_s = 0.0
+        self._prompts: dict[int, int] = {}
+
+    def launch(self, plan: StepPlan) -> _Paced:
+        """Enqueue a step behind the last one."""
+        for admission in plan.admissions:
+            self._prompts[admission.row] = admission.num_prompt_tokens
+        last = plan.prefill_samples != 0
+        rows = plan.sample_rows
+        ends = (plan.prefill_starts + plan.prefill_lengths)[last]
+        # index of the token that is sampled, counted from the end of the row's prompt
+        positions = np.concatenate([ends, plan.decode_positions + 1])
+        starts = np.array([self._prompts[row] for row in rows.tolist()], dtype=np.int64)
+        # steps end on a regular beat, so that planning does not lengthen them
+        now_s = time.monotonic()
+        if self._due_s + self._step_s < now_s:
+            self._due_s = now_s
+        self._due_s += self._step_s
+        return _Paced(self._script[(positions - starts) % len(self._script)], self._due_s)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def script_of(model: str) -> IntArray:
+    """The tokens that a paced engine repeats, by the tokenizer in a model's folder."""
+    return PromptEncoder.load(model).encode(TextPrompt(_TEXT))
+
+
+def paced_engine(options: EngineOptions, *, step_s: float, journal: Path | None = None) -> Engine:
+    """An engine of these options in which each step takes ``step_s`` seconds.
+
+    What its planner does is written to the file ``journal``.
+    """
+    from minisgl_backend.build import build_scheduler
+
+    script = script_of(options.model)
+    info = EngineInfo(
+        model=options.model,
+        architecture="paced",
+        device="none",
+        dtype="none",
+        attention_backend="none",
+        vocab_size=len(load_vocabulary(options.model)),
+        eos_token_ids=(),
+        max_sequence_length=options.max_sequence_length or 8192,
+        page_size=options.page_size,
+        num_pages=options.num_pages or 2**18,
+        max_running_requests=options.max_running_requests,
+        max_queued_requests=options.max_queued_requests,
+        max_queued_tokens=options.max_queued_tokens,
+        max_queue_time_s=options.max_queue_time_s,
+    )
+    scheduler: Scheduler = build_scheduler(options, info)
+    if journal is not None:
+        scheduler = JournaledScheduler(scheduler, journal)
+    return Engine(info, scheduler, PacedExecutor(script, step_s=step_s), overlap=options.overlap)
+
+
+def paced_model(*, step_s: float, journal: Path | None = None) -> type[Any]:
+    """The class for model.py of an `llm_engine` with a paced engine."""
+    from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
+
+    class PacedModel(TritonPythonModel):
+        @staticmethod
+        def make_engine(options: EngineOptions) -> Engine:
+            return paced_engine(options, step_s=step_s, journal=journal)
+
+    return PacedModel

@@ -1,0 +1,230 @@
+"""`minisgl bench planner`: steady steps, admission, eviction, prefix matching; no model, no device.
+
+Times are wall clock of one process, in microseconds. Sampled tokens are made up outside of the
+measured spans.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from minisgl_backend.cache.kv import RadixCache
+from minisgl_backend.execution.plan_words import encode_plan
+from minisgl_backend.plan import SampledTokens, StepPlan
+from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams
+from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from minisgl_kit.report import json_option, write_json
+
+Figures: TypeAlias = dict[str, float]
+
+_TOKEN = 7  # what every row samples; never a stop id
+_GOALS = {
+    "step_us_p50": 300.0,
+    "evict_us_p50": 1000.0,
+    "match_us_page_1": 1000.0,
+    "match_us_page_16": 1000.0,
+    "match_us_page_64": 1000.0,
+}
+
+
+def run(
+    *,
+    num_steps: int = 2000,
+    num_leaves: int = 40_000,
+    queue_lengths: tuple[int, ...] = (2500, 5000, 10_000),
+) -> Figures:
+    """All figures, by name; see ``planner`` for what they are."""
+    figures: Figures = {}
+    with _quiet_collector():
+        for page_size, suffix in ((16, ""), (1, "_page_1"), (64, "_page_64")):
+            spans = _step_spans(page_size, num_requests=256, num_steps=num_steps)
+            figures[f"step_us_p50{suffix}"] = _percentile(spans, 50)
+            figures[f"step_us_p99{suffix}"] = _percentile(spans, 99)
+        figures["encode_us_p50"] = _percentile(_encode_spans(num_steps), 50)
+        for num_requests in queue_lengths:
+            figures[f"admit_us_{num_requests}"] = _admit_us(num_requests)
+        spans = _evict_spans(num_leaves, num_pages=256)
+        figures["evict_us_p50"] = _percentile(spans, 50)
+        figures["evict_us_max"] = _percentile(spans, 100)
+        for page_size in (1, 16, 64):
+            spans = _match_spans(page_size, num_tokens=32_000)
+            figures[f"match_us_page_{page_size}"] = _percentile(spans, 50)
+    return figures
+
+
+@click.command()
+@json_option
+def planner(json_path: Path | None) -> None:
+    """Measure the planner without a model.
+
+    step: plan and commit with 256 decoding requests (page size 16 where not said otherwise).
+    encode: such a plan to the buffer that other ranks get. admit: from a queue of so many requests
+    to the end of each, per request. evict: 256 pages out of 40,000 leaves of one page. match: a
+    cached prefix of 32,000 tokens, published in chunks of 2,048.
+    """
+    figures = run()
+    table = Table(title="planner", caption="microseconds")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column("at most", justify="right")
+    for name, value in figures.items():
+        goal = _GOALS.get(name)
+        table.add_row(name, f"{value:,.1f}", "" if goal is None else f"{goal:,.0f}")
+    Console().print(table)
+    if json_path is not None:
+        write_json(json_path, figures)
+
+
+def _step_spans(page_size: int, num_requests: int, num_steps: int) -> list[float]:
+    """Plan and commit of steady decode steps; rows cross page borders at different times."""
+    scheduler = _decoding_scheduler(page_size, num_requests, num_steps)
+    spans = []
+    for _ in range(num_steps):
+        begin = time.perf_counter()
+        plan = _planned(scheduler)
+        middle = time.perf_counter()
+        tokens = _sampled(plan)
+        resumed = time.perf_counter()
+        scheduler.commit(plan, tokens)
+        spans.append(middle - begin + time.perf_counter() - resumed)
+    return spans
+
+
+def decoding_plan(num_requests: int) -> StepPlan:
+    """A step in which so many requests decode."""
+    return _planned(_decoding_scheduler(page_size=16, num_requests=num_requests, num_steps=1))
+
+
+def _encode_spans(num_steps: int) -> list[float]:
+    plan = decoding_plan(256)
+    return [_span(lambda: encode_plan(plan)) for _ in range(num_steps)]
+
+
+def _admit_us(num_requests: int) -> float:
+    """Time per request from ``add`` to its end, when all are queued at once; one token each."""
+    scheduler = _scheduler(num_pages=65_536, page_size=16, max_prefill_tokens=8192)
+    requests = [_request(index, num_tokens=64, max_tokens=1) for index in range(num_requests)]
+    begin = time.perf_counter()
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work():
+        plan = _planned(scheduler)
+        scheduler.commit(plan, _sampled(plan))
+    return (time.perf_counter() - begin) / num_requests * 1e6
+
+
+def _evict_spans(num_leaves: int, num_pages: int) -> list[float]:
+    """Growing a lease by evicting ``num_pages`` leaves of one page, until most leaves are gone."""
+    page_size = 16
+    cache = RadixCache(num_leaves, page_size)
+    for index in range(num_leaves):
+        tokens = _prompt(index, page_size)
+        lease = cache.acquire(tokens)
+        cache.grow(lease, page_size)
+        cache.publish(lease, tokens)
+        cache.release(lease)
+    assert (cache.num_free, cache.num_evictable) == (0, num_leaves)
+    spans = []
+    lease = cache.acquire(_prompt(0, 1))
+    for count in range(1, num_leaves // num_pages // 2):
+        spans.append(_span(partial(cache.grow, lease, count * num_pages * page_size)))
+    return spans
+
+
+def _match_spans(page_size: int, num_tokens: int) -> list[float]:
+    cache = RadixCache(num_tokens // page_size, page_size)
+    tokens = _prompt(0, num_tokens)
+    lease = cache.acquire(tokens)
+    cache.grow(lease, num_tokens)
+    for end in range(2048, num_tokens + 2048, 2048):
+        cache.publish(lease, tokens[:end])
+    cache.release(lease)
+    query = np.append(tokens, np.int32(0))  # the last token is always left to compute
+    spans = []
+    for _ in range(100):
+        begin = time.perf_counter()
+        lease = cache.acquire(query)
+        spans.append(time.perf_counter() - begin)
+        assert lease.num_shared == num_tokens // page_size
+        cache.release(lease)
+    return spans
+
+
+def _decoding_scheduler(page_size: int, num_requests: int, num_steps: int) -> Scheduler:
+    longest = 128 + num_steps + 16
+    scheduler = _scheduler(
+        num_pages=num_requests * (longest // page_size + 1),
+        page_size=page_size,
+        max_prefill_tokens=num_requests * longest,
+    )
+    for index in range(num_requests):
+        scheduler.add(_request(index, num_tokens=64 + index % 64, max_tokens=num_steps + 16))
+    plan = _planned(scheduler)
+    scheduler.commit(plan, _sampled(plan))
+    assert scheduler.stats().num_running == num_requests
+    return scheduler
+
+
+def _scheduler(num_pages: int, page_size: int, max_prefill_tokens: int) -> Scheduler:
+    config = SchedulerConfig(
+        max_prefill_tokens=max_prefill_tokens,
+        max_sequence_length=num_pages * page_size,
+    )
+    return Scheduler(RadixCache(num_pages, page_size), config)
+
+
+def _request(index: int, num_tokens: int, max_tokens: int) -> Request:
+    return Request(
+        id=RequestId(index),
+        prompt=_prompt(index, num_tokens),
+        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=(1, 2)),
+    )
+
+
+def _prompt(index: int, num_tokens: int) -> IntArray:
+    """Tokens that start with ``index``, so that no two of these share a prefix."""
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    tokens[0] = index + 1_000_000
+    return tokens
+
+
+def _planned(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None, "there is work, and nothing in flight"
+    return plan
+
+
+def _sampled(plan: StepPlan) -> SampledTokens:
+    return SampledTokens(np.full(len(plan.sample_rows), _TOKEN, dtype=np.int32))
+
+
+def _span(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _percentile(spans: list[float], percent: float) -> float:
+    return float(np.percentile(spans, percent)) * 1e6
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Without garbage collections of this process's other objects in the measured spans."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

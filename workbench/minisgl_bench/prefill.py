@@ -1,0 +1,110 @@
+"""`minisgl bench prefill`: time to the first token of a lone request, by prompt length."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import click
+import numpy as np
+
+from minisgl_backend.cli.options import POSITIVE_INT, engine_options
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.request import IntArray, SamplingParams
+from minisgl_backend.runtime.engine import Engine
+from minisgl_bench.comparison import compare_option, measure_both
+from minisgl_bench.engines import running_engine, submitted
+from minisgl_bench.facts import engine_facts
+from minisgl_bench.profiling import labelled, nvtx_option, profile_option, profiled
+from minisgl_kit.report import Report, json_option
+
+
+def prompt_of(length: int, num_shared: int, *, seed: int, vocab_size: int) -> IntArray:
+    """Random tokens, of which all prompts of that length share the first so many."""
+    shared = np.random.default_rng(length).integers(0, vocab_size, num_shared)
+    rest = np.random.default_rng(seed).integers(0, vocab_size, length - num_shared)
+    prompt: IntArray = np.concatenate([shared, rest]).astype(np.int32)
+    return prompt
+
+
+def first_token_ms(engine: Engine, prompt: IntArray) -> tuple[float, int]:
+    """Milliseconds from submitting a prompt to its first token, and how many tokens were cached."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    sink = submitted(engine, prompt, sampling)
+    sink.wait()
+    return (sink.times_s[0] - sink.sent_s) * 1e3, sink.num_cached_tokens
+
+
+@click.command()
+@engine_options
+@click.option(
+    "--length", "lengths", multiple=True, type=POSITIVE_INT, help="[default: 128 1024 4000]"
+)
+@click.option(
+    "--shared-tokens",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="how many tokens prompts begin with that the prefix cache knows, as in a conversation",
+)
+@click.option(
+    "--repeats", type=POSITIVE_INT, default=15, show_default=True, help="requests of a length"
+)
+@compare_option
+@nvtx_option
+@profile_option
+@json_option
+def prefill(
+    options: EngineOptions,
+    lengths: tuple[int, ...],
+    shared_tokens: int,
+    repeats: int,
+    compare: str | None,
+    nvtx: bool,
+    profile_path: Path | None,
+    json_path: Path | None,
+) -> None:
+    """Time to the first token by prompt length, one request at a time."""
+    lengths = lengths or (128, 1024, 4000)
+    if not 0 <= shared_tokens < min(lengths):
+        raise click.UsageError("--shared-tokens must be less than every length")
+
+    def measure(options: EngineOptions, trace: Path | None) -> Report:
+        with running_engine(options, nvtx=nvtx) as (engine, _):
+            report = Report("time to the first token", info=engine_facts(engine.info, options))
+            for length in lengths:
+                # each prompt is new but for what it shares, so that the prefix cache knows no more
+                prompts = [
+                    prompt_of(
+                        length,
+                        shared_tokens,
+                        seed=length * 1000 + index,
+                        vocab_size=engine.info.vocab_size,
+                    )
+                    for index in range(repeats + 2)
+                ]
+                first_token_ms(engine, prompts[0])
+                measured = [first_token_ms(engine, prompt) for prompt in prompts[1:-1]]
+                times = [ms for ms, _ in measured]
+                report.add(
+                    batch=1,
+                    prompt_tokens=length,
+                    cached_tokens=min(num_cached for _, num_cached in measured),
+                    median_ms=round(statistics.median(times), 3),
+                    least_ms=round(min(times), 3),
+                    tokens_per_s=round(length / statistics.median(times) * 1e3),
+                )
+                if trace is not None:
+                    path = labelled(trace, str(length)) if len(lengths) > 1 else trace
+                    with profiled(path):
+                        first_token_ms(engine, prompts[-1])
+        return report
+
+    measure_both(
+        measure,
+        options,
+        compare,
+        keys=("batch", "prompt_tokens", "cached_tokens"),
+        trace=profile_path,
+        json_path=json_path,
+    )

@@ -1,0 +1,124 @@
+"""`minisgl bench scaling`: one model on 1, 2, 4, ... ranks, by each way in which they can talk.
+
+Each configuration runs `minisgl bench decode` and `minisgl bench offline` in processes of its own.
+One that fails, or hangs for longer than ``--patience``, leaves its figures out and the others in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, engine_options, numbers
+from minisgl_backend.cli.serve import located
+from minisgl_backend.config import EngineOptions
+from minisgl_bench.own_process import option_arguments, run_bench
+from minisgl_bench.prompts import RandomRequests, request_options
+from minisgl_kit.report import Report, json_option
+
+
+@click.command()
+@engine_options
+@click.option(
+    "--sizes", default="1,2,4", show_default=True, callback=numbers(int), help="ranks, as 1,2,4"
+)
+@click.option("--comms", default="nccl,pynccl,flashinfer", show_default=True, help="how ranks talk")
+@click.option(
+    "--batches",
+    default="1,64,256",
+    show_default=True,
+    callback=numbers(int),
+    help="batch sizes of decode steps",
+)
+@click.option(
+    "--context",
+    type=POSITIVE_INT,
+    default=256,
+    show_default=True,
+    help="prompt tokens of a decode request",
+)
+@click.option(
+    "--steps",
+    type=POSITIVE_INT,
+    default=200,
+    show_default=True,
+    help="steps to measure a batch size",
+)
+@click.option(
+    "--patience",
+    type=POSITIVE,
+    default=300.0,
+    show_default=True,
+    help="seconds for a configuration",
+)
+@request_options
+@json_option
+def scaling(
+    options: EngineOptions,
+    requests: RandomRequests,
+    sizes: Sequence[int],
+    comms: str,
+    batches: Sequence[int],
+    context: int,
+    steps: int,
+    patience: float,
+    json_path: Path | None,
+) -> None:
+    """Decode steps and throughput by the number of ranks, with scaling efficiency."""
+    options = located(options)
+    decode = ["--context", str(context), "--steps", str(steps)]
+    decode += ["--temperature", str(requests.temperature)]
+    decode += [word for batch in batches for word in ("--batch-size", str(batch))]
+    report = Report("scaling")
+    for changed in configurations(options, sizes, comms.split(",")):
+        arguments = option_arguments(changed)
+        steps_ms: dict[int, float] = {}
+        tokens_per_s = 0.0
+        try:
+            found = run_bench(["decode", *arguments, *decode], timeout_s=patience)
+            if not report.rows:
+                report.info = found["info"]
+            steps_ms = {row["batch"]: row["mean_ms"] for row in found["rows"]}
+            found = run_bench(["offline", *arguments, *requests.arguments()], timeout_s=patience)
+            tokens_per_s = found["tokens_per_s"]
+        except click.ClickException as error:
+            error.show()
+        report.add(
+            ranks=changed.tensor_parallel_size,
+            comm=changed.comm or "-",
+            **{f"batch_{batch}_ms": steps_ms.get(batch, "-") for batch in batches},
+            offline_tokens_per_s=tokens_per_s or "-",
+        )
+    add_efficiency(report.rows)
+    report.emit(json_path)
+
+
+def configurations(
+    options: EngineOptions, sizes: Sequence[int], comms: Sequence[str]
+) -> Iterator[EngineOptions]:
+    """The options of each run; one rank talks to nobody."""
+    for size in sizes:
+        for comm in comms if size > 1 else (None,):
+            yield replace(options, tensor_parallel_size=size, comm=comm)
+
+
+def add_efficiency(rows: list[dict[str, Any]]) -> None:
+    """Set each row beside the one with the fewest ranks, the first.
+
+    ``of_first`` is the time of a step over that of the first; ``efficiency`` is the throughput per
+    rank over that of the first.
+    """
+    first = rows[0]
+    for row in rows:
+        for name in [name for name in row if name.endswith("_ms")]:
+            row[name.replace("_ms", "_of_first")] = _ratio(row[name], first[name])
+        share = _ratio(row["offline_tokens_per_s"], first["offline_tokens_per_s"])
+        row["efficiency"] = "-" if share == "-" else share * first["ranks"] / row["ranks"]
+
+
+def _ratio(value: Any, first: Any) -> Any:
+    return "-" if "-" in (value, first) else value / first

@@ -1,0 +1,195 @@
+"""`minisgl bench serve`: the command line of the load generator."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from minisgl_backend.cli.options import numbers, refusing
+from minisgl_backend.errors import ConfigError
+from minisgl_bench.serve.figures import figures_of, objectives_of
+from minisgl_bench.serve.show import Measured, check_answered, emit
+from minisgl_bench.serve.workload import Workload
+from minisgl_bench.servers import started
+from minisgl_kit.loads import Load
+from minisgl_kit.outcome import Outcome
+from minisgl_kit.report import json_option
+from minisgl_kit.run import run
+from minisgl_kit.targets import OpenAITarget, Sampling, Target, TritonTarget
+
+_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+_count = click.IntRange(1)
+
+
+@click.command()
+@click.option("--url", help="HOST:PORT or http://HOST:PORT; by default a server is started")
+@click.option(
+    "--protocol",
+    type=click.Choice(["grpc", "http", "openai"]),
+    help="Triton's or OpenAI's; by default http where the URL begins with it, else grpc",
+)
+@click.option("--model", help="the ensemble; of an OpenAI endpoint the first that it offers")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="of an OpenAI endpoint")
+@click.option(
+    "--concurrency", default="", callback=numbers(int), help="requests in flight, as 1,4,16"
+)
+@click.option(
+    "--rate", default="", callback=numbers(float), help="Poisson arrivals a second, as 1,2"
+)
+@click.option("--trace", type=_file, help="JSONL of timestamp, lengths and hash_ids, replayed")
+@click.option("--time-scale", default="", callback=numbers(float), help="0.5 is twice as dense")
+@click.option(
+    "--block-size", type=_count, default=512, show_default=True, help="tokens a hash id stands for"
+)
+@click.option("--prompts", type=_file, help="JSONL of prompt, messages or input_ids")
+@click.option("--requests", type=_count, help="how many  [default: 64, or all of a file]")
+@click.option(
+    "--input-len", type=_count, default=128, show_default=True, help="tokens of a random prompt"
+)
+@click.option("--output-len", type=_count, default=64, show_default=True, help="tokens to make")
+@click.option(
+    "--range-ratio",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="random lengths lie in length * (1 - ratio) .. length * (1 + ratio)",
+)
+@click.option(
+    "--vocab-size", type=_count, default=1000, show_default=True, help="random ids are below it"
+)
+@click.option("--seed", default=0, show_default=True, help="of prompts, lengths and arrivals")
+@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy")
+@click.option("--ignore-eos/--stop-at-eos", default=True, show_default=True)
+@click.option(
+    "--cache-salt",
+    metavar="TEXT",
+    help="share the prefix cache with other runs of this salt  [default: a new one, which an OpenAI"
+    " endpoint does not get]",
+)
+@click.option(
+    "--warm-up", type=click.IntRange(0), default=8, show_default=True, help="requests not counted"
+)
+@click.option("--slo", default="", help="bounds in ms, as ttft=200,tpot=50,e2e=3000")
+@click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="folder for PNGs")
+@json_option
+def serve(
+    url: str | None,
+    protocol: Literal["grpc", "http", "openai"] | None,
+    model: str | None,
+    api_key: str | None,
+    temperature: float,
+    ignore_eos: bool,
+    cache_salt: str | None,
+    warm_up: int,
+    slo: str,
+    plots: Path | None,
+    json_path: Path | None,
+    **options: Any,
+) -> None:
+    """Load on a server over the network, and what its clients feel.
+
+    Choose closed loops (--concurrency), Poisson arrivals (--rate) or a --trace; several levels make
+    several runs. Without --url a server with the demo model is started for the time.
+    """
+    with refusing():
+        objectives = objectives_of(slo)
+        workload = Workload(**options)
+        loads = workload.loads()
+    if cache_salt is None and protocol != "openai":
+        cache_salt = secrets.token_hex(8)
+    sampling = Sampling(temperature, ignore_eos, cache_salt)
+    if url is None and protocol not in (None, "grpc"):
+        raise click.UsageError(f"--protocol {protocol} needs --url")
+    if plots is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise click.UsageError("--plots needs matplotlib: pip install '.[bench]' in a clone")
+        try:
+            plots.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.UsageError(f"--plots {plots}: {error.strerror}") from None
+    measured: list[Measured] = []
+    interrupted = False
+    with address_of(url) as address:
+
+        def target() -> Target:
+            if protocol == "openai":
+                return OpenAITarget(address, model=model, api_key=api_key, sampling=sampling)
+            with refusing():
+                return TritonTarget(
+                    address, protocol=protocol, model=model or "minisgl", sampling=sampling
+                )
+
+        try:
+            warming = [workload.warm_up(warm_up)] if warm_up else []
+            asyncio.run(_measure(target, warming, loads, objectives, measured))
+        except KeyboardInterrupt:
+            interrupted = True
+    if measured:
+        server = url or "its own, with the demo model"
+        emit(measured, {"server": server}, objectives, json_path)
+        if plots is not None:
+            from minisgl_bench.serve.plots import write_plots
+
+            for path in write_plots(plots, measured, objectives):
+                click.echo(f"wrote {path}")
+    if interrupted:
+        click.echo("interrupted", err=True)
+        raise click.exceptions.Exit(130)
+    check_answered(measured)
+
+
+@contextmanager
+def address_of(url: str | None) -> Iterator[str]:
+    """The server of that address, or for as long as the block lasts one of our own, by gRPC."""
+    if url is not None:
+        yield url
+        return
+    with started({}) as server:
+        yield f"127.0.0.1:{server.grpc_port}"
+
+
+async def _measure(
+    make_target: Callable[[], Target],
+    warming: Sequence[Load],
+    loads: Sequence[Load],
+    objectives: Mapping[str, float],
+    measured: list[Measured],
+) -> None:
+    """Append to ``measured`` what came of each load, as soon as it is over."""
+    target = make_target()
+    try:
+        for load in warming:
+            outcomes = await run(target, load)
+            if all(outcome.error for outcome in outcomes):
+                told = f"{outcomes[0].error}: {outcomes[0].reason}"
+                raise ConfigError(f"the server answers no request: {told}")
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[errors]} errors"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        ) as progress:
+            for load in loads:
+                task = progress.add_task(load.label, total=len(load.calls), errors=0)
+                num_errors = 0
+
+                def on_done(outcome: Outcome, task: Any = task) -> None:
+                    nonlocal num_errors
+                    num_errors += outcome.error is not None
+                    progress.update(task, advance=1, errors=num_errors)
+
+                outcomes = await run(target, load, on_done)
+                measured.append(Measured(load, outcomes, figures_of(outcomes, objectives)))
+    finally:
+        await target.close()

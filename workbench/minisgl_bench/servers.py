@@ -1,0 +1,67 @@
+"""Servers of a benchmark's own: started on free ports, ended with the block.
+
+Knows how to start one; must not know what is measured.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from minisgl_backend.server.installation import find_installation
+from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.process import TritonServer
+from minisgl_backend.server.repository import shipped_repository
+
+_STARTS_WITHIN_S: Final = 300.0
+"""The demo model loads in seconds; a server that hangs must not keep a benchmark for ever."""
+
+_PACED_MODEL: Final = """\
+from pathlib import Path
+
+from minisgl_bench.paced import paced_model
+
+TritonPythonModel = paced_model(step_s={step_s!r}, journal={journal})
+"""
+
+
+@contextmanager
+def started(
+    options: Mapping[str, str], *, tritonserver: str | None = None, repository: Path | None = None
+) -> Iterator[TritonServer]:
+    """A server that is ready; by default of the shipped repository, with the demo model."""
+    server = TritonServer(
+        find_installation(tritonserver),
+        repository or shipped_repository(),
+        options,
+        ServerOptions(http_port=0, grpc_port=0, metrics_port=0),
+    )
+    try:
+        server.wait_ready(_STARTS_WITHIN_S)
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def started_paced(
+    options: Mapping[str, str],
+    *,
+    step_s: float,
+    journal: Path | None = None,
+    tritonserver: str | None = None,
+) -> Iterator[TritonServer]:
+    """A server whose engine takes ``step_s`` seconds a step and writes to ``journal``."""
+    with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
+        repository = Path(folder) / "model_repository"
+        shutil.copytree(shipped_repository(), repository)
+        place = None if journal is None else f"Path({str(journal)!r})"
+        (repository / "llm_engine" / "1" / "model.py").write_text(
+            _PACED_MODEL.format(step_s=step_s, journal=place), encoding="utf-8"
+        )
+        with started(options, tritonserver=tritonserver, repository=repository) as server:
+            yield server

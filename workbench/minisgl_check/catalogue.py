@@ -1,0 +1,61 @@
+"""The catalogue of faults: which there are, at which place each is provoked, and who provokes it.
+
+Knows all modules with faults. Must not know how the rest of the check puts pressure on a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from minisgl_check import (
+    breaks,
+    callers,
+    gateway_faults,
+    kills,
+    model_files,
+    no_room,
+    ranks,
+    stops,
+)
+from minisgl_check.fault import Scene, nowhere, stage
+
+SHORT: Final = kills.FAULTS
+"""Faults on the server that has been under load. With more, its supervisor would give up."""
+
+SCENES: Final[tuple[Scene[Any], ...]] = (
+    Scene(stage, callers.FAULTS + gateway_faults.FAULTS + kills.IDLE_FAULTS),
+    Scene(stage, kills.HANGS),
+    Scene(breaks.frail_stage, breaks.FAULTS),
+    Scene(breaks.impatient_stage, breaks.IMPATIENT_FAULTS),
+    Scene(breaks.small_stage, breaks.SMALL_FAULTS),
+    Scene(ranks.two_ranks, ranks.FAULTS),
+    Scene(nowhere, stops.FAULTS + model_files.FAULTS + no_room.FAULTS),
+)
+"""Each with a server of its own, or with several."""
+
+MEASURED: Final = tuple(scene for scene in map(Scene.measured, SCENES) if scene.faults)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the catalogue; ``extent`` is the shortest check that it is part of."""
+
+    number: str
+    sentence: str
+    extent: str
+
+
+def entries() -> list[Entry]:
+    """All faults, by number."""
+    return sorted(_entries(), key=lambda entry: (int(entry.number[1:]), entry.sentence))
+
+
+def _entries() -> Iterator[Entry]:
+    for fault in SHORT:
+        yield Entry(fault.number, fault.sentence, "short")
+    for scene in SCENES:
+        for fault in scene.faults:
+            extent = "figures" if fault.has_figures else "full"
+            yield Entry(fault.number, fault.sentence, extent)

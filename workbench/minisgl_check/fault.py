@@ -1,0 +1,130 @@
+"""What a fault is: a number of the catalogue, a sentence, and how it is provoked; and where.
+
+Knows servers of the check's own, which it starts. Must not know which faults there are.
+
+Faults share a server where they can (a ``Scene``), since a start takes seconds; but no more of them
+than the supervisor would take for hopeless.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from minisgl_client.errors import MinisglError
+
+from minisgl_backend.errors import MiniSGLError
+from minisgl_check.canary import PROMPTS, Canary
+from minisgl_check.case import Case
+from minisgl_check.invariants import Invariants
+from minisgl_check.own_server import OPTIONS, PATIENCE_S, OwnServer, started
+from minisgl_check.target import wait_until
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """With what all faults are provoked; ``is_timed``: promises about times are judged, too."""
+
+    rng: random.Random
+    is_timed: bool
+    tritonserver: str | None = None
+    patience_s: float = PATIENCE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A server of our own, its canary, and what it must be like when nothing goes on."""
+
+    own: OwnServer
+    canary: Canary
+    invariants: Invariants
+    settings: Settings
+
+    def expect_canary(self, case: Case) -> None:
+        """Ask each prompt once; the answers must be what they were."""
+        canary = self.canary
+        num_wrong = len(canary.mismatches)
+
+        def is_answered() -> bool:
+            num_before = canary.num_runs
+            canary.compare_all()
+            return canary.num_runs - num_before == len(PROMPTS)
+
+        # a connection that broke is not tried again at once
+        answered = wait_until(is_answered, self.settings.patience_s)
+        case.expect(answered, "the canary's prompts were not answered")
+        wrong = canary.mismatches[num_wrong:]
+        case.expect(not wrong, f"the canary's answers changed: {wrong}")
+
+
+Place = TypeVar("Place", Stage, Settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault(Generic[Place]):
+    """``provoke`` notes in the case what it saw; ``has_figures``: whether that includes times."""
+
+    number: str
+    sentence: str
+    provoke: Callable[[Place, Case], None]
+    has_figures: bool = False
+
+    def tried(self, place: Place) -> Case:
+        """Provoke it; its case, which fails where the server breaks or something is left behind."""
+        case = Case(f"{self.number} {self.sentence}")
+        begin_s = time.perf_counter()
+        try:
+            self.provoke(place, case)
+            case.seconds = time.perf_counter() - begin_s
+            if isinstance(place, Stage):
+                place.invariants.renew()
+                case.failures += place.invariants.violations()
+        except Exception as error:
+            case.expect(False, f"stumbled over {type(error).__name__}: {error}")
+        return case
+
+
+@dataclass(frozen=True, slots=True)
+class Scene(Generic[Place]):
+    """Faults that are provoked at one place, in this order."""
+
+    opened: Callable[[Settings], AbstractContextManager[Place]]
+    faults: tuple[Fault[Place], ...]
+
+    def measured(self) -> Scene[Place]:
+        """The same with the faults that have figures."""
+        return replace(self, faults=tuple(fault for fault in self.faults if fault.has_figures))
+
+    def cases(self, settings: Settings) -> Iterator[Case]:
+        """The cases of all faults as they end, or one that failed where there is no such place."""
+        try:
+            with self.opened(settings) as place:
+                for fault in self.faults:
+                    yield fault.tried(place)
+        except (MinisglError, MiniSGLError) as error:
+            numbers = ", ".join(fault.number for fault in self.faults)
+            yield Case(f"the server for {numbers}", failures=[f"{error}"])
+
+
+@contextmanager
+def stage(
+    settings: Settings, options: Mapping[str, str] = OPTIONS, *, repository: Path | None = None
+) -> Iterator[Stage]:
+    """A fresh server with these options, warmed up."""
+    with started(options, repository=repository, tritonserver=settings.tritonserver) as own:
+        canary = Canary(own)
+        try:
+            canary.record()
+            yield Stage(own, canary, Invariants(own), settings)
+        finally:
+            canary.close()
+
+
+def nowhere(settings: Settings) -> AbstractContextManager[Settings]:
+    """The place of faults that start what they need by themselves."""
+    return nullcontext(settings)

@@ -1,0 +1,180 @@
+"""The catalogues of bad inputs, as clients of the gateway would send them; and those with keys.
+
+Knows how OpenAI's API names what Triton's inputs are called, and what the gateway takes otherwise.
+What is wrong with a request is for ``bad_inputs`` and ``bad_wire``.
+
+A field that the gateway has no name for is unknown to it, which is a refusal too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from minisgl_check.bad_inputs import Bad, Expected
+from minisgl_check.bad_wire import BODIES
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+_JSON: Final = {"Content-Type": "application/json"}
+_NAMES: Final = {
+    "text_input": "prompt",
+    "input_ids": "prompt",
+    "num_logprobs": "logprobs",
+    "priority_level": "priority",
+}
+_IS_JSON: Final = frozenset({"messages", "tools", "logit_bias"})
+"""Triton gets these as JSON in a string."""
+_ANSWERED: Final = frozenset(
+    {
+        "prompt a list",
+        "token id '7'",
+        "temperature None",
+        "seed -1",
+        "inside: seed -1",
+        "not offered: n",
+        "not offered: echo",
+    }
+)
+"""What OpenAI's API allows."""
+
+_OK: Final = frozenset({200})
+_REFUSED: Final = frozenset({400, 413})
+_CLOSED: Final = frozenset({400, 431, None})
+_TOO_LARGE: Final = frozenset({413, None})
+_MOST_BYTES: Final = 2**20
+_EXPECTED: Final = {
+    Expected.ANSWER: _OK,
+    Expected.INVALID: _REFUSED,
+    Expected.UNSUPPORTED: _REFUSED,
+    Expected.TRITON: _REFUSED,
+    Expected.SURVIVED: _OK | _REFUSED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request of the gateway, byte by byte; of the ``statuses`` None is a closed connection."""
+
+    name: str
+    content: bytes | Iterable[bytes]
+    statuses: frozenset[int | None] = _REFUSED
+    path: str = COMPLETIONS
+    method: str = "POST"
+    headers: Mapping[str, str] = field(default_factory=lambda: _JSON)
+
+
+def translated(requests: Iterable[Bad]) -> Iterator[Asked]:
+    """The catalogue of values in OpenAI's words."""
+    for bad in requests:
+        statuses: frozenset[int | None] = _EXPECTED[bad.expected]
+        if bad.name in _ANSWERED:
+            statuses = _OK
+        elif bad.name.startswith("odd: "):  # OpenAI's ranges are others
+            statuses = _OK | _REFUSED
+        body = _body(bad.values)
+        if len(body) > _MOST_BYTES:
+            statuses = _TOO_LARGE
+        path = CHAT if "messages" in bad.values else COMPLETIONS
+        yield Asked(bad.name, body, statuses, path)
+
+
+def _body(values: Mapping[str, Any]) -> bytes:
+    """The JSON of a body, put together by hand, so that broken and repeated members stay so."""
+    members = ['"model": "minisgl"']
+    for name, value in values.items():
+        if name == "sampling_parameters" and value.startswith("{"):
+            members.append(value[1:].rstrip("}") if value.endswith("}") else value)
+            continue
+        text = value if name in _IS_JSON else json.dumps(value)
+        members.append(f"{json.dumps(_NAMES.get(name, name))}: {text}")
+    return ("{" + ", ".join(members) + "}").encode()
+
+
+def own_inputs() -> Iterator[Asked]:
+    """What only HTTP, or OpenAI's API, can say."""
+    for name, content in BODIES.items():
+        prompt = content.replace(b'"text_input"', b'"model": "minisgl", "prompt"')
+        yield Asked(name, prompt, _REFUSED)
+    for name, fields in _FIELDS.items():
+        yield Asked(f"fields: {name}", _body({"text_input": "Hello", **fields}))
+    for name, fields in _CHAT_FIELDS.items():
+        messages = json.dumps([{"role": "user", "content": "Hello"}])
+        yield Asked(f"chat: {name}", _body({"messages": messages, **fields}), path=CHAT)
+    good = _body({"text_input": "Hello", "max_tokens": 2})
+    for model in ("other", "", "../x", "llm_engine", "x" * 1000, "minisgl\n"):
+        body = json.dumps({"model": model, "prompt": "x"}).encode()
+        yield Asked(f"the model {model[:16]!r}", body, frozenset({404}))
+    yield Asked("two megabytes", b" " * 2**21, _TOO_LARGE)
+    yield Asked("200,000 chunks of one byte", [good, *[b" "] * 200_000], _OK | _REFUSED)
+    yield Asked("a megabyte of header", good, _CLOSED, headers={**_JSON, "x": "y" * 2**20})
+    for length in ("-1", "x"):
+        headers = {**_JSON, "Content-Length": length}
+        yield Asked(f"a length of {length}", good, _CLOSED, headers=headers)
+    yield Asked("gzip that is none", good, _OK | {415} | _REFUSED, headers=_packed("gzip"))
+    yield Asked("a form", good, frozenset({415}), headers={"Content-Type": "text/plain"})
+    yield Asked("a wrong method", b"", frozenset({405}), method="PUT")
+    for path in ("/v1/nothing", "/v1/../../etc/passwd", "/v2/repository/index", "/stats"):
+        yield Asked(f"the path {path}", good, frozenset({404}), path=path)
+
+
+def _packed(how: str) -> dict[str, str]:
+    return {**_JSON, "Content-Encoding": how}
+
+
+def without_a_key(key: str) -> Iterator[Asked]:
+    """Everything that a stranger may try where a key is needed."""
+    keys = {
+        "no key": {},
+        "an empty key": {"Authorization": ""},
+        "a wrong key": {"Authorization": "Bearer wrong"},
+        "half a key": {"Authorization": f"Bearer {key[:-1]}"},
+        "a key and more": {"Authorization": f"Bearer {key}x"},
+        "two keys": {"Authorization": "Bearer wrong", "authorization": f"Bearer {key}"},
+        "two keys in one": {"Authorization": f"Bearer wrong, Bearer {key}"},
+        "a key of another scheme": {"Authorization": f"Basic {key}"},
+        "a key elsewhere": {"X-Api-Key": key},
+        "a key in other letters": {"Authorization": "Bearer clé"},
+    }
+    good = _body({"text_input": "Hello", "max_tokens": 2})
+    for name, headers in keys.items():
+        yield Asked(name, good, frozenset({401}), headers={**_JSON, **headers})
+    for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing", CHAT):
+        yield Asked(f"no key for {path}", b"", frozenset({401}), path=path, method="GET")
+
+
+_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "n of 0": {"n": 0},
+    "n of -1": {"n": -1},
+    "n of 10^9": {"n": 10**9},
+    "best_of above n": {"n": 2, "best_of": 5},
+    "logprobs of -1": {"logprobs": -1},
+    "logprobs of 10^6": {"logprobs": 10**6},
+    "max_tokens a string": {"max_tokens": "16"},
+    "stream a string": {"stream": "yes"},
+    "stream options without a stream": {"stream_options": {"include_usage": "yes"}},
+    "a suffix": {"suffix": "x"},
+    "echo a number": {"echo": 7},
+    "user a number": {"user": 7},
+    "metadata a list": {"metadata": ["x"]},
+    "prompt_logprobs of -1": {"prompt_logprobs": -1},
+    "a regular expression": {"guided_regex": "(a+)+$"},
+    "a schema": {"response_format": {"type": "json_schema"}},
+    "a template": {"chat_template": "{{ 7 * 7 }}"},
+}
+_CHAT_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "top_logprobs of 21": {"logprobs": True, "top_logprobs": 21},
+    "logprobs a number": {"logprobs": 5},
+    "top_logprobs without logprobs": {"top_logprobs": 3},
+    "tool_choice of no tool": {"tool_choice": {"type": "function"}},
+    "a tool without a name": {"tools": '[{"type": "function", "function": {}}]'},
+    "a tool of another type": {"tools": '[{"type": "file_search"}]'},
+    "a thousand tools": {"tools": "[" + ", ".join(["{}"] * 1000) + "]"},
+    "a prompt, too": {"text_input": "x"},
+    "a template": {"chat_template": "{{ 7 * 7 }}"},
+    "variables of a template as a list": {"chat_template_kwargs": ["x"]},
+    "a variable of ours": {"chat_template_kwargs": {"messages": []}},
+    "an audio": {"modalities": ["audio"]},
+}

@@ -1,0 +1,41 @@
+"""What the kernel says of the processes of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+_RANKS: Final = frozenset({b"minisgl_backend.cli.rank", b"minisgl_check.frail_rank"})
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie: 24.10 asks after a child only at its own end."""
+    state = _stat(pid)
+    return state is not None and state[0] != "Z"
+
+
+def children_of(parent: int) -> list[int]:
+    """The processes that a process has started, and that run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        state = _stat(int(process.name))
+        if state is not None and int(state[1]) == parent and state[0] != "Z":
+            found.append(int(process.name))
+    return found
+
+
+def is_rank(pid: int) -> bool:
+    """Whether a process is a rank of an engine, other than rank 0."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return not _RANKS.isdisjoint(words)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """State, parent and so on; None where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,178 @@
+"""Sends the catalogues to a server and judges each ending.
+
+A refusal must be one short sentence with the right code, tell nothing of the inside, come at once,
+and leave the server ready. Must not know what the catalogues hold.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from minisgl_check.bad_inputs import Expected, catalogue
+from minisgl_check.bad_wire import bodies, largest, messages, odd_messages
+from minisgl_check.calls import (
+    Ending,
+    GrpcCaller,
+    HttpCaller,
+    grpc_of,
+    half_a_message,
+    json_of,
+)
+from minisgl_check.case import Case
+from minisgl_check.gateway_inputs import Asked, own_inputs, translated, without_a_key
+from minisgl_check.target import Target
+from minisgl_kit.gateways import gateway_of
+
+_INSIDE: Final = re.compile(
+    r"Traceback|File \"|\.py\b|\bshm\b|/dev/|/(?:tmp|home|root|usr|opt|var|proc)/|0x[0-9a-f]{6}|\n"
+)
+"""What the inside of a server looks like."""
+_MOST_CHARACTERS: Final = 400
+_CLAIMED: Final = 2**31 - 1
+"""Bytes, the most that Triton takes for one message."""
+_CODED: Final = re.compile(r"(?:in ensemble '\w+', )?([A-Z_]+): \S")
+PROMISED_S: Final = 1.0
+"""A refusal comes within that time; so does the answer to what is odd but right."""
+
+
+def faults_of(ending: Ending, expected: Expected) -> list[str]:
+    """What is wrong with the ending of a request that should have ended as ``expected``."""
+    error = ending.error
+    if error is None:
+        is_good = expected in (Expected.ANSWER, Expected.SURVIVED)
+        return [] if is_good else ["was answered"]
+    found = []
+    if expected is Expected.ANSWER:
+        found.append(f"was refused: {error[:200]}")
+    if expected is not Expected.CLOSED and error.startswith("no answer: "):
+        found.append(error[:200])
+    if expected in (Expected.INVALID, Expected.UNSUPPORTED):
+        coded = _CODED.match(error)
+        if coded is None or coded[1] != expected.value:
+            found.append(f"is not {expected.value}: {error[:200]}")
+    return found + _faults_of_text(error)
+
+
+def _faults_of_text(error: str) -> list[str]:
+    found = []
+    if len(error) > _MOST_CHARACTERS:
+        found.append(f"an error of {len(error)} characters: {error[:80]}...")
+    if inside := _INSIDE.search(error.rstrip("\n")):
+        found.append(f"tells {inside[0]!r}: {error[:200]}")
+    return found
+
+
+def send_largest(target: Target) -> None:
+    """Send the largest request once, for which Triton takes room that it never gives back."""
+    body = largest()
+    HttpCaller(target.http_url).send(body.content, headers=body.headers)
+
+
+def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
+    """Everything that is wrong or odd, each over HTTP and where it can be over gRPC.
+
+    ``is_timed``: slow refusals are failures too, as they are not on a busy machine.
+    """
+    stats = target.stats()
+    requests = catalogue(
+        vocab_size=stats.info["vocab_size"],
+        context=stats.info["max_sequence_length"],
+        num_positions=stats.num_positions,
+    )
+    http = HttpCaller(target.http_url)
+    grpc = GrpcCaller(target.grpc_address)
+    over_http = _Tries("bad inputs over HTTP", is_timed, target.is_ready)
+    over_grpc = _Tries("bad inputs over gRPC", is_timed, target.is_ready)
+    try:
+        for bad in requests:
+            body, message = json_of(bad.values), grpc_of(bad.values)
+            if body is not None:
+                ending = http.send(body)
+                over_http.add(bad.name, ending, faults_of(ending, bad.expected))
+            if message is not None:
+                # a tensor or a parameter may well carry what Triton's JSON cannot
+                ending = grpc.send(message)
+                over_grpc.add(bad.name, ending, faults_of(ending, bad.expected))
+        for raw in bodies():
+            ending = http.send(raw.content, path=raw.path, method=raw.method, headers=raw.headers)
+            over_http.add(raw.name, ending, faults_of(ending, raw.expected))
+        for name, data in messages():
+            ending = grpc.send(data)
+            over_grpc.add(name, ending, faults_of(ending, Expected.TRITON))
+        for name, data in odd_messages():
+            ending = grpc.send(data)
+            over_grpc.add(name, ending, faults_of(ending, Expected.ANSWER))
+        with half_a_message(target.grpc_address, _CLAIMED):
+            ending = grpc.send(data)
+            grown_mb = target.stats().resident_mb - stats.resident_mb
+        found = faults_of(ending, Expected.ANSWER)
+        if grown_mb > _CLAIMED / 2e6:
+            found.append(f"memory grew by {grown_mb:.0f} MB")
+        over_grpc.add("beside a message of 2 GB that never comes", ending, found)
+    finally:
+        grpc.close()
+    return [over_http.case(), over_grpc.case()]
+
+
+def bad_gateway_inputs(target: Target, *, is_timed: bool) -> list[Case]:
+    """The same, as far as OpenAI's API can say it, to a gateway in front; and keys."""
+    stats = target.stats()
+    requests = catalogue(
+        vocab_size=stats.info["vocab_size"],
+        context=stats.info["max_sequence_length"],
+        num_positions=stats.num_positions,
+    )
+    key = secrets.token_urlsafe(12)
+    with (
+        tempfile.NamedTemporaryFile("w", encoding="utf-8") as keys,
+        gateway_of(target.grpc_address) as gateway,
+    ):
+        tries = _Tries("bad inputs over the gateway", is_timed, gateway.is_alive)
+        tries.ask(HttpCaller(gateway.url), [*translated(requests), *own_inputs()])
+        keys.write(key)
+        keys.flush()
+        with gateway_of(target.grpc_address, "--api-key-file", keys.name) as guarded:
+            tries.ask(HttpCaller(guarded.url), without_a_key(key))
+    return [tries.case()]
+
+
+class _Tries:
+    """What became of the requests over one protocol."""
+
+    def __init__(self, name: str, is_timed: bool, is_ready: Callable[[], bool]) -> None:
+        self._case = Case(name)
+        self._is_ready = is_ready
+        self._is_timed = is_timed
+        self._slowest = (0.0, "")
+
+    def add(self, name: str, ending: Ending, found: list[str]) -> None:
+        """Note a request that ended so, and what is wrong with that."""
+        self._case.count += 1
+        self._case.ended["refused" if ending.error else "answered"] += 1
+        self._slowest = max(self._slowest, (ending.seconds, name))
+        if self._is_timed and ending.seconds > PROMISED_S:
+            found.append(f"took {ending.seconds:.1f} s")
+        if not self._is_ready():
+            found.append("the server is not ready any more")
+        self._case.failures += [f"{name}: {one}" for one in found]
+
+    def ask(self, caller: HttpCaller, requests: Iterable[Asked]) -> None:
+        """Send them to a gateway, and judge them by their status."""
+        for one in requests:
+            ending = caller.send(one.content, path=one.path, method=one.method, headers=one.headers)
+            found = _faults_of_text(ending.error or "")
+            if ending.status not in one.statuses:
+                found.append(f"a status of {ending.status}: {(ending.error or '')[:200]}")
+            self.add(one.name, ending, found)
+
+    def case(self) -> Case:
+        """The result."""
+        case, (seconds, name) = self._case, self._slowest
+        num_clean = case.count - len({one.split(":")[0] for one in case.failures})
+        case.what = f"slowest {1e3 * seconds:,.0f} ms ({name})"
+        case.figures = {f"{case.name}, tried": case.count, f"{case.name}, clean": num_clean}
+        return case

@@ -1,0 +1,145 @@
+"""Which cases there are, and in what order; after each the server must be as it was.
+
+Knows all parts of the check. A case that stumbles, because a server that broke no longer says what
+it should, is a case that failed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, TypeAlias
+
+from minisgl_client.errors import MinisglError
+
+from minisgl_backend.errors import MiniSGLError
+from minisgl_check import records
+from minisgl_check.asking import Extent
+from minisgl_check.canary import Canary
+from minisgl_check.case import Case
+from minisgl_check.catalogue import SHORT
+from minisgl_check.endings import endings
+from minisgl_check.fault import Settings, Stage
+from minisgl_check.invariants import Invariants
+from minisgl_check.leavers import Leavers
+from minisgl_check.mixes import Mixes
+from minisgl_check.own_server import OwnServer
+from minisgl_check.rates import Rates
+from minisgl_check.refusals import bad_gateway_inputs, bad_inputs, send_largest
+from minisgl_check.target import Target
+
+_ALL_AT_ONCE: Final = 0.6
+
+Job: TypeAlias = Callable[[], list[Case]]
+
+
+def run_cases(
+    target: Target,
+    extent: Extent,
+    rng: random.Random,
+    *,
+    until_s: float = 0.0,
+    with_gateway: bool = False,
+    metrics_url: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[Case]:
+    """The cases as they end; load again and again until ``until_s`` of the monotonic clock.
+
+    From the second round on the order is drawn, and after each ``say`` is told what the processes
+    hold. Faults come last, and only where the server is our own; after a Ctrl-C they are left out.
+    """
+    canary = Canary(target)
+    try:
+        try:
+            canary.record()
+        except (MinisglError, MiniSGLError) as error:
+            yield Case("canary", failures=[f"could not be recorded: {error}"])
+            return
+        leavers = Leavers(target, extent, rng)
+        rates, mixes = Rates(target, extent, rng), Mixes(target, extent, rng)
+        send_largest(target)
+        rates.steady()  # libraries start their threads when they are first used
+        invariants = Invariants(target)
+        footprints = records.Footprints(target)
+        loads: dict[str, Job] = {
+            "bad inputs": lambda: bad_inputs(target, is_timed=extent.is_timed),
+            "endings": lambda: [endings(target)],
+            "closed loop": lambda: [rates.steady()],
+            "burst": lambda: [rates.burst()],
+            "overload": lambda: [rates.overload()],
+            "cancel storm": lambda: [leavers.cancel_storm()],
+            "prefix churn": lambda: [mixes.churn()],
+            "small pool": lambda: [mixes.small_pool()],
+            "slow readers": lambda: [leavers.slow_readers(rates)],
+            "poisoned": lambda: [mixes.poisoned(rates.capacity)],
+        }
+        if extent.is_long:
+            loads["all at once"] = lambda: [_all_at_once(rates, leavers)]
+        if with_gateway:
+            loads["gateway"] = lambda: bad_gateway_inputs(target, is_timed=extent.is_timed)
+        num_rounds = 0
+        try:
+            while num_rounds == 0 or time.monotonic() < until_s:
+                num_rounds += 1
+                names = list(loads)
+                if num_rounds > 1:
+                    rng.shuffle(names)
+                for name in names:
+                    yield from _held(name, loads[name], invariants, canary.watching())
+                    text = footprints.read(target)
+                    if num_rounds > 1:
+                        say(text)
+                yield from _held("cancels", lambda: [leavers.cancel_alone()], invariants)
+        except KeyboardInterrupt:
+            yield canary.case()
+            yield footprints.case(is_judged=num_rounds > 2)
+            raise
+        yield canary.case()
+        yield footprints.case(is_judged=num_rounds > 2)
+        if metrics_url is not None:
+            url = metrics_url
+            yield from _held("metrics", lambda: [records.metrics(target, url)], invariants)
+        if isinstance(target, OwnServer):
+            yield records.log(list(target.server.log))
+            settings = Settings(rng=rng, is_timed=extent.is_timed)
+            stage = Stage(target, canary, invariants, settings)
+            for fault in SHORT:
+                yield fault.tried(stage)
+    finally:
+        canary.close()
+
+
+def _all_at_once(rates: Rates, leavers: Leavers) -> Case:
+    """Callers at a pace that the server can keep, among clients that leave or do not read."""
+    with ThreadPoolExecutor(2) as pool, leavers.silent():
+        storm = pool.submit(leavers.cancel_storm, num_clients=1, share=0.1)
+        case, outcomes = pool.submit(rates.open_loop, _ALL_AT_ONCE).result()
+        other = storm.result()
+    case.name = f"all at once, at {_ALL_AT_ONCE:g} of the capacity"
+    case.count += other.count
+    case.ended += other.ended
+    case.failures += other.failures
+    num_refused = sum(one.error is not None for one in outcomes)
+    case.what = f"{num_refused} of {len(outcomes)} refused; {other.what} beside them"
+    return case
+
+
+def _held(
+    name: str,
+    job: Job,
+    invariants: Invariants,
+    beside: AbstractContextManager[None] | None = None,
+) -> list[Case]:
+    """Do a job; returns its cases, of which the last fails where something is left behind."""
+    begin_s = time.perf_counter()
+    try:
+        with beside or nullcontext():
+            cases = job()
+        cases[-1].seconds = time.perf_counter() - begin_s
+        cases[-1].failures += invariants.violations()
+    except Exception as error:
+        cases = [Case(name, failures=[f"stumbled over {type(error).__name__}: {error}"])]
+    return cases

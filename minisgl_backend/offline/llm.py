@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from minisgl_backend.offline.output import Output
 from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts
 from minisgl_backend.offline.room import Room
 from minisgl_backend.precheck import context_of
+from minisgl_backend.progress import shown, unseen
 from minisgl_backend.request import IntArray, Request
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.runtime.stats import EngineStats
@@ -80,18 +81,22 @@ class LLM:
     ) -> list[Output]:
         """One whole output for each prompt, in the order of the prompts.
 
-        ``params`` are those of every prompt, or a list with one mapping for each. ``progress``
-        draws a bar on stderr. If a prompt or parameter is wrong, nothing is computed.
+        ``params`` are those of every prompt, or a list with one mapping for each. If a prompt or a
+        parameter is wrong, nothing is computed. ``progress`` draws a bar on stderr if that is a
+        terminal, and else logs.
 
         Raises ``RequestError``; ``Overloaded`` if a deadline passed before the first token;
         ``EngineFailure``; ``Cancelled`` if the ``LLM`` is closed.
         """
         call = self._call(prompts, params, stream=False)
         outputs: dict[int, Output] = {}
-        with closing(self._outputs(call)) as each, _bar(len(call), is_shown=progress) as advance:
+        num_tokens, started_s = 0, time.perf_counter()
+        bar = shown if progress else unseen
+        with closing(self._outputs(call)) as each, bar("prompts", len(call)) as advance:
             for output in each:
                 outputs[output.index] = output
-                advance(output.num_output_tokens)
+                num_tokens += output.num_output_tokens
+                advance(f"{num_tokens / (time.perf_counter() - started_s):,.0f} tokens/s")
         return [outputs[index] for index in range(len(call))]
 
     def stream(
@@ -126,7 +131,7 @@ class LLM:
         self.close()
 
     def _outputs(self, call: Call) -> Generator[Output, None, None]:
-        """The call's outputs; as long as somebody iterates, this object is not collected."""
+        """The call's outputs; an iterator in use keeps this object, whose end would end it."""
         yield from call.outputs()
 
     def _call(
@@ -205,32 +210,3 @@ def _end(engine: Engine, room: Room, tokenizers: ThreadPoolExecutor) -> None:
     room.close()
     tokenizers.shutdown(cancel_futures=True)
     engine.close(drain_s=0)
-
-
-@contextmanager
-def _bar(num_prompts: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr; the function takes the number of tokens of an output."""
-    if not is_shown:
-        yield lambda num_tokens: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-    )
-    started_s = time.perf_counter()
-    num_made = 0
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=num_prompts, rate="")
-
-        def advance(num_tokens: int) -> None:
-            nonlocal num_made
-            num_made += num_tokens
-            rate = num_made / (time.perf_counter() - started_s)
-            bar.update(task, advance=1, rate=f"{rate:,.0f} tokens/s")
-
-        yield advance

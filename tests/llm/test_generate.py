@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pexpect
 import pytest
 
 import minisgl_backend
@@ -226,10 +228,23 @@ def test_two_in_one_process(llm: LLM) -> None:
     assert texts(llm.generate(COUNT, GREEDY)) == [" 1, 2, 3, 4, 5"]
 
 
-def test_a_progress_bar_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.generate([COUNT] * 3, GREEDY)
-    assert capsys.readouterr().err == ""
-    llm.generate([COUNT] * 3, GREEDY, progress=True)
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "3/3" in shown.err and "tokens/s" in shown.err
+@pytest.mark.parametrize("progress", [True, False])
+def test_a_progress_bar_on_a_terminal(progress: bool) -> None:
+    code = (
+        "from minisgl_backend import LLM\n"
+        "with LLM(num_pages=64) as llm:\n"
+        "    print('begun')\n"
+        f"    llm.generate(['one', 'two', 'three'], progress={progress})\n"
+        "    print('ended')\n"
+    )
+    with pexpect.spawn(
+        sys.executable,
+        ["-c", code],
+        encoding="utf-8",
+        timeout=120,
+        env={**os.environ, "TERM": "xterm"},
+    ) as terminal:
+        terminal.expect("begun")
+        terminal.expect("ended")
+        assert ("3/3" in (terminal.before or "")) is progress
+        assert ("tokens/s" in (terminal.before or "")) is progress

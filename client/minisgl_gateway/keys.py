@@ -19,7 +19,7 @@ from minisgl_gateway.errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is; both are "" where no keys are in use."""
+    """Whose request it is; both are "" if no keys are in use."""
 
     label: str = ""
     salt: str = ""

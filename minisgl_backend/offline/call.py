@@ -33,7 +33,7 @@ from minisgl_backend.request import (
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.tritonserver.answer_stream import AnswerStream
-from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, Times
+from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times
 
 _STOP_STRINGS_EVERY: Final = 8
 """A request that is answered at its end shows that many tokens at a time to the stop strings."""
@@ -45,6 +45,7 @@ class Asked:
 
     request: Request
     start: StreamStart
+    arrival_time_ns: int
 
 
 class Mailbox:
@@ -52,6 +53,7 @@ class Mailbox:
 
     __slots__ = (
         "_answers",
+        "_arrival_ns",
         "_events",
         "_first_token_ns",
         "_is_announced",
@@ -61,7 +63,6 @@ class Mailbox:
         "_ready",
         "_room",
         "_scheduled_ns",
-        "_started_ns",
         "_untold_ids",
         "_wake_after",
         "has_ended",
@@ -76,7 +77,6 @@ class Mailbox:
         vocabulary: Vocabulary,
         ready: SimpleQueue[Mailbox],
         room: Room,
-        started_ns: int,
     ) -> None:
         self.index = index
         self.request = asked.request
@@ -91,7 +91,7 @@ class Mailbox:
         self._is_announced = False
         self._num_cached_tokens: int | None = None
         self._untold_ids: list[TokenId] = []
-        self._started_ns = started_ns
+        self._arrival_ns = asked.arrival_time_ns
         self._scheduled_ns = self._first_token_ns = self._last_token_ns = 0
 
     # --- the engine's thread -----------------------------------------------------------------
@@ -120,9 +120,9 @@ class Mailbox:
 
     def read(self) -> Output | None:
         """What the events so far give rise to, if anything. Raises what the request failed with."""
-        chunk = self._take()
-        self._untold_ids += chunk.token_ids
-        answer = self._answers.push(chunk)
+        packet = self._take()
+        self._untold_ids += packet.token_ids
+        answer = self._answers.push(packet)
         if answer is None:
             return None
         count = answer.num_output_tokens
@@ -144,7 +144,7 @@ class Mailbox:
             times=answer.times,
         )
 
-    def _take(self) -> Chunk:
+    def _take(self) -> Packet:
         self._is_announced = False  # before the events are taken, or the last might go unnoticed
         token_ids: list[TokenId] = []
         logprobs: list[TokenLogprobs] = []
@@ -159,14 +159,14 @@ class Mailbox:
                 token_ids.append(event.token_id)
                 if event.logprobs is not None:
                     logprobs.append(event.logprobs)
-        return Chunk(
+        return Packet(
             reply_to="",  # an address on the wire, as is the key
             key=0,
             index=0,
             token_ids=token_ids,
             num_cached_tokens=self._num_cached_tokens,
             logprobs=tuple(logprobs),
-            finish=finish,
+            terminal=finish,
             times=self._times(),
         )
 
@@ -174,7 +174,7 @@ class Mailbox:
         if not self._answers.start.wanted.perf_metrics:
             return None
         return Times(
-            self._started_ns, self._scheduled_ns, self._first_token_ns, self._last_token_ns
+            self._arrival_ns, self._scheduled_ns, self._first_token_ns, self._last_token_ns
         )
 
 
@@ -194,7 +194,6 @@ class Call:
 
     def outputs(self) -> Generator[Output, None, None]:
         """The outputs of all requests as they come; requests are submitted as there is room."""
-        started_ns = time.time_ns()
         waiting = deque(enumerate(self._asked))
         open_: dict[int, Mailbox] = {}
         ready: SimpleQueue[Mailbox] = SimpleQueue()
@@ -202,7 +201,7 @@ class Call:
             while waiting or open_:
                 while waiting and self._enter(waiting[0][1], wait=not open_):
                     index, asked = waiting.popleft()
-                    box = Mailbox(index, asked, self._vocabulary, ready, self._room, started_ns)
+                    box = Mailbox(index, asked, self._vocabulary, ready, self._room)
                     open_[index] = box
                     self._submit(box)
                 box = ready.get()

@@ -30,8 +30,8 @@ from minisgl_backend.request import IntArray, Request
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.runtime.stats import EngineStats
 from minisgl_backend.text.tokenizer import PromptEncoder
-from minisgl_backend.tritonserver.wire.chunk import StreamStart
 from minisgl_backend.tritonserver.wire.generation import Generation
+from minisgl_backend.tritonserver.wire.packets import StreamStart
 
 
 class LLM:
@@ -142,12 +142,13 @@ class LLM:
         stream: bool,
     ) -> Call:
         """All requests of a call, checked before the first of them is submitted."""
-        arrived_s = time.monotonic()
+        arrived_s, arrival_time_ns = time.monotonic(), time.time_ns()
         self._room.check_open()
         generations = read_prompts(
             prompts,
             params,
             stream=stream,
+            arrival_time_ns=arrival_time_ns,
             parse_special_tokens=self._options.parse_special_tokens,
             limits=self._limits,
         )
@@ -187,14 +188,15 @@ class LLM:
             cache_salt=generation.cache_salt,
         )
         self._engine.check(request)
-        is_shown = not generation.exclude_input_in_output
+        if not generation.exclude_input_in_output:
+            prompt_text = self._encoder.prompt_text(generation.prompt, ids)
+            generation = replace(generation, prompt_text=prompt_text)
         start = StreamStart.of(
             generation,
             num_input_tokens=len(ids),
             eos_token_ids=self._engine.info.eos_token_ids,
-            prompt_text=self._encoder.prompt_text(generation.prompt, ids) if is_shown else None,
         )
-        return Asked(request, start)
+        return Asked(request, start, generation.arrival_time_ns)
 
 
 def _load_encoder(options: EngineOptions, limits: Limits) -> PromptEncoder:

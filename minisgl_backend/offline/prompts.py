@@ -48,6 +48,7 @@ def read_prompts(
     params: Params | Sequence[Params] | None,
     *,
     stream: bool,
+    arrival_time_ns: int,
     parse_special_tokens: bool,
     limits: Limits,
 ) -> list[Generation]:
@@ -59,7 +60,7 @@ def read_prompts(
             given = {**_given(own), **_prompt(prompt), "stream": stream}
             if parse_special_tokens and isinstance(prompt, str):
                 given.setdefault("parse_special_tokens", True)
-            generation = parse_values(given, limits=limits)
+            generation = parse_values(given, arrival_time_ns=arrival_time_ns, limits=limits)
             assert isinstance(generation, Generation)  # a stop_request is refused above
             generations.append(generation)
     return generations

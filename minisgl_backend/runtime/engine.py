@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded
-from minisgl_backend.heartbeat import State
 from minisgl_backend.request import (
     Failed,
     Finished,
@@ -33,6 +32,7 @@ from minisgl_backend.runtime.inbox import Abort, Add, Fail, Stop
 from minisgl_backend.runtime.loop import Loop
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.runtime.stats import EngineStats, Recorder, Refusal, Samples
+from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.capacity import check_fits, most_tokens
 
 logger = logging.getLogger(__name__)

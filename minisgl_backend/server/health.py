@@ -1,6 +1,6 @@
 """The supervisor's own HTTP endpoint: whether the server lives, is ready, and how it is.
 
-    GET /live    200 while there is hope, 503 once the server was given up
+    GET /live    200 until the server is given up, then 503
     GET /ready   200 while requests are served, else 503
     GET /stats   counts of all processes; callers on this machine only
 
@@ -37,7 +37,7 @@ class HealthServer:
     """Listens as soon as it is made; answers between ``start`` and ``close``."""
 
     def __init__(self, host: str, port: int) -> None:
-        """A ``port`` of 0 stands for a free one; ``ConfigError`` where it cannot be used."""
+        """A ``port`` of 0 stands for a free one; ``ConfigError`` if it cannot be used."""
         kind = _Server6 if ":" in host else _Server
         try:
             self._server = kind((host, port), _Handler)
@@ -91,7 +91,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that left before its answer is nobody's fault; anything else is ours."""
+        """A caller that left before its answer is no error; anything else is."""
         if not isinstance(sys.exc_info()[1], OSError):
             logger.exception("no answer to a caller of the health port")
 

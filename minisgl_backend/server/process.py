@@ -24,16 +24,20 @@ from pathlib import Path
 from typing import IO, Final
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.heartbeat import heartbeat_files, read_beat
-from minisgl_backend.server import asking
+from minisgl_backend.runtime_files import (
+    DRAIN_MARKER,
+    QUEUE_FULL,
+    QUEUE_OPEN,
+    heartbeat_files,
+    read_beat,
+)
+from minisgl_backend.server import triton_http
 from minisgl_backend.server.directory import make_directory, regions, sweep
 from minisgl_backend.server.installation import Installation
-from minisgl_backend.server.launch import launch
+from minisgl_backend.server.launch import ServerOptions, launch, with_ports
 from minisgl_backend.server.log import failure_in_log
-from minisgl_backend.server.options import ServerOptions, with_ports
 from minisgl_backend.server.progress import STUCK_AFTER_S, Progress
 from minisgl_backend.server.repository import copy_repository, with_plain_folders
-from minisgl_backend.shared_names import DRAIN_FILE, QUEUE_FULL, QUEUE_OPEN
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +144,8 @@ class TritonServer:
     ) -> None:
         """Return when every model is ready.
 
-        Raises ``ConfigError`` with the cause where the server ends or does not come up in time,
-        ``BrokenStart`` where a signal ended it or its processes do nothing any more,
+        Raises ``ConfigError`` with the cause if the server ends or does not come up in time,
+        ``BrokenStart`` if a signal ended it or its processes do nothing any more,
         ``InterruptedError`` once ``give_up`` says so.
         """
         deadline = time.monotonic() + timeout_s
@@ -163,25 +167,25 @@ class TritonServer:
         self._protect_shared_memory()
 
     def is_ready(self, *, timeout_s: float) -> bool | None:
-        """What Triton says of itself; None where it says nothing in time."""
-        return asking.is_ready(self.url(), timeout_s=timeout_s)
+        """What Triton says of itself; None if it says nothing in time."""
+        return triton_http.is_ready(self.url(), timeout_s=timeout_s)
 
     def reload(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
         """Load a model again, and with it the ensembles that it is part of.
 
-        Raises ``ConfigError`` where that fails, and what ``check`` raises, which is called again
+        Raises ``ConfigError`` if that fails, and what ``check`` raises, which is called again
         and again until the model is loaded.
         """
         for source in self.repository.glob(f"{model}/*/model.py"):
             source.touch()  # Triton does nothing for a model whose files are as they were
-        asking.load_model(
+        triton_http.load_model(
             self.url(), model, self.admin_key, pid=self.pid, timeout_s=timeout_s, check=check
         )
         self._protect_shared_memory()
 
     def num_waiting(self, model: str) -> int:
         """The requests that wait inside tritonserver for a model, as far as it tells."""
-        return asking.num_waiting(self.url("/metrics", port=self.metrics_port), model)
+        return triton_http.num_waiting(self.url("/metrics", port=self.metrics_port), model)
 
     def failure(self) -> str:
         """Why the server did not start, from its log."""
@@ -222,7 +226,7 @@ class TritonServer:
     def stop(self) -> int:
         """Let requests drain, end the server and its processes, remove its files. Idempotent.
 
-        Returns the server's exit code, 0 where all requests were answered.
+        Returns the server's exit code, 0 if all requests were answered.
         """
         if self._stopped_with is None:  # else its process id may be another's by now
             self._stopped_with = self._stop()
@@ -262,7 +266,7 @@ class TritonServer:
         self.stop()
 
     def _drain(self) -> bool:
-        """Ask the engines to end their requests, and wait; False where they have not in time.
+        """Ask the engines to end their requests, and wait; False if they have not in time.
 
         tritonserver, when it is told to stop, first unloads the models that have no request in
         flight at that instant, such as the detokenizer between two chunks, and leaves the requests
@@ -272,8 +276,8 @@ class TritonServer:
             return False
         deadline = time.monotonic() + self.options.exit_timeout_s
         try:
-            (self.directory / DRAIN_FILE).touch()
-        except OSError as error:  # a full disk, or somebody removed the directory
+            (self.directory / DRAIN_MARKER).touch()
+        except OSError as error:  # a full disk, or the directory was removed
             logger.warning("the engine cannot be asked to drain: %s", error)
             return False
         while self._process.poll() is None and self._has_engines():

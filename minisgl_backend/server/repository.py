@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.shared_names import OPTIONS_MODEL
+from minisgl_backend.runtime_files import OPTIONS_MODEL
 
 
 def shipped_repository() -> Path:

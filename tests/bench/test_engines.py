@@ -18,7 +18,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_bench import facts
 from minisgl_bench.prompts import random_prompts
 from tests.figures import figures_of
-from tests.unit.test_telemetry import INFO
+from tests.unit.test_engine_metrics import INFO
 
 SMALL = ["--device", "cpu", "--num-pages", "256", "--max-sequence-length", "256"]
 

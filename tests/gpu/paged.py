@@ -12,9 +12,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from minisgl_backend.attention.base import AttentionShape, KVScale
 from minisgl_backend.attention.paged import (
     AttentionSetting,
     Chunks,
@@ -22,6 +19,9 @@ from minisgl_backend.attention.paged import (
     PagedAttention,
     PagedKV,
 )
+from torch import Tensor
+
+from minisgl_backend.attention.base import AttentionShape, KVScale
 from minisgl_backend.request import IntArray
 
 MAX_ROWS = 40

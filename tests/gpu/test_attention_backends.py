@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from minisgl_backend.attention.paged import PagedAttention, ScheduledDecode
 from safetensors.torch import load_file, save_file
 
 from minisgl_backend.attention.choose import choose_attention
-from minisgl_backend.attention.paged import PagedAttention, ScheduledDecode
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.request import IntArray

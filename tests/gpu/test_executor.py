@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from minisgl_backend.execution.cuda_executor import CudaExecutor, CudaPending
 from safetensors.torch import load_file, save_file
 
 from minisgl_backend.build import build_engine, build_executor, build_scheduler
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
-from minisgl_backend.execution.cuda_executor import CudaExecutor, CudaPending
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.rows import StepInbox
 from minisgl_backend.plan import StepPlan

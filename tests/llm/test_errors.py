@@ -67,7 +67,7 @@ def test_bad_parameters_are_told_in_the_words_of_the_server(
 ) -> None:
     text = np.array([b"x"], dtype=np.object_)
     with pytest.raises(RequestError) as theirs:
-        parse_generation({"text_input": text}, parameters, limits=Limits())
+        parse_generation({"text_input": text}, parameters, arrival_time_ns=0, limits=Limits())
     with pytest.raises(RequestError) as ours:
         llm.generate("x", parameters)
     assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))

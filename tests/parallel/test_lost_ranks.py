@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from minisgl_backend.execution.cpu_executor import CpuExecutor
+from minisgl_backend.execution.sampler import Sample, Sampler
 from torch import Tensor
 
 from minisgl_backend.build import build_executor
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
-from minisgl_backend.execution.cpu_executor import CpuExecutor
 from minisgl_backend.execution.followers import Followers
-from minisgl_backend.execution.sampler import Sample, Sampler
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.plan import Admission
 from minisgl_backend.request import SamplingParams

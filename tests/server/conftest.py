@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.server.installation import find_installation
-from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 

@@ -21,7 +21,6 @@ from minisgl_backend.errors import (
     MiniSGLError,
     Overloaded,
 )
-from minisgl_backend.heartbeat import State
 from minisgl_backend.plan import Admission, Pending, SampledTokens, StepPlan
 from minisgl_backend.request import (
     Admitted,
@@ -37,6 +36,7 @@ from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.runtime.inbox import Add, Stop
 from minisgl_backend.runtime.loop import Loop
 from minisgl_backend.runtime.stats import Recorder
+from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.executor import FakeExecutor, Model, expected_tokens, tokens_of
 

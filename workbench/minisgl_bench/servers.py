@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from minisgl_backend.server.installation import find_installation
-from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 

@@ -19,7 +19,7 @@ from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.tritonserver import llm_engine
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.responder import Responder
-from minisgl_backend.tritonserver.stream import Stream
+from minisgl_backend.tritonserver.response_stream import ResponseStream
 from minisgl_check.frail import (
     FrailCache,
     FrailExecutor,
@@ -35,7 +35,7 @@ _FOLLOWER_COMMAND: Final = (sys.executable, "-m", "minisgl_check.frail_rank")
 class FrailDispatcher(Dispatcher):
     """Sends late."""
 
-    def _send(self, stream: Stream) -> None:
+    def _send(self, stream: ResponseStream) -> None:
         pause()
         super()._send(stream)
 

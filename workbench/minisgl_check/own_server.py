@@ -22,7 +22,7 @@ from typing import Final
 from minisgl_backend.errors import EngineFailure, MiniSGLError
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
-from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.supervisor import Supervisor

@@ -31,14 +31,14 @@ from rich.text import Text
 from minisgl_client import Client, MinisglError, Result
 from minisgl_client.cli.conversation import Conversation
 from minisgl_client.cli.display import MarkdownDisplay, without_controls
-from minisgl_client.cli.options import (
+from minisgl_client.cli.own_server import OwnServer
+from minisgl_client.cli.request_options import (
     client_of,
     given,
     parameter_options,
     parameters_of,
     server_options,
 )
-from minisgl_client.cli.own_server import OwnServer
 
 
 @click.command()

@@ -38,6 +38,7 @@ def parse_generation(
     inputs: Mapping[str, npt.NDArray[Any]],
     parameters: Mapping[str, Any],
     *,
+    arrival_time_ns: int,
     timeout_us: int = 0,
     limits: Limits,
 ) -> Generation | StopRequest:
@@ -47,22 +48,26 @@ def parse_generation(
     ``timeout_us`` is Triton's own request timeout, 0 for none.
     """
     found = _gathered(inputs, parameters, limits)
-    return build(found, timeout_us=_timeout_us(parameters, timeout_us), limits=limits)
+    timeout_us = _timeout_us(parameters, timeout_us)
+    return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
 
-def parse_values(given: Mapping[str, Any], *, limits: Limits) -> Generation | StopRequest:
+def parse_values(
+    given: Mapping[str, Any], *, arrival_time_ns: int, limits: Limits
+) -> Generation | StopRequest:
     """A request in this process: values as JSON has them by name, ``input_ids`` as an array."""
     ids = given.get("input_ids")
     found = gather_values({name: value for name, value in given.items() if name != "input_ids"})
     if ids is not None:
         found["input_ids"] = values.token_ids("input_ids", ids)
-    return build(_completed(found), limits=limits)
+    return build(_completed(found), arrival_time_ns=arrival_time_ns, limits=limits)
 
 
 def parse_token_generation(
     inputs: Mapping[str, npt.NDArray[Any]],
     parameters: Mapping[str, Any],
     *,
+    arrival_time_ns: int,
     timeout_us: int = 0,
     limits: Limits,
 ) -> Generation | StopRequest:
@@ -71,7 +76,8 @@ def parse_token_generation(
     for name, value in found.items():
         if BY_NAME[name].text_only and value != DEFAULTS[name]:
             raise Unsupported(f"{name} needs the text models; send it to an ensemble")
-    return build(found, timeout_us=_timeout_us(parameters, timeout_us), limits=limits)
+    timeout_us = _timeout_us(parameters, timeout_us)
+    return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
 
 def _gathered(
@@ -87,7 +93,7 @@ def _completed(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(
-    found: Mapping[str, Any], *, timeout_us: int = 0, limits: Limits
+    found: Mapping[str, Any], *, arrival_time_ns: int, timeout_us: int = 0, limits: Limits
 ) -> Generation | StopRequest:
     """The request that gathered values make."""
     given = {**DEFAULTS, **found}
@@ -116,6 +122,7 @@ def build(
         raise Unsupported("exclude_input_in_output must be true with messages")
     return Generation(
         prompt=_prompt(given, limits),
+        arrival_time_ns=arrival_time_ns,
         sampling=_sampling(given, wanted),
         fit_max_tokens=given["fit_max_tokens"],
         seed=given["seed"],

@@ -1,4 +1,4 @@
-"""What tritonserver is asked over HTTP: whether it is ready, how many wait, to load a model again.
+"""Calls to tritonserver over HTTP: whether it is ready, how many requests wait, a model's reload.
 
 Knows Triton's routes and metrics. Must not know the models' processes.
 """
@@ -18,14 +18,14 @@ from urllib.parse import urlsplit
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.loopback import open_local
-from minisgl_backend.server.options import ADMIN_KEY_HEADER
+from minisgl_backend.server.launch import ADMIN_KEY_HEADER
 
 _METRICS_S: Final = 2.0
 _CHECK_EVERY_S: Final = 0.1
 
 
 def is_ready(server_url: str, *, timeout_s: float) -> bool | None:
-    """What Triton says of itself; None where it says nothing in time."""
+    """What Triton says of itself; None if it says nothing in time."""
     try:
         with open_local(f"{server_url}/v2/health/ready", timeout_s=timeout_s) as response:
             return bool(response.status == 200)
@@ -60,11 +60,11 @@ def load_model(
             open_until_then.callback(os.close, ended)
             path = f"/v2/repository/models/{model}/load"
             connection.request("POST", path, b"{}", {ADMIN_KEY_HEADER: admin_key})
-            while not (told := select.select([connection.sock, ended], [], [], _CHECK_EVERY_S)[0]):
+            while not (ready := select.select([connection.sock, ended], [], [], _CHECK_EVERY_S)[0]):
                 check()
                 if time.monotonic() > deadline_s:
                     raise ConfigError(f"{model}: Triton did not load it in {timeout_s:.0f} s")
-            if ended in told:
+            if ended in ready:
                 raise ConfigError(f"{model}: tritonserver ended while it loaded it")
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
@@ -77,14 +77,14 @@ def load_model(
 
 
 def num_waiting(metrics_url: str, model: str) -> int:
-    """The requests in a model's queues inside tritonserver; 0 where nobody tells.
+    """The requests in a model's queues inside tritonserver; 0 if Triton does not answer.
 
     What Triton has handed to a model's process, or not taken yet, is not among them.
     """
     try:
         with open_local(metrics_url, timeout_s=_METRICS_S) as response:
             text = response.read().decode()
-    except (OSError, HTTPException):  # the latter where it died in the middle
+    except (OSError, HTTPException):  # the latter if it died in the middle
         return 0
     pattern = (
         rf'^nv_inference_pending_request_count{{[^}}]*model="{re.escape(model)}"[^}}]*}} (\d+)'

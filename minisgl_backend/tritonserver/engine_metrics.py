@@ -1,10 +1,10 @@
 """The engine's counts as Prometheus metrics on Triton's own endpoint.
 
 Each update of a metric is a round trip to tritonserver (some 60 microseconds) on the thread that
-responses use too. So counts are gathered here and told in bulk, a few times a second, from a side
-thread. Histograms of requests are Triton's own, an observation a request; those of steps and chunks
-would take thousands of observations a second, so their buckets are counted here and told as
-counters, which Prometheus reads the same way.
+responses use too. So counts are gathered here and reported in batches, a few times a second, from
+a side thread. Histograms of requests are Triton's own, an observation a request; those of steps and
+packets would take thousands of observations a second, so their buckets are counted here and
+reported as counters, which Prometheus reads the same way.
 
 Each engine has a label of its own. Two metrics with the same labels, as of two instances or of a
 model that is being reloaded, would be one object inside Triton, which goes with the first of the
@@ -20,7 +20,7 @@ import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.runtime.stats import REFUSALS, EngineStats, Samples
-from minisgl_backend.tritonserver.counts import (
+from minisgl_backend.tritonserver.metrics import (
     BucketCounts,
     ReportedMetric,
     engine_labels,
@@ -33,7 +33,7 @@ _LATENCY_BUCKETS: Final = (
 _TOKEN_BUCKETS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 _BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _MAX_OBSERVATIONS: Final = 500
-"""Observations of one histogram told at a time; the newest where there are more."""
+"""Observations of one histogram reported at a time; the newest if there are more."""
 
 
 class Engine(Protocol):
@@ -48,14 +48,14 @@ class Engine(Protocol):
         """Observations since the last call."""
 
 
-class Telemetry:
-    """All metrics of one engine. ``report`` belongs to one thread, ``chunk_sent`` to any."""
+class EngineMetrics:
+    """All metrics of one engine. ``report`` belongs to one thread, ``packet_sent`` to any."""
 
     def __init__(self, engine: Engine, *, model: str, version: str) -> None:
         self._engine = engine
         self._labels = engine_labels(model, version)
         self._families: list[Any] = []
-        self._chunk_tokens = BucketCounts(_TOKEN_BUCKETS)
+        self._packet_tokens = BucketCounts(_TOKEN_BUCKETS)
         self._batch_size = BucketCounts(_BATCH_BUCKETS)
         self._step_s = {
             phase: BucketCounts(_LATENCY_BUCKETS) for phase in ("prefill", "decode", "mixed")
@@ -74,7 +74,7 @@ class Telemetry:
         )
         self._histograms = self._make_histograms()
         self._counted = [
-            (self._chunk_tokens, self._bucket_metrics("minisgl:chunk_tokens", _TOKEN_BUCKETS)),
+            (self._packet_tokens, self._bucket_metrics("minisgl:chunk_tokens", _TOKEN_BUCKETS)),
             (self._batch_size, self._bucket_metrics("minisgl:batch_size", _BATCH_BUCKETS)),
         ]
         families = self._bucket_families("minisgl:step_seconds")
@@ -82,10 +82,10 @@ class Telemetry:
             metrics = self._bucket_children(families, _LATENCY_BUCKETS, {"phase": phase})
             self._counted.append((counts, metrics))
 
-    def chunk_sent(self, num_tokens: int) -> None:
+    def packet_sent(self, num_tokens: int) -> None:
         """A response with that many tokens went out."""
         if num_tokens:
-            self._chunk_tokens.observe(num_tokens)
+            self._packet_tokens.observe(num_tokens)
 
     def report(self) -> None:
         """Tell Triton what changed since the last report."""

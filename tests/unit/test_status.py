@@ -1,4 +1,4 @@
-"""A model's signs of life: its heartbeat, and the counts that it tells."""
+"""A model's heartbeat, and the counts that it sends to a caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.heartbeat import (
+from minisgl_backend.runtime_files import (
     Beat,
     State,
     heartbeat_files,
@@ -22,7 +22,7 @@ from minisgl_backend.heartbeat import (
     read_beat,
     socket_path,
 )
-from minisgl_backend.tritonserver.vitals import Condition, Vitals
+from minisgl_backend.tritonserver.status import Status, StatusServer
 
 PATIENCE_S = 20.0
 
@@ -31,10 +31,10 @@ class Model:
     """What a model says of itself, to be changed by a test."""
 
     def __init__(self) -> None:
-        self.now = Condition()
+        self.now = Status()
         self.counts: Mapping[str, Any] = {"num_jobs": 7}
 
-    def condition(self) -> Condition:
+    def status(self) -> Status:
         return self.now
 
     def stats(self) -> Mapping[str, Any]:
@@ -47,12 +47,12 @@ def model() -> Model:
 
 
 @pytest.fixture
-def vitals(tmp_path: Path, model: Model) -> Iterator[Vitals]:
-    it = Vitals(tmp_path, "a.model", stats=model.stats, condition=model.condition)
+def server(tmp_path: Path, model: Model) -> Iterator[StatusServer]:
+    it = StatusServer(tmp_path, "a.model", stats=model.stats, status=model.status)
     yield it
     it.close()
     assert not list(tmp_path.iterdir())
-    assert "vitals" not in {thread.name for thread in threading.enumerate()}
+    assert "status" not in {thread.name for thread in threading.enumerate()}
 
 
 def beat(directory: Path) -> Beat:
@@ -75,7 +75,7 @@ def ask(directory: Path) -> bytes:
         return b"".join(iter(lambda: caller.recv(1024), b""))
 
 
-@pytest.mark.usefixtures("vitals")
+@pytest.mark.usefixtures("server")
 def test_the_heartbeat_tells_how_the_process_is(tmp_path: Path, model: Model) -> None:
     before_s = time.monotonic()
     first = beat(tmp_path)
@@ -84,19 +84,19 @@ def test_the_heartbeat_tells_how_the_process_is(tmp_path: Path, model: Model) ->
     assert heartbeat_files(tmp_path) == [
         ("a.model", heartbeat_path(tmp_path, "a.model", os.getpid()))
     ]
-    model.now = Condition(12.5, State.BROKEN)
+    model.now = Status(12.5, State.BROKEN)
     wait_for_beat(tmp_path, tick_age_s=12.5, state=State.BROKEN)
     assert beat(tmp_path).beat_s >= before_s
     assert beat(tmp_path).silent_s(time.monotonic()) >= 12.5
 
 
-def test_requests_inside_are_counted_at_once(vitals: Vitals, tmp_path: Path) -> None:
-    threads = [threading.Thread(target=vitals.entered) for _ in range(20)]
+def test_requests_inside_are_counted_at_once(server: StatusServer, tmp_path: Path) -> None:
+    threads = [threading.Thread(target=server.entered) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    vitals.left()
+    server.left()
     assert (beat(tmp_path).num_inside, beat(tmp_path).num_seen) == (19, 20)
 
 
@@ -106,7 +106,7 @@ def test_silence_grows_with_time() -> None:
     assert beat.silent_s(109.0) == 9.0
 
 
-@pytest.mark.usefixtures("vitals")
+@pytest.mark.usefixtures("server")
 def test_counts_are_told_to_who_asks(
     tmp_path: Path, model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,10 +116,10 @@ def test_counts_are_told_to_who_asks(
         assert ask(tmp_path) == b""
         model.counts = {}
         assert json.loads(ask(tmp_path)) == {}  # so it is done with the one before
-    assert "could not be told" in caplog.text
+    assert "could not be sent" in caplog.text
 
 
-@pytest.mark.usefixtures("vitals")
+@pytest.mark.usefixtures("server")
 def test_a_caller_that_goes_does_no_harm(tmp_path: Path) -> None:
     for _ in range(3):
         with socket.socket(socket.AF_UNIX) as caller:
@@ -127,11 +127,11 @@ def test_a_caller_that_goes_does_no_harm(tmp_path: Path) -> None:
     assert json.loads(ask(tmp_path)) == {"num_jobs": 7}
 
 
-def test_without_a_directory_nobody_looks(model: Model) -> None:
-    vitals = Vitals(None, "x", stats=model.stats)
-    vitals.entered()
-    vitals.left()
-    vitals.close()
+def test_without_a_directory_nothing_is_written(model: Model) -> None:
+    server = StatusServer(None, "x", stats=model.stats)
+    server.entered()
+    server.left()
+    server.close()
 
 
 def test_a_heartbeat_file_that_is_gone(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""A thread beside the engine that reports, and that notices the end of the model in time.
+"""A thread beside the engine that reports metrics, and notices in time that the model must end.
 
 Triton tells a model of its unloading only when its last request has ended, so that requests could
 hold up an unload, a reload or the end of the server for as long as they run. (Triton's own
 ``is_model_ready`` corrupts the backend's shared memory if it is called during ``execute``, as
 measured with 24.10.) So the thread asks the server's HTTP endpoint whether the model is ready, and
-looks whether a successor took its sign down, or the server's starter asks to drain. As soon as
-the model is to end, the engine drains.
+looks whether a successor removed its marker, or the server's starter asks to drain. As soon as the
+model is to end, the engine drains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from minisgl_backend.loopback import open_local
-from minisgl_backend.tritonserver.signs import QueueSign
+from minisgl_backend.runtime_files import QueueMarker
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Readiness(Enum):
     REFUSED = auto()
     """It does not take the connection, or breaks it."""
     NONE = auto()
-    """It says nothing in time, which tells nothing: it may be busy, or paused."""
+    """It does not answer in time, from which nothing follows: it may be busy, or paused."""
 
 
 def ask(url: str, *, timeout_s: float = 2.0) -> Readiness:
@@ -50,27 +50,27 @@ def ask(url: str, *, timeout_s: float = 2.0) -> Readiness:
         return Readiness.REFUSED if isinstance(cause, ConnectionError) else Readiness.NONE
 
 
-class Watch:
+class UnloadWatcher:
     """Calls ``report`` a few times a second, and ``drain`` once, on a thread of its own."""
 
     def __init__(
         self,
         *,
         ready_url: str | None,
-        sign: QueueSign,
+        marker: QueueMarker,
         report: Callable[[], None],
         drain: Callable[[], None],
     ) -> None:
-        """``ready_url`` answers 200 while the model is ready; None where nobody knows it."""
+        """``ready_url`` answers 200 while the model is ready; None if it is not known."""
         self._ready_url = ready_url
-        self._sign = sign
+        self._marker = marker
         self._report = report
         self._drain = drain
         self._draining: threading.Thread | None = None
         self._was_ready = False
         self._num_refusals = 0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="unload watcher", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -95,10 +95,10 @@ class Watch:
                 fails = True
 
     def _is_ending(self) -> bool:
-        if self._sign.asks_to_drain():
+        if self._marker.must_drain():
             logger.info("the server is about to stop; open requests may finish")
             return True
-        if self._sign.is_replaced():
+        if self._marker.is_replaced():
             logger.info("a newer load of the model took over; open requests may finish")
             return True
         readiness = Readiness.READY if self._ready_url is None else ask(self._ready_url)

@@ -13,8 +13,8 @@ from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded, Recove
 from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.runtime.stats import EngineStats, Recorder, Samples
 from minisgl_backend.scheduling.stats import SchedulerStats
-from minisgl_backend.tritonserver.counts import BucketCounts, Rejections
-from minisgl_backend.tritonserver.telemetry import Telemetry
+from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
+from minisgl_backend.tritonserver.metrics import BucketCounts, Rejections
 from tests.fakes.pb_utils import Metric, MetricFamily
 
 INFO = EngineInfo(
@@ -35,7 +35,7 @@ INFO = EngineInfo(
 
 
 class Engine:
-    """As much of an engine as telemetry looks at."""
+    """As much of an engine as metrics looks at."""
 
     info = INFO
 
@@ -66,11 +66,11 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def telemetry(engine: Engine) -> Iterator[Telemetry]:
+def metrics(engine: Engine) -> Iterator[EngineMetrics]:
     MetricFamily.families.clear()
-    telemetry = Telemetry(engine, model="/models/demo", version="1")
-    yield telemetry
-    telemetry.close()
+    metrics = EngineMetrics(engine, model="/models/demo", version="1")
+    yield metrics
+    metrics.close()
 
 
 def metric(name: str, **labels: str) -> Metric:
@@ -83,7 +83,7 @@ def metric(name: str, **labels: str) -> Metric:
     return found
 
 
-def test_counts_are_told_once(telemetry: Telemetry, engine: Engine) -> None:
+def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:
     recorder = engine.recorder
     recorder.request_admitted(7)
     recorder.request_started(0.05)
@@ -92,10 +92,10 @@ def test_counts_are_told_once(telemetry: Telemetry, engine: Engine) -> None:
     recorder.request_failed("INTERNAL")
     recorder.request_cancelled()
     recorder.step_committed("decode", batch_size=3, num_tokens=3, duration_s=0.004)
-    telemetry.chunk_sent(5)
-    telemetry.chunk_sent(0)  # a probe
+    metrics.packet_sent(5)
+    metrics.packet_sent(0)  # a probe
     for _ in range(3):
-        telemetry.report()
+        metrics.report()
     assert metric("vllm:prompt_tokens_total").current == 7
     assert metric("vllm:generation_tokens_total").current == 3
     assert metric("vllm:prefix_cache_queries_total").current == 100
@@ -125,14 +125,16 @@ def test_counts_are_told_once(telemetry: Telemetry, engine: Engine) -> None:
     assert metric(blocks, kv_cache_block_type="used").current == 25
     assert metric(blocks, kv_cache_block_type="max").current == 50
     recorder.request_cancelled()
-    telemetry.report()
+    metrics.report()
     assert metric("minisgl:requests_cancelled_total").current == 2
 
 
-def test_every_metric_names_the_model_and_its_engine(telemetry: Telemetry, engine: Engine) -> None:
+def test_every_metric_names_the_model_and_its_engine(
+    metrics: EngineMetrics, engine: Engine
+) -> None:
     """Two engines of one model never share a metric: Triton would crash when one of them goes."""
     first = {name: set(family.metrics) for name, family in MetricFamily.families.items()}
-    other = Telemetry(engine, model="/models/demo", version="1")
+    other = EngineMetrics(engine, model="/models/demo", version="1")
     for name, family in MetricFamily.families.items():
         assert not first[name] & set(family.metrics)
         for key in family.metrics:
@@ -170,7 +172,7 @@ def test_what_could_not_be_told_is_told_later(
         patch.setattr(Metric, "increment", increment)
         rejections.count(InvalidRequest("a"))
         limit = time.monotonic() + 20
-        while "cannot be told" not in caplog.text:
+        while "cannot be reported" not in caplog.text:
             assert time.monotonic() < limit
     rejections.close()
     assert told.metric.current == 1

@@ -133,7 +133,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Tell an error: by the status, where that is not out yet, else as the last event."""
+        """Tell an error: by the status, if that is not out yet, else as the last event."""
         logger.info("%s: %s", self._request_id, error.story)
         if self._started:
             scope["state"]["outcome"] = error.status

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.tritonserver import parent
+from minisgl_backend import death_signal
 
 STARTER = """\
 import subprocess, sys, threading
@@ -32,7 +32,7 @@ when the model is loaded. What the process prints goes where this one's does."""
 
 MODEL = """\
 import ctypes, os, signal, threading
-from minisgl_backend.tritonserver import parent
+from minisgl_backend import death_signal
 
 print(os.getpid(), flush=True)
 
@@ -40,21 +40,21 @@ def keep_the_lock():
     ctypes.PyDLL(None).pause()
 """
 STUCK_WHILE_LOADING = """
-with parent.ending_with(os.getppid()):
+with death_signal.ending_with(os.getppid()):
     print("loading", flush=True)
     keep_the_lock()
 """
 STUCK_WHEN_LOADED = """
 is_asked = threading.Event()
-end_with = parent.end_with
+end_with = death_signal.end_with
 
 def listen(number):
     end_with(number)
     if threading.current_thread() is not threading.main_thread():
         is_asked.set()
 
-parent.end_with = listen
-with parent.ending_with(os.getppid()):
+death_signal.end_with = listen
+with death_signal.ending_with(os.getppid()):
     pass
 print("loaded", flush=True)
 is_asked.wait()
@@ -62,14 +62,14 @@ print("stuck", flush=True)
 keep_the_lock()
 """
 PARENT_SEEMS_THE_FIRST_THREAD = """
-parent._is_child_of_main_thread = lambda _: False
-with parent.ending_with(os.getppid()):
+death_signal._is_child_of_main_thread = lambda _: False
+with death_signal.ending_with(os.getppid()):
     pass
 print("loaded", flush=True)
 signal.pause()
 """
 PARENT_IS_GONE = """
-with parent.ending_with(os.getppid() + 1):
+with death_signal.ending_with(os.getppid() + 1):
     print("loading", flush=True)
 """
 PATIENCE_S = 60
@@ -149,6 +149,6 @@ def test_the_first_thread_is_told_by_the_own_namespace_only(
 ) -> None:
     """In others the numbers of this process and of its parent are those of any two processes."""
     monkeypatch.setattr(Path, "read_text", lambda path, encoding: f"7 {os.getpid()} 8 ")
-    assert parent._is_child_of_main_thread(os.getppid())
+    assert death_signal._is_child_of_main_thread(os.getppid())
     monkeypatch.setattr(os, "readlink", lambda path: "7")
-    assert not parent._is_child_of_main_thread(os.getppid())
+    assert not death_signal._is_child_of_main_thread(os.getppid())

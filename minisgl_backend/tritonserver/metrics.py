@@ -1,6 +1,6 @@
-"""Counters of this process that are reported to Triton in batches: histograms' buckets, refusals.
+"""What the metrics of engine and tokenizer share: counters of this process, reported in batches.
 
-A report can fail where Triton has no room for the message; the next one has what it missed.
+A report fails if Triton has no room for the message; the next one has what it missed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def refusal_of(error: BaseException) -> Refusal | None:
 
 
 def engine_labels(model: str, version: str) -> dict[str, str]:
-    """The labels of all metrics of one engine, or of one tokenizer; see ``telemetry``."""
+    """The labels of all metrics of one engine, or of one tokenizer; see ``engine_metrics``."""
     return {"model": Path(model).name, "version": version, "engine": secrets.token_hex(4)}
 
 
@@ -73,7 +73,7 @@ class ReportedMetric:
 
 
 class Rejections:
-    """Requests that the tokenizer refuses, told in bulk by a thread of its own."""
+    """Requests that the tokenizer refuses, reported in batches by a thread of its own."""
 
     def __init__(self, *, model: str, version: str, every_s: float = 0.5) -> None:
         self._family = refusals_family()
@@ -96,7 +96,7 @@ class Rejections:
                 self._counts[reason] += 1
 
     def close(self) -> None:
-        """Tell what is left, end the thread and drop the metrics."""
+        """Report what is left, end the thread and drop the metrics."""
         self._closing.set()
         self._thread.join()
         self._metrics.clear()
@@ -111,7 +111,7 @@ class Rejections:
                 fails = False
             except Exception:
                 if not fails:
-                    logger.exception("the refusals cannot be told")
+                    logger.exception("the refusals cannot be reported")
                 fails = True
 
 

@@ -1,40 +1,84 @@
-"""llm_engine -> detokenizer: a chunk of token ids and what belongs to it, as JSON.
+"""llm_engine <-> detokenizer: packets of a stream's tokens, and their acknowledgements.
 
-    {"r": reply_to, "s": key, "i": index, "o": [token id, ...]}    a common chunk
+A packet is JSON in the tensor ``chunk``:
+
+    {"r": reply_to, "s": key, "i": index, "o": [token id, ...]}    a common packet
     no "o"              no tokens, as in a probe
     "d": {...}          with index 0: what the detokenizer has to know of the stream
     "c": int            once known: prompt tokens found in the cache
     "l": [[logprob, rank, [[token id, logprob], ...]], ...]  one a token
-    "f": [reason] or [reason, stop token id]                 the last chunk
-    "e": [code, message]                                     the last chunk, of a failed request
-    "t": [arrival, first scheduled, first token, last token] in ns since 1970, where asked for
+    "f": [reason] or [reason, stop token id]                 the last packet
+    "e": [code, message]                                     the last packet, of a failed request
+    "t": [arrival, first scheduled, first token, last token] in ns since 1970, if asked for
 
 All of it is one tensor of bytes, and the keys are short, because this is on the path of every
 response: each further tensor, and each string in one, costs more than this text does. A client may
 call the detokenizer by itself, so decoding trusts nothing.
+
+Back on a Unix socket (``channel``) go acknowledgements: binary, any number of them in a message. On
+the same socket the engine sends the keys of streams that end without a last packet.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Final
 
-from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.request import Finished, FinishReason, TokenId, TokenLogprobs
+from minisgl_backend.errors import (
+    Cancelled,
+    EngineFailure,
+    InvalidRequest,
+    MiniSGLError,
+    Overloaded,
+    Unsupported,
+)
+from minisgl_backend.request import Failed, Finished, FinishReason, TokenId, TokenLogprobs
 from minisgl_backend.tritonserver.wire.generation import NOTHING, Generation, Wanted
 
 _MOST_LOGPROB: Final = 1e30
 """What float32 holds, and sums of it too."""
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
+_ERRORS: Final[Mapping[str, type[MiniSGLError]]] = {
+    error.code: error
+    for error in (InvalidRequest, Unsupported, Overloaded, Cancelled, EngineFailure)
+}
+
+ACK: Final = struct.Struct("<QIB")
+_KEY: Final = struct.Struct("<Q")
+
+
+class Verdict(IntEnum):
+    """What an acknowledgement says of the stream."""
+
+    CONTINUE = 0
+    STOP = 1
+    """A stop string matched; the client has its last answer."""
+    CANCELLED = 2
+    """The client has cancelled, or is gone."""
+    FAILED = 3
+    """The detokenizer failed on the stream, or does not know it since it was restarted; the client
+    has the error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """All packets of a stream up to ``index`` were taken."""
+
+    key: int
+    index: int
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStart:
     """What the detokenizer has to know of a stream.
 
-    ``stop_token_ids`` end the request and have no text. ``prompt_text`` is set where the answer
+    ``stop_token_ids`` end the request and have no text. ``prompt_text`` is set if the answer
     starts with the prompt.
     """
 
@@ -53,11 +97,10 @@ class StreamStart:
         *,
         num_input_tokens: int,
         eos_token_ids: tuple[TokenId, ...],
-        prompt_text: str | None,
     ) -> StreamStart:
         """The start of a generation's stream; ``eos_token_ids`` are the model's own."""
         sampling = generation.sampling
-        # ids that end the request show no text, also where they are no special tokens
+        # ids that end the request show no text, even if they are no special tokens
         own = () if sampling.ignore_eos else eos_token_ids
         return cls(
             num_input_tokens=num_input_tokens,
@@ -66,7 +109,7 @@ class StreamStart:
             stop_strings=generation.stop_strings,
             min_tokens=sampling.min_tokens,
             stop_token_ids=(*sampling.stop_token_ids, *own),
-            prompt_text=prompt_text,
+            prompt_text=generation.prompt_text,
         )
 
 
@@ -81,12 +124,14 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Packet:
     """Tokens of a stream, and what belongs to them.
 
-    ``reply_to`` is the path of the socket that wants the acknowledgement, ``key`` names the stream
-    (a random number of 64 bits), ``index`` counts its chunks from 0. ``start`` is there when index
-    is 0. ``logprobs`` has one entry a token, where they were asked for.
+    ``reply_to`` is the path of the socket on which to acknowledge; it is empty in a packet for a
+    client of ``llm_engine`` alone, which is never encoded. ``key`` names the stream, ``index``
+    counts its packets from 0. ``start`` is set if ``index`` is 0, ``num_cached_tokens`` once, when
+    it became known, ``terminal`` in the last packet. ``logprobs`` has one entry a token, if they
+    were asked for.
     """
 
     reply_to: str
@@ -96,29 +141,28 @@ class Chunk:
     start: StreamStart | None = None
     num_cached_tokens: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    finish: Finished | None = None
-    error: tuple[str, str] | None = None
+    terminal: Finished | Failed | None = None
     times: Times | None = None
 
 
-def encode_chunk(chunk: Chunk) -> bytes:
-    """The JSON text of a chunk."""
-    body: dict[str, Any] = {"r": chunk.reply_to, "s": chunk.key, "i": chunk.index}
-    if chunk.token_ids:
-        body["o"] = chunk.token_ids
-    if chunk.start is not None:
-        body["d"] = _encode_start(chunk.start)
-    if chunk.num_cached_tokens is not None:
-        body["c"] = chunk.num_cached_tokens
-    if chunk.logprobs:
-        body["l"] = [(one.logprob, one.rank, one.alternatives) for one in chunk.logprobs]
-    if (finish := chunk.finish) is not None:
-        body["f"] = [finish.reason.value]
-        if finish.stop_token_id is not None:
-            body["f"].append(finish.stop_token_id)
-    if chunk.error is not None:
-        body["e"] = chunk.error
-    if (times := chunk.times) is not None:
+def encode_packet(packet: Packet) -> bytes:
+    """The JSON text of a packet."""
+    body: dict[str, Any] = {"r": packet.reply_to, "s": packet.key, "i": packet.index}
+    if packet.token_ids:
+        body["o"] = packet.token_ids
+    if packet.start is not None:
+        body["d"] = _encode_start(packet.start)
+    if packet.num_cached_tokens is not None:
+        body["c"] = packet.num_cached_tokens
+    if packet.logprobs:
+        body["l"] = [(one.logprob, one.rank, one.alternatives) for one in packet.logprobs]
+    if isinstance(terminal := packet.terminal, Finished):
+        body["f"] = [terminal.reason.value]
+        if terminal.stop_token_id is not None:
+            body["f"].append(terminal.stop_token_id)
+    elif terminal is not None:
+        body["e"] = (terminal.error.code, str(terminal.error))
+    if (times := packet.times) is not None:
         body["t"] = (
             times.arrival_time_ns,
             times.first_scheduled_time_ns,
@@ -128,12 +172,12 @@ def encode_chunk(chunk: Chunk) -> bytes:
     return _encode(body).encode()
 
 
-def decode_chunk(text: bytes) -> Chunk:
-    """The chunk of a JSON text; raises ``InvalidRequest`` where it is not one."""
+def decode_packet(text: bytes) -> Packet:
+    """The packet of a JSON text; raises ``InvalidRequest`` if it is none."""
     try:
         body = json.loads(text.decode())
         if len(body) == 4 and "o" in body:
-            return Chunk(
+            return Packet(
                 _str(body["r"]),
                 _unsigned(body["s"], 64),
                 _unsigned(body["i"], 32),
@@ -152,12 +196,12 @@ def decode_chunk(text: bytes) -> Chunk:
         raise InvalidRequest("chunk is not one that llm_engine sends") from None
 
 
-def _decode(body: dict[str, Any]) -> Chunk:
+def _decode(body: dict[str, Any]) -> Packet:
     token_ids = _ints(body["o"]) if "o" in body else []
     logprobs = tuple(_decode_logprobs(one) for one in body.get("l", ()))
     if logprobs and len(logprobs) != len(token_ids):
         raise ValueError
-    return Chunk(
+    return Packet(
         reply_to=_str(body["r"]),
         key=_unsigned(body["s"], 64),
         index=_unsigned(body["i"], 32),
@@ -165,8 +209,7 @@ def _decode(body: dict[str, Any]) -> Chunk:
         start=_decode_start(body["d"]) if "d" in body else None,
         num_cached_tokens=_unsigned(body["c"], 32) if "c" in body else None,
         logprobs=logprobs,
-        finish=_decode_finish(body["f"]) if "f" in body else None,
-        error=(_str(body["e"][0]), _str(body["e"][1])) if "e" in body else None,
+        terminal=_decode_terminal(body),
         times=Times(*(_int(moment) for moment in body["t"])) if "t" in body else None,
     )
 
@@ -177,8 +220,14 @@ def _decode_logprobs(one: list[Any]) -> TokenLogprobs:
     return TokenLogprobs(_logprob(logprob), _int(rank), pairs)
 
 
-def _decode_finish(pair: list[Any]) -> Finished:
-    return Finished(FinishReason(pair[0]), _int(pair[1]) if len(pair) > 1 else None)
+def _decode_terminal(body: dict[str, Any]) -> Finished | Failed | None:
+    if "e" in body:
+        code, message = _str(body["e"][0]), _str(body["e"][1])
+        return Failed(_ERRORS.get(code, EngineFailure)(message))
+    if "f" in body:
+        reason, *stop_token_id = body["f"]
+        return Finished(FinishReason(reason), _int(stop_token_id[0]) if stop_token_id else None)
+    return None
 
 
 def _encode_start(start: StreamStart) -> dict[str, Any]:
@@ -243,3 +292,23 @@ def _str(value: Any) -> str:
         raise TypeError
     value.encode()  # a lone surrogate is a UnicodeError, which is a ValueError
     return value
+
+
+def encode_acks(acks: Iterable[Ack]) -> bytes:
+    """A message of acknowledgements."""
+    return b"".join(ACK.pack(ack.key, ack.index, ack.verdict) for ack in acks)
+
+
+def decode_acks(message: bytes) -> list[Ack]:
+    """The acknowledgements of a message; raises ``struct.error`` or ``ValueError`` if malformed."""
+    return [Ack(key, index, Verdict(verdict)) for key, index, verdict in ACK.iter_unpack(message)]
+
+
+def encode_keys(keys: Iterable[int]) -> bytes:
+    """A message that names streams to be forgotten."""
+    return b"".join(map(_KEY.pack, keys))
+
+
+def decode_keys(message: bytes) -> list[int]:
+    """The streams that a message names; raises ``struct.error`` if it is malformed."""
+    return [key for (key,) in _KEY.iter_unpack(message)]

@@ -68,7 +68,7 @@ def parameter_options(*, max_tokens: int) -> Callable[[_Command], _Command]:
             click.option("--seed", type=int, help="the same seed gives the same answer"),
             click.option("--top-k", type=int),
             click.option("--top-p", type=float),
-            click.option("--temperature", type=float, help="0 is greedy; 1 where absent"),
+            click.option("--temperature", type=float, help="0 is greedy; 1 if absent"),
             click.option("--max-tokens", default=max_tokens, show_default=True),
         ):
             command = option(command)
@@ -88,7 +88,7 @@ def given(
 ) -> dict[str, Any]:
     """The parameters of the running command's options, by name.
 
-    Raises ``click.UsageError`` where ``--param`` contradicts another option.
+    Raises ``click.UsageError`` if ``--param`` contradicts another option.
     """
     options = {
         "max_tokens": max_tokens,

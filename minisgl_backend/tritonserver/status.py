@@ -1,10 +1,10 @@
-"""A thread in each model's process that writes its heartbeat, and tells its counts to whoever asks.
+"""A thread in each model's process that writes its heartbeat and answers requests for its counts.
 
-Knows the server's runtime directory, which only this user may enter: whoever can open the socket
-there may see the counts. A caller connects, and gets one JSON object and the end of the stream.
-Must not know what the counts mean.
+Knows the server's runtime directory, which only this user may enter, so that a caller who can open
+the socket there may see the counts. A caller connects, and gets one JSON object and the end of the
+stream. Must not know what the counts mean.
 
-Without a runtime directory there is nobody who would look, and no thread.
+Without a runtime directory, no thread is started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from minisgl_backend.heartbeat import Heartbeat, State, socket_path
+from minisgl_backend.runtime_files import Heartbeat, State, socket_path
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +29,15 @@ _WRITE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class Status:
     """How the process is: ``tick_age_s`` is how long ago its work loop last showed itself."""
 
     tick_age_s: float = 0.0
     state: State = State.SERVING
 
 
-class Vitals:
-    """The signs of life of one process. ``entered`` and ``left`` may be called on any thread."""
+class StatusServer:
+    """The heartbeat and the counts of one process. Any thread may call ``entered`` and ``left``."""
 
     def __init__(
         self,
@@ -45,21 +45,21 @@ class Vitals:
         model: str,
         *,
         stats: Callable[[], Mapping[str, Any]],
-        condition: Callable[[], Condition] = Condition,
+        status: Callable[[], Status] = Status,
     ) -> None:
-        """``stats`` and ``condition`` are called on the thread of this object; quickly done."""
+        """``stats`` and ``status`` are called on the thread of this object, and must not wait."""
         self._heartbeat: Heartbeat | None = None
         if directory is None:
             return
         self._stats = stats
-        self._condition = condition
+        self._get_status = status
         self._heartbeat = Heartbeat(directory, model)
         self._socket_path = socket_path(directory, model, os.getpid())
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self._socket_path))
         self._listener.listen(16)
         self._wake, self._closing = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="vitals", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
         self._thread.start()
 
     def entered(self) -> None:
@@ -73,7 +73,7 @@ class Vitals:
             self._heartbeat.left()
 
     def close(self) -> None:
-        """The process ends in good order: its signs go."""
+        """The process ends in good order: its files are removed."""
         if self._heartbeat is None:
             return
         os.close(self._closing)
@@ -86,8 +86,8 @@ class Vitals:
     def _run(self) -> None:
         assert self._heartbeat is not None
         while True:
-            condition = self._condition()
-            self._heartbeat.beat(tick_age_s=condition.tick_age_s, state=condition.state)
+            status = self._get_status()
+            self._heartbeat.beat(tick_age_s=status.tick_age_s, state=status.state)
             listener = self._listener.fileno()
             ready, _, _ = select.select([self._wake, listener], [], [], BEAT_EVERY_S)
             if self._wake in ready:
@@ -104,4 +104,4 @@ class Vitals:
         except OSError:
             pass  # the caller went, or does not read
         except Exception:
-            logger.exception("the counts could not be told")
+            logger.exception("the counts could not be sent")

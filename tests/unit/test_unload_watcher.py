@@ -1,4 +1,4 @@
-"""What the watch makes of a server's answers, from real sockets."""
+"""What the watcher makes of a server's answers, from real sockets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from minisgl_backend.tritonserver.signs import QueueSign
-from minisgl_backend.tritonserver.watch import Readiness, Watch, ask
+from minisgl_backend.runtime_files import QueueMarker
+from minisgl_backend.tritonserver.unload_watcher import Readiness, UnloadWatcher, ask
 
 PATIENCE_S = 30.0
 SHORT_S = 0.2
@@ -22,7 +22,7 @@ class Server(HTTPServer):
     status = 200
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A watch that was closed does not wait for its answer."""
+        """A watcher that was closed does not wait for its answer."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -98,9 +98,9 @@ def test_a_model_that_was_ready_and_is_not_any_more_drains(
         if fails:
             raise RuntimeError("no metrics")
 
-    watch = Watch(
+    watcher = UnloadWatcher(
         ready_url=url_of(("127.0.0.1", server.server_port)),
-        sign=QueueSign(None, "m"),
+        marker=QueueMarker(None, "m"),
         report=report,
         drain=drained.set,
     )
@@ -111,5 +111,5 @@ def test_a_model_that_was_ready_and_is_not_any_more_drains(
         server.status = 400
         assert drained.wait(PATIENCE_S)
     finally:
-        watch.close()
+        watcher.close()
     assert caplog.text.count("cannot report") == fails

@@ -1,15 +1,15 @@
-"""The way out of one request: what the engine made, gathered until it may be sent.
+"""The responses of one request: events of the engine come in, packets go out when they may.
 
 Knows events, the window and the responder of one request. Must not know the engine, other requests,
-or what a response looks like: that is the business of ``encode``, which turns an ``Outgoing`` into
-one.
+or what a response looks like: ``encode`` turns a packet into one.
 
 The engine's thread puts events in and never waits: it takes a lock under which nothing blocks. A
-sender takes out what may go, and only one sender at a time works for a stream (``claim``), so its
-chunks stay in order.
+sender thread takes out the next packet, and only one at a time works for a stream (``_claim``), so
+its packets stay in order.
 
 Invariants: the responder gets its final flag as soon as the terminal event has come, or the stream
-is muted: by a verdict, or because nobody answers. A muted stream sends nothing else.
+is muted: by a verdict, or because it is not acknowledged any more. A muted stream sends nothing
+else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -32,26 +31,9 @@ from minisgl_backend.request import (
     TokenId,
     TokenLogprobs,
 )
-from minisgl_backend.tritonserver.packets import Verdict
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.window import Window
-from minisgl_backend.tritonserver.wire.chunk import Times
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """What goes out next.
-
-    ``token_ids`` is empty in a probe, ``num_cached_tokens`` is set once, when it became known, and
-    ``terminal`` in the last one.
-    """
-
-    index: int
-    token_ids: list[TokenId]
-    logprobs: tuple[TokenLogprobs, ...]
-    num_cached_tokens: int | None
-    times: Times
-    terminal: Finished | Failed | None
+from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times, Verdict
 
 
 class Duty(Enum):
@@ -62,8 +44,8 @@ class Duty(Enum):
     GIVE_UP = auto()
 
 
-class Stream:
-    """The mailbox and the window of one request."""
+class ResponseStream:
+    """Gathers the tokens of one request, and gives them out as packets."""
 
     def __init__(
         self,
@@ -71,25 +53,27 @@ class Stream:
         key: int,
         request_id: RequestId,
         responder: Responder,
-        encode: Callable[[Outgoing], Any],
+        start: StreamStart,
+        reply_to: str,
+        encode: Callable[[Packet], Any],
         window: Window,
-        acknowledged: bool,
         arrival_time_ns: int,
-        timed: bool = False,
     ) -> None:
-        """``acknowledged`` tells whether a detokenizer acknowledges the chunks, else each counts as
-        acknowledged once Triton took it; ``timed`` whether the times of tokens are wanted."""
+        """A detokenizer acknowledges the packets at ``reply_to``. If that is empty, each counts as
+        acknowledged once Triton took it."""
         self.key = key
         self.request_id = request_id
         self.responder = responder
         self.encode = encode
-        self.is_acknowledged = acknowledged
+        self.is_acknowledged = bool(reply_to)
+        self._reply_to = reply_to
+        self._start = start
         self._lock = threading.Lock()
         self._window = window
         self._token_ids: list[TokenId] = []
         self._logprobs: list[TokenLogprobs] = []
         self._num_cached_tokens: int | None = None
-        self._is_timed = timed
+        self._is_timed = start.wanted.perf_metrics
         self._arrival_time_ns = arrival_time_ns
         self._scheduled_time_ns = 0
         self._first_token_time_ns = 0
@@ -104,7 +88,7 @@ class Stream:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether what goes out next should not wait for the chunks of other streams.
+        """Whether what goes out next should not wait for the packets of other streams.
 
         That is its first tokens, its end, a probe, and all of a stream that is not acknowledged.
         """
@@ -119,7 +103,7 @@ class Stream:
     # --- the engine's thread -----------------------------------------------------------------
 
     def put(self, event: Event) -> bool:
-        """Take an event; True where the caller must hand the stream to a sender."""
+        """Take an event; True if the caller must hand the stream to a sender."""
         with self._lock:
             if type(event) is Generated:
                 self._token_ids.append(event.token_id)
@@ -143,7 +127,7 @@ class Stream:
     # --- the channel's thread ----------------------------------------------------------------
 
     def acknowledge(self, index: int, verdict: Verdict) -> tuple[bool, float | None]:
-        """Take an acknowledgement; whether a sender is needed now, and when that chunk was sent."""
+        """Take an acknowledgement; whether a sender is needed, and when that packet was sent."""
         with self._lock:
             sent_s = self._window.acknowledged(index)
             if verdict is not Verdict.CONTINUE:
@@ -151,7 +135,7 @@ class Stream:
             return self._claim(time.monotonic()), sent_s
 
     def mute(self, error: MiniSGLError | None = None) -> bool:
-        """End without a last chunk, with ``error`` if any; True where a sender is needed now."""
+        """End without a last packet, with ``error`` if any; True if a sender is needed now."""
         with self._lock:
             self._muted = True
             self._error = error
@@ -196,8 +180,8 @@ class Stream:
 
     # --- senders -----------------------------------------------------------------------------
 
-    def take(self) -> Outgoing | None:
-        """What goes out now; None where the final flag goes alone."""
+    def take(self) -> Packet | None:
+        """What goes out now; None if the final flag goes alone."""
         now_s = time.monotonic()
         with self._lock:
             if self._muted:
@@ -212,22 +196,28 @@ class Stream:
             self._num_sent += 1
             self._has_sent_tokens |= bool(token_ids)
             self._window.sent(index, now_s, with_tokens=bool(token_ids))
-            return Outgoing(
-                index=index,
-                token_ids=token_ids,
-                logprobs=tuple(logprobs),
-                num_cached_tokens=num_cached_tokens,
-                times=Times(
-                    self._arrival_time_ns,
-                    self._scheduled_time_ns,
-                    self._first_token_time_ns,
-                    self._last_token_time_ns,
-                ),
-                terminal=self._terminal,
+            return Packet(
+                self._reply_to,
+                self.key,
+                index,
+                token_ids,
+                self._start if index == 0 else None,
+                num_cached_tokens,
+                tuple(logprobs),
+                self._terminal,
+                self._times() if self._is_timed else None,
             )
 
+    def _times(self) -> Times:
+        return Times(
+            self._arrival_time_ns,
+            self._scheduled_time_ns,
+            self._first_token_time_ns,
+            self._last_token_time_ns,
+        )
+
     def release(self, index: int) -> bool:
-        """A sender has sent chunk ``index``; True where the stream needs a sender again."""
+        """A sender has sent packet ``index``; True if the stream needs a sender again."""
         now_s = time.monotonic()
         with self._lock:
             if self.is_acknowledged:

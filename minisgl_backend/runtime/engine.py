@@ -112,7 +112,7 @@ class Engine:
         queue is full or the engine is not serving.
         """
         try:
-            self._check(request)
+            self.check(request)
         except InvalidRequest:
             self._recorder.request_rejected("invalid")
             raise
@@ -128,6 +128,15 @@ class Engine:
             accepted = dataclasses.replace(request, sampling=sampling)
             # inside the lock: the loop's end takes it, too, and then empties the inbox
             self._loop.inbox.put(OpenRequest(accepted, sink, time.monotonic()))
+
+    def check(self, request: Request) -> None:
+        """Raise ``InvalidRequest`` if the request can never be served, as ``submit`` does."""
+        info, sampling = self.info, request.sampling
+        prompt = request.prompt
+        _check_ids("input_ids", prompt, info.vocab_size)
+        _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+        _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
+        self._capacity.check(num_prompt_tokens=len(prompt), max_tokens=sampling.max_tokens)
 
     def count_refused(self, reason: Refusal) -> None:
         """Count a request that was refused before it came to ``submit``."""
@@ -193,14 +202,6 @@ class Engine:
         self._thread.join()
 
     # --- the door ----------------------------------------------------------------------------
-
-    def _check(self, request: Request) -> None:
-        info, sampling = self.info, request.sampling
-        prompt = request.prompt
-        _check_ids("input_ids", prompt, info.vocab_size)
-        _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
-        _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
-        self._capacity.check(num_prompt_tokens=len(prompt), max_tokens=sampling.max_tokens)
 
     def _check_open(self) -> None:
         if self._state is State.SERVING:

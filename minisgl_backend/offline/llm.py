@@ -28,7 +28,7 @@ from minisgl_backend.precheck import context_of
 from minisgl_backend.progress import shown, unseen
 from minisgl_backend.request import IntArray, Request
 from minisgl_backend.runtime.engine import Engine, EngineInfo
-from minisgl_backend.runtime.stats import EngineStats
+from minisgl_backend.runtime.recorder import EngineStats
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver.wire.generation import Generation
 from minisgl_backend.tritonserver.wire.packets import StreamStart

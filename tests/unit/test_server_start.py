@@ -22,13 +22,12 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
-from minisgl_backend.shared_names import QUEUE_OPEN
 from tritonclient.grpc import model_config_pb2
 
 from minisgl_backend.cli.serve import located, options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.runtime_files import Heartbeat, State
+from minisgl_backend.runtime_files import QUEUE_OPEN, Heartbeat, State
 from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.launch import ServerOptions, command_line, numeric, with_ports

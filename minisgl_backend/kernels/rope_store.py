@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import at_least_float32, use_jit
+from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 
 FP8_MAX = 448.0
 """The largest finite value of float8_e4m3fn; larger ones are clamped to it when stored."""
@@ -44,7 +44,7 @@ def qk_norm_rope_store(
     ``q_weight``, ``k_weight`` [head_dim], both or none. Returns q
     [num_tokens, num_heads, head_dim].
     """
-    if not use_jit(qkv):
+    if not use_triton(qkv):
         return qk_norm_rope_store_reference(
             qkv,
             positions,
@@ -59,9 +59,9 @@ def qk_norm_rope_store(
             k_scale=k_scale,
             v_scale=v_scale,
         )
-    from minisgl_backend.kernels.jit import rope_store as jit
+    from minisgl_backend.kernels.triton_kernels.rope_store_kernel import launch_qk_norm_rope_store
 
-    jit.launch_qk_norm_rope_store(
+    launch_qk_norm_rope_store(
         qkv,
         positions,
         slots,

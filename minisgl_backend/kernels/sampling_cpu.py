@@ -287,5 +287,5 @@ def _adjusted(logits: Tensor, asked: _Asked) -> Tensor:
 
 
 def _indices(which: npt.NDArray[np.bool_]) -> Tensor:
-    """int64: where ``which`` is true."""
+    """int64 [n]: the indices at which ``which`` is true."""
     return torch.from_numpy(np.flatnonzero(which))

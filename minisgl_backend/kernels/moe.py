@@ -115,7 +115,8 @@ def fused_experts_reference(
     """The twin of ``fused_experts``: one expert after another, summed in float32 or float64."""
     top_k = expert_ids.shape[1]
     experts = expert_ids.flatten()
-    by_expert = experts.argsort(stable=True).split(experts.bincount(minlength=len(down)).tolist())
+    ends = experts.bincount(minlength=len(down)).cumsum(0)
+    by_expert = experts.argsort(stable=True).tensor_split(ends[:-1].cpu())
     out = torch.zeros_like(at_least_float32(x))
     for expert, pairs in enumerate(by_expert):  # token * top_k + choice
         if len(pairs):

@@ -98,13 +98,13 @@ def qk_norm_rope_store_reference(
     """The twin of ``qk_norm_rope_store``; float64 stays so."""
     num_kv_heads, head_dim = k_cache.shape[-2:]
     heads = qkv.view(len(qkv), -1, head_dim)
-    qk, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    qk, v = heads.tensor_split([num_heads + num_kv_heads], dim=1)
     qk = at_least_float32(qk)
     if q_weight is not None and k_weight is not None:
         qk = F.rms_norm(qk, (head_dim,), None, eps)
         qk[:, :num_heads].mul_(q_weight)
         qk[:, num_heads:].mul_(k_weight)
-    new_q, k = _rotated(qk, cos_sin[positions]).split([num_heads, num_kv_heads], dim=1)
+    new_q, k = _rotated(qk, cos_sin[positions]).tensor_split([num_heads], dim=1)
     is_kept = slots >= 0
     if not is_kept.all():
         slots, k, v = slots[is_kept], k[is_kept], v[is_kept]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -170,10 +171,11 @@ def test_rope_store_rotates_norms_and_stores(dtype: torch.dtype, is_strided: boo
         k_weight=k_weight,
     )
     assert out.data_ptr() == qkv.data_ptr() and torch.equal(qkv.view(3, -1, head_dim)[:, :4], out)
-    tight = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
-    torch.testing.assert_close(out, rotated(q, q_weight), **tight)
-    torch.testing.assert_close(k_cache[2, 1], rotated(k, k_weight)[0], **tight)
-    torch.testing.assert_close(k_cache[1, 0], rotated(k, k_weight)[2], **tight)
+    rounding = 1e-12 if dtype == torch.float64 else 1e-5
+    assert_near = partial(torch.testing.assert_close, rtol=rounding, atol=rounding)
+    assert_near(out, rotated(q, q_weight))
+    assert_near(k_cache[2, 1], rotated(k, k_weight)[0])
+    assert_near(k_cache[1, 0], rotated(k, k_weight)[2])
     assert torch.equal(v_cache[1, 0], v[2])
     assert torch.equal(qkv.view(3, -1, head_dim)[:, 4:], torch.cat([k, v], dim=1))
     assert int(k_cache.flatten(0, 1).any(dim=-1).any(dim=-1).sum()) == 2
@@ -182,7 +184,7 @@ def test_rope_store_rotates_norms_and_stores(dtype: torch.dtype, is_strided: boo
 
 def test_rope_store_without_a_norm_only_rotates() -> None:
     qkv = torch.randn(2, 3 * 8)
-    q, k, _v = qkv.clone().split(8, dim=1)
+    q, k, _v = qkv.clone().chunk(3, dim=1)
     caches = torch.zeros(2, 1, 4, 1, 8)
     cos_sin = torch.tensor([[0.0] * 4 + [1.0] * 4] * 2)  # a quarter turn
     ids = torch.tensor([1, 0], dtype=torch.int32)

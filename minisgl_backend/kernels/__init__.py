@@ -1,11 +1,17 @@
 """Kernels: each a function over tensors, beside a twin in plain torch that says what it computes.
 
-Most are in Triton. ``kernels.cuda`` has those in CUDA C++, where a layout of registers has to be
-chosen by hand; they are classes, since they are compiled for one shape and keep a workspace.
+Most are in Triton (``triton_kernels``); a function takes this path if its input lives on a GPU and
+Triton can be imported. Else it takes its twin, which is what runs on a CPU: a twin ends in
+``_reference``, gives the same values within rounding, runs anywhere and is the oracle of the tests.
+Only sampling has a third way, for CPUs alone (``sampling_cpu``). ``cuda`` has kernels in CUDA C++,
+for which a layout of registers has to be chosen by hand; they are classes, since they are compiled
+for one shape and keep a workspace.
 
-A function takes its Triton path (``kernels.jit``) where its input lives on a GPU and Triton can be
-imported, else its twin; both give the same values within rounding. Twins end in ``_reference``, run
-anywhere and are the oracles of the tests.
+Twins compute in float32, or in float64 if that is what they are given, and round once; they convert
+no weights.
+
+Imports go one way: functions, then ``triton_kernels``, then what both know (tables, workspaces, the
+rule of sampling, noise).
 
 Must not know layers, models, requests or plans. Invariants: nothing on the Triton path waits for
 the device, reads a value back or allocates by value, so it may be captured in a CUDA graph; tensors

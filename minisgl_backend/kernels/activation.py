@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import at_least_float32, use_jit
+from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 
 
 def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
@@ -15,13 +15,13 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
     ``gate_up`` [num_tokens, 2 * intermediate_size]: the gates, then the ups. Returns
     [num_tokens, intermediate_size].
     """
-    if not use_jit(gate_up):
+    if not use_triton(gate_up):
         return silu_mul_reference(gate_up)
-    from minisgl_backend.kernels.jit import activation as jit
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_silu_mul
 
     num_tokens, width = gate_up.shape
     out = torch.empty((num_tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-    jit.launch_silu_mul(out, gate_up, pdl=pdl)
+    launch_silu_mul(out, gate_up, pdl=pdl)
     return out
 
 

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import at_least_float32, num_processors, use_jit
+from minisgl_backend.kernels.dispatch import at_least_float32, num_processors, use_triton
 
 MAX_SPLITS = 32
 
@@ -75,7 +75,7 @@ def decode_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if not use_jit(q):
+    if not use_triton(q):
         attended = decode_attention_reference(
             q,
             k_cache,
@@ -89,16 +89,18 @@ def decode_attention(
             v_scale=v_scale,
         )
         return out.copy_(attended)
-    from minisgl_backend.kernels.jit import decode_attention as jit
+    from minisgl_backend.kernels.triton_kernels.decode_attention_kernel import (
+        launch_decode_attention,
+    )
 
-    jit.launch_decode_attention(
+    launch_decode_attention(
         out,
         q,
         k_cache,
         v_cache,
         page_table,
         lengths,
-        workspace,
+        (workspace.outputs, workspace.lses, workspace.counters),
         rows=rows,
         scale=scale,
         window=window,

@@ -23,7 +23,7 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def use_jit(x: Tensor) -> bool:
+def use_triton(x: Tensor) -> bool:
     """Whether kernels over ``x`` take the Triton path: it lives on a GPU and Triton is there."""
     return (x.is_cuda or is_interpreted()) and has_triton()
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.dispatch import use_triton
 
 
 def embedding(token_ids: Tensor, weight: Tensor, *, start: int = 0) -> Tensor:
@@ -15,13 +15,13 @@ def embedding(token_ids: Tensor, weight: Tensor, *, start: int = 0) -> Tensor:
     ``token_ids`` int32 or int64 [num_tokens]; ``weight`` [num_ids, hidden_size] holds the ids
     start .. start + num_ids. Returns [num_tokens, hidden_size].
     """
-    if not use_jit(weight):
+    if not use_triton(weight):
         return embedding_reference(token_ids, weight, start=start)
-    from minisgl_backend.kernels.jit import embedding as jit
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_embedding
 
     shape = (len(token_ids), weight.shape[1])
     out = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-    jit.launch_embedding(out, token_ids, weight, start)
+    launch_embedding(out, token_ids, weight, start)
     return out
 
 

@@ -1,7 +1,7 @@
-"""How the products of ``cuda/linear.cu`` are cut into tiles, and which weights they can take.
+"""How the GEMMs of ``cuda/linear.cu`` are cut into tiles, and which weights they can take.
 
 Pure arithmetic: must not know a GPU. What comes out was measured on an H200, with the weights of
-Qwen3-0.6B and 14B, between attention and the other products of a layer.
+Qwen3-0.6B and 14B, between attention and the other GEMMs of a layer.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _FEW_BLOCKS: Final = 66
 """All, and half, of an H200's multiprocessors: the next kernel begins on the half that is left."""
 
 _MOST_SMALL: Final = 8 * 2**20
-"""Elements of a weight up to which its products take half of the multiprocessors."""
+"""Elements of a weight up to which its GEMM takes half of the multiprocessors."""
 
 _LEAST_EVEN: Final = 40
 """From this many steps a multiprocessor on, all thread blocks take even parts. A step is a tile's
-products over 64 in_features."""
+multiply-adds over 64 in_features."""
 
 _MOST_OF_LAYER: Final = 32 * 2**20
-_MOST_PRODUCTS: Final = 20 * 2**30
+_MOST_MULTIPLICATIONS: Final = 20 * 2**30
 _MOST_TOKENS_OF_LARGE: Final = 192
 """Layers of up to the first number of elements take all batches; larger layers take batches of up
-to the second number of products (elements times tokens) and the third number of tokens."""
+to the second number of multiply-adds (elements times tokens) and the third number of tokens."""
 
 _RING_BYTES: Final = 200 * 1024
 _MOST_STAGES: Final = 8
@@ -80,7 +80,7 @@ class Cut:
 
     @property
     def _slice_bytes(self) -> int:
-        """``SLICE * PITCH`` of ``linear.cu``, for the kind of product that needs more: a gated one
+        """``SLICE * PITCH`` of ``linear.cu``, for the kind of GEMM that needs more: a gated one
         has half as many features, and twice the tokens."""
         most = 64 if self.tokens > 128 else 32
         gated = _halved(self.tokens, 2 * most) * (self.features + 16)
@@ -139,12 +139,12 @@ def largest_batch(elements: int) -> int:
     """
     if elements <= _MOST_OF_LAYER:
         return MAX_TOKENS
-    most = min(_MOST_PRODUCTS // elements, _MOST_TOKENS_OF_LARGE)
+    most = min(_MOST_MULTIPLICATIONS // elements, _MOST_TOKENS_OF_LARGE)
     return max((batch for batch in BATCHES if batch <= most), default=0)
 
 
 def why_not(height: int, in_features: int) -> str | None:
-    """Why no kernel can take a weight of these sizes; None where one can."""
+    """Why no kernel can take a weight of these sizes; None if one can."""
     if height % 256:
         return f"needs a multiple of 256 features, not {height}"
     if in_features % BLOCK:

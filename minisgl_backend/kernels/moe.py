@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.activation import silu_mul_reference
-from minisgl_backend.kernels.dispatch import at_least_float32, use_jit
+from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alignment:
     """(token, choice) pairs in blocks of one expert each; int32.
 
-    ``pairs`` [num_blocks * block]: token * top_k + choice, or num_tokens * top_k where a block is
+    ``pairs`` [num_blocks * block]: token * top_k + choice, or num_tokens * top_k if a block is
     not full. ``experts`` [num_blocks]: each block's expert, -1 for blocks without pairs.
     """
 
@@ -76,20 +76,31 @@ def fused_experts(
     gates first; ``down`` [num_experts, hidden_size, intermediate_size]; ``expert_ids`` int and
     ``expert_weights`` float32 [num_tokens, top_k]. Returns [num_tokens, hidden_size].
     """
-    if not use_jit(x):
+    if not use_triton(x):
         return fused_experts_reference(x, gate_up, down, expert_ids, expert_weights)
-    from minisgl_backend.kernels.jit import moe as jit
+    from minisgl_backend.kernels.triton_kernels.grouped_linear import launch_grouped_linear
 
     num_tokens, hidden_size = x.shape
     num_experts, top_k = len(gate_up), expert_ids.shape[1]
-    # small blocks waste less where experts see few tokens
+    # small blocks waste less if experts see few tokens
     block = 16 if num_tokens * top_k <= 16 * num_experts else 64
     alignment = align(expert_ids, num_experts, block)
     inner = torch.empty((num_tokens * top_k, down.shape[2]), dtype=x.dtype, device=x.device)
-    jit.launch_grouped_linear(inner, x, gate_up, alignment, None, top_k=top_k, gated=True)
+    pairs, experts = alignment.pairs, alignment.experts
+    launch_grouped_linear(
+        inner, x, gate_up, pairs, experts, None, block=block, top_k=top_k, gated=True
+    )
     outer = torch.empty((num_tokens * top_k, hidden_size), dtype=x.dtype, device=x.device)
-    jit.launch_grouped_linear(
-        outer, inner, down, alignment, expert_weights.flatten(), top_k=1, gated=False
+    launch_grouped_linear(
+        outer,
+        inner,
+        down,
+        pairs,
+        experts,
+        expert_weights.flatten(),
+        block=block,
+        top_k=1,
+        gated=False,
     )
     return outer.view(num_tokens, top_k, hidden_size).sum(dim=1)
 
@@ -104,7 +115,8 @@ def fused_experts_reference(
     """The twin of ``fused_experts``: one expert after another, summed in float32 or float64."""
     top_k = expert_ids.shape[1]
     experts = expert_ids.flatten()
-    by_expert = experts.argsort(stable=True).split(experts.bincount(minlength=len(down)).tolist())
+    ends = experts.bincount(minlength=len(down)).cumsum(0)
+    by_expert = experts.argsort(stable=True).tensor_split(ends[:-1].cpu())
     out = torch.zeros_like(at_least_float32(x))
     for expert, pairs in enumerate(by_expert):  # token * top_k + choice
         if len(pairs):

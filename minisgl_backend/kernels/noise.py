@@ -7,7 +7,7 @@ finalizer of MurmurHash3's kind, and these become a Gumbel variable. Adding one 
 taking the largest draws from the softmax without computing it (Gumbel-max; Maddison et al., NeurIPS
 2014).
 
-``jit/noise.py`` does the same in Triton, bit by bit up to the logarithms.
+``triton_kernels/gumbel_noise.py`` does the same in Triton, bit by bit up to the logarithms.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def gumbel(key: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finalizer of SplitMix64 on int64, whose products wrap as those of uint64 do."""
+    """The finalizer of SplitMix64 on int64, which wraps as uint64 does when multiplied."""
     x = (x ^ ((x >> 30) & (1 << 34) - 1)) * _signed(MIX_1)
     x = (x ^ ((x >> 27) & (1 << 37) - 1)) * _signed(MIX_2)
     return x ^ ((x >> 31) & (1 << 33) - 1)

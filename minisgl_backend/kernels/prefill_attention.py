@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import at_least_float32, use_jit
+from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 
 
 def prefill_attention(
@@ -45,7 +45,7 @@ def prefill_attention(
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if not use_jit(q):
+    if not use_triton(q):
         prefill_attention_reference(
             out,
             q,
@@ -61,9 +61,11 @@ def prefill_attention(
             v_scale=v_scale,
         )
         return out
-    from minisgl_backend.kernels.jit import prefill_attention as jit
+    from minisgl_backend.kernels.triton_kernels.prefill_attention_kernel import (
+        launch_prefill_attention,
+    )
 
-    jit.launch_prefill_attention(
+    launch_prefill_attention(
         out,
         q,
         k_cache,

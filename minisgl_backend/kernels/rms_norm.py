@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.dispatch import use_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
@@ -15,12 +15,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Ten
     ``x`` [num_tokens, hidden_size], rows may be strided; ``weight`` [hidden_size]. Returns a new
     tensor of the shape and dtype of ``x``.
     """
-    if not use_jit(x):
+    if not use_triton(x):
         return rms_norm_reference(x, weight, eps)
-    from minisgl_backend.kernels.jit import rms_norm as jit
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_rms_norm
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    jit.launch_rms_norm(out, x, None, weight, eps, pdl=pdl)
+    launch_rms_norm(out, x, None, weight, eps, pdl=pdl)
     return out
 
 
@@ -36,12 +36,12 @@ def fused_add_rms_norm(
 
     ``x``, ``residual`` [num_tokens, hidden_size] of one dtype; ``weight`` [hidden_size].
     """
-    if not use_jit(x):
+    if not use_triton(x):
         return fused_add_rms_norm_reference(x, residual, weight, eps)
-    from minisgl_backend.kernels.jit import rms_norm as jit
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_rms_norm
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    jit.launch_rms_norm(out, x, residual, weight, eps, pdl=pdl)
+    launch_rms_norm(out, x, residual, weight, eps, pdl=pdl)
     return out
 
 

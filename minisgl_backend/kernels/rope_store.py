@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import at_least_float32, use_jit
+from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 
 FP8_MAX = 448.0
 """The largest finite value of float8_e4m3fn; larger ones are clamped to it when stored."""
@@ -44,7 +44,7 @@ def qk_norm_rope_store(
     ``q_weight``, ``k_weight`` [head_dim], both or none. Returns q
     [num_tokens, num_heads, head_dim].
     """
-    if not use_jit(qkv):
+    if not use_triton(qkv):
         return qk_norm_rope_store_reference(
             qkv,
             positions,
@@ -59,9 +59,9 @@ def qk_norm_rope_store(
             k_scale=k_scale,
             v_scale=v_scale,
         )
-    from minisgl_backend.kernels.jit import rope_store as jit
+    from minisgl_backend.kernels.triton_kernels.rope_store_kernel import launch_qk_norm_rope_store
 
-    jit.launch_qk_norm_rope_store(
+    launch_qk_norm_rope_store(
         qkv,
         positions,
         slots,
@@ -98,13 +98,13 @@ def qk_norm_rope_store_reference(
     """The twin of ``qk_norm_rope_store``; float64 stays so."""
     num_kv_heads, head_dim = k_cache.shape[-2:]
     heads = qkv.view(len(qkv), -1, head_dim)
-    qk, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    qk, v = heads.tensor_split([num_heads + num_kv_heads], dim=1)
     qk = at_least_float32(qk)
     if q_weight is not None and k_weight is not None:
         qk = F.rms_norm(qk, (head_dim,), None, eps)
         qk[:, :num_heads].mul_(q_weight)
         qk[:, num_heads:].mul_(k_weight)
-    new_q, k = _rotated(qk, cos_sin[positions]).split([num_heads, num_kv_heads], dim=1)
+    new_q, k = _rotated(qk, cos_sin[positions]).tensor_split([num_heads], dim=1)
     is_kept = slots >= 0
     if not is_kept.all():
         slots, k, v = slots[is_kept], k[is_kept], v[is_kept]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.sampling_table import ONCE, SamplingTable
 
 
@@ -102,12 +102,20 @@ def begin_decode(
     rows."""
     numbers = torch.empty((4, batch_size), dtype=torch.int32, device=table.tokens.device)
     inputs = DecodeInputs(inbox.rows[:batch_size], *numbers)
-    if not use_jit(table.tokens):
+    if not use_triton(table.tokens):
         begin_decode_reference(inputs, table, inbox, page_size)
         return inputs
-    from minisgl_backend.kernels.jit import rows as jit
+    from minisgl_backend.kernels.triton_kernels.row_kernels import launch_begin_decode
 
-    jit.launch_begin_decode(inputs, table, inbox, page_size)
+    launch_begin_decode(
+        (inputs.tokens, inputs.positions, inputs.slots, inputs.lengths),
+        inbox.buffer,
+        table.tokens,
+        table.lengths,
+        table.pages,
+        max_batch=inbox.max_batch,
+        page_size=page_size,
+    )
     return inputs
 
 
@@ -133,12 +141,12 @@ def keep_sampled(table: RowTable, rows: Tensor, positions: Tensor, sampled: Tens
     All int32 [batch_size]; no row but the dummy row may be there twice. A token of -1 (not finite
     logits) is kept as 0, a valid id, and not counted. The dummy row stays at length 0.
     """
-    if not use_jit(sampled):
+    if not use_triton(sampled):
         keep_sampled_reference(table, rows, positions, sampled)
         return
-    from minisgl_backend.kernels.jit import rows as jit
+    from minisgl_backend.kernels.triton_kernels.row_kernels import launch_keep_sampled
 
-    jit.launch_keep_sampled(table, rows, positions, sampled)
+    launch_keep_sampled(table.tokens, table.lengths, table.sampling, rows, positions, sampled)
 
 
 def keep_sampled_reference(

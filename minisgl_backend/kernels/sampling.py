@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.sampling_cpu import sample_on_cpu
 from minisgl_backend.kernels.sampling_rule import NO_TOKEN, sample_reference
 from minisgl_backend.kernels.sampling_table import SamplingTable
@@ -30,10 +30,10 @@ def sample(
 
     ``rows`` of the table and ``positions`` of the tokens are int32 [batch_size].
     """
-    if not use_jit(logits):
+    if not use_triton(logits):
         return sample_on_cpu(logits, table, rows, positions)
-    from minisgl_backend.kernels.jit import sampling as jit
+    from minisgl_backend.kernels.triton_kernels.sampling_kernels import launch_sample
 
     out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    jit.launch_sample(out, logits, table, rows, positions, workspace)
+    launch_sample(out, logits, table, rows, positions, workspace)
     return out

@@ -79,12 +79,14 @@ class _Asked:
     @property
     def is_adjusted(self) -> npt.NDArray[np.bool_]:
         """bool [num_rows]: whether the row's logits are not sampled from as they are."""
-        is_biased, is_marked = self["biased"] > 0, self["marked"] > 0
+        is_biased: npt.NDArray[np.bool_] = self["biased"] > 0
+        is_marked = self["marked"] > 0
         if not is_marked.any():
             return is_biased
         penalized = (self["repetition"] != 1) | (self["presence"] != 0) | (self["frequency"] != 0)
         is_early = self.positions.numpy() < self["stops_from"]
-        return is_biased | (is_marked & (penalized | is_early))
+        is_adjusted: npt.NDArray[np.bool_] = is_biased | (is_marked & (penalized | is_early))
+        return is_adjusted
 
     @property
     def is_filtered(self) -> npt.NDArray[np.bool_]:
@@ -115,7 +117,7 @@ class _Lines:
     def of(cls, logits: Tensor, lines: Tensor) -> _Lines:
         num_rows, vocab_size = logits.shape
         whole = vocab_size // _BLOCK * _BLOCK
-        maxima = logits[:, :whole].unflatten(1, (whole // _BLOCK, _BLOCK)).amax(dim=-1)
+        maxima = logits[:, :whole].view(num_rows, whole // _BLOCK, _BLOCK).amax(dim=-1)
         if whole < vocab_size:
             maxima = torch.cat([maxima, logits[:, whole:].amax(dim=-1, keepdim=True)], dim=1)
         return cls(logits, lines, maxima if len(lines) == num_rows else maxima[lines])
@@ -189,7 +191,7 @@ def _drawn_of_all(lines: _Lines, asked: _Asked) -> Tensor:
     weights = (lines.rows() - best).mul_(inverse).exp_()
     whole = vocab_size // size
     masses = weights.new_zeros(len(weights), SPLITS)
-    masses[:, :whole] = weights[:, : whole * size].unflatten(1, (whole, size)).sum(dim=-1)
+    masses[:, :whole] = weights[:, : whole * size].view(len(weights), whole, size).sum(dim=-1)
     if whole < SPLITS:
         masses[:, whole] = weights[:, whole * size :].sum(dim=-1)
     split = (masses.log_() + split_noise(key, vocab_size)).argmax(dim=-1, keepdim=True)
@@ -287,5 +289,5 @@ def _adjusted(logits: Tensor, asked: _Asked) -> Tensor:
 
 
 def _indices(which: npt.NDArray[np.bool_]) -> Tensor:
-    """int64: where ``which`` is true."""
+    """int64 [n]: the indices at which ``which`` is true."""
     return torch.from_numpy(np.flatnonzero(which))

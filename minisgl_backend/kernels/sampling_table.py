@@ -25,8 +25,8 @@ COLUMNS: Final = (
     "presence",  # 0 is off
     "frequency",  # 0 is off
     "stops_from",  # the first position at which stop tokens may be sampled
-    "marked",  # 1 where the row's line of marks counts, else 0
-    "biased",  # 1 where its line of bias counts, else 0
+    "marked",  # 1 if the row's line of marks counts, else 0
+    "biased",  # 1 if its line of bias counts, else 0
 )
 
 IN_PROMPT: Final = 1

@@ -1,10 +1,10 @@
-"""Linear layers of batches up to 8: weights are streamed once, what stands around them is fused.
+"""Linear layers of batches up to 8: weights are streamed once; norm, gate and residual are fused.
 
-At these sizes a matrix product is bound by reading the weight. A program takes a few rows of it
-whole, so that all its loads are in flight at once, and the normalization before the product, the
-gate after it or the residual add cost no launch of their own. The idea of folding RMSNorm into the
-product (scale by 1 / rms afterwards) and the gate into its end is that of fused decoders such as
-HazyResearch's Megakernels.
+At these sizes a GEMM is bound by reading the weight. A program takes a few rows of it whole, so
+that all its loads are in flight at once, and the normalization before the GEMM, the gate after it
+or the residual add cost no launch of their own. The idea of folding RMSNorm into the GEMM (scale by
+1 / rms afterwards) and the gate into its end is that of fused decoders such as HazyResearch's
+Megakernels.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.rms_norm import rms_norm_reference
 
 MAX_BATCH_SIZE = 8
 
 
 def is_faster(batch_size: int, in_features: int, *, gated: bool = False) -> bool:
-    """Whether this beat a library's product and separate kernels around it on an H200.
+    """Whether this beat a library's GEMM and separate kernels around it on an H200.
 
     Wide gated layers are the exception: from two rows on they are large enough for the library.
     """
@@ -47,17 +47,17 @@ def small_batch_linear(
     is half as wide. ``norm_weight`` [in_features] normalizes x first (RMSNorm with ``eps``).
     ``residual`` [batch_size, out_features] is updated in place and returned.
     """
-    if not use_jit(x):
+    if not use_triton(x):
         return small_batch_linear_reference(
             x, weight, bias=bias, norm_weight=norm_weight, eps=eps, gated=gated, residual=residual
         )
-    from minisgl_backend.kernels.jit import small_batch as jit
+    from minisgl_backend.kernels.triton_kernels.small_batch_kernels import launch_small_batch_linear
 
     out_features = len(weight) // 2 if gated else len(weight)
     out = residual
     if out is None:
         out = torch.empty((len(x), out_features), dtype=x.dtype, device=x.device)
-    jit.launch_small_batch_linear(
+    launch_small_batch_linear(
         out,
         x,
         weight,

@@ -1,7 +1,7 @@
-"""Linear layers of batches from 9 up to a few hundred rows, where a library's products are slow.
+"""Linear layers of batches from 9 up to a few hundred rows, for which a library's GEMMs are slow.
 
-For weights of a few million elements a library leaves much of the GPU idle. Here a product is cut
-into about as many tiles as there are multiprocessors; where its output is too small for that, also
+For weights of a few million elements a library leaves much of the GPU idle. Here a GEMM is cut
+into about as many tiles as there are multiprocessors; if its output is too small for that, also
 along in_features ("split-K"): then it gives float32 parts, and the residual add with RMSNorm that
 follows it anyway adds them up.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.rms_norm import rms_norm_reference
 
 MAX_BATCH_SIZE: Final = 128
@@ -27,7 +27,7 @@ _MAX_ELEMENTS: Final = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut; the values are those that were fastest on an H200."""
+    """How a GEMM is cut; the values are those that were fastest on an H200."""
 
     rows: int
     columns: int
@@ -39,7 +39,7 @@ class Tiling:
 
 
 def tiling(num_rows: int, *, gated: bool = False, parts: bool = False) -> Tiling:
-    """The cut for so many rows of x."""
+    """The cut for ``num_rows`` rows of x."""
     splits = 1 if not parts else 4 if num_rows <= 128 else 2
     if num_rows <= 32:
         rows = 16 if num_rows <= 16 else 32
@@ -60,7 +60,7 @@ def is_faster(
     gated: bool = False,
     parts: bool = False,
 ) -> bool:
-    """Whether a product of these sizes can be computed here, and beats the library."""
+    """Whether a GEMM of these sizes can be computed here, and beats the library."""
     most = 2 * MAX_BATCH_SIZE if parts else MAX_BATCH_SIZE
     if num_rows > most or out_features * in_features > _MAX_ELEMENTS:
         return False
@@ -76,12 +76,12 @@ def wide_linear(
     gated: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """x W^T + bias, or silu(x G^T) * (x U^T) with ``gated``, where W holds G and then U.
+    """x W^T + bias, or silu(x G^T) * (x U^T) with ``gated``: W holds G and then U.
 
     ``x`` [num_rows, in_features], rows may be strided; ``weight`` [out_features, in_features], or
     twice as many with ``gated``; sizes for which ``is_faster``. Returns [num_rows, out_features].
     """
-    if not use_jit(x):
+    if not use_triton(x):
         return wide_linear_reference(x, weight, bias=bias, gated=gated)
     out_features = len(weight) // 2 if gated else len(weight)
     out = torch.empty((len(x), out_features), dtype=x.dtype, device=x.device)
@@ -103,7 +103,7 @@ def wide_linear_reference(
 def linear_parts(x: Tensor, weight: Tensor, *, pdl: bool = False) -> Tensor:
     """float32 [splits, num_rows, out_features], whose sum over the first dimension is x W^T."""
     cut = tiling(len(x), parts=True)
-    if not use_jit(x):
+    if not use_triton(x):
         return linear_parts_reference(x, weight, cut.splits)
     shape = (cut.splits, len(x), len(weight))
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -131,12 +131,12 @@ def add_rms_norm_parts(
     ``parts`` float32 [splits, num_rows, hidden_size]; ``residual`` [num_rows, hidden_size];
     ``weight`` and ``bias`` [hidden_size].
     """
-    if not use_jit(parts):
+    if not use_triton(parts):
         return add_rms_norm_parts_reference(parts, residual, weight, eps, bias=bias)
-    from minisgl_backend.kernels.jit import wide_linear as jit
+    from minisgl_backend.kernels.triton_kernels.wide_linear_kernels import launch_add_rms_norm_parts
 
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    jit.launch_add_rms_norm_parts(out, parts, bias, residual, weight, eps, pdl=pdl)
+    launch_add_rms_norm_parts(out, parts, bias, residual, weight, eps, pdl=pdl)
     return out
 
 
@@ -161,9 +161,9 @@ def _launch(
     gated: bool,
     pdl: bool,
 ) -> None:
-    from minisgl_backend.kernels.jit import wide_linear as jit
+    from minisgl_backend.kernels.triton_kernels.wide_linear_kernels import launch_wide_linear
 
-    jit.launch_wide_linear(
+    launch_wide_linear(
         out,
         x,
         weight,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_importing_the_kernels_imports_no_triton() -> None:
 import importlib, sys
 for name in {modules.split()!r}:
     importlib.import_module("minisgl_backend.kernels." + name)
-assert not any(name.startswith("minisgl_backend.kernels.jit") for name in sys.modules)
+assert not any(name.startswith("minisgl_backend.kernels.triton_kernels") for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -53,6 +54,30 @@ def test_fused_add_rms_norm_updates_the_residual() -> None:
     torch.testing.assert_close(out, F.rms_norm(total, (40,), weight, 1e-5))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_norm_and_gate_round_once(dtype: torch.dtype) -> None:
+    """Half a unit of the last place, and not what rounding on the way would add."""
+    x, weight = torch.randn(64, 80).to(dtype), torch.rand(80).to(dtype) + 1
+    residual = torch.randn(64, 80).to(dtype)
+    total = (x.double() + residual.double()).to(dtype)
+    normed = rms_norm.rms_norm(x, weight, 1e-6)
+    wide = x.double()
+    info = torch.finfo(dtype)
+    bound = info.eps / 2 * 1.01 if dtype != torch.float64 else 1e-15
+    for actual, expected in (
+        (normed, wide / (wide.pow(2).mean(1, keepdim=True) + 1e-6).sqrt() * weight.double()),
+        (
+            activation.silu_mul(x),
+            wide[:, :40] / (1 + torch.exp(-wide[:, :40])) * wide[:, 40:],
+        ),
+    ):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=bound, atol=info.tiny * bound)
+    out = rms_norm.fused_add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(residual, total) and out.dtype == dtype
+    assert torch.equal(out, rms_norm.rms_norm(total, weight, 1e-6))
+
+
 def test_silu_mul() -> None:
     gate, up = torch.randn(3, 5), torch.randn(3, 5)
     out = activation.silu_mul(torch.cat([gate, up], dim=1))
@@ -63,6 +88,8 @@ def test_ranks_embeddings_sum_to_the_whole() -> None:
     weight, ids = torch.randn(10, 4), torch.tensor([0, 3, 9, 5, 4])
     parts = [embedding.embedding(ids, weight[start : start + 5], start=start) for start in (0, 5)]
     torch.testing.assert_close(parts[0] + parts[1], weight[ids])
+    assert torch.equal(embedding.embedding(ids.int(), weight), weight[ids])
+    assert embedding.embedding(ids[:0], weight).shape == (0, 4)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -110,36 +137,61 @@ def test_splits_fill_the_processors_and_no_more() -> None:
     assert decode_attention.num_splits(1, 8, 132, max_length=40_960) == 32
 
 
-def test_rope_store_rotates_norms_and_stores() -> None:
+@pytest.mark.parametrize("is_strided", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rope_store_rotates_norms_and_stores(dtype: torch.dtype, is_strided: bool) -> None:
+    """``is_strided``: the layers of the cache lie between the pages."""
     num_heads, num_kv_heads, head_dim = 4, 2, 8
-    qkv = torch.randn(3, (num_heads + 2 * num_kv_heads) * head_dim)
+    qkv = torch.randn(3, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     q, k, v = qkv.clone().view(3, -1, head_dim).tensor_split([4, 6], dim=1)
     positions, slots = torch.tensor([0, 6, 2]), torch.tensor([9, -1, 4])
     angle = torch.outer(torch.arange(10.0), 100 ** -(torch.arange(4.0) / 4))
-    weight = torch.rand(head_dim)
-    k_cache, v_cache = torch.zeros(2, 3, 4, num_kv_heads, head_dim)
+    cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
+    q_weight, k_weight = torch.rand(2, head_dim, dtype=dtype)
+    # [2, num_pages, num_layers, page_size, num_kv_heads, head_dim]
+    caches = torch.zeros(2, 3, 2, 4, num_kv_heads, head_dim, dtype=dtype)
+    k_cache, v_cache = caches[:, :, 1] if is_strided else caches[:, :, 1].clone()
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x = F.rms_norm(x, (head_dim,), weight, 1e-6)
         as_complex = torch.complex(*x.chunk(2, dim=-1))
-        turned = as_complex * torch.polar(torch.ones(3, 4), angle[positions])[:, None]
+        turns = torch.complex(*cos_sin[positions].to(dtype).chunk(2, dim=-1))
+        turned = as_complex * turns[:, None]
         return torch.cat([turned.real, turned.imag], dim=-1)
 
     out = rope_store.qk_norm_rope_store(
         qkv,
         positions,
         slots,
-        torch.cat([angle.cos(), angle.sin()], dim=1),
+        cos_sin,
         k_cache,
         v_cache,
         num_heads=num_heads,
-        q_weight=weight,
-        k_weight=weight,
+        q_weight=q_weight,
+        k_weight=k_weight,
     )
-    torch.testing.assert_close(out, rotated(q))
-    torch.testing.assert_close(k_cache[2, 1], rotated(k)[0])
-    torch.testing.assert_close(v_cache[1, 0], v[2])
+    assert out.data_ptr() == qkv.data_ptr() and torch.equal(qkv.view(3, -1, head_dim)[:, :4], out)
+    rounding = 1e-12 if dtype == torch.float64 else 1e-5
+    assert_near = partial(torch.testing.assert_close, rtol=rounding, atol=rounding)
+    assert_near(out, rotated(q, q_weight))
+    assert_near(k_cache[2, 1], rotated(k, k_weight)[0])
+    assert_near(k_cache[1, 0], rotated(k, k_weight)[2])
+    assert torch.equal(v_cache[1, 0], v[2])
+    assert torch.equal(qkv.view(3, -1, head_dim)[:, 4:], torch.cat([k, v], dim=1))
     assert int(k_cache.flatten(0, 1).any(dim=-1).any(dim=-1).sum()) == 2
+    assert not caches[:, :, 0].any()
+
+
+def test_rope_store_without_a_norm_only_rotates() -> None:
+    qkv = torch.randn(2, 3 * 8)
+    q, k, _v = qkv.clone().chunk(3, dim=1)
+    caches = torch.zeros(2, 1, 4, 1, 8)
+    cos_sin = torch.tensor([[0.0] * 4 + [1.0] * 4] * 2)  # a quarter turn
+    ids = torch.tensor([1, 0], dtype=torch.int32)
+    out = rope_store.qk_norm_rope_store(qkv, ids, ids, cos_sin, *caches, num_heads=1)
+    torch.testing.assert_close(out[:, 0], torch.cat([-q[:, 4:], q[:, :4]], dim=1))
+    turned = torch.cat([-k[:, 4:], k[:, :4]], dim=1)
+    torch.testing.assert_close(caches[0, 0, [1, 0], 0], turned)
 
 
 def test_fp8_store_clamps_and_scales() -> None:
@@ -200,3 +252,18 @@ def test_fused_experts_of_equal_experts_is_one_feed_forward() -> None:
     weights = torch.tensor([[0.25, 0.75]] * 6)
     expected = F.linear(activation.silu_mul(F.linear(x, gate_up[0])), down[0])
     torch.testing.assert_close(moe.fused_experts(x, gate_up, down, ids, weights), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fused_experts_go_token_by_token(dtype: torch.dtype) -> None:
+    x = torch.randn(7, 8, dtype=dtype)
+    gate_up, down = torch.randn(5, 12, 8, dtype=dtype), torch.randn(5, 8, 6, dtype=dtype)
+    weights, ids = torch.rand(7, 4).topk(3)  # no token takes the last expert
+    expected = torch.zeros_like(x)
+    for token in range(7):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            expected[token] += weight * (down[expert] @ (gate / (1 + torch.exp(-gate)) * up))
+    actual = moe.fused_experts(x, gate_up, down, ids.int(), weights)
+    torch.testing.assert_close(actual, expected)
+    assert actual.dtype == dtype

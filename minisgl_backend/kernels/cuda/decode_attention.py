@@ -90,7 +90,7 @@ def why_not(
     page_size: int,
     kv_dtype: torch.dtype,
 ) -> str | None:
-    """Why the kernel cannot take these shapes; None where it can."""
+    """Why the kernel cannot take these shapes; None if it can."""
     if num_heads // num_kv_heads > _HEADS:
         return f"needs at most {_HEADS} query heads a KV head"
     if head_dim not in (64, 128):

@@ -28,11 +28,11 @@ _RESERVED_BYTES: Final = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normalized:
-    """The input of a product, ``x`` bfloat16 [num_rows, in_features], after RMSNorm or before it.
+    """The input of a GEMM, ``x`` bfloat16 [num_rows, in_features], after RMSNorm or before it.
 
     Without ``squares`` the norm has been taken. With them only the norm's weight has been applied,
-    and the product divides each row by its root mean square: ``squares``, float32 [tiles,
-    num_rows], holds what each tile of the preceding product adds to the row's sum of squares.
+    and the GEMM divides each row by its root mean square: ``squares``, float32 [tiles,
+    num_rows], holds what each tile of the preceding GEMM adds to the row's sum of squares.
     """
 
     x: Tensor
@@ -109,7 +109,7 @@ class _Linear:
         """``cuts`` are keyed by the largest batch that each is for; by default those of ``cut_of``.
 
         ``pairs``: how many rows apart two rows of the weight are that belong together.
-        ``kind`` are the macros of ``linear.cu`` that say what becomes of the products.
+        ``kind`` are the macros of ``linear.cu`` that say what becomes of the results.
         """
         height, in_features = shape
         self._height, self._in_features = height, in_features
@@ -210,7 +210,7 @@ class LinearKernel(_Linear):
 
 
 class ResidualKernel(_Linear):
-    """What a product adds to the residual stream, and what the norm after it needs."""
+    """What a GEMM adds to the residual stream, and what the norm after it needs."""
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
 def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> _Map:
     """How the copy engine sees a tensor: dimensions from the innermost one, strides of the others.
 
-    What lies outside is read as zeros. Rows of 128 bytes are permuted as the products want them.
+    What lies outside is read as zeros. Rows of 128 bytes are permuted for the tensor cores.
     """
 
     def longs(values: Sequence[int]) -> list[Any]:

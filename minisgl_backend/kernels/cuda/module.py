@@ -30,7 +30,7 @@ class CudaModule:
     """A source, compiled with constants for one GPU.
 
     ``source`` names a file beside this one, ``constants`` are its macros. Raises ``ConfigError``
-    where it does not compile or load.
+    if it does not compile or load.
     """
 
     def __init__(self, source: str, constants: Mapping[str, int], device: torch.device) -> None:
@@ -68,8 +68,8 @@ class CudaKernel:
     ) -> None:
         """Enqueue it on the device's current stream; its one parameter is ``arguments``, by value.
 
-        ``cluster``: so many neighbouring thread blocks run together. ``pdl``: it may start before
-        its predecessor ends, and waits for it itself.
+        ``cluster``: the number of neighbouring thread blocks that run together. ``pdl``: it may
+        start before its predecessor ends, and waits for it itself.
         """
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -96,7 +96,7 @@ class CudaKernel:
 
 
 def _machine_code(source: Path, constants: Mapping[str, int], device: torch.device) -> bytes:
-    """The compiled source, from the cache where it is there."""
+    """The compiled source, from the cache if it is there."""
     major, minor = torch.cuda.get_device_capability(device)
     # "a": with the instructions of this architecture alone
     options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", "-default-device"]

@@ -1,18 +1,11 @@
 """State of rows in and out of a step: a few numbers a row."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.jit.sampling_table import MARKED, ONCE, load_number
-
-if TYPE_CHECKING:
-    from minisgl_backend.kernels.rows import DecodeInputs, RowTable, StepInbox
-
+from minisgl_backend.kernels.sampling_table import SamplingTable
+from minisgl_backend.kernels.triton_kernels.row_logits import MARKED, ONCE, load_number
 
 _KEPT_BLOCK = 128
 
@@ -87,43 +80,58 @@ def _keep_sampled(
 
 
 def launch_begin_decode(
-    inputs: DecodeInputs, table: RowTable, inbox: StepInbox, page_size: int
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    inbox: Tensor,
+    last_tokens: Tensor,
+    lengths: Tensor,
+    pages: Tensor,
+    *,
+    max_batch: int,
+    page_size: int,
 ) -> None:
-    """See ``minisgl_backend.kernels.rows.begin_decode``. One program, since it reads its writes."""
-    batch_size = len(inputs.tokens)
+    """Fill ``out``: tokens, positions, slots and lengths of a ``kernels.rows.DecodeInputs``.
+
+    ``inbox`` is the buffer of a ``StepInbox``; the rest is a ``RowTable``'s. One program, since it
+    reads its writes.
+    """
+    batch_size = len(out[0])
     block = max(triton.next_power_of_2(batch_size), 32)
     _begin_decode[(1,)](
-        inbox.buffer,
-        table.tokens,
-        table.lengths,
-        table.pages,
-        inputs.tokens,
-        inputs.positions,
-        inputs.slots,
-        inputs.lengths,
-        table.pages.stride(0),
+        inbox,
+        last_tokens,
+        lengths,
+        pages,
+        *out,
+        pages.stride(0),
         batch_size,
-        MAX_BATCH=inbox.max_batch,
+        MAX_BATCH=max_batch,
         PAGE_SIZE=page_size,
         BLOCK=block,
         num_warps=min(max(block // 64, 1), 16),
     )
 
 
-def launch_keep_sampled(table: RowTable, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
-    """See ``minisgl_backend.kernels.rows.keep_sampled``."""
+def launch_keep_sampled(
+    last_tokens: Tensor,
+    lengths: Tensor,
+    sampling: SamplingTable,
+    rows: Tensor,
+    positions: Tensor,
+    sampled: Tensor,
+) -> None:
+    """See ``minisgl_backend.kernels.rows.keep_sampled``; the first two are a ``RowTable``'s."""
     batch_size = len(sampled)
     _keep_sampled[(triton.cdiv(batch_size, _KEPT_BLOCK),)](
-        table.tokens,
-        table.lengths,
-        table.sampling.numbers,
-        table.sampling.marks,
+        last_tokens,
+        lengths,
+        sampling.numbers,
+        sampling.marks,
         rows,
         positions,
         sampled,
-        table.dummy_row,
+        len(last_tokens) - 1,  # the dummy row
         batch_size,
-        VOCAB=table.sampling.vocab_size,
+        VOCAB=sampling.vocab_size,
         BLOCK=_KEPT_BLOCK,
         num_warps=4,
     )

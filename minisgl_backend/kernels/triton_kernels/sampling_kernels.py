@@ -8,20 +8,19 @@ other rows leave at once (``filters``).
 What reads logits is compiled twice: rows that adjust nothing must not be slowed by those that do.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import can_start_early
-from minisgl_backend.kernels.jit.filter_splits import collect_splits, count_splits
-from minisgl_backend.kernels.jit.filters import choose_filtered
-from minisgl_backend.kernels.jit.noise import gumbel, noise_key
-from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
-from minisgl_backend.kernels.jit.sampling_table import (
+from minisgl_backend.kernels.sampling_rule import split_size
+from minisgl_backend.kernels.sampling_table import SamplingTable
+from minisgl_backend.kernels.sampling_workspace import BLOCK, SamplingWorkspace
+from minisgl_backend.kernels.triton_kernels.filter_splits import collect_splits, count_splits
+from minisgl_backend.kernels.triton_kernels.filters import choose_filtered
+from minisgl_backend.kernels.triton_kernels.gumbel_noise import gumbel, noise_key
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.kernels.triton_kernels.row_logits import (
     NEIGHBOURS,
     TEMPERATURE,
     load_adjustment,
@@ -30,12 +29,6 @@ from minisgl_backend.kernels.jit.sampling_table import (
     load_number,
     load_row,
 )
-from minisgl_backend.kernels.sampling_rule import split_size
-from minisgl_backend.kernels.sampling_workspace import BLOCK, SamplingWorkspace
-
-if TYPE_CHECKING:
-    from minisgl_backend.kernels.sampling_table import SamplingTable
-
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _DRAW_BLOCK = tl.constexpr(1024)  # a split has some thousand tokens: a larger block would mask many

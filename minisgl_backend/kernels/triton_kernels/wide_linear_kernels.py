@@ -1,6 +1,6 @@
-"""Products of 9 to a few hundred rows: tiles of output features, optionally cut along in_features.
+"""GEMMs of 9 to a few hundred rows: tiles of output features, optionally cut along in_features.
 
-The weight is read once, in as many programs as there are multiprocessors: where the output alone
+The weight is read once, in as many programs as there are multiprocessors: if the output alone
 has too few tiles, programs share one and leave float32 parts, which the next kernel adds up.
 """
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
 @triton.jit(do_not_specialize=["num_rows"])

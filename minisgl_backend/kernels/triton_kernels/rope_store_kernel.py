@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
 @triton.jit(

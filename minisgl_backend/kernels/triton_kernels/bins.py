@@ -9,7 +9,7 @@ the mass.
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.jit.sampling_table import NEIGHBOURS, load_logits
+from minisgl_backend.kernels.triton_kernels.row_logits import NEIGHBOURS, load_logits
 
 ONE = tl.constexpr(0x3F800000)  # the bits of 1.0, the largest weight
 

@@ -1,15 +1,8 @@
-"""A product of blocks of rows, each with the weight of its own expert."""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+"""A GEMM of blocks of rows, each with the weight of its own expert."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from minisgl_backend.kernels.moe import Alignment
 
 
 @triton.jit
@@ -69,37 +62,40 @@ def launch_grouped_linear(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
-    alignment: Alignment,
+    pairs: Tensor,
+    experts: Tensor,
     scales: Tensor | None,
     *,
+    block: int,
     top_k: int,
     gated: bool,
 ) -> None:
     """``out`` [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
 
-    ``weight`` [num_experts, height, in_features]; ``scales`` [num_pairs] multiply the rows.
+    ``weight`` [num_experts, height, in_features]; ``pairs`` and ``experts`` are a
+    ``kernels.moe.Alignment`` in blocks of ``block``; ``scales`` [num_pairs] multiply the rows.
     """
     num_pairs, out_features = out.shape
     if num_pairs == 0:
         return
     assert weight.is_contiguous() and x.is_contiguous() and out.is_contiguous()
     columns = 64
-    _grouped_linear[(len(alignment.experts), triton.cdiv(out_features, columns))](
+    _grouped_linear[(len(experts), triton.cdiv(out_features, columns))](
         out,
         x,
         weight,
-        alignment.pairs,
-        alignment.experts,
+        pairs,
+        experts,
         scales,
         num_pairs,
         out_features,
         TOP_K=top_k,
         SIZE=x.shape[1],
-        ROWS=alignment.block,
+        ROWS=block,
         COLUMNS=columns,
-        BLOCK=64 if alignment.block >= 64 else 128,
+        BLOCK=64 if block >= 64 else 128,
         GATED=gated,
         SCALED=scales is not None,
-        STAGES=4 if alignment.block >= 64 else 3,
+        STAGES=4 if block >= 64 else 3,
         num_warps=4,
     )

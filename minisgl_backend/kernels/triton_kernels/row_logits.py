@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels import sampling_table
-from minisgl_backend.kernels.jit.noise import noise_key
 from minisgl_backend.kernels.sampling_table import COLUMNS
+from minisgl_backend.kernels.triton_kernels.gumbel_noise import noise_key
 
 TEMPERATURE = tl.constexpr(COLUMNS.index("temperature"))
 _TOP_K = tl.constexpr(COLUMNS.index("top_k"))
@@ -41,7 +41,7 @@ def load_filters(numbers_ptr, row, VOCAB: tl.constexpr):
 
 @triton.jit
 def load_adjustment(numbers_ptr, marks_ptr, bias_ptr, row, position, VOCAB: tl.constexpr):
-    """What ``load_logits`` has to know of a row: whether it has marks and a bias, where these are,
+    """What ``load_logits`` has to know of a row: whether it has marks and a bias, pointers to both,
     the penalties, and which mark makes a token impossible."""
     is_early = position < load_number(numbers_ptr, row, _STOPS_FROM)
     # as integers: Triton's interpreter cannot combine a comparison of floats with a block

@@ -8,8 +8,8 @@ thousands of equal logits, or with top_p and a top_k of thousands, it searches t
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.jit.bins import ONE, bits_of, load_scaled
-from minisgl_backend.kernels.jit.filter_splits import (
+from minisgl_backend.kernels.triton_kernels.bins import ONE, bits_of, load_scaled
+from minisgl_backend.kernels.triton_kernels.filter_splits import (
     BRACKET,
     ROUNDS,
     SUMS,
@@ -18,7 +18,7 @@ from minisgl_backend.kernels.jit.filter_splits import (
     load_finer_bracket,
     write_candidates,
 )
-from minisgl_backend.kernels.jit.noise import gumbel
+from minisgl_backend.kernels.triton_kernels.gumbel_noise import gumbel
 
 
 @triton.jit

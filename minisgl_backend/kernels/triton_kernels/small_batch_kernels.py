@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.jit.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def _matrix(
     batch_size,
     out_features,
     eps,
-    BATCH: tl.constexpr,  # the batch is padded to so many columns
+    BATCH: tl.constexpr,  # columns to which the batch is padded
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # in_features of a warp's slice in an iteration

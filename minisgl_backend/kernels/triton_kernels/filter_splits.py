@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels import sampling_workspace
-from minisgl_backend.kernels.jit.bins import (
+from minisgl_backend.kernels.triton_kernels.bins import (
     ONE,
     bin_of,
     bits_of,
@@ -23,9 +23,9 @@ from minisgl_backend.kernels.jit.bins import (
     load_scaled,
     reach_of,
 )
-from minisgl_backend.kernels.jit.noise import gumbel
-from minisgl_backend.kernels.jit.pdl import wait_previous
-from minisgl_backend.kernels.jit.sampling_table import load_row
+from minisgl_backend.kernels.triton_kernels.gumbel_noise import gumbel
+from minisgl_backend.kernels.triton_kernels.pdl import wait_previous
+from minisgl_backend.kernels.triton_kernels.row_logits import load_row
 
 ROUNDS = tl.constexpr(sampling_workspace.ROUNDS)
 SUMS = tl.constexpr(sampling_workspace.SUMS)

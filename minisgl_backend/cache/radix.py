@@ -135,7 +135,7 @@ class RadixTree:
         return np.concatenate([EMPTY, *evicted])
 
     def drop(self, node: Node, is_suspect: Callable[[IntArray], bool]) -> IntArray:
-        """Unpin ``node``; detach the highest node of its path that is suspect or has no other pin.
+        """Unpin ``node``, and detach the highest node of its path without other pins, or suspect.
 
         All nodes below are detached, too. Returns the pages that leave the tree now,
         int32[num_pages]; the pages of nodes with other pins leave it with the last pin.

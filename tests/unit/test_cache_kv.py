@@ -138,6 +138,54 @@ def test_growth_evicts_what_nobody_uses() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("make", CACHES)
+def test_pages_are_broken_if_they_are_freed_before_they_are_verified(
+    make: Callable[[int, int], KVCache],
+) -> None:
+    cache = make(8, 2)
+    lease = computed(cache, ints(1, 2, 3, 4, 5, 6, 7))
+    cache.publish(lease, ints(1, 2, 3), verified=Verified.NONE)
+    cache.release(lease)
+    assert cache.grow(computed(cache, ints(9)), 16), "all pages"
+    assert sorted(cache.take_broken().tolist()) == lease.pages[:2].tolist()
+
+
+@pytest.mark.parametrize("make", CACHES)
+def test_the_pages_of_a_discarded_lease_are_broken(make: Callable[[int, int], KVCache]) -> None:
+    cache = make(8, 2)
+    lease = computed(cache, ints(1, 2, 3, 4, 5))
+    cache.publish(lease, ints(1, 2, 3), verified=Verified.ALL)
+    cache.discard(lease)
+    cache.check()
+    assert cache.num_free == 8
+    assert sorted(cache.take_broken().tolist()) == lease.pages.tolist()
+    assert cache.match_length(ints(1, 2, 3, 4, 5)) == 0
+    with pytest.raises(InvariantError, match="after its release"):
+        cache.discard(lease)
+
+
+def test_pages_that_others_have_verified_outlive_a_discarded_lease() -> None:
+    cache = RadixCache(8, 1)
+    first = computed(cache, ints(1, 2))
+    cache.publish(first, ints(1, 2), verified=Verified.ALL)
+    second = computed(cache, ints(1, 2, 3))
+    cache.discard(second)
+    cache.check()
+    assert cache.take_broken().tolist() == second.pages[2:].tolist()
+    assert cache.match_length(ints(1, 2, 3)) == 2
+
+
+@pytest.mark.parametrize("make", CACHES)
+def test_nothing_is_known_of_the_pages_of_an_emptied_cache(
+    make: Callable[[int, int], KVCache],
+) -> None:
+    cache = make(4, 1)
+    computed(cache, ints(1, 2))
+    fresh = cache.emptied()
+    assert (fresh.num_free, fresh.page_size) == (4, 1)
+    assert fresh.take_broken().tolist() == [0, 1, 2, 3]
+
+
 def test_salts_may_be_any_text() -> None:
     cache = RadixCache(4, 1)
     lease = computed(cache, ints(1), "\ud800")

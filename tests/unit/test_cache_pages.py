@@ -49,3 +49,36 @@ def test_check_sees_a_page_that_is_twice_on_the_stack() -> None:
     pool.free(np.array([page, page], dtype=np.int32))
     with pytest.raises(InvariantError, match="differ"):
         pool.check()
+
+
+def test_suspect_pages_are_broken_once_they_are_free() -> None:
+    pool = PagePool(6)
+    pages = pool.allocate(4)
+    pool.suspect(pages[:3])
+    pool.suspect(pages[:1])
+    assert pool.has_suspects(pages) and not pool.has_suspects(pages[3:])
+    assert pool.take_broken().tolist() == []
+    pool.trust(pages[1:2])
+    pool.free(pages[1:])
+    pool.check()
+    assert pool.take_broken().tolist() == [pages[2]]
+    assert pool.take_broken().tolist() == []
+    pool.allocate(5)
+    pool.free(pages)
+    assert pool.take_broken().tolist() == [pages[0]]
+    assert pool.num_suspect == 0
+    pool.check()
+
+
+def test_a_pool_that_is_not_clean_begins_with_broken_pages() -> None:
+    pool = PagePool(3, is_clean=False)
+    pool.allocate(1)
+    assert pool.take_broken().tolist() == [0, 1, 2]
+    pool.check()
+
+
+def test_check_sees_a_free_page_that_is_suspect() -> None:
+    pool = PagePool(3)
+    pool.suspect(np.array([1], dtype=np.int32))
+    with pytest.raises(InvariantError, match="suspect"):
+        pool.check()

@@ -22,11 +22,11 @@ MINUTES := 10
 # Each worker starts servers of its own; ARGS='-n 0' runs the tests in one process, as a debugger needs it.
 WORKERS := 2
 
-.PHONY: help install serve test fuzz lint types format check nightly constraints docs clean
+.PHONY: help install serve test coverage fuzz lint types format check nightly constraints docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
 
 # PyTorch's CPU build comes from pip's own sources if they have one, else from the index that uv knows.
 # The stack for GPUs has pip's default build, which brings CUDA.
@@ -59,6 +59,12 @@ serve: $(VENV)/.server  ## serve the demo model on 127.0.0.1:8000
 
 test: $(VENV)/.dev  ## run all tests that need no GPU, those on a real tritonserver included
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# The report comes also if tests fail.
+coverage: $(VENV)/.dev  ## the tests of make test with branch coverage, and what they do not cover
+	@rm -f .coverage .coverage.*
+	@$(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS); \
+	code=$$?; $(BIN)/coverage combine --quiet && $(BIN)/coverage report && exit $$code
 
 nightly: $(VENV)/.dev  ## the property tests with many more examples
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/properties $(ARGS)
@@ -94,4 +100,4 @@ docs: $(VENV)/.dev  ## write docs/reference.md from the tables in the code
 	@$(BIN)/python -m tools.reference
 
 clean:  ## remove what make and the tools made
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .coverage .coverage.* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

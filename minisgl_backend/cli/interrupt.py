@@ -18,7 +18,7 @@ from typing import Final
 INTERRUPTED: Final = 130
 """The exit code, as shells have it."""
 _OTHERS: Final = (signal.SIGTERM, signal.SIGHUP)
-_CLEAN_UP_S: Final = 1.5
+_CLEAN_UP_S: Final = 1.0
 """From a signal to the end of the process, if nothing else ends it before."""
 
 

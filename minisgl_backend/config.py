@@ -125,7 +125,7 @@ class EngineOptions:
     )
     cancel_grace_ms: int = option(
         300,
-        "how long a chunk may lack its acknowledgement when later ones have theirs, before its "
+        "how long a packet may lack its acknowledgement when later ones have theirs, before its "
         "request ends",
         minimum=1,
     )

@@ -59,7 +59,6 @@ def check_options(options: EngineOptions, device: str | None) -> None:
             raise ConfigError("option moe_backend=torch on a GPU needs cuda_graph_max_batch_size=0")
     if device == "cpu":
         for_gpus = {
-            "kv_cache_dtype": options.kv_cache_dtype is not None,
             "attention_backend": options.attention_backend not in (None, "sdpa", "sdpa,sdpa"),
             "moe_backend": options.moe_backend not in (None, "torch"),
             "cuda_graph_max_batch_size": bool(options.cuda_graph_max_batch_size),

@@ -27,7 +27,7 @@ class TokenLogprobs:
     alternatives: tuple[TokenLogprob, ...] = ()
 
     def top(self, n: int) -> tuple[TokenLogprob, ...]:
-        """The ``n`` likeliest of the tokens told, the chosen one among them where it belongs."""
+        """The ``n`` likeliest of the tokens told, the chosen one among them if it belongs."""
         return tuple(sorted((self.chosen, *self.alternatives), key=lambda one: one.rank)[:n])
 
 
@@ -67,7 +67,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole answer. ``finish_reason`` is None where a stream broke off, or was not asked."""
+    """A whole answer. ``finish_reason`` is None if a stream broke off, or was not asked."""
 
     text: str
     finish_reason: str | None

@@ -146,7 +146,7 @@ class Client(_Caller):
         return self._open(request_id, given)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel all requests of that id, whoever sent them; raises ``MinisglError``."""
+        """Cancel all requests of that id, those of other clients too; raises ``MinisglError``."""
         with self._open(request_id, {"stop_request": True}) as stream:
             for _ in stream:
                 pass
@@ -218,7 +218,7 @@ class AsyncClient(_Caller):
         return self._open(request_id, given)
 
     async def cancel(self, request_id: str) -> None:
-        """Cancel all requests of that id, whoever sent them; raises ``MinisglError``."""
+        """Cancel all requests of that id, those of other clients too; raises ``MinisglError``."""
         async with self._open(request_id, {"stop_request": True}) as stream:
             async for _ in stream:
                 pass
@@ -247,7 +247,7 @@ def _check_address(address: str, url: str, protocol: Protocol) -> None:
     """HOST:PORT; HTTP may have a path behind it."""
     try:
         parts = urlsplit(f"//{address}")
-        _ = parts.port  # raises where it is none
+        _ = parts.port  # raises if it is none
         (parts.hostname or "").encode("idna")
     except UnicodeError:
         raise InvalidArgument(

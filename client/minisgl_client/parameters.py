@@ -18,15 +18,15 @@ class Parameters(TypedDict, total=False):
     """
 
     max_tokens: int | None
-    """Tokens to generate, 1 .. context - prompt; 16 where absent."""
+    """Tokens to generate, 1 .. context - prompt; 16 if absent."""
     max_new_tokens: int | None
     fit_max_tokens: bool | None
-    """Fewer than ``max_tokens`` where there is no room for more; True where that is absent."""
+    """Fewer than ``max_tokens`` if there is no room for more; True if that is absent."""
     min_tokens: int | None
     """No end of sequence and no stop match before that many tokens."""
     min_length: int | None
     temperature: float | None
-    """0 is greedy; 1.0 where absent."""
+    """0 is greedy; 1.0 if absent."""
     top_p: float | None
     """1.0 is off."""
     top_k: int | None
@@ -40,7 +40,7 @@ class Parameters(TypedDict, total=False):
     frequency_penalty: float | None
     """-2.0 .. 2.0; 0 is off."""
     seed: int | None
-    """0 .. 2**64 - 1. Same seed, prompt and parameters: same tokens. Drawn where absent."""
+    """0 .. 2**64 - 1. Same seed, prompt and parameters: same tokens. Drawn if absent."""
     random_seed: int | None
     stop: str | Sequence[str] | None
     """Stop strings; matched on text, not part of the answer."""
@@ -58,13 +58,13 @@ class Parameters(TypedDict, total=False):
     logit_bias: Mapping[int, float] | str | None
     """Added to the logits of these token ids, -100 .. 100."""
     priority_level: int | None
-    """Higher goes first; 0 where absent."""
+    """Higher goes first; 0 if absent."""
     timeout_ms: int | None
-    """Deadline for the whole request; the client's ``timeout_s`` where absent."""
+    """Deadline for the whole request; the client's ``timeout_s`` if absent."""
     cache_salt: str | None
     """The prefix cache is shared only among requests with the same salt."""
     min_chunk_interval_ms: int | None
-    """At most one delta each so many ms."""
+    """The least time in ms between two deltas."""
     chat_template_kwargs: Mapping[str, Any] | str | None
     """Variables for the chat template, such as ``{"enable_thinking": False}``."""
     parse_special_tokens: bool | None

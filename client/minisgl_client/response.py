@@ -1,6 +1,6 @@
 """The server's responses -> ``Delta``: tensors of gRPC, JSON events of HTTP.
 
-Both become values by output name first. On the path of every chunk: gRPC's messages are read in
+Both become values by output name first. On the path of every response: gRPC's messages are read in
 place. Raises the error that a response holds.
 """
 
@@ -97,7 +97,7 @@ class EventReader:
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """The JSON object that Triton sent; raises ``ServerError`` where it is none."""
+    """The JSON object that Triton sent; raises ``ServerError`` if it is none."""
     try:
         found = json.loads(data)
     except ValueError:

@@ -36,7 +36,7 @@ class _Answer:
 
     @property
     def result(self) -> Result:
-        """All deltas so far, added up; ``finish_reason`` is None where it was closed early."""
+        """All deltas so far, added up; ``finish_reason`` is None if it was closed early."""
         started_s = self._attempts.started_s
         end_s = time.perf_counter() if self._ended_s is None else self._ended_s
         return add_up(
@@ -115,7 +115,7 @@ class Stream(_Answer):
             time.sleep(pause_s)
 
     def _check_open(self) -> None:
-        """Raises ``Closed`` where another thread closed it before there was a call to cancel."""
+        """Raises ``Closed`` if another thread closed it before there was a call to cancel."""
         if self._ended_s is not None:
             if self._call is not None:
                 self._call.cancel()

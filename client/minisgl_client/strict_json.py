@@ -12,7 +12,7 @@ class Refused(ValueError):
 
 def loads(text: str | bytes) -> Any:
     """The value of a JSON text; raises ``Refused``, another ``ValueError``, or ``RecursionError``
-    where it nests too deeply."""
+    if it nests too deeply."""
     try:
         return json.loads(text, object_pairs_hook=_unrepeated, parse_constant=_no_constant)
     except (Refused, UnicodeError, json.JSONDecodeError):

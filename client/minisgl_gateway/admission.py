@@ -20,10 +20,10 @@ class Admission:
 
     @contextmanager
     def admit(self, label: str, num_answers: int) -> Iterator[None]:
-        """Count so many answers in while the block runs.
+        """Count ``num_answers`` in while the block runs.
 
-        ``label`` is that of the caller's key, "" where no keys are in use: then only the limit in
-        all counts. Raises ``ApiError``: 429, or 400 where there is never room for so many.
+        ``label`` is that of the caller's key, "" if no keys are in use: then only the limit in
+        all counts. Raises ``ApiError``: 429, or 400 if there is never room for that many.
         """
         most = min(self._most, self._most_per_key) if label else self._most
         if num_answers > most:

@@ -21,7 +21,7 @@ class Usage(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A likely token; ``bytes`` is null where the token is no whole character."""
+    """A likely token; ``bytes`` is null if the token is no whole character."""
 
     token: str
     logprob: float

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from minisgl_client.answer import Delta, Result
+from minisgl_client.answer import Delta, Result, TokenLogprobs
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.errors import api_error_of_finish
-from minisgl_gateway.logprobs import chat_logprobs, completion_logprobs
 from minisgl_gateway.tool_calls import CLOSING, CalledTool, ToolCallReader
 
 
@@ -151,3 +150,53 @@ def finish(reason: str | None) -> Literal["stop", "length"]:
 def chat_finish(reason: str | None, num_calls: int) -> Literal["stop", "length", "tool_calls"]:
     known = finish(reason)
     return "tool_calls" if known == "stop" and num_calls else known
+
+
+# --- logprobs, in the two forms of OpenAI's API --------------------------------------------------
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprobs], num_top: int) -> schema.ChatLogprobs:
+    """One element a token, with the ``num_top`` likeliest at its place."""
+    content = []
+    for token in tokens:
+        top = [
+            schema.TopLogprob(token=one.text, logprob=one.logprob, bytes=_bytes(one.text))
+            for one in token.top(num_top)
+        ]
+        chosen = token.chosen
+        content.append(
+            schema.TokenLogprob(
+                token=chosen.text,
+                logprob=chosen.logprob,
+                bytes=_bytes(chosen.text),
+                top_logprobs=top,
+            )
+        )
+    return schema.ChatLogprobs(content=content)
+
+
+def completion_logprobs(
+    tokens: Sequence[TokenLogprobs], num_top: int, offset: int = 0
+) -> schema.CompletionLogprobs:
+    """One element a token in each list; the first token begins at character ``offset``.
+
+    Beside the ``num_top`` likeliest tokens stands the chosen one, as OpenAI has it.
+    """
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.chosen.text)
+    return schema.CompletionLogprobs(
+        tokens=[token.chosen.text for token in tokens],
+        token_logprobs=[token.chosen.logprob for token in tokens],
+        top_logprobs=[
+            {one.text: one.logprob for one in (token.chosen, *token.top(num_top))}
+            for token in tokens
+        ],
+        text_offset=offsets,
+    )
+
+
+def _bytes(text: str) -> list[int] | None:
+    """The token's bytes; the engine tells half a character as U+FFFD, of which they are unknown."""
+    return None if "\ufffd" in text else list(text.encode())

@@ -18,8 +18,8 @@ from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.description import answer_of, body_of, describe
 from minisgl_gateway.errors import ApiError, error_response, internal
 from minisgl_gateway.gate import PAGE_FILES, Gate
+from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Keys
-from minisgl_gateway.options import GatewayOptions
 from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
 from minisgl_gateway.service import Service
 from minisgl_gateway.telemetry import CONTENT_TYPE, Telemetry

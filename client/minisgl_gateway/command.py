@@ -7,15 +7,22 @@ import logging
 import math
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import click
+import uvicorn
 from minisgl_client.errors import InvalidArgument
 
-from minisgl_gateway.options import GatewayOptions
-from minisgl_gateway.server import listen, make_server
+from minisgl_gateway.app import create_app
+from minisgl_gateway.gateway_options import GatewayOptions
+from minisgl_gateway.protocol import protocol_of
+from minisgl_gateway.telemetry import Telemetry
+
+_SEND_BUFFER_BYTES: Final = 64 * 2**10
+"""Small, so that a client that does not read is soon noticed."""
 
 
 class _Seconds(click.FloatRange):
@@ -151,7 +158,7 @@ def gateway(
     except InvalidArgument as error:
         raise click.UsageError(f"--triton: {error}") from error
     try:
-        listener = listen(host, port)
+        listener = _listen(host, port)
     except OSError as error:
         raise click.UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     except UnicodeError:  # of encoding a name that no host can have
@@ -183,7 +190,7 @@ def _keys_of(given: Sequence[str], variable: str | None, file: Path | None) -> t
 
 
 def _checked(source: str, keys: Sequence[str]) -> Sequence[str]:
-    """Keys that somebody could send: a source that was given must not leave the gateway open."""
+    """Keys that a client can send: a source that was given must not leave the gateway open."""
     if not keys or not all(keys):
         raise click.UsageError(f"{source} holds no key, or a blank one")
     if not all(key.isprintable() for key in keys):  # nor are bytes that are no UTF-8
@@ -196,3 +203,37 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 is any free one. Raises ``OSError``."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def make_server(options: GatewayOptions) -> uvicorn.Server:
+    """A server, to be run on a socket: ``server.run(sockets=[listener])``."""
+    telemetry = Telemetry()
+    config = uvicorn.Config(
+        create_app(options, telemetry),
+        http=protocol_of(options, telemetry),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=options.drain_timeout_s,
+    )
+    return uvicorn.Server(config)

@@ -49,7 +49,7 @@ class ApiError(Exception):
 
     @property
     def story(self) -> str:
-        """What the log tells: the message, and what caused it where the caller is not to blame."""
+        """What the log tells: the message, and what caused it if the caller is not to blame."""
         if self.status < 500 or self.__cause__ is None or str(self.__cause__) == self.message:
             return self.message
         return f"{self.message}: {self.__cause__}"
@@ -164,7 +164,7 @@ def internal() -> ApiError:
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """An error as OpenAI's clients read it; where a body was left unread, the connection ends."""
+    """An error as OpenAI's clients read it; if a body was left unread, the connection ends."""
     headers = dict(error.headers)
     if error.status in (408, 413, 431):
         headers["Connection"] = "close"

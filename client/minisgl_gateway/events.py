@@ -12,8 +12,15 @@ from typing import Any, Final, Protocol
 
 from minisgl_client.answer import Delta
 
-from minisgl_gateway.answers import Counts, Heading, called, chat_finish, finish
-from minisgl_gateway.logprobs import chat_logprobs, completion_logprobs
+from minisgl_gateway.answers import (
+    Counts,
+    Heading,
+    called,
+    chat_finish,
+    chat_logprobs,
+    completion_logprobs,
+    finish,
+)
 from minisgl_gateway.tool_calls import CLOSING, ToolCallReader
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -29,7 +36,7 @@ class Writer(Protocol):
 
 
 class ChatWriter:
-    """One choice of a chat. ``num_logprobs`` is None where they were not asked for."""
+    """One choice of a chat. ``num_logprobs`` is None if they were not asked for."""
 
     def __init__(
         self,

@@ -14,8 +14,8 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_gateway.errors import GONE, ApiError, error_response, shutting_down
+from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Keys
-from minisgl_gateway.options import GatewayOptions
 from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)

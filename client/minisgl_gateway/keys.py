@@ -19,14 +19,14 @@ from minisgl_gateway.errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is; both are "" where no keys are in use."""
+    """Whose request it is; both are "" if no keys are in use."""
 
     label: str = ""
     salt: str = ""
 
 
 class Keys:
-    """The keys in use; none of them means that everybody may ask."""
+    """The keys in use; without any, every caller may ask."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._callers: dict[bytes, Caller] = {}

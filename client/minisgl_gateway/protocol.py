@@ -17,7 +17,7 @@ from prometheus_client import Counter
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl_gateway.errors import ApiError
-from minisgl_gateway.options import GatewayOptions
+from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ is.)"""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A head must come within ``patience_s``; so must the rest of a body that nobody reads. Of an
+    """A head must come within ``patience_s``; so must the rest of a body that is not read. Of an
     answer the client must read at least some in each such time.
 
     ``head_bytes`` bounds heads that do not end; a complete head that is too large is refused by the
@@ -178,7 +178,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _cut(self) -> None:
         state = {} if self._answered is None else self._answered.scope["state"]
-        logger.warning("%s: nobody reads the answer; cut", state.get("request_id", "-"))
+        logger.warning("%s: the answer is not read; cut", state.get("request_id", "-"))
         self.slow_readers.inc()
         self.transport.abort()
 

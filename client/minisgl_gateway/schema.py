@@ -83,7 +83,7 @@ class CompletionRequest(GenerationRequest):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     )
-    echo: bool = Field(False, description="the prompt, where it is text, stands before the answer")
+    echo: bool = Field(False, description="the prompt, if it is text, stands before the answer")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 

@@ -36,11 +36,17 @@ from minisgl_gateway.conversion import (
     reads_tool_calls,
 )
 from minisgl_gateway.errors import GONE, ApiError, api_error, busy
+from minisgl_gateway.event_stream import (
+    Disconnected,
+    EventStream,
+    ended,
+    merged,
+    unless_disconnected,
+)
 from minisgl_gateway.events import DONE, ChatWriter, CompletionWriter, Writer, usage_event
+from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Caller
-from minisgl_gateway.options import GatewayOptions
 from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from minisgl_gateway.stream import Disconnected, EventStream, ended, merged, unless_disconnected
 from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -139,11 +145,11 @@ class Service:
         return (await self.models()).data[0]
 
     async def health(self) -> schema.Health:
-        """GET /health; raises ``ApiError`` 503 where the engine takes no requests.
+        """GET /health; raises ``ApiError`` 503 if the engine takes no requests.
 
-        A request to cancel what nobody asked for goes all the way through it, costs nothing, and is
+        A request to cancel an unknown id goes all the way through it, costs nothing, and is
         taken by a full queue too, which is no reason to take the gateway out of service. One such
-        probe serves all who ask within a second, since anybody may.
+        probe serves all who ask within a second, since it needs no key.
         """
         async with self._probing:
             if time.monotonic() >= self._probe.until_s:

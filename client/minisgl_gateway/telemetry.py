@@ -29,7 +29,7 @@ class Telemetry:
         )
         self.slow_readers = Counter(
             "minisgl_gateway_slow_readers",
-            "Connections cut because nobody read the answer.",
+            "Connections cut because the client did not read the answer.",
             registry=self._registry,
         )
         self.request_seconds = Histogram(

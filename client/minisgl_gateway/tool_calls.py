@@ -45,7 +45,7 @@ class ToolCallReader:
         return found
 
     def finish(self, *, closed: bool = False) -> list[str | CalledTool]:
-        """What is left at the end; ``closed`` where the closing tag was the stop string."""
+        """What is left at the end; ``closed`` if the closing tag was the stop string."""
         found = self.push(CLOSING if self._opening and closed else "")
         rest = self._opening + self._pending
         self._opening = self._pending = ""

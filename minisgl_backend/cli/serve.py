@@ -20,9 +20,8 @@ from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.precheck import check_options, checked_spec, device_type
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
-from minisgl_backend.server.launch import raise_descriptor_limit
+from minisgl_backend.server.launch import ServerOptions, numeric, raise_descriptor_limit
 from minisgl_backend.server.log import Console, ConsoleHandler
-from minisgl_backend.server.options import ServerOptions, numeric
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.supervisor import Supervisor
@@ -172,7 +171,7 @@ def _stop_on_signals(supervisors: Sequence[Supervisor], console: Console) -> thr
                 supervisor.server.signal(signal.SIGKILL)
             return
         stopping.set()
-        console.say("stopping; requests in flight may finish")
+        console.say("stopping; requests in flight may finish, and a second signal ends them")
 
     signal.signal(signal.SIGINT, forward)
     signal.signal(signal.SIGTERM, forward)

@@ -33,7 +33,7 @@ _LEAST_SHARED_BYTES: Final = 8 * 2**20
 def make_directory(shared_memory_prefix: str) -> tuple[Path, int]:
     """A fresh directory of mode 0700, and the descriptor that holds its lock.
 
-    Raises ``ConfigError`` where there is no place for it, or none for shared memory.
+    Raises ``ConfigError`` if there is no place for it, or none for shared memory.
     """
     base = _base()
     _check_room(base, _LEAST_BYTES)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from minisgl_backend.heartbeat import State
+from minisgl_backend.runtime_files import State
 from minisgl_backend.server.model_processes import ModelProcess, ModelProcesses
 from minisgl_backend.server.process import TritonServer
 
@@ -41,14 +41,14 @@ class Fault:
         return frozenset(process.model for process in self.processes)
 
 
-class Lookout:
-    """Looks at one server. Belongs to one thread; any thread may read what it saw last."""
+class FaultDetector:
+    """Checks one server. Belongs to one thread; any thread may read what it saw last."""
 
     def __init__(self, server: TritonServer) -> None:
         self.processes = ModelProcesses(server.directory)
         self.seen: tuple[ModelProcess, ...] = ()
         self.missing: tuple[str, ...] = ()
-        """Why the server is not ready; nothing where it is."""
+        """Why the server is not ready; empty if it is."""
         self.looked_s = time.monotonic()
         self._server = server
         self._models = server.model_names()
@@ -121,7 +121,7 @@ class Lookout:
         if code is not None:
             return Fault(f"tritonserver ended with code {code}")
         if not self._server.repository.exists():
-            return Fault(f"somebody removed the server's files from {self._server.directory}")
+            return Fault(f"the server's files were removed from {self._server.directory}")
         now_s = time.monotonic()
         awake_s = now_s - self._awake_since_s
         wrong = {process: _wrong_with(process, now_s, awake_s) for process in self.seen}

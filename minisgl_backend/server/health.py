@@ -1,6 +1,6 @@
 """The supervisor's own HTTP endpoint: whether the server lives, is ready, and how it is.
 
-    GET /live    200 while there is hope, 503 once the server was given up
+    GET /live    200 until the server is given up, then 503
     GET /ready   200 while requests are served, else 503
     GET /stats   counts of all processes; callers on this machine only
 
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 5.0
 """A caller that says nothing for that long is sent away."""
+_LOOK_EVERY_S = 0.1
+"""How soon it notices that it is to close."""
 _MOST_CALLERS = 32
 """Of more the one that came first is sent away: each takes a descriptor of the supervisor's."""
 
@@ -37,7 +39,7 @@ class HealthServer:
     """Listens as soon as it is made; answers between ``start`` and ``close``."""
 
     def __init__(self, host: str, port: int) -> None:
-        """A ``port`` of 0 stands for a free one; ``ConfigError`` where it cannot be used."""
+        """A ``port`` of 0 stands for a free one; ``ConfigError`` if it cannot be used."""
         kind = _Server6 if ":" in host else _Server
         try:
             self._server = kind((host, port), _Handler)
@@ -47,7 +49,10 @@ class HealthServer:
             ) from error
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="health", daemon=True
+            target=self._server.serve_forever,
+            args=(_LOOK_EVERY_S,),
+            name="health",
+            daemon=True,
         )
 
     def start(self, health: Callable[[], Health], stats: Callable[[], Mapping[str, Any]]) -> None:
@@ -91,7 +96,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that left before its answer is nobody's fault; anything else is ours."""
+        """A caller that left before its answer is no error; anything else is."""
         if not isinstance(sys.exc_info()[1], OSError):
             logger.exception("no answer to a caller of the health port")
 

@@ -24,7 +24,7 @@ from minisgl_backend.errors import ConfigError
 class Installation:
     """A tritonserver: its binary, its parts, and directories its libraries are found in.
 
-    ``backend`` and ``stub`` are None where the server finds its own.
+    ``backend`` and ``stub`` are None if the server finds its own.
     """
 
     binary: Path
@@ -62,7 +62,7 @@ class Installation:
 def find_installation(binary: str | None = None) -> Installation:
     """The tritonserver named by ``binary``, else the wheel's, else the one on PATH.
 
-    Raises ``ConfigError`` where there is none, or the wheel has no stub for this Python or NumPy.
+    Raises ``ConfigError`` if there is none, or the wheel has no stub for this Python or NumPy.
     """
     if binary is not None:
         path = shutil.which(binary)

@@ -33,8 +33,8 @@ _ERROR: Final = re.compile(r"^E\d{4} [\d:.]+ +\d+ \S+:\d+\] (.*)|^error: (.*)")
 class Console:
     """Writes lines to stderr; of the server's log all of them, or all but Triton's own chatter.
 
-    Never raises, and waits at most a second for somebody to read, whatever stderr is: a server that
-    waited longer would not serve. Lines that nobody takes are left out, and counted. May be used by
+    Never raises, and waits at most a second for a reader, whatever stderr is: a server that waited
+    longer would not serve. Lines that are not read are left out, and counted. May be used by
     any thread and by signal handlers.
     """
 
@@ -56,10 +56,10 @@ class Console:
         """Print a line."""
         if self._descriptor is None:
             return
-        missing = f"({self._num_left_out} lines left out: nobody read)\n" * bool(self._num_left_out)
+        missing = f"({self._num_left_out} lines left out: not read)\n" * bool(self._num_left_out)
         data = f"{missing}{line}\n".encode(errors="replace")
         self._num_left_out += 1
-        with contextlib.suppress(OSError):  # nobody is there any more, or the disk is full
+        with contextlib.suppress(OSError):  # the reader is gone, or the disk is full
             for start in range(0, len(data), select.PIPE_BUF):
                 if not self._is_writable(self._descriptor):
                     return
@@ -96,7 +96,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def _stderr() -> int | None:
-    """The descriptor of stderr; None where it is closed."""
+    """The descriptor of stderr; None if it is closed."""
     try:
         return None if sys.stderr is None else sys.stderr.fileno()
     except (OSError, ValueError):

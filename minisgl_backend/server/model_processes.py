@@ -17,12 +17,15 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from minisgl_backend.heartbeat import Beat, heartbeat_files, read_beat, socket_path
+from minisgl_backend.runtime_files import Beat, heartbeat_files, read_beat, socket_path
+from minisgl_backend.server.process import TritonServer
 
 _END_S: Final = 10.0
 _ANSWER_S: Final = 2.0
@@ -122,7 +125,7 @@ def _shared_memory(pid: int) -> set[Path]:
 
 
 def counts_of(directory: Path, process: ModelProcess) -> Mapping[str, Any]:
-    """What a model's process tells of itself; raises ``OSError`` where it does not answer."""
+    """What a model's process tells of itself; raises ``OSError`` if it does not answer."""
     with socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(_ANSWER_S)
         caller.connect(str(socket_path(directory, process.model, process.pid)))
@@ -132,7 +135,7 @@ def counts_of(directory: Path, process: ModelProcess) -> Mapping[str, Any]:
 
 
 def footprint(pid: int) -> dict[str, int]:
-    """What a process holds: threads, descriptors, resident bytes; nothing where it has gone."""
+    """What a process holds: threads, descriptors, resident bytes; nothing if it has gone."""
     place = Path(f"/proc/{pid}")
     try:
         return {
@@ -143,3 +146,47 @@ def footprint(pid: int) -> dict[str, int]:
         }
     except OSError:
         return {}
+
+
+def server_stats(server: TritonServer, processes: Sequence[ModelProcess]) -> dict[str, Any]:
+    """What the server holds, and what each process tells of itself, all asked at once."""
+    with ThreadPoolExecutor(max(1, len(processes))) as threads:
+        models = list(threads.map(partial(_process_stats, server.directory), processes))
+    return {
+        "shared_memory_bytes": sum(map(_num_bytes, server.shared_memory_regions())),
+        "tritonserver": _triton_stats(server),
+        "models": models,
+    }
+
+
+def _triton_stats(server: TritonServer) -> dict[str, Any]:
+    """Nothing of one that has ended: its process id may be another's by now."""
+    if server.poll() is not None:
+        return {"pid": None}
+    return {"pid": server.pid, **footprint(server.pid)}
+
+
+def _process_stats(directory: Path, process: ModelProcess) -> dict[str, Any]:
+    beat = read_beat(process.heartbeat) or process.beat
+    counts: Mapping[str, Any]
+    try:
+        counts = counts_of(directory, process)
+    except (OSError, ValueError):
+        counts = {"error": "does not answer"}
+    return {
+        "model": process.model,
+        "pid": process.pid,
+        "age_s": process.age_s,
+        "num_inside": beat.num_inside,
+        "num_seen": beat.num_seen,
+        **footprint(process.pid),
+        **counts,
+    }
+
+
+def _num_bytes(region: Path) -> int:
+    """The size of a file; 0 if it has vanished."""
+    try:
+        return region.stat().st_size
+    except FileNotFoundError:
+        return 0

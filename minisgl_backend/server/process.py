@@ -24,21 +24,26 @@ from pathlib import Path
 from typing import IO, Final
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.heartbeat import heartbeat_files, read_beat
-from minisgl_backend.server import asking
+from minisgl_backend.runtime_files import (
+    DRAIN_MARKER,
+    QUEUE_FULL,
+    QUEUE_OPEN,
+    State,
+    heartbeat_files,
+    read_beat,
+)
+from minisgl_backend.server import triton_http
 from minisgl_backend.server.directory import make_directory, regions, sweep
 from minisgl_backend.server.installation import Installation
-from minisgl_backend.server.launch import launch
+from minisgl_backend.server.launch import ServerOptions, launch, with_ports
 from minisgl_backend.server.log import failure_in_log
-from minisgl_backend.server.options import ServerOptions, with_ports
 from minisgl_backend.server.progress import STUCK_AFTER_S, Progress
 from minisgl_backend.server.repository import copy_repository, with_plain_folders
-from minisgl_backend.shared_names import DRAIN_FILE, QUEUE_FULL, QUEUE_OPEN
 
 logger = logging.getLogger(__name__)
 
-_UNLOAD_S: Final = 8.0
-"""Time for tritonserver to end when no request is in flight."""
+_FLUSH_S: Final = 0.5
+"""Time for tritonserver to send what it has buffered, from when the engines have drained."""
 _KEPT_LOG_LINES: Final = 2000
 
 
@@ -140,13 +145,13 @@ class TritonServer:
     ) -> None:
         """Return when every model is ready.
 
-        Raises ``ConfigError`` with the cause where the server ends or does not come up in time,
-        ``BrokenStart`` where a signal ended it or its processes do nothing any more,
+        Raises ``ConfigError`` with the cause if the server ends or does not come up in time,
+        ``BrokenStart`` if a signal ended it or its processes do nothing any more,
         ``InterruptedError`` once ``give_up`` says so.
         """
         deadline = time.monotonic() + timeout_s
         progress = Progress(self.pid, self._loaded)
-        while not self.is_ready(timeout_s=5):
+        while not self.is_ready(timeout_s=1):
             if give_up():
                 raise InterruptedError
             code = self._process.poll()
@@ -163,25 +168,25 @@ class TritonServer:
         self._protect_shared_memory()
 
     def is_ready(self, *, timeout_s: float) -> bool | None:
-        """What Triton says of itself; None where it says nothing in time."""
-        return asking.is_ready(self.url(), timeout_s=timeout_s)
+        """What Triton says of itself; None if it says nothing in time."""
+        return triton_http.is_ready(self.url(), timeout_s=timeout_s)
 
     def reload(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
         """Load a model again, and with it the ensembles that it is part of.
 
-        Raises ``ConfigError`` where that fails, and what ``check`` raises, which is called again
+        Raises ``ConfigError`` if that fails, and what ``check`` raises, which is called again
         and again until the model is loaded.
         """
         for source in self.repository.glob(f"{model}/*/model.py"):
             source.touch()  # Triton does nothing for a model whose files are as they were
-        asking.load_model(
+        triton_http.load_model(
             self.url(), model, self.admin_key, pid=self.pid, timeout_s=timeout_s, check=check
         )
         self._protect_shared_memory()
 
     def num_waiting(self, model: str) -> int:
         """The requests that wait inside tritonserver for a model, as far as it tells."""
-        return asking.num_waiting(self.url("/metrics", port=self.metrics_port), model)
+        return triton_http.num_waiting(self.url("/metrics", port=self.metrics_port), model)
 
     def failure(self) -> str:
         """Why the server did not start, from its log."""
@@ -222,7 +227,7 @@ class TritonServer:
     def stop(self) -> int:
         """Let requests drain, end the server and its processes, remove its files. Idempotent.
 
-        Returns the server's exit code, 0 where all requests were answered.
+        Returns the server's exit code, 0 if all requests were answered.
         """
         if self._stopped_with is None:  # else its process id may be another's by now
             self._stopped_with = self._stop()
@@ -231,19 +236,16 @@ class TritonServer:
     def _stop(self) -> int:
         self._held_ports.close()
         drained = self._drain()
-        patience_s = _UNLOAD_S if drained else self.options.exit_timeout_s + _UNLOAD_S
-        self.signal(signal.SIGTERM)
-        try:
-            code = self.wait(patience_s if self._was_ready else 5)
-        except TimeoutError:
-            # If a gRPC stream is cancelled when all its responses have been sent, 24.10 never lets
-            # go of the request, and waits for ever to unload its model. Once all requests have
-            # been answered, nothing is lost.
-            logger.warning("tritonserver did not stop in time; killing it")
-            self._process.kill()
-            code = self._process.wait()
-            if drained:
-                code = 0
+        if self._was_ready:
+            self.signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                self.wait(_FLUSH_S)
+        # All that it could still do is to unload its models, for which it waits as long as a step
+        # runs; and 24.10 for ever if a gRPC stream was cancelled when all its responses were sent.
+        self.signal(signal.SIGKILL)
+        code = self._process.wait()
+        if drained and code == -signal.SIGKILL:
+            code = 0
         with contextlib.suppress(ProcessLookupError):  # stubs that outlived their server
             os.killpg(self._process.pid, signal.SIGKILL)
         self._log_thread.join(timeout=10)
@@ -262,7 +264,9 @@ class TritonServer:
         self.stop()
 
     def _drain(self) -> bool:
-        """Ask the engines to end their requests, and wait; False where they have not in time.
+        """Ask the engines to answer their requests, and wait; False if they have not in time.
+
+        A step may still run then, for requests that have been cancelled.
 
         tritonserver, when it is told to stop, first unloads the models that have no request in
         flight at that instant, such as the detokenizer between two chunks, and leaves the requests
@@ -272,21 +276,26 @@ class TritonServer:
             return False
         deadline = time.monotonic() + self.options.exit_timeout_s
         try:
-            (self.directory / DRAIN_FILE).touch()
-        except OSError as error:  # a full disk, or somebody removed the directory
+            (self.directory / DRAIN_MARKER).touch()
+        except OSError as error:  # a full disk, or the directory was removed
             logger.warning("the engine cannot be asked to drain: %s", error)
             return False
-        while self._process.poll() is None and self._has_engines():
+        while self._process.poll() is None and self._serves():
             if time.monotonic() > deadline:
                 logger.warning("the engine did not drain in time")
                 return False
             time.sleep(0.05)
         return True
 
-    def _has_engines(self) -> bool:
-        """Whether an engine serves: its sign is there."""
+    def _serves(self) -> bool:
+        """Whether a request is or may be open: an engine's sign is there, and it is not idle."""
         names = (QUEUE_OPEN, QUEUE_FULL)
-        return any(path.name.startswith(names) for path in self.directory.glob("*"))
+        if not any(path.name.startswith(names) for path in self.directory.glob("*")):
+            return False
+        read = [read_beat(path) for _, path in heartbeat_files(self.directory)]
+        beats = [beat for beat in read if beat is not None]
+        has_ended = any(beat.state is State.ENDING for beat in beats)
+        return not has_ended or any(beat.num_inside for beat in beats)
 
     def shared_memory_regions(self) -> list[Path]:
         """The files of the server's shared memory."""

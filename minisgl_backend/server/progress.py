@@ -1,7 +1,7 @@
 """Whether the processes of a server get on with their start.
 
 Knows the kernel's accounts of processes. Must not know what they do: loading a model may take an
-hour, but a process that loads computes or reads. One that waits for a lock that nobody will open
+hour, but a process that loads computes or reads. One that waits for a lock that is never released
 does neither; so a start can hang, as tritonserver forks while its other threads hold locks. What
 processes do that have loaded, such as their heartbeats, brings no start further.
 """

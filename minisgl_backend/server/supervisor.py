@@ -3,7 +3,7 @@
 Knows the server, what may be at fault (``faults``), and Triton's habits. Must not know requests.
 
 Models' processes that died or hang are ended for good, and their models loaded again, while the
-others serve on. But all of tritonserver is ended and started again, on the same ports, where
+others serve on. But all of tritonserver is ended and started again, on the same ports, if
 
 - requests were inside such a process: Triton 24.10 neither ends them nor can be told to, so their
   callers would wait for ever, and so they see their connections break at once (the detokenizer has
@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,12 +32,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.server.faults import HANG_AFTER_S, Fault, Lookout
-from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.runtime_files import RECOVERING_MARKER
+from minisgl_backend.server.faults import HANG_AFTER_S, Fault, FaultDetector
+from minisgl_backend.server.launch import ServerOptions
+from minisgl_backend.server.model_processes import server_stats
 from minisgl_backend.server.process import BrokenStart, TritonServer
-from minisgl_backend.server.recoveries import MAX_RECOVERIES, WINDOW_S, Recoveries
-from minisgl_backend.server.stats import server_stats
-from minisgl_backend.shared_names import RECOVERING_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ MAX_RELOADS: Final = 20
 """Of models, in one life of tritonserver."""
 FEW_WAIT: Final = 8
 """Requests that may be ended one a second."""
+MAX_RECOVERIES: Final = 5
+WINDOW_S: Final = 600.0
+"""After that many recoveries within that time, a server stays down."""
 _LOOK_EVERY_S: Final = 0.1
 RELOAD_S: Final = 30.0
 """How long the load of one model may take, in addition to twice the time that the start of all of
@@ -62,12 +65,34 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """``live`` while there is hope, ``ready`` while requests are served; ``reasons`` if not."""
+    """``live`` until it is given up; ``ready`` while requests are served, else with ``reasons``."""
 
     live: bool
     ready: bool
     phase: Phase
     reasons: tuple[str, ...] = ()
+
+
+class Recoveries:
+    """The recoveries of the last ``WINDOW_S`` seconds; ``num_begun`` counts all there ever were."""
+
+    def __init__(self, first_pause_s: float) -> None:
+        """``first_pause_s`` is the pause before the second one of a window; the first has none."""
+        self.num_begun = 0
+        self._first_pause_s = first_pause_s
+        self._begun_s: deque[float] = deque()
+
+    def begin(self) -> float | None:
+        """Begin a recovery; returns the seconds to wait first, None if there were too many."""
+        now_s = time.monotonic()
+        while self._begun_s and now_s - self._begun_s[0] > WINDOW_S:
+            self._begun_s.popleft()
+        num_before = len(self._begun_s)
+        if num_before == MAX_RECOVERIES:
+            return None
+        self._begun_s.append(now_s)
+        self.num_begun += 1
+        return self._first_pause_s * 2 ** (num_before - 1) if num_before else 0.0
 
 
 class Supervisor:
@@ -91,14 +116,14 @@ class Supervisor:
         self._num_reloads = 0
         self._load_s = 0.0
         self.server = start(options)
-        self._lookout = Lookout(self.server)
+        self._detector = FaultDetector(self.server)
 
     def run(
         self, stopping: threading.Event, on_ready: Callable[[TritonServer], None] = lambda _: None
     ) -> None:
-        """Serve until ``stopping`` is set, or the server was told to end by somebody else.
+        """Serve until ``stopping`` is set, or the server was told to end by another process.
 
-        Raises ``ConfigError`` where the first load fails, ``EngineFailure`` where it was given up.
+        Raises ``ConfigError`` if the first load fails, ``EngineFailure`` if it was given up.
         """
         try:
             try:
@@ -114,7 +139,7 @@ class Supervisor:
         finally:
             was_down = self._phase is Phase.DOWN
             self._phase = Phase.STOPPING
-            self._lookout.close()
+            self._detector.close()
             self.server.stop()
         if was_down:
             raise EngineFailure(self._reasons[0])
@@ -123,9 +148,9 @@ class Supervisor:
         """How the server is, by the last look at it."""
         phase, reasons = self._phase, self._reasons
         if phase is Phase.SERVING:
-            reasons = self._lookout.missing
-            if time.monotonic() - self._lookout.looked_s > HANG_AFTER_S:
-                reasons = (*reasons, "nobody has looked after the server for too long")
+            reasons = self._detector.missing
+            if time.monotonic() - self._detector.looked_s > HANG_AFTER_S:
+                reasons = (*reasons, "the supervisor has not checked the server for too long")
         return Health(
             live=phase is not Phase.DOWN,
             ready=phase is Phase.SERVING and not reasons,
@@ -138,24 +163,24 @@ class Supervisor:
         return {
             "phase": self._phase.value,
             "num_recoveries": self._recoveries.num_begun,
-            **server_stats(self.server, self._lookout.seen),
+            **server_stats(self.server, self._detector.seen),
         }
 
     def _wait_ready(self, stopping: threading.Event) -> None:
         started_s = time.monotonic()
         self.server.wait_ready(give_up=stopping.is_set)
         self._load_s = time.monotonic() - started_s
-        self._lookout.serves()
+        self._detector.serves()
 
     def _serves(self) -> None:
-        self._reasons = ()  # the lookout has them now
+        self._reasons = ()  # the detector has them now
         self._phase = Phase.SERVING
 
     def _watch(self, stopping: threading.Event) -> None:
         while not stopping.wait(_LOOK_EVERY_S):
-            fault = self._lookout.look()
+            fault = self._detector.look()
             if self.server.poll() == 0:  # asked after the look, which may have seen that end, too
-                raise EngineFailure("tritonserver was told to end by somebody else")
+                raise EngineFailure("tritonserver was told to end by another process")
             if fault is not None:
                 self._recover(fault, stopping)
 
@@ -193,8 +218,8 @@ class Supervisor:
         """
         if fault.processes:
             with suppress(OSError):  # a full disk
-                self._sign.touch()
-            beats = [self._lookout.processes.end(process) for process in fault.processes]
+                self._recovering_marker.touch()
+            beats = [self._detector.processes.end(process) for process in fault.processes]
             num_lost = sum(beat.num_inside for beat in beats)
             why: str | None
             if num_lost:
@@ -214,7 +239,7 @@ class Supervisor:
         try:
             for model in sorted(reloads):
                 self._reload(model, stopping)
-            self._sign.unlink(missing_ok=True)
+            self._recovering_marker.unlink(missing_ok=True)
             why = self._who_waits(reloads)
             if why is not None:
                 logger.warning("%s: starting again", why)
@@ -222,13 +247,13 @@ class Supervisor:
                 self._restart(stopping)
         except ConfigError as error:
             return Fault(f"recovery failed: {error}")
-        self._lookout.has_answered()
-        return self._lookout.look()
+        self._detector.has_answered()
+        return self._detector.look()
 
     @property
-    def _sign(self) -> Path:
+    def _recovering_marker(self) -> Path:
         """While it is there, the tokenizer refuses requests at once."""
-        return self.server.directory / RECOVERING_FILE
+        return self.server.directory / RECOVERING_MARKER
 
     def _who_waits(self, models: frozenset[str]) -> str | None:
         """Why all should start again, if so: too many requests wait for a process that has gone.
@@ -237,7 +262,7 @@ class Supervisor:
         """
         for model in sorted(models):
             num_waiting = self.server.num_waiting(model)
-            if num_waiting > max([FEW_WAIT, *self._lookout.num_inside_others(model)]):
+            if num_waiting > max([FEW_WAIT, *self._detector.num_inside_others(model)]):
                 return f"{num_waiting} requests wait for the {model} that has gone"
         return None
 
@@ -245,7 +270,7 @@ class Supervisor:
         def check() -> None:
             if stopping.is_set():
                 raise InterruptedError
-            if self._lookout.triton_hangs():
+            if self._detector.triton_hangs():
                 raise ConfigError(f"{model}: tritonserver hangs while it loads it")
 
         self._num_reloads += 1
@@ -254,10 +279,10 @@ class Supervisor:
     def _restart(self, stopping: threading.Event) -> None:
         old = self.server
         old.kill()
-        self._lookout.close()
+        self._detector.close()
         self._num_reloads = 0
         self.server = self._start(old.options)  # with the ports that it had
-        self._lookout = Lookout(self.server)
+        self._detector = FaultDetector(self.server)
         self._wait_ready(stopping)
 
     def _give_up(self, fault: Fault, stopping: threading.Event) -> None:
@@ -268,5 +293,5 @@ class Supervisor:
         self._reasons = (reason,)
         self._phase = Phase.DOWN
         self.server.kill()
-        self._lookout.seen = ()  # their ids may be others' by now
+        self._detector.seen = ()  # their ids may be others' by now
         stopping.wait()

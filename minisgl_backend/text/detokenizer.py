@@ -1,8 +1,8 @@
-"""Token ids -> text, chunk by chunk: never half a character, nothing of a stop string or after it.
+"""Token ids -> text, as they come: never half a character, nothing of a stop string or after it.
 
-Pure and single-threaded: one ``TextStream`` a stream. Whatever the chunking, the deltas of a stream
-add up to the text of one decode of all its tokens, cut before its stop match. The cost of a chunk
-is proportional to its new tokens.
+Pure and single-threaded: one ``TextStream`` a stream. However the tokens are split over calls of
+``push``, the deltas of a stream add up to the text of one decode of all its tokens, cut before its
+stop match. The cost of a call is proportional to its new tokens.
 
 A stop match counts only if the token that completes it has an index of at least ``min_tokens``. The
 match that is completed first wins, by character; of several that end together, the longest.
@@ -23,9 +23,9 @@ from minisgl_backend.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What a chunk adds.
+    """What some tokens add.
 
-    ``num_tokens`` of its tokens count: all, or those up to the one that completed ``stop``, the
+    ``num_tokens`` of them count: all, or those up to the one that completed ``stop``, the
     stop string that matched.
     """
 

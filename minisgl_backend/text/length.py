@@ -26,7 +26,7 @@ _NFC_SHRINKS: Final = 4
 
 
 class LengthCheck:
-    """Knows a tokenizer's longest token, and a context of so many tokens."""
+    """Knows a tokenizer's longest token, and the number of tokens in the context."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary, context: int) -> None:
         self._context = context

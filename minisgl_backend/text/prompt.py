@@ -18,7 +18,7 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MessagesPrompt:
-    """A chat: JSON texts of a list of messages and, where there are any, of a list of tools and of
+    """A chat: JSON texts of a list of messages and, if there are any, of a list of tools and of
     an object of variables for the template."""
 
     messages: str

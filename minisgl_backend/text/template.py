@@ -61,7 +61,7 @@ class ChatTemplate:
     ) -> str:
         """The text of a chat, up to where the assistant's answer begins.
 
-        ``variables`` come beside what every template gets. Raises ``InvalidRequest`` where the
+        ``variables`` come beside what every template gets. Raises ``InvalidRequest`` if the
         template refuses the chat, a bound is exceeded, or a variable is one of ours.
         """
         plain = [dict(message) for message in messages]

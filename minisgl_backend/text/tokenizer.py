@@ -3,7 +3,7 @@
 A text stays text: what is spelled like a special token becomes one only with
 ``parse_special_tokens``. A chat is made into a text by the template, which spells out control
 tokens; so in a chat such spellings count wherever they stand, in the messages too, as in
-transformers. A beginning-of-sequence token is added where the tokenizer's own files say so, and
+transformers. A beginning-of-sequence token is added if the tokenizer's own files say so, and
 never twice.
 
 A ``PromptEncoder`` may be used by several threads at once, and releases the GIL while it tokenizes.
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 def check_tokenizer(folder: str | Path) -> None:
-    """Raise ``ConfigError`` where there is no tokenizer.json, or one that is no JSON.
+    """Raise ``ConfigError`` if there is no tokenizer.json, or one that is no JSON.
 
-    It is quickly done, so whoever starts a server does it, too.
+    Cheap, so `minisgl serve` calls it before starting the server.
     """
     place = Path(folder)
     if not (place / "tokenizer.json").is_file():
@@ -141,7 +141,7 @@ class PromptEncoder:
         return TextStream(self.vocabulary).push(ids.tolist(), final=True).text
 
     def check_token_ids(self, name: str, ids: Iterable[TokenId]) -> None:
-        """Raises ``InvalidRequest`` where one of the ids is not in the vocabulary."""
+        """Raises ``InvalidRequest`` if one of the ids is not in the vocabulary."""
         for token_id in ids:
             if not 0 <= token_id < len(self.vocabulary):
                 last = len(self.vocabulary) - 1

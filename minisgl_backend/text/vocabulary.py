@@ -31,7 +31,7 @@ class Vocabulary:
     """Bytes by token id.
 
     ``pieces`` holds b"" for special tokens. ``first_pieces`` has the pieces of a first token, which
-    differ where a decoder drops the space in front of the text; None where they do not.
+    differ if a decoder drops the space in front of the text; None if they do not.
     ``leading_spaces`` is the number of spaces that are dropped at the very start of the text.
     """
 
@@ -89,7 +89,7 @@ class Vocabulary:
         )
         if not self.special.issuperset(beyond):
             raise ConfigError(message)
-        logger.warning("%s; they are special, and refused where a request spells them", message)
+        logger.warning("%s; they are special, and refused if a request spells them", message)
 
     def has_text(self, token_id: TokenId) -> bool:
         """Whether an id is that of a token, and not of a special one."""

@@ -1,41 +1,47 @@
-"""The detokenizer's side of one stream: chunks in, answers out.
+"""The detokenizer's side of one stream: packets in, answers out.
 
-Joins ``text.TextStream`` with what the chunks carry beside token ids, and decides when there is
+Joins ``text.detokenizer`` with what the packets carry beside token ids, and decides when there is
 something to say: with ``stream`` whenever there is new text, else once, at the end. Counts and
-logprobs of what an answer does not tell are kept for the next one.
+logprobs that an answer leaves out are kept for the next one. Must not know Triton or sockets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl_backend.request import Finished, FinishReason, TokenId, TokenLogprobs
+from minisgl_backend.request import Failed, Finished, FinishReason, TokenId, TokenLogprobs
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.tritonserver.wire.answer import Answer
-from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, Times
+from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times, Verdict
 
 
 class AnswerStream:
-    """One stream; ``push`` its chunks in order, the first with index 0 included."""
+    """One stream; ``push`` its packets in order, the first with index 0 included."""
 
     __slots__ = (
         "_cumulative",
         "_logprobs",
         "_num_cached",
-        "_num_untold",
+        "_num_unsent",
         "_text",
         "_times",
         "_token_ids",
-        "_untold",
-        "done",
+        "_unsent",
+        "heard_s",
+        "next_poll_s",
+        "over",
         "start",
     )
 
     def __init__(self, vocabulary: Vocabulary, start: StreamStart) -> None:
         self.start = start
-        self.done = False
-        """Whether its last answer was made; later chunks are not for the client."""
+        self.over: Verdict | None = None
+        """Set once nothing more is for the client; later packets are answered with nothing."""
+        self.heard_s = 0.0
+        """When the last packet came, of ``time.monotonic``, as is the next."""
+        self.next_poll_s = 0.0
+        """When to ask Triton again if the client has cancelled."""
         self._text = TextStream(
             vocabulary,
             stop_strings=start.stop_strings,
@@ -43,70 +49,71 @@ class AnswerStream:
             silent_ids=start.stop_token_ids,
             continues=start.prompt_text is not None,
         )
-        self._untold = [start.prompt_text] if start.prompt_text else []
-        self._num_untold = 0
+        self._unsent = [start.prompt_text] if start.prompt_text else []
+        self._num_unsent = 0
         self._num_cached = 0
         self._token_ids: list[TokenId] = []
         self._logprobs: list[TokenLogprobs] = []
         self._cumulative = 0.0
         self._times: Times | None = None
 
-    def push(self, chunk: Chunk) -> Answer | None:
-        """The answer that a chunk gives rise to, if any. Chunks with an error do not come here."""
-        assert not self.done
-        finish = chunk.finish
-        if chunk.num_cached_tokens is not None:
-            self._num_cached = chunk.num_cached_tokens
-        if chunk.times is not None:
-            self._times = chunk.times
-        text = self._read(chunk)
+    def push(self, packet: Packet) -> Answer | None:
+        """The answer that a packet gives rise to, if any. One with an error does not come here."""
+        assert self.over is None
+        finish = packet.terminal
+        assert not isinstance(finish, Failed)
+        if packet.num_cached_tokens is not None:
+            self._num_cached = packet.num_cached_tokens
+        if packet.times is not None:
+            self._times = packet.times
+        text = self._read(packet, finish)
         if self._text.stop is not None:
-            self.done = True
+            self.over = Verdict.STOP
             return self._answer(text, FinishReason.STOP, self._text.stop)
         if finish is not None:
-            self.done = True
+            self.over = Verdict.STOP
             return self._answer(text, finish.reason, finish.stop_token_id)
         if text and self.start.stream:
             return self._answer(text, None, None)
         if text:
-            self._untold.append(text)
+            self._unsent.append(text)
         return None
 
-    def _read(self, chunk: Chunk) -> str:
-        """Take a chunk's tokens in; returns the text that they release."""
-        token_ids = chunk.token_ids
-        if not token_ids and chunk.finish is None:
+    def _read(self, packet: Packet, finish: Finished | None) -> str:
+        """Take a packet's tokens in; returns the text that they release."""
+        token_ids = packet.token_ids
+        if not token_ids and finish is None:
             return ""
-        shown = token_ids[:-1] if _ends_with_stop_token(chunk.finish, token_ids) else token_ids
-        delta = self._text.push(shown, final=chunk.finish is not None)
+        shown = token_ids[:-1] if _ends_with_stop_token(finish, token_ids) else token_ids
+        delta = self._text.push(shown, final=finish is not None)
         num_tokens = delta.num_tokens if delta.stop is not None else len(token_ids)
-        self._num_untold += num_tokens
-        if chunk.logprobs:
-            told = chunk.logprobs[:num_tokens]
-            self._token_ids += token_ids[: len(told)]
-            self._logprobs += told
-            self._cumulative += sum(one.logprob for one in told)
+        self._num_unsent += num_tokens
+        if packet.logprobs:
+            kept = packet.logprobs[:num_tokens]
+            self._token_ids += token_ids[: len(kept)]
+            self._logprobs += kept
+            self._cumulative += sum(one.logprob for one in kept)
         return delta.text
 
     def _answer(
         self, text: str, finish: FinishReason | None, stop_reason: str | int | None
     ) -> Answer:
-        if self._untold:
-            text = "".join((*self._untold, text))
-            self._untold = []
+        if self._unsent:
+            text = "".join((*self._unsent, text))
+            self._unsent = []
         answer = Answer(
             text=text,
             token_ids=self._token_ids,
             finish=finish,
             stop_reason=stop_reason,
             num_input_tokens=self.start.num_input_tokens,
-            num_output_tokens=self._num_untold,
+            num_output_tokens=self._num_unsent,
             num_cached_tokens=self._num_cached,
             logprobs=self._logprobs,
             cumulative_logprob=self._cumulative,
             times=self._times,
         )
-        self._num_untold = 0
+        self._num_unsent = 0
         if self._logprobs:
             self._token_ids, self._logprobs = [], []
         return answer

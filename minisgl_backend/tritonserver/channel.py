@@ -1,8 +1,9 @@
-"""The side channel on which the detokenizer acknowledges chunks to the engine.
+"""The side channel on which the detokenizer acknowledges packets to the engine.
 
-Knows Unix sockets and the ``packets`` on them. Must not know tokens, text or Triton.
+Knows Unix sockets, and the acknowledgements of ``wire.packets``. Must not know tokens, text or
+Triton.
 
-An engine listens in a fresh directory of mode 0700 and writes the socket's path into every chunk;
+An engine listens in a fresh directory of mode 0700 and writes the socket's path into every packet;
 a detokenizer connects when it sees the path first. Neither side ever blocks on a write: what the
 socket does not take waits, and acknowledgements that wait coalesce, as they are cumulative. End of
 file means that the peer, and all that it knew, is gone.
@@ -14,6 +15,7 @@ know the path, and the keys of its own streams; to speak for a stream one has to
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import shutil
@@ -21,17 +23,20 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from minisgl_backend.tritonserver.packets import (
+from minisgl_backend.tritonserver.reactor import MAX_MESSAGE_BYTES, Peer, Reactor
+from minisgl_backend.tritonserver.wire.packets import (
+    ACK,
     Ack,
-    AckQueue,
-    ForgetQueue,
+    Verdict,
     decode_acks,
-    decode_forgets,
+    decode_keys,
+    encode_acks,
+    encode_keys,
 )
-from minisgl_backend.tritonserver.reactor import Peer, Reactor
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,57 @@ MAX_PATH_BYTES: Final = 100
 
 _NAME: Final = "acks"
 _PAUSE_S: Final = 0.05
+MAX_ENTRIES: Final = MAX_MESSAGE_BYTES // ACK.size
+"""Acknowledgements, or keys, which are shorter, in one message."""
+
+
+class AckQueue:
+    """The send queue of acknowledgements, at most one a stream."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Ack] = {}
+
+    def put(self, ack: Ack) -> None:
+        """Add one, in place of earlier ones of its stream. A last verdict is never undone."""
+        earlier = self._waiting.get(ack.key)
+        if earlier is not None and earlier.verdict is not Verdict.CONTINUE:
+            ack = replace(ack, verdict=earlier.verdict)
+        self._waiting[ack.key] = ack
+
+    def message(self) -> bytes | None:
+        """The next message, or None if nothing waits."""
+        if not self._waiting:
+            return None
+        return encode_acks(itertools.islice(self._waiting.values(), MAX_ENTRIES))
+
+    def written(self) -> None:
+        """The message was written; what it held does not wait any more."""
+        if len(self._waiting) <= MAX_ENTRIES:
+            self._waiting.clear()
+        else:
+            for key in list(itertools.islice(self._waiting, MAX_ENTRIES)):
+                del self._waiting[key]
+
+
+class ForgetQueue:
+    """The send queue of streams to be forgotten."""
+
+    def __init__(self) -> None:
+        self._waiting: list[int] = []
+
+    def put(self, key: int) -> None:
+        """Add a stream."""
+        self._waiting.append(key)
+
+    def message(self) -> bytes | None:
+        """The next message, or None if nothing waits."""
+        if not self._waiting:
+            return None
+        return encode_keys(self._waiting[:MAX_ENTRIES])
+
+    def written(self) -> None:
+        """The message was written; what it held does not wait any more."""
+        del self._waiting[:MAX_ENTRIES]
 
 
 class EngineChannel(Reactor):
@@ -96,8 +152,8 @@ class EngineChannel(Reactor):
         self._peers.append(peer)
         self.register(peer)
 
-    def on_packet(self, peer: Peer, packet: bytes) -> None:
-        for ack in decode_acks(packet):
+    def on_message(self, peer: Peer, message: bytes) -> None:
+        for ack in decode_acks(message):
             self._on_ack(ack)
 
     def on_gone(self, peer: Peer) -> None:
@@ -123,7 +179,7 @@ class DetokenizerChannel(Reactor):
         return len(self._peers)
 
     def acknowledge(self, path: str, ack: Ack) -> bool:
-        """Tell the engine at ``path``, without blocking; False where it is gone."""
+        """Tell the engine at ``path``, without blocking; False if it is gone."""
         peer = self._peers.get(path) or self._connect(path)
         if peer is None:
             return False
@@ -137,8 +193,8 @@ class DetokenizerChannel(Reactor):
         """End the thread and close the connections."""
         self.stop()
 
-    def on_packet(self, peer: Peer, packet: bytes) -> None:
-        for key in decode_forgets(packet):
+    def on_message(self, peer: Peer, message: bytes) -> None:
+        for key in decode_keys(message):
             self._on_forget(key)
 
     def on_gone(self, peer: Peer) -> None:
@@ -164,8 +220,8 @@ class DetokenizerChannel(Reactor):
 
 
 def _check_is_ours(path: str) -> None:
-    """Any client may send chunks, and paths in them: connect to engines of this user only, and only
-    once to each, in however many ways its path is spelled."""
+    """Any client may send packets, and paths in them: connect to engines of this user only, and to
+    each once only, in however many ways its path is spelled."""
     folder, name = os.path.split(path)
     state = os.stat(folder)
     is_private = state.st_uid == os.getuid() and not state.st_mode & 0o077

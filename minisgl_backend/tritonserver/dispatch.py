@@ -1,10 +1,10 @@
-"""Everything that moves streams: senders, the clock, acknowledgements and what they lead to.
+"""The threads that move an engine's open streams, and what acknowledgements lead to.
 
 Knows all open streams of an engine and how to abort a request. Must not know tensors or tokens.
 
-Threads: a few senders, which alone wait for Triton; the channel's thread brings
-acknowledgements; a clock looks at every stream each 25 ms for probes, cancelled direct callers,
-intervals that are over, and acknowledgements that never came.
+Threads: a few senders, the only ones that wait for Triton; the channel's thread, which brings
+acknowledgements; a clock, which checks every stream each 25 ms for probes that are due, cancelled
+direct clients, intervals that are over, and acknowledgements that never came.
 
 Invariants: a stream stays here until its final flag is sent. The engine's thread never waits for
 any of this.
@@ -25,8 +25,8 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import Event, FinishReason, RequestId
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.outbox import Outbox
-from minisgl_backend.tritonserver.packets import Ack, Verdict
-from minisgl_backend.tritonserver.stream import Duty, Stream
+from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
+from minisgl_backend.tritonserver.wire.packets import Ack, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -56,23 +56,23 @@ class Dispatcher:
         *,
         grace_s: float,
         directory: Path | None,
-        on_chunk: Callable[[int], None],
+        on_packet: Callable[[int], None],
     ) -> None:
-        """A chunk may stay unacknowledged for ``grace_s`` while later ones are. The channel's
-        socket goes into ``directory``; ``on_chunk`` is told of each response's number of tokens.
+        """A packet may stay unacknowledged for ``grace_s`` while later ones are acknowledged. The
+        channel's socket goes into ``directory``; ``on_packet`` gets each packet's number of tokens.
         """
-        # one for each two cores: at least 6 chunks on their way keep a small machine busy, and more
+        # one for each two cores: at least 6 packets under way keep a small machine busy, and more
         # than 4 senders hinder each other
         half = (os.cpu_count() or 1) // 2
         self._engine = engine
         self._grace_s = grace_s
-        self._on_chunk = on_chunk
-        self._streams: dict[int, Stream] = {}
-        self._lingering: dict[int, tuple[Stream, float]] = {}
+        self._on_packet = on_packet
+        self._streams: dict[int, ResponseStream] = {}
+        self._lingering: dict[int, tuple[ResponseStream, float]] = {}
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
         self._newest_acknowledged_s = float("-inf")
-        self._outbox: Outbox[Stream] = Outbox(max(6, half))
+        self._outbox: Outbox[ResponseStream] = Outbox(max(6, half))
         self._stopping = threading.Event()
         self.channel = EngineChannel(
             directory=directory,
@@ -88,10 +88,10 @@ class Dispatcher:
             thread.start()
 
     def new_key(self) -> int:
-        """What names a stream; who knows it may speak for the stream, so nobody can guess it."""
+        """A random 64-bit stream key; knowing it authorizes acknowledgements."""
         return secrets.randbits(64)
 
-    def open(self, stream: Stream) -> Callable[[Event], None]:
+    def open(self, stream: ResponseStream) -> Callable[[Event], None]:
         """Take a stream; its events go to the function returned."""
         with self._lock:
             self._streams[stream.key] = stream
@@ -102,14 +102,14 @@ class Dispatcher:
 
         return sink
 
-    def discard(self, stream: Stream) -> None:
+    def discard(self, stream: ResponseStream) -> None:
         """Drop a stream whose request was refused, and which has answered already."""
         with self._lock:
             self._streams.pop(stream.key, None)
             self._empty.notify_all()
         self._outbox.arrived(stream.key)
 
-    def labelled(self, label: str) -> list[Stream]:
+    def labelled(self, label: str) -> list[ResponseStream]:
         """The open streams of requests to which their clients gave this id."""
         with self._lock:
             return [stream for stream in self._streams.values() if stream.responder.label == label]
@@ -118,7 +118,7 @@ class Dispatcher:
         return len(self._streams)
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until every stream has sent its final flag; False where some has not in time."""
+        """Wait until every stream has sent its final flag; False if one has not in time."""
         with self._lock:
             return self._empty.wait_for(lambda: not self._streams, timeout_s)
 
@@ -146,30 +146,30 @@ class Dispatcher:
                 if stream.release(-1):
                     self._outbox.put(stream, urgent=True)
 
-    def _send(self, stream: Stream) -> None:
-        outgoing = stream.take()
-        if outgoing is None:
+    def _send(self, stream: ResponseStream) -> None:
+        packet = stream.take()
+        if packet is None:
             stream.end()
             self._forget(stream)
             return
-        final = outgoing.terminal is not None
+        final = packet.terminal is not None
         if stream.is_acknowledged and not final:
             self._outbox.sent(stream.key)
-        stream.responder.send(stream.encode(outgoing), final=final)
-        self._on_chunk(len(outgoing.token_ids))
+        stream.responder.send(stream.encode(packet), final=final)
+        self._on_packet(len(packet.token_ids))
         if final:
             self.discard(stream)
-        elif stream.release(outgoing.index):
+        elif stream.release(packet.index):
             self._outbox.put(stream, urgent=stream.is_urgent)
 
-    def _forget(self, stream: Stream) -> None:
-        """The stream ended without a last chunk, so the detokenizer has to be told."""
+    def _forget(self, stream: ResponseStream) -> None:
+        """The stream ended without a last packet, so the detokenizer has to be told."""
         self.discard(stream)
         if not stream.is_acknowledged:
             return
         if stream.is_settled:
             self.channel.forget(stream.key)
-        else:  # not yet: a chunk on its way would find its stream unknown
+        else:  # not yet: a packet on its way would find its stream unknown
             with self._lock:
                 self._lingering[stream.key] = stream, time.monotonic() + _LINGER_S
 
@@ -211,7 +211,7 @@ class Dispatcher:
         for stream in lost:
             self._give_up(stream, "the detokenizer has gone")
 
-    def _give_up(self, stream: Stream, why: str) -> None:
+    def _give_up(self, stream: ResponseStream, why: str) -> None:
         error = EngineFailure(why)
         if stream.mute(error):
             self._outbox.put(stream, urgent=True)
@@ -225,16 +225,16 @@ class Dispatcher:
             now_s = time.monotonic()
             for stream in self._snapshot():
                 try:
-                    self._look_after(stream, now_s)
+                    self._check(stream, now_s)
                 except Exception:  # e.g. no room in Triton for a question; go on with other streams
                     if now_s - failed_s > _CALM_S:
-                        text = "request %.80r, maybe others: its stream could not be looked after"
+                        text = "request %.80r, maybe others: its stream could not be checked"
                         logger.exception(text, stream.responder.label)
                     failed_s = now_s
             self._expire(now_s)
             self._outbox.expire(now_s)
 
-    def _look_after(self, stream: Stream, now_s: float) -> None:
+    def _check(self, stream: ResponseStream, now_s: float) -> None:
         duty = stream.tick(now_s, self._newest_acknowledged_s, self._grace_s)
         if duty is Duty.SEND:
             self._outbox.put(stream, urgent=stream.is_urgent)
@@ -256,6 +256,6 @@ class Dispatcher:
         for key in over:
             self.channel.forget(key)
 
-    def _snapshot(self) -> list[Stream]:
+    def _snapshot(self) -> list[ResponseStream]:
         with self._lock:
             return list(self._streams.values())

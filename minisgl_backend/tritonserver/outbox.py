@@ -1,13 +1,14 @@
-"""Which stream is sent next, and how many chunks may be on their way at once.
+"""Which stream is sent next, and how many packets may be under way at once.
 
 Knows streams only by what the caller says of them. Must not know what is sent or how.
 
 What a client waits for most goes first: the first answer of a stream, its end, a probe. Other
-chunks wait here while ``max_chunks`` are on their way. A chunk that waits here still takes in the
-tokens that are made meanwhile; one that waits in Triton's queues would only delay the first answers
-of others. So a busy server sends fewer and larger chunks, and the time to first token stays short.
+streams wait here while ``max_packets`` are under way. The next packet of a stream that waits here
+still takes in the tokens that are made meanwhile; one that waits in Triton's queues would only
+delay the first answers of others. So a busy server sends fewer and larger packets, and the time to
+first token stays short.
 
-A chunk is on its way until it is acknowledged, its stream ends, or ``patience_s`` are over: a lost
+A packet is under way until it is acknowledged, its stream ends, or ``patience_s`` are over: a lost
 acknowledgement must not hold up other streams for ever.
 """
 
@@ -26,8 +27,8 @@ _PATIENCE_S: Final = 0.25
 class Outbox(Generic[T]):
     """A queue with two lanes. Safe to use from any thread; only ``get`` blocks."""
 
-    def __init__(self, max_chunks: int, *, patience_s: float = _PATIENCE_S) -> None:
-        self._max_chunks = max_chunks
+    def __init__(self, max_packets: int, *, patience_s: float = _PATIENCE_S) -> None:
+        self._max_packets = max_packets
         self._patience_s = patience_s
         self._urgent: deque[T | None] = deque()
         self._plain: deque[T] = deque()
@@ -35,13 +36,13 @@ class Outbox(Generic[T]):
         self._changed = threading.Condition()
 
     def put(self, item: T, *, urgent: bool) -> None:
-        """Add an item; ``urgent`` ones go first, however many chunks are on their way."""
+        """Add an item; ``urgent`` ones go first, however many packets are under way."""
         with self._changed:
             if urgent:
                 self._urgent.append(item)
             else:
                 self._plain.append(item)
-                if len(self._under_way) >= self._max_chunks:
+                if len(self._under_way) >= self._max_packets:
                     return
             self._changed.notify()
 
@@ -52,28 +53,28 @@ class Outbox(Generic[T]):
             self._changed.notify_all()
 
     def get(self) -> T | None:
-        """The next item, waiting for it; None where the outbox is closed."""
+        """The next item, waiting for it; None if the outbox is closed."""
         with self._changed:
             while True:
                 if self._urgent:
                     return self._urgent.popleft()
-                if self._plain and len(self._under_way) < self._max_chunks:
+                if self._plain and len(self._under_way) < self._max_packets:
                     return self._plain.popleft()
                 self._changed.wait()
 
     def sent(self, key: int) -> None:
-        """A chunk of stream ``key`` is on its way from now on."""
+        """A packet of stream ``key`` is under way from now on."""
         with self._changed:
             self._under_way[key] = time.monotonic()
 
     def arrived(self, key: int) -> None:
-        """No chunk of stream ``key`` is on its way any more."""
+        """No packet of stream ``key`` is under way any more."""
         with self._changed:
             if self._under_way.pop(key, None) is not None and self._plain:
                 self._changed.notify()
 
     def expire(self, now_s: float) -> None:
-        """Stop counting the chunks that have been on their way for too long."""
+        """Stop counting the packets that have been under way for too long."""
         with self._changed:
             late = [
                 key for key, sent_s in self._under_way.items() if now_s - sent_s > self._patience_s

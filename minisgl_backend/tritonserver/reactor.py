@@ -1,7 +1,7 @@
 """A thread that serves connections of type SOCK_SEQPACKET without ever blocking on a write.
 
-Knows sockets and queues of packets. Must not know what is in a packet: a subclass says what becomes
-of one, of a new connection, and of a peer that has gone.
+Knows sockets and send queues. Must not know what is in a message: a subclass handles messages, new
+connections, and peers that have gone.
 
 Invariants: only the thread reads; only it, and ``stop`` when it has ended, close sockets; a peer
 whose socket is closed is ``broken``.
@@ -17,41 +17,41 @@ import socket
 import threading
 from typing import Final, Protocol
 
-from minisgl_backend.tritonserver.packets import MAX_PACKET_BYTES
-
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGE_BYTES: Final = 2**14
+"""A longer message is cut off, so none is sent."""
 _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
-class PacketQueue(Protocol):
+class SendQueue(Protocol):
     """What waits to be written to a peer."""
 
-    def packet(self) -> bytes | None:
-        """The next packet, or None where nothing waits."""
+    def message(self) -> bytes | None:
+        """The next message, or None if nothing waits."""
 
     def written(self) -> None:
-        """The packet was written; what it held does not wait any more."""
+        """The message was written; what it held does not wait any more."""
 
 
 class Peer:
     """The other end of a connection. Writing never blocks; safe to use from any thread."""
 
-    def __init__(self, sock: socket.socket, queue: PacketQueue) -> None:
+    def __init__(self, sock: socket.socket, queue: SendQueue) -> None:
         self.socket = sock
         self.queue = queue
         self.lock = threading.Lock()
         self.broken = False
 
     def flush(self) -> bool:
-        """Write what waits; False where the socket did not take all of it."""
+        """Write what waits; False if the socket did not take all of it."""
         with self.lock:
             while not self.broken:
-                packet = self.queue.packet()
-                if packet is None:
+                message = self.queue.message()
+                if message is None:
                     break
                 try:
-                    self.socket.send(packet, _SEND_FLAGS)
+                    self.socket.send(message, _SEND_FLAGS)
                 except BlockingIOError:
                     return False
                 except OSError:  # its end of file is on the way to the reader
@@ -79,8 +79,8 @@ class Reactor:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def on_packet(self, peer: Peer, packet: bytes) -> None:
-        """A peer sent a packet. Like the next two, called on the thread."""
+    def on_message(self, peer: Peer, message: bytes) -> None:
+        """A peer sent a message. Like the next two, called on the thread."""
         raise NotImplementedError
 
     def on_gone(self, peer: Peer) -> None:
@@ -88,7 +88,7 @@ class Reactor:
         raise NotImplementedError
 
     def on_connection(self) -> None:
-        """Somebody connects to a listener that was registered."""
+        """A peer connects to a listener that was registered."""
         raise NotImplementedError
 
     def start(self) -> None:
@@ -100,7 +100,7 @@ class Reactor:
         self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
     def register_listener(self, listener: socket.socket) -> None:
-        """Call ``on_connection`` when somebody connects to this socket; it stays the caller's."""
+        """Call ``on_connection`` when a peer connects to this socket; it stays the caller's."""
         self._selector.register(listener, selectors.EVENT_READ)
 
     def flush(self, peer: Peer) -> None:
@@ -152,17 +152,17 @@ class Reactor:
         if not events & selectors.EVENT_READ:
             return
         try:
-            packet = peer.socket.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
+            message = peer.socket.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
-            packet = b""
+            message = b""
         try:
-            if packet:
-                self.on_packet(peer, packet)
+            if message:
+                self.on_message(peer, message)
                 return
             self._selector.unregister(peer.socket)
             peer.close()
             self.on_gone(peer)
         except Exception:
-            logger.exception("the channel could not handle a packet")
+            logger.exception("the channel could not handle a message")

@@ -44,7 +44,7 @@ class Responder:
         self.label: str = request.request_id()
 
     def send(self, response: Any, *, final: bool = False) -> bool:
-        """Send a response, the last one where ``final``; False where the last one was sent."""
+        """Send a response, the last one if ``final``; False if the last one was sent."""
         with self._lock:
             sender = self._sender
             if sender is None:
@@ -89,7 +89,7 @@ class Responder:
 
 
 def error_response(error: BaseException, label: str) -> Any:
-    """The response that tells a client of ``error``: one sentence that starts with its code."""
+    """The response that carries ``error`` to a client: one sentence that starts with its code."""
     if not isinstance(error, MiniSGLError):
         logger.error("request %.80r failed", label, exc_info=error)
         error = EngineFailure("internal error; the server's log has the details")

@@ -17,40 +17,43 @@ from typing import Any, Final, TypeVar
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.death_signal import ending_with
 from minisgl_backend.errors import ConfigError, MiniSGLError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.shared_names import (
+from minisgl_backend.runtime_files import (
     HTTP_URL_VARIABLE,
     OPTIONS_MODEL,
     RUNTIME_DIRECTORY_VARIABLE,
 )
-from minisgl_backend.tritonserver.parent import ending_with, tritonserver_pid
 
 logger = logging.getLogger(__name__)
 
 _TRITON_PARAMETERS: Final = frozenset({"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"})
 """Parameters that the Python backend itself reads."""
+_STUB: Final = "triton_python_backend_stub"
+_PARENT_ARGUMENT: Final = 5
+"""The index of the stub's argument that holds the id of the process that started it."""
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
 def runtime_directory() -> Path | None:
-    """Where sockets and signs of this server belong; None where nobody made such a place."""
+    """The directory of this server's sockets and marker files; None if the starter made none."""
     path = _environment(RUNTIME_DIRECTORY_VARIABLE)
     return Path(path) if path else None
 
 
 def ready_url(args: Mapping[str, str]) -> str | None:
-    """Where the server tells whether this model is ready; None where nobody says."""
+    """The URL at which the server tells whether this model is ready; None if it is not known."""
     server = _environment(HTTP_URL_VARIABLE)
     version = f"{args['model_name']}/versions/{args['model_version']}"
     return f"{server}/v2/models/{version}/ready" if server else None
 
 
 def _environment(variable: str) -> str | None:
-    """What the starter of the server tells its models; the environment is looked at only here."""
+    """What the server's starter tells its models; the environment is read only here."""
     return os.environ.get(variable)
 
 
@@ -77,7 +80,7 @@ def engine_options(args: Mapping[str, str]) -> EngineOptions:
 
 
 def tokenizer_folder(options: EngineOptions) -> Path:
-    """The folder with the tokenizer's files, fetched from its hub where it is an id."""
+    """The folder with the tokenizer's files, fetched from its hub if it is an id."""
     return resolve_tokenizer(options.tokenizer or options.model, options.model_source)
 
 
@@ -109,6 +112,12 @@ def loading(initialize: _Method) -> _Method:
                 raise pb_utils.TritonModelException(str(error)) from None
 
     return wrapped  # type: ignore[return-value]
+
+
+def tritonserver_pid() -> int:
+    """The process that started this one, even if it is gone by now and another is the parent."""
+    words = Path("/proc/self/cmdline").read_text("utf-8", "replace").split("\0")
+    return int(words[_PARENT_ARGUMENT]) if Path(words[0]).name == _STUB else os.getppid()
 
 
 def send_logs_to_triton() -> None:

@@ -1,10 +1,10 @@
-"""The model `tokenizer`: text, chats or token ids in, token ids and a validated request out.
+"""The model ``tokenizer``: text, chats or token ids in, token ids and a validated request out.
 
 Knows every parameter of the wire (through ``wire``) and turns a wrong one away before any work is
-done for it: first by the engine's hint that all queues are full, then by the size, the values, and
-the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not hold up other
-requests; how many may be in the pool is bounded. A request without a prompt, such as a
-``stop_request``, is handled at once however full the queues are: it makes room.
+done for it: first if the engines' markers say that all queues are full, then by the size, the
+values, and the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not
+hold up other requests; how many may be in the pool is bounded. A request without a prompt, such as
+a ``stop_request``, is handled at once however full the queues are: it makes room.
 
 Invariants: every request gets exactly one response with the final flag. A ``stop_request`` never
 overtakes what it stops: requests of its id that are still in the pool end here.
@@ -17,14 +17,16 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import Cancelled, Overloaded, Recovering
+from minisgl_backend.runtime_files import MarkerReader
 from minisgl_backend.text.tokenizer import PromptEncoder
-from minisgl_backend.tritonserver.counts import Rejections
+from minisgl_backend.tritonserver.metrics import Rejections
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.setup import (
     engine_options,
@@ -33,7 +35,7 @@ from minisgl_backend.tritonserver.setup import (
     runtime_directory,
     tokenizer_folder,
 )
-from minisgl_backend.tritonserver.signs import QueueView
+from minisgl_backend.tritonserver.status import StatusServer
 from minisgl_backend.tritonserver.tensors import (
     Arrays,
     checked_size,
@@ -42,7 +44,6 @@ from minisgl_backend.tritonserver.tensors import (
     read_parameters,
     text_array,
 )
-from minisgl_backend.tritonserver.vitals import Vitals
 from minisgl_backend.tritonserver.wire.generation import StopRequest
 from minisgl_backend.tritonserver.wire.parameters import INPUT_IDS, REQUEST
 from minisgl_backend.tritonserver.wire.parse import PROMPTS, parse_generation
@@ -96,7 +97,7 @@ class TritonPythonModel:
             context=options.max_sequence_length or spec.context,
         )
         self._encoder.vocabulary.check_fits(spec.vocab_size)
-        self._queue = QueueView(runtime_directory())
+        self._markers = MarkerReader(runtime_directory())
         self._max_jobs = options.max_running_requests + options.max_queued_requests
         self._max_bytes = 8 * self._limits.prompt_bytes
         self._rejections = Rejections(model=options.model, version=args["model_version"])
@@ -104,12 +105,12 @@ class TritonPythonModel:
         self._jobs: set[_Job] = set()
         self._num_bytes = 0
         self._pool = ThreadPoolExecutor(options.num_tokenizers, thread_name_prefix="tokenizer")
-        self._vitals = Vitals(runtime_directory(), args["model_name"], stats=self._stats)
+        self._status = StatusServer(runtime_directory(), args["model_name"], stats=self.stats)
 
     def execute(self, requests: list[Any]) -> None:
         """Queue requests for the pool, or refuse them at once."""
         for request in requests:
-            responder = Responder(request, self._vitals)
+            responder = Responder(request, self._status)
             try:
                 self._queue_job(request, responder)
             except Exception as error:
@@ -119,9 +120,10 @@ class TritonPythonModel:
         """End the pool; Triton calls this once all requests are answered."""
         self._pool.shutdown()
         self._rejections.close()
-        self._vitals.close()
+        self._status.close()
 
-    def _stats(self) -> Mapping[str, Any]:
+    def stats(self) -> Mapping[str, Any]:
+        """Counts of the requests in the pool."""
         with self._lock:
             return {"num_jobs": len(self._jobs), "num_bytes": self._num_bytes}
 
@@ -133,9 +135,9 @@ class TritonPythonModel:
         parameters = read_parameters(request)
         given = {*(tensor.name() for tensor in request.inputs()), *parameters}
         has_prompt = not given.isdisjoint(PROMPTS)
-        if has_prompt and self._queue.is_full():
+        if has_prompt and self._markers.is_queue_full():
             raise Overloaded("queue full: every engine has as many requests as it may hold")
-        if self._queue.is_recovering():
+        if self._markers.is_recovering():
             raise Recovering("a part of the server died and is being started again")
         inputs = read_inputs(request)
         size = checked_size(request, inputs, self._limits)
@@ -171,24 +173,25 @@ class TritonPythonModel:
 
     def _tokenize(self, job: _Job) -> Arrays:
         request = parse_generation(
-            self._with_default(job), job.parameters, timeout_us=job.timeout_us, limits=self._limits
+            self._with_default(job),
+            job.parameters,
+            arrival_time_ns=job.arrival_time_ns,
+            timeout_us=job.timeout_us,
+            limits=self._limits,
         )
+        ids = np.empty(0, dtype=np.int32)
         if isinstance(request, StopRequest):
             self._stop(job)
-            record = encode_record(request, arrival_time_ns=job.arrival_time_ns)
-            return {INPUT_IDS.name: np.empty(0, dtype=np.int32), REQUEST.name: text_array(record)}
-        ids = self._encoder.encode(request.prompt)
-        self._encoder.check_token_ids("stop_token_ids", request.sampling.stop_token_ids)
-        shown = not request.exclude_input_in_output
-        record = encode_record(
-            request,
-            arrival_time_ns=job.arrival_time_ns,
-            prompt_text=self._encoder.prompt_text(request.prompt, ids) if shown else None,
-        )
-        return {INPUT_IDS.name: ids, REQUEST.name: text_array(record)}
+        else:
+            ids = self._encoder.encode(request.prompt)  # int32[num_prompt_tokens]
+            self._encoder.check_token_ids("stop_token_ids", request.sampling.stop_token_ids)
+            if not request.exclude_input_in_output:
+                prompt_text = self._encoder.prompt_text(request.prompt, ids)
+                request = replace(request, prompt_text=prompt_text)
+        return {INPUT_IDS.name: ids, REQUEST.name: text_array(encode_record(request))}
 
     def _with_default(self, job: _Job) -> Arrays:
-        """The inputs; where the operator says so, special tokens in a text are parsed."""
+        """The inputs; if the operator says so, special tokens in a text are parsed."""
         name = "parse_special_tokens"
         said = name in job.inputs or name in job.parameters
         if self._parse_special_tokens and "text_input" in job.inputs and not said:

@@ -1,10 +1,10 @@
-"""When the next chunk of a stream may go out, and when its acknowledgement is overdue.
+"""When the next packet of a stream may go out, and when its acknowledgement is overdue.
 
 Pure: knows counts and times, which are arguments (readings of one monotonic clock, in seconds).
 
-At most one chunk of a stream is unacknowledged, so tokens made meanwhile gather for the next one:
-at low load each token goes out alone, at high load chunks grow to what the server carries, and no
-backlog builds up. Probes pass a closed window, too: they find out whether anybody still listens.
+At most one packet of a stream is unacknowledged, so tokens made meanwhile gather for the next one:
+at low load each token goes out alone, at high load packets grow to what the server carries, and no
+backlog builds up. Probes pass a closed window, too: they find out whether the client still listens.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections import deque
 from typing import Final
 
 PROBE_AFTER_S: Final = 0.25
-"""A stream that is silent for that long sends an empty chunk."""
+"""A stream that is silent for that long sends an empty packet, a probe."""
 _LONGEST_PROBE_WAIT_S: Final = 2.0
 GIVE_UP_AFTER_S: Final = 10.0
 """Patience with a detokenizer that acknowledges nothing at all: it may only be paused."""
 
 
 class Window:
-    """The chunks of one stream that are sent and not acknowledged.
+    """The packets of one stream that are sent and not acknowledged.
 
-    ``interval_s`` is the least time between two chunks with tokens; infinite where all tokens wait
+    ``interval_s`` is the least time between two packets with tokens; infinite if all tokens wait
     for the end.
     """
 
@@ -37,15 +37,15 @@ class Window:
 
     @property
     def is_open(self) -> bool:
-        """Whether all chunks that were sent are acknowledged."""
+        """Whether all packets that were sent are acknowledged."""
         return not self._unacked
 
     def may_send_tokens(self, now_s: float) -> bool:
-        """Whether a chunk with tokens may go out."""
+        """Whether a packet with tokens may go out."""
         return not self._unacked and now_s - self._last_tokens_s >= self._interval_s
 
     def sent(self, index: int, now_s: float, *, with_tokens: bool) -> None:
-        """Chunk ``index`` goes out."""
+        """Packet ``index`` goes out."""
         self._unacked.append((index, now_s))
         self._last_sent_s = now_s
         if with_tokens:
@@ -56,16 +56,16 @@ class Window:
             self._probe_wait_s = min(2 * self._probe_wait_s, _LONGEST_PROBE_WAIT_S)
 
     def handed_over(self, index: int, now_s: float) -> None:
-        """Chunk ``index``, the last one, is with Triton: the detokenizer can have it from now on.
+        """Packet ``index``, the last one, is with Triton: the detokenizer can have it from now on.
 
-        A sender may have been held up since it took the chunk, by Triton or by a busy machine,
-        while chunks of others, taken later, went through.
+        A sender may have been held up since it took the packet, by Triton or by a busy machine,
+        while packets of others, taken later, went through.
         """
         if self._unacked and self._unacked[-1][0] == index:
             self._unacked[-1] = index, now_s
 
     def acknowledged(self, index: int) -> float | None:
-        """All chunks up to ``index`` are taken; when the last of those was sent, or None."""
+        """All packets up to ``index`` are taken; when the last of those was sent, or None."""
         sent_s = None
         while self._unacked and self._unacked[0][0] <= index:
             _, sent_s = self._unacked.popleft()
@@ -74,15 +74,15 @@ class Window:
         return sent_s
 
     def probe_is_due(self, now_s: float) -> bool:
-        """Whether the stream was silent for so long that it should ask if someone listens."""
+        """Whether the stream was silent for so long that it should send a probe."""
         return now_s - self._last_sent_s >= self._probe_wait_s
 
     def is_overdue(self, now_s: float, newest_acknowledged_s: float, grace_s: float) -> bool:
-        """Whether the chunks under way will not be acknowledged any more.
+        """Whether the packets under way will not be acknowledged any more.
 
-        ``newest_acknowledged_s`` is when the newest acknowledged chunk, of any stream, was sent. If
+        ``newest_acknowledged_s`` is when the newest acknowledged packet of any stream was sent. If
         that was ``grace_s`` or more after our newest one, ours are lost. Within that time, the
-        detokenizer may only be slow, or chunks may have overtaken each other on a busy machine.
+        detokenizer may only be slow, or packets may have overtaken each other on a busy machine.
         """
         if not self._unacked:
             return False

@@ -15,10 +15,10 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
-from minisgl_bench import facts
+from minisgl_bench import engines
 from minisgl_bench.prompts import random_prompts
 from tests.figures import figures_of
-from tests.unit.test_telemetry import INFO
+from tests.unit.test_engine_metrics import INFO
 
 SMALL = ["--device", "cpu", "--num-pages", "256", "--max-sequence-length", "256"]
 
@@ -79,7 +79,7 @@ def test_versions_of_a_gpu_s_libraries(
     monkeypatch.setattr(torch.cuda, "device_memory_used", no_management_library, raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     options = EngineOptions(tensor_parallel_size=num_ranks)
-    found = facts.engine_facts(replace(INFO, device="cuda:0"), options)
+    found = engines.engine_facts(replace(INFO, device="cuda:0"), options)
     assert (found["minisgl"], found["cuda_bindings"]) == ("0.1.0", "13.5.0")
     assert "flashinfer" not in found
     assert found.get("nccl") == nccl

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from minisgl_client.errors import InvalidArgument
 from minisgl_gateway import command
 from minisgl_gateway.command import gateway
-from minisgl_gateway.options import GatewayOptions
+from minisgl_gateway.gateway_options import GatewayOptions
 
 from minisgl_backend.server.process import TritonServer
 from tests.gateway.conftest import gateway_of

@@ -12,7 +12,7 @@ import pytest
 from minisgl_client.client import AsyncClient
 from minisgl_client.errors import Timeout
 from minisgl_gateway.app import create_app
-from minisgl_gateway.options import GatewayOptions
+from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.telemetry import Telemetry
 
 BODY = json.dumps({"model": "minisgl", "prompt": "Go on."}).encode()

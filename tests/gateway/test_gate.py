@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from minisgl_backend.runtime_files import DRAIN_MARKER
 from minisgl_backend.server.process import TritonServer
-from minisgl_backend.shared_names import DRAIN_FILE
 from tests.gateway.conftest import KEYS, SCRIPT, Gateway, gateway_of
 from tests.server.client import PATIENCE_S, wait_for
 from tests.server.conftest import paced_repository, running
@@ -486,7 +486,7 @@ def test_an_engine_that_drains(tmp_path: Path) -> None:
         ) as answer:
             pieces = answer.iter_raw()
             assert next(pieces)
-            (server.directory / DRAIN_FILE).touch()
+            (server.directory / DRAIN_MARKER).touch()
             wait_for(lambda: gateway.get("/health").status_code == 503, "an engine that drains")
             assert gateway.post("/v1/completions", LONG).status_code == 503
             assert next(pieces)

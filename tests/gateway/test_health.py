@@ -10,7 +10,7 @@ from minisgl_client.client import AsyncClient
 from minisgl_client.errors import Unavailable
 from minisgl_gateway import service
 from minisgl_gateway.app import create_app
-from minisgl_gateway.options import GatewayOptions
+from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.telemetry import Telemetry
 
 

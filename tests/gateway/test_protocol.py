@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from minisgl_gateway.options import GatewayOptions
+from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.protocol import BoundedProtocol, protocol_of
 from minisgl_gateway.telemetry import Telemetry
 from uvicorn import Config

@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 
 from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import RequestError
+from minisgl_backend.request import Failed
 from minisgl_backend.text.prompt import MessagesPrompt
 from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver.answer_stream import AnswerStream
 from minisgl_backend.tritonserver.wire.answer import answer_arrays
-from minisgl_backend.tritonserver.wire.chunk import decode_chunk, encode_chunk
 from minisgl_backend.tritonserver.wire.generation import Generation, Wanted
+from minisgl_backend.tritonserver.wire.packets import decode_packet, encode_packet
 from minisgl_backend.tritonserver.wire.parameters import BY_NAME, NEUTRAL
 from minisgl_backend.tritonserver.wire.parse import parse_generation, parse_token_generation
-from minisgl_backend.tritonserver.wire.record import Record, decode_record, encode_record
+from minisgl_backend.tritonserver.wire.record import decode_record, encode_record
+from tests.fakes.packets import comparable
 from tests.fakes.vocabularies import byte_level
 from tests.properties.corpus import kept
 
@@ -81,7 +83,7 @@ def test_requests(inputs: dict[str, Any], parameters: dict[str, Any], prompt: bo
     given_inputs = PROMPT | inputs if prompt else inputs
     for parse in (parse_generation, parse_token_generation):
         try:
-            request = parse(given_inputs, parameters, limits=LIMITS)
+            request = parse(given_inputs, parameters, arrival_time_ns=1, limits=LIMITS)
         except RequestError as error:
             check_sentence(error)
         else:
@@ -93,7 +95,9 @@ def test_requests(inputs: dict[str, Any], parameters: dict[str, Any], prompt: bo
 def test_sampling_parameters(parameters: dict[str, Any]) -> None:
     text = np.array([json.dumps(parameters).encode()], dtype=np.object_)
     try:
-        request = parse_generation(PROMPT | {"sampling_parameters": text}, {}, limits=LIMITS)
+        request = parse_generation(
+            PROMPT | {"sampling_parameters": text}, {}, arrival_time_ns=1, limits=LIMITS
+        )
     except RequestError as error:
         check_sentence(error)
     else:
@@ -103,14 +107,15 @@ def test_sampling_parameters(parameters: dict[str, Any]) -> None:
 def check_record(request: Any) -> None:
     """What was accepted once is accepted again, and says the same."""
     ids = np.array([1], dtype=np.int32)
-    record = decode_record(encode_record(request, arrival_time_ns=1), ids, LIMITS)
+    decoded = decode_record(encode_record(request), ids, LIMITS)
     if isinstance(request, Generation):
-        assert isinstance(record, Record)
-        assert record.generation.sampling == request.sampling
-        assert record.generation.wanted == request.wanted
-        assert record.generation.stop_strings == request.stop_strings
+        assert isinstance(decoded, Generation)
+        assert decoded.arrival_time_ns == request.arrival_time_ns
+        assert decoded.sampling == request.sampling
+        assert decoded.wanted == request.wanted
+        assert decoded.stop_strings == request.stop_strings
     else:
-        assert record == request
+        assert decoded == request
 
 
 @kept("text")
@@ -124,7 +129,7 @@ def test_records(text: str) -> None:
 
 COUNTS = st.integers(-2, 3) | st.sampled_from([2**31, 2**32, 2**63 - 1])
 LOGPROBS = st.tuples(st.floats(), COUNTS, st.lists(st.tuples(COUNTS, st.floats()), max_size=2))
-CHUNKS = st.fixed_dictionaries(
+PACKETS = st.fixed_dictionaries(
     {
         "r": st.just("/run/acks"),
         "s": st.just(5),
@@ -139,24 +144,24 @@ CHUNKS = st.fixed_dictionaries(
         "t": st.lists(COUNTS, max_size=5),
     },
 )
-CHUNK_KEYS = st.sampled_from(list("rsiodclfet"))
+PACKET_KEYS = st.sampled_from(list("rsiodclfet"))
 ALL_WANTED = Wanted(**{spec.name: True for spec in fields(Wanted)})
 
 
 @kept("text")
 @given(
-    (CHUNKS | st.dictionaries(CHUNK_KEYS, JSON)).map(json.dumps) | st.text(max_size=20),
+    (PACKETS | st.dictionaries(PACKET_KEYS, JSON)).map(json.dumps) | st.text(max_size=20),
 )
 def test_chunks(text: str) -> None:
-    """A chunk that is accepted, whoever sent it, can be answered."""
+    """A packet that is accepted, even of a client, can be answered."""
     try:
-        chunk = decode_chunk(text.encode())
+        packet = decode_packet(text.encode())
     except RequestError as error:
         check_sentence(error)
     else:
-        assert decode_chunk(encode_chunk(chunk)) == chunk
-        if chunk.start is not None:
-            answer = AnswerStream(ENCODER.vocabulary, chunk.start).push(chunk)
+        assert comparable(decode_packet(encode_packet(packet))) == comparable(packet)
+        if packet.start is not None and not isinstance(packet.terminal, Failed):
+            answer = AnswerStream(ENCODER.vocabulary, packet.start).push(packet)
             if answer is not None:
                 answer_arrays(answer, ALL_WANTED, ENCODER.vocabulary.token_text)
 

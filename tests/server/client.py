@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-from minisgl_backend.server.options import ADMIN_KEY_HEADER
+from minisgl_backend.server.launch import ADMIN_KEY_HEADER
 from minisgl_backend.server.process import TritonServer
 
 PATIENCE_S = 30.0

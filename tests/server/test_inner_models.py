@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from minisgl_backend.heartbeat import heartbeat_files, read_beat
+from minisgl_backend.runtime_files import heartbeat_files, read_beat
 from minisgl_backend.server.process import TritonServer
 from tests.server.client import Call, Refused, text_of, wait_for
 

@@ -15,8 +15,8 @@ import pytest
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import Request, SamplingParams
-from minisgl_backend.server.recoveries import Recoveries
 from minisgl_backend.server.repository import shipped_repository
+from minisgl_backend.server.supervisor import Recoveries
 from minisgl_check.processes import runs
 from tests.parallel.engines import Answer, wait_for_all
 from tests.server.client import Call, Refused

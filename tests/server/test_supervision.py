@@ -20,10 +20,9 @@ import pytest
 
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
-from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.process import TritonServer
-from minisgl_backend.server.recoveries import Recoveries
-from minisgl_backend.server.supervisor import Supervisor
+from minisgl_backend.server.supervisor import Recoveries, Supervisor
 from minisgl_check.processes import runs
 from tests.server.client import Call, Refused, generate, wait_for
 from tests.server.conftest import paced_repository
@@ -267,7 +266,7 @@ def test_a_pause_is_no_hang_and_a_hang_is_no_pause(world: Supervised) -> None:
         pid = world.kill("llm_engine", signal.SIGSTOP)
 
         def silence_s() -> float:
-            (process,) = [it for it in world.supervisor._lookout.seen if it.pid == pid]
+            (process,) = [it for it in world.supervisor._detector.seen if it.pid == pid]
             return process.beat.silent_s(time.monotonic())
 
         wait_for(lambda: silence_s() > 3, "three silent seconds")

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,14 +16,13 @@ import pytest
 from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
 from minisgl_backend.request import Finished, FinishReason, Request, Sink
 from minisgl_backend.runtime.engine import Engine
-from minisgl_backend.shared_names import QUEUE_FULL, QUEUE_OPEN
+from minisgl_backend.runtime_files import DRAIN_MARKER, QUEUE_FULL, QUEUE_OPEN
 from minisgl_backend.text.prompt import TokenPrompt
 from minisgl_backend.tritonserver import window
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
-from minisgl_backend.tritonserver.packets import Ack, Verdict
-from minisgl_backend.tritonserver.wire.chunk import Chunk, decode_chunk
 from minisgl_backend.tritonserver.wire.generation import Generation
+from minisgl_backend.tritonserver.wire.packets import Ack, Packet, Verdict, decode_packet
 from minisgl_backend.tritonserver.wire.parse import parse_generation
 from minisgl_backend.tritonserver.wire.record import encode_record
 from minisgl_bench.paced import paced_engine
@@ -37,9 +36,13 @@ PATIENCE_S = 20.0
 class Model(TritonPythonModel):
     """The adapter over a paced engine."""
 
+    engine: ClassVar[Engine]
+    """Of the model that was loaded last."""
+
     @staticmethod
     def make_engine(options: EngineOptions) -> Engine:
-        return paced_engine(options, step_s=STEP_S)
+        Model.engine = paced_engine(options, step_s=STEP_S)
+        return Model.engine
 
 
 @pytest.fixture
@@ -86,9 +89,11 @@ def request(
         return pb_utils.InferenceRequest(
             {"input_ids": ids}, request_id=request_id, parameters=values
         )
-    parsed = parse_generation({"input_ids": ids}, values, limits=Limits())
+    parsed = parse_generation(
+        {"input_ids": ids}, values, arrival_time_ns=time.time_ns(), limits=Limits()
+    )
     assert isinstance(parsed, Generation) and isinstance(parsed.prompt, TokenPrompt)
-    record = encode_record(parsed, arrival_time_ns=time.time_ns())
+    record = encode_record(parsed)
     return pb_utils.InferenceRequest(
         {"input_ids": ids, "request": np.array([record.encode()], dtype=object)},
         request_id=request_id,
@@ -101,8 +106,8 @@ def outputs(response: pb_utils.InferenceResponse) -> dict[str, Any]:
     return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
 
 
-def chunk_of(response: pb_utils.InferenceResponse) -> Chunk:
-    return decode_chunk(outputs(response)["chunk"].tobytes())
+def packet_of(response: pb_utils.InferenceResponse) -> Packet:
+    return decode_packet(outputs(response)["chunk"].tobytes())
 
 
 class Reader:
@@ -119,28 +124,28 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.channel.close()
 
-    def next(self) -> tuple[Chunk, list[int]] | None:
-        """The next chunk and its tokens; None for a final flag alone."""
+    def next(self) -> tuple[Packet, list[int]] | None:
+        """The next packet and its tokens; None for a final flag alone."""
         response, _ = self.sender.sent.get(timeout=PATIENCE_S)
         if response is None:
             return None
-        chunk = chunk_of(response)
-        return chunk, chunk.token_ids
+        packet = packet_of(response)
+        return packet, packet.token_ids
 
-    def acknowledge(self, chunk: Chunk, verdict: Verdict = Verdict.CONTINUE) -> None:
-        assert self.channel.acknowledge(chunk.reply_to, Ack(chunk.key, chunk.index, verdict))
+    def acknowledge(self, packet: Packet, verdict: Verdict = Verdict.CONTINUE) -> None:
+        assert self.channel.acknowledge(packet.reply_to, Ack(packet.key, packet.index, verdict))
 
 
 def wait_idle(model: Model) -> None:
-    wait_until(lambda: model._engine.stats().num_open == len(model._dispatcher) == 0)
+    wait_until(lambda: model.stats()["num_open"] == model.stats()["num_streams"] == 0)
 
 
 def wait_open(model: Model, num_open: int) -> None:
-    wait_until(lambda: model._engine.stats().num_open == num_open)
+    wait_until(lambda: model.stats()["num_open"] == num_open)
 
 
 def wait_tokens(model: Model, num_tokens: int) -> None:
-    wait_until(lambda: model._engine.stats().num_generated_tokens >= num_tokens)
+    wait_until(lambda: model.stats()["num_generated_tokens"] >= num_tokens)
 
 
 @pytest.fixture
@@ -150,7 +155,7 @@ def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_probes")
-def test_tokens_gather_until_the_last_chunk_is_acknowledged(model: Model) -> None:
+def test_tokens_gather_until_the_last_packet_is_acknowledged(model: Model) -> None:
     asked = request(max_tokens=400, stream=True)
     with Reader(asked) as reader:
         model.execute([asked])
@@ -167,14 +172,14 @@ def test_tokens_gather_until_the_last_chunk_is_acknowledged(model: Model) -> Non
         assert second.index == 1 and second.start is None
         assert len(token_ids) + len(more) >= 29  # the last one may still be on its way
         token_ids += more
-        while second.finish is None:
+        while second.terminal is None:
             reader.acknowledge(second)
             item = reader.next()
             assert item is not None
             second, more = item
             token_ids += more
     assert len(token_ids) == 400
-    assert second.finish == Finished(FinishReason.LENGTH)
+    assert second.terminal == Finished(FinishReason.LENGTH)
     assert asked.sender.is_final
     wait_idle(model)
 
@@ -196,8 +201,8 @@ def test_a_verdict_ends_the_request_with_the_final_flag_alone(
         assert reader.next() is None
         wait_idle(model)
         assert reader.forgotten.get(timeout=PATIENCE_S) == item[0].key
-    stats = model._engine.stats()
-    assert (stats.num_cancelled, stats.failed) == counted
+    stats = model.stats()
+    assert (stats["num_cancelled"], stats["failed"]) == counted
 
 
 def test_probes_while_nothing_is_to_be_sent(model: Model) -> None:
@@ -208,9 +213,9 @@ def test_probes_while_nothing_is_to_be_sent(model: Model) -> None:
         for index in range(3):
             item = reader.next()
             assert item is not None
-            chunk, token_ids = item
-            assert chunk.index == index and not token_ids and chunk.finish is None
-            reader.acknowledge(chunk)
+            packet, token_ids = item
+            assert packet.index == index and not token_ids and packet.terminal is None
+            reader.acknowledge(packet)
         item = reader.next()
         assert item is not None
         reader.acknowledge(item[0], Verdict.CANCELLED)
@@ -235,14 +240,14 @@ def test_a_detokenizer_that_goes_ends_its_requests_with_an_error(
         message = error.message() if error else ""
     assert message == "INTERNAL: the detokenizer has gone"
     wait_idle(model)
-    stats = model._engine.stats()
-    assert (stats.num_cancelled, stats.failed) == (0, {"INTERNAL": 1})
+    stats = model.stats()
+    assert (stats["num_cancelled"], stats["failed"]) == (0, {"INTERNAL": 1})
     told = [record.message for record in caplog.records if "failed after" in record.message]
     assert [text.split(" (")[0] for text in told] == ["request 'job'"]
 
 
 def test_a_missing_acknowledgement_while_others_come(model: Model) -> None:
-    """A stream whose chunks get lost is given up, and the others go on."""
+    """A stream whose packets get lost is given up, and the others go on."""
     lost, other = request(max_tokens=5000, stream=True), request(max_tokens=5000, stream=True)
     with Reader(lost) as loser, Reader(other) as reader:
         model.execute([lost])
@@ -255,8 +260,8 @@ def test_a_missing_acknowledgement_while_others_come(model: Model) -> None:
             last = item[0]
         reader.acknowledge(last, Verdict.CANCELLED)
     wait_idle(model)
-    stats = model._engine.stats()
-    assert (stats.num_cancelled, stats.failed) == (1, {"INTERNAL": 1})
+    stats = model.stats()
+    assert (stats["num_cancelled"], stats["failed"]) == (1, {"INTERNAL": 1})
 
 
 def test_a_direct_caller_gets_tokens(model: Model) -> None:
@@ -285,8 +290,7 @@ def test_a_direct_caller_gets_tokens(model: Model) -> None:
 def test_a_full_queue_shows_its_room_before_the_last_response(
     model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    engine = model._engine
-    monkeypatch.setattr(engine, "is_queue_full", lambda: engine.stats().num_open > 0)
+    monkeypatch.setattr(model.engine, "is_queue_full", lambda: model.stats()["num_open"] > 0)
     asked = request(acknowledged=False, max_tokens=5000)
     model.execute([asked])
     wait_until(lambda: bool(list(tmp_path.glob(f"{QUEUE_FULL}.*"))))
@@ -302,7 +306,7 @@ def test_a_direct_caller_who_gives_up(model: Model) -> None:
     response, final = asked.sender.sent.get(timeout=PATIENCE_S)
     assert final and response is not None
     wait_idle(model)
-    assert model._engine.stats().num_cancelled == 1
+    assert model.stats()["num_cancelled"] == 1
 
 
 def test_streams_that_cannot_be_asked_hold_up_no_other(
@@ -319,7 +323,7 @@ def test_streams_that_cannot_be_asked_hold_up_no_other(
         other.sender.cancelled = True
         _, final = other.sender.sent.get(timeout=PATIENCE_S)
         assert final
-    lines = [record for record in caplog.records if "looked after" in record.message]
+    lines = [record for record in caplog.records if "could not be checked" in record.message]
     assert 0 < len(lines) < len(asked)
     for one in asked:
         one.sender.cancelled = True
@@ -341,8 +345,7 @@ def test_stop_request(model: Model, acknowledged: bool) -> None:
         response, final = asked.sender.sent.get(timeout=PATIENCE_S)
     assert response is not None
     if acknowledged:
-        finish = chunk_of(response).finish
-        assert finish is not None and finish.reason is FinishReason.CANCELLED
+        assert packet_of(response).terminal == Finished(FinishReason.CANCELLED)
     wait_open(model, 1)
     other.sender.cancelled = True
     wait_idle(model)
@@ -376,33 +379,40 @@ def test_refusals(model: Model, asked: pb_utils.InferenceRequest, message: str) 
     assert final and response is not None
     error = response.error()
     assert error is not None and error.message().startswith(message)
-    assert len(model._dispatcher) == 0
+    assert model.stats()["num_streams"] == 0
 
 
 def test_refusals_are_counted_once(model: Model) -> None:
     refused = {"max_tokens": 0}, {"max_tokens": 100_000}, {"stop": "x"}
     model.execute([request(acknowledged=False, **given) for given in refused])
-    assert model._engine.stats().rejected == {"invalid": 2, "unsupported": 1}
+    assert model.stats()["rejected"] == {"invalid": 2, "unsupported": 1}
 
 
 def test_a_request_that_is_given_up_on_its_way_into_the_engine_ends(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine ignores an abort of what it does not know yet."""
-    submit = model._engine.submit
+    submit = model.engine.submit
+    asked = request(max_tokens=5000, stream=True)
+    earlier = request(max_tokens=5000, stream=True)
 
     def late(wanted: Request, sink: Sink) -> None:
-        model._dispatcher._on_detokenizer_gone()
+        reader.channel.close()
+        wait_until(lambda: asked.sender.is_final)
         submit(wanted, sink)
 
-    monkeypatch.setattr(model._engine, "submit", late)
-    asked = request(max_tokens=5000, stream=True)
+    reader = Reader(earlier)
+    model.execute([earlier])
+    item = reader.next()
+    assert item is not None
+    reader.acknowledge(item[0])  # so that the engine knows a detokenizer that can go
+    monkeypatch.setattr(model.engine, "submit", late)
     model.execute([asked])
     response, final = asked.sender.sent.get(timeout=PATIENCE_S)
     error = response.error() if response else None
     assert final and error is not None and error.message() == "INTERNAL: the detokenizer has gone"
     wait_idle(model)
-    assert model._engine.stats().num_generated_tokens < 5000
+    assert model.stats()["num_generated_tokens"] < 5000
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])
@@ -412,20 +422,20 @@ def test_an_engine_that_breaks_at_its_door_leaves_no_stream(
     def submit(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(model._engine, "submit", submit)
+    monkeypatch.setattr(model.engine, "submit", submit)
     asked = request(acknowledged=acknowledged)
     model.execute([asked])
     response, final = asked.sender.sent.get(timeout=PATIENCE_S)
     error = response.error() if response else None
     assert final and error is not None and error.message().startswith("INTERNAL: internal error")
-    assert len(model._dispatcher) == 0
+    assert model.stats()["num_streams"] == 0
 
 
-def test_unloading_ends_what_is_open(model: Model) -> None:
-    """``finalize`` of the fixture has to end these, and leave no thread, file or request."""
+def test_draining_ends_what_is_open(model: Model, tmp_path: Path) -> None:
+    """``finalize`` of the fixture leaves no thread, file or request, then."""
     asked = [request(max_tokens=5000, stream=True), request(acknowledged=False, max_tokens=5000)]
     model.execute(list(asked))
-    model._drain()
+    (tmp_path / DRAIN_MARKER).touch()
     for one in asked:
         final = False
         while not final:
@@ -434,6 +444,7 @@ def test_unloading_ends_what_is_open(model: Model) -> None:
     error = response.error() if response else None
     assert error is not None and error.message().startswith("UNAVAILABLE: the server is")
     assert not model.is_ready()
+    (tmp_path / DRAIN_MARKER).unlink()
     stop = pb_utils.InferenceRequest({}, request_id="none", parameters={"stop_request": True})
     for late in (request(acknowledged=False), stop):
         model.execute([late])

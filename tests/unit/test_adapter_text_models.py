@@ -8,24 +8,34 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from minisgl_backend import runtime_files
 from minisgl_backend.config import DEMO_MODEL, Limits
-from minisgl_backend.request import Finished, FinishReason
-from minisgl_backend.text.prompt import TextPrompt
+from minisgl_backend.errors import Overloaded
+from minisgl_backend.request import Failed, Finished, FinishReason, IntArray
+from minisgl_backend.runtime_files import QueueMarker
+from minisgl_backend.text.prompt import Prompt, TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.tritonserver.answer_stream import AnswerStream
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.detokenizer import TritonPythonModel as Detokenizer
-from minisgl_backend.tritonserver.packets import Ack, Verdict
-from minisgl_backend.tritonserver.signs import QueueSign
 from minisgl_backend.tritonserver.tensors import bytes_array
 from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenizer
-from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, encode_chunk
-from minisgl_backend.tritonserver.wire.generation import StopRequest
-from minisgl_backend.tritonserver.wire.record import Record, decode_record
+from minisgl_backend.tritonserver.wire.answer import Answer
+from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
+from minisgl_backend.tritonserver.wire.packets import (
+    Ack,
+    Packet,
+    StreamStart,
+    Verdict,
+    encode_packet,
+)
+from minisgl_backend.tritonserver.wire.record import decode_record
 from tests.fakes import pb_utils
 from tests.waiting import wait_until
 
@@ -107,10 +117,10 @@ def test_text_becomes_ids_and_a_record(tokenizer: Tokenizer) -> None:
     ids = arrays["input_ids"]
     assert ids.tolist() == PromptEncoder.load(DEMO_MODEL).encode(TextPrompt("Hello")).tolist()
     record = decode_record(arrays["request"].item().decode(), ids, Limits())
-    assert isinstance(record, Record)
-    assert record.generation.sampling.max_tokens == 5
-    assert record.generation.sampling.temperature == 0.5
-    assert record.generation.timeout_ms == 2000
+    assert isinstance(record, Generation)
+    assert record.sampling.max_tokens == 5
+    assert record.sampling.temperature == 0.5
+    assert record.timeout_ms == 2000
     assert before_ns <= record.arrival_time_ns <= time.time_ns()
 
 
@@ -165,29 +175,31 @@ def test_a_server_in_recovery_is_spared(tokenizer: Tokenizer, tmp_path: Path) ->
     assert message == "UNAVAILABLE: a part of the server died and is being started again"
 
 
-def test_full_engines_are_spared(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_full_engines_are_spared(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tokenizer refuses before it tokenizes, if every engine shows that its queue is full."""
-    signs = [QueueSign(tmp_path, "a"), QueueSign(tmp_path, "b")]
+    monkeypatch.setattr(runtime_files, "MARKERS_READ_EVERY_S", 0.0)
+    markers = [QueueMarker(tmp_path, "a"), QueueMarker(tmp_path, "b")]
 
     def ask() -> pb_utils.InferenceResponse | None:
-        tokenizer._queue._read_s = float("-inf")  # do not wait for the next look
         request = pb_utils.InferenceRequest({"text_input": text("x")})
         tokenizer.execute([request])
         return answer_of(request)
 
-    signs[0].show(True)
+    markers[0].show(True)
     outputs(ask())
-    signs[1].show(True)
+    markers[1].show(True)
     assert message_of(ask()).startswith("UNAVAILABLE: queue full")
     for more in ({}, {"sampling_parameters": '{"max_tokens": 5}'}):
         parameters = {"stop_request": True, **more}
         stop = pb_utils.InferenceRequest({}, request_id="a", parameters=parameters)
         tokenizer.execute([stop])
         outputs(answer_of(stop))
-    signs[0].show(False)
+    markers[0].show(False)
     outputs(ask())
-    for sign in signs:
-        sign.remove()
+    for marker in markers:
+        marker.remove()
     outputs(ask())
 
 
@@ -195,14 +207,14 @@ def test_the_pool_is_bounded_and_a_stop_request_ends_what_waits_in_it(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, leave = threading.Event(), threading.Event()
-    encode = tokenizer._encoder.encode
+    encode = PromptEncoder.encode
 
-    def slow(prompt: Any) -> Any:
+    def slow(self: PromptEncoder, prompt: Prompt) -> IntArray:
         entered.set()
         assert leave.wait(PATIENCE_S)
-        return encode(prompt)
+        return encode(self, prompt)
 
-    monkeypatch.setattr(tokenizer._encoder, "encode", slow)
+    monkeypatch.setattr(PromptEncoder, "encode", slow)
     waiting = [
         pb_utils.InferenceRequest({"text_input": text("x")}, request_id=label)
         for label in ("job", "other")
@@ -263,12 +275,12 @@ class Engine:
         self.ids = PromptEncoder.load(DEMO_MODEL).encode(TextPrompt("Grüße 🙂 and more"))
 
     def request(
-        self, index: int, token_ids: list[int], *, key: int = 1, **chunk: Any
+        self, index: int, token_ids: list[int], *, key: int = 1, **more: Any
     ) -> pb_utils.InferenceRequest:
         if index == 0:
-            chunk.setdefault("start", StreamStart(num_input_tokens=3, stream=True))
-        body = Chunk(self.channel.path, key, index, token_ids, **chunk)
-        return pb_utils.InferenceRequest({"chunk": bytes_array(encode_chunk(body))})
+            more.setdefault("start", StreamStart(num_input_tokens=3, stream=True))
+        packet = Packet(self.channel.path, key, index, token_ids, **more)
+        return pb_utils.InferenceRequest({"chunk": bytes_array(encode_packet(packet))})
 
     def ack(self) -> Ack:
         ack = self.heard.get(timeout=PATIENCE_S)
@@ -296,17 +308,17 @@ def take(detokenizer: Detokenizer, request: pb_utils.InferenceRequest) -> Any:
     return answer_of(request)
 
 
-def test_chunks_become_text_and_are_acknowledged(detokenizer: Detokenizer, engine: Engine) -> None:
+def test_packets_become_text_and_are_acknowledged(detokenizer: Detokenizer, engine: Engine) -> None:
     said = ""
     for index, token_id in enumerate(engine.ids.tolist()):
         response = take(detokenizer, engine.request(index, [token_id]))
         if response is not None:  # half a character is nothing to say
             said += outputs(response)["text_output"].item().decode()
         assert engine.ack() == Ack(1, index, Verdict.CONTINUE)
-    last = engine.request(len(engine.ids), [], finish=Finished(FinishReason.LENGTH))
+    last = engine.request(len(engine.ids), [], terminal=Finished(FinishReason.LENGTH))
     said += outputs(take(detokenizer, last))["text_output"].item().decode()
     assert said == "Grüße 🙂 and more"
-    assert not detokenizer._streams
+    assert detokenizer.stats()["num_streams"] == 0
 
 
 def test_a_probe_is_answered_with_nothing(detokenizer: Detokenizer, engine: Engine) -> None:
@@ -323,7 +335,7 @@ def test_a_stop_string_ends_the_stream(detokenizer: Detokenizer, engine: Engine)
     assert take(detokenizer, engine.request(1, [5])) is None
     assert engine.ack() == Ack(1, 1, Verdict.STOP)
     engine.channel.forget(1)
-    wait_until(lambda: not detokenizer._streams)
+    wait_until(lambda: detokenizer.stats()["num_streams"] == 0)
 
 
 def test_a_cancelled_client(detokenizer: Detokenizer, engine: Engine) -> None:
@@ -331,9 +343,9 @@ def test_a_cancelled_client(detokenizer: Detokenizer, engine: Engine) -> None:
     request.sender.cancelled = True
     assert take(detokenizer, request) is None
     assert engine.ack() == Ack(1, 0, Verdict.CANCELLED)
-    last = engine.request(1, [], finish=Finished(FinishReason.CANCELLED))
+    last = engine.request(1, [], terminal=Finished(FinishReason.CANCELLED))
     assert take(detokenizer, last) is None
-    assert not detokenizer._streams
+    assert detokenizer.stats()["num_streams"] == 0
 
 
 def test_a_stream_that_is_not_known(detokenizer: Detokenizer, engine: Engine) -> None:
@@ -343,9 +355,9 @@ def test_a_stream_that_is_not_known(detokenizer: Detokenizer, engine: Engine) ->
 
 def test_an_error_of_the_engine(detokenizer: Detokenizer, engine: Engine) -> None:
     take(detokenizer, engine.request(0, []))
-    failed = engine.request(1, [], error=("UNAVAILABLE", "too late"))
+    failed = engine.request(1, [], terminal=Failed(Overloaded("too late")))
     assert message_of(take(detokenizer, failed)) == "UNAVAILABLE: too late"
-    assert not detokenizer._streams
+    assert detokenizer.stats()["num_streams"] == 0
 
 
 def test_a_failure_on_one_stream_stays_with_it(
@@ -354,8 +366,13 @@ def test_a_failure_on_one_stream_stays_with_it(
     take(detokenizer, engine.request(0, [], key=1))
     take(detokenizer, engine.request(0, [], key=2))
     engine.ack(), engine.ack()
-    (broken, _) = detokenizer._streams.values()
-    monkeypatch.setattr(broken, "answers", None)
+    push = AnswerStream.push
+
+    def breaking(self: AnswerStream, packet: Packet) -> Answer | None:
+        assert packet.key != 1
+        return push(self, packet)
+
+    monkeypatch.setattr(AnswerStream, "push", breaking)
     told = message_of(take(detokenizer, engine.request(1, [5], key=1)))
     assert told.startswith("INTERNAL: internal error")
     assert engine.ack() == Ack(1, 1, Verdict.FAILED)
@@ -363,46 +380,49 @@ def test_a_failure_on_one_stream_stays_with_it(
     assert engine.ack() == Ack(2, 1, Verdict.CONTINUE)
 
 
-def test_chunks_that_arrive_after_the_end_of_their_engine(detokenizer: Detokenizer) -> None:
-    """They were on their way through Triton: a chunk, probes and the last one."""
+def test_packets_that_arrive_after_the_end_of_their_engine(detokenizer: Detokenizer) -> None:
+    """They were on their way through Triton: a packet, a probe and the last one."""
     engine = Engine()
     take(detokenizer, engine.request(0, []))
     engine.ack()
     late = engine.request(1, engine.ids.tolist())
     probe = engine.request(2, [])
-    last = engine.request(3, [], finish=Finished(FinishReason.LENGTH))
+    last = engine.request(3, [], terminal=Finished(FinishReason.LENGTH))
     engine.channel.close()
-    wait_until(lambda: detokenizer._channel.num_peers == 0)
+    wait_until(lambda: detokenizer.stats()["num_engines"] == 0)
     assert outputs(take(detokenizer, late))["text_output"].item().decode() == "Grüße 🙂 and more"
     assert take(detokenizer, probe) is None
     assert take(detokenizer, last).error() is None
-    assert not detokenizer._streams
+    assert detokenizer.stats()["num_streams"] == 0
 
 
 def test_streams_of_which_nothing_is_heard_are_forgotten(
     detokenizer: Detokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams of which something is heard stay, whoever opened them."""
-    monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer._SILENT_S", 0.0)
-    take(detokenizer, engine.request(0, [], key=1))
-    monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer._SILENT_S", 3600.0)
-    take(detokenizer, engine.request(0, [], key=2))
-    assert list(detokenizer._streams) == [1, 2]
+    """Streams of which something is heard stay, however long ago they began."""
+    now_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer.time", clock)
+    for key in (1, 2):
+        take(detokenizer, engine.request(0, [], key=key))
+    now_s = 50.0
     take(detokenizer, engine.request(1, [], key=1))
-    assert list(detokenizer._streams) == [2, 1]
-    detokenizer._streams[2].heard_s -= 3600.0
+    assert detokenizer.stats()["num_streams"] == 2
+    now_s = 70.0
     take(detokenizer, engine.request(0, [], key=3))
-    assert list(detokenizer._streams) == [1, 3]
+    assert detokenizer.stats()["num_streams"] == 2
+    assert take(detokenizer, engine.request(2, [], key=1)) is None
+    assert "lost this request" in message_of(take(detokenizer, engine.request(1, [], key=2)))
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"s": -1}, {"s": 2**64}, {"s": "1"}, {"i": -1}, {"i": 2**32}, {"i": 2**70}, {"r": "\0"}],
 )
-def test_a_forged_chunk_harms_no_other_stream(
+def test_a_forged_packet_harms_no_other_stream(
     detokenizer: Detokenizer, engine: Engine, changes: dict[str, Any]
 ) -> None:
-    """It names the engine's socket, and perhaps a number that no packet can hold."""
+    """It names the engine's socket, and perhaps a number that no acknowledgement can hold."""
     take(detokenizer, engine.request(0, [], key=1))
     assert engine.ack() == Ack(1, 0, Verdict.CONTINUE)
     forged = {"r": engine.channel.path, "s": 2, "i": 0, "d": {"n": 1}} | changes
@@ -411,7 +431,7 @@ def test_a_forged_chunk_harms_no_other_stream(
     take(detokenizer, engine.request(1, [5], key=1))
     assert engine.ack() == Ack(1, 1, Verdict.CONTINUE)
     # what is well formed, but for the engine that cannot be reached, stays until it is silent
-    assert list(detokenizer._streams) == ([2, 1] if "r" in changes else [1])
+    assert detokenizer.stats()["num_streams"] == (2 if "r" in changes else 1)
 
 
 @pytest.mark.parametrize("chunk", ["{}", "null", json.dumps({"r": "x", "s": "no.key", "i": 3})])

@@ -1,4 +1,4 @@
-"""The side channel: packets, coalescing, and both ends over real sockets."""
+"""The side channel: its messages, coalescing, and both ends over real sockets."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from hypothesis import strategies as st
 from minisgl_backend.tritonserver import channel
 from minisgl_backend.tritonserver.channel import (
     MAX_PATH_BYTES,
+    AckQueue,
     DetokenizerChannel,
     EngineChannel,
-)
-from minisgl_backend.tritonserver.packets import (
-    Ack,
-    AckQueue,
     ForgetQueue,
-    Verdict,
-    decode_acks,
-    decode_forgets,
-    encode_acks,
-    encode_forgets,
 )
 from minisgl_backend.tritonserver.reactor import Peer, Reactor
+from minisgl_backend.tritonserver.wire.packets import (
+    Ack,
+    Verdict,
+    decode_acks,
+    decode_keys,
+    encode_acks,
+    encode_keys,
+)
 from tests.waiting import wait_until
 
 PATIENCE_S = 30.0
@@ -49,16 +49,16 @@ def test_acks_come_back(acks: list[Ack]) -> None:
 
 @given(st.lists(U64))
 def test_forgets_come_back(keys: list[int]) -> None:
-    assert decode_forgets(encode_forgets(keys)) == keys
+    assert decode_keys(encode_keys(keys)) == keys
 
 
 @given(st.binary(max_size=40))
-def test_garbage_is_a_struct_or_value_error(packet: bytes) -> None:
+def test_garbage_is_a_struct_or_value_error(message: bytes) -> None:
     try:
-        decode_acks(packet)
+        decode_acks(message)
     except (struct.error, ValueError):
         return
-    assert len(packet) % 13 == 0
+    assert len(message) % 13 == 0
 
 
 @given(st.lists(st.builds(Ack, st.integers(0, 5), st.integers(0, 9), st.sampled_from(Verdict))))
@@ -73,33 +73,33 @@ def test_waiting_acks_coalesce(acks: list[Ack]) -> None:
         if ack.key in expected and expected[ack.key].verdict is not Verdict.CONTINUE:
             verdict = expected[ack.key].verdict
         expected[ack.key] = Ack(ack.key, ack.index, verdict)
-    packet = waiting.packet()
-    if packet is None:
+    message = waiting.message()
+    if message is None:
         assert not acks
         return
-    assert decode_acks(packet) == list(expected.values())
+    assert decode_acks(message) == list(expected.values())
     waiting.written()
-    assert waiting.packet() is None
+    assert waiting.message() is None
 
 
-def test_many_acks_take_several_packets() -> None:
+def test_many_acks_take_several_messages() -> None:
     waiting = AckQueue()
     for key in range(2500):
         waiting.put(Ack(key, 0, Verdict.CONTINUE))
     keys = []
-    while (packet := waiting.packet()) is not None:
-        keys += [ack.key for ack in decode_acks(packet)]
+    while (message := waiting.message()) is not None:
+        keys += [ack.key for ack in decode_acks(message)]
         waiting.written()
     assert keys == list(range(2500))
 
 
-def test_many_forgets_take_several_packets() -> None:
+def test_many_forgets_take_several_messages() -> None:
     waiting = ForgetQueue()
     for key in range(2500):
         waiting.put(key)
     keys = []
-    while (packet := waiting.packet()) is not None:
-        keys += decode_forgets(packet)
+    while (message := waiting.message()) is not None:
+        keys += decode_keys(message)
         waiting.written()
     assert keys == list(range(2500))
 
@@ -152,8 +152,8 @@ class _Listening(Reactor):
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.start()
 
-    def on_packet(self, peer: Peer, packet: bytes) -> None:
-        self.heard.put(packet)
+    def on_message(self, peer: Peer, message: bytes) -> None:
+        self.heard.put(message)
 
     def on_gone(self, peer: Peer) -> None:
         self.heard.put(peer)
@@ -278,7 +278,7 @@ def test_garbage_is_ignored(engine: Engine, caplog: pytest.LogCaptureFixture) ->
         sock.send(encode_acks([Ack(2, 2, Verdict.STOP)]))
         assert engine.heard.get(timeout=PATIENCE_S) == Ack(2, 2, Verdict.STOP)
     assert engine.heard.get(timeout=PATIENCE_S) == "gone"
-    assert "could not handle a packet" in caplog.text
+    assert "could not handle a message" in caplog.text
 
 
 def test_who_connects_waits_for_a_free_descriptor(
@@ -310,7 +310,7 @@ def test_who_connects_waits_for_a_free_descriptor(
 def test_only_private_sockets_of_the_right_name_are_connected_to(
     detokenizer: Detokenizer, tmp_path: Path, mode: int
 ) -> None:
-    """The path comes in a chunk, and any client may send a chunk."""
+    """The path comes in a message, and any client may send a message."""
     folder = tmp_path / "d"
     folder.mkdir()
     folder.chmod(mode)

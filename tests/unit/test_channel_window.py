@@ -1,4 +1,4 @@
-"""When chunks may go out, on a clock of our own."""
+"""When packets may go out, on a clock of our own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GRACE_S = 0.3
 NEVER = float("-inf")
 
 
-def test_one_chunk_at_a_time() -> None:
+def test_one_packet_at_a_time() -> None:
     window = Window(now_s=0.0)
     assert window.may_send_tokens(0.0)
     window.sent(0, 1.0, with_tokens=True)
@@ -62,7 +62,7 @@ def test_what_a_sender_was_held_up_with_is_not_overdue() -> None:
     window = Window(now_s=0.0)
     window.sent(0, 1.0, with_tokens=True)
     window.handed_over(0, 3.0)
-    assert not window.is_overdue(3.1, 2.0, GRACE_S)  # of a chunk taken later, handed over before
+    assert not window.is_overdue(3.1, 2.0, GRACE_S)  # of a packet taken later, handed over before
     assert not window.is_overdue(4.0, 2.9, GRACE_S)
     assert window.is_overdue(4.0, 3.5, GRACE_S)
     assert window.acknowledged(0) == 3.0
@@ -70,7 +70,7 @@ def test_what_a_sender_was_held_up_with_is_not_overdue() -> None:
     assert window.is_open
 
 
-def test_overdue_once_later_chunks_are_acknowledged() -> None:
+def test_overdue_once_later_packets_are_acknowledged() -> None:
     window = Window(now_s=0.0)
     assert not window.is_overdue(100.0, 99.0, GRACE_S)  # nothing was sent
     window.sent(0, 1.0, with_tokens=True)

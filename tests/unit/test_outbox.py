@@ -1,4 +1,4 @@
-"""The order in which streams are sent, and how many chunks are on their way."""
+"""The order in which streams are sent, and how many packets are under way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_urgent_items_go_first_and_each_lane_keeps_its_order() -> None:
     assert [outbox.get() for _ in range(4)] == ["c", "d", "a", "b"]
 
 
-def test_plain_items_wait_while_enough_chunks_are_on_their_way() -> None:
+def test_plain_items_wait_while_enough_packets_are_under_way() -> None:
     outbox: Outbox[str] = Outbox(1)
     outbox.sent(7)
     outbox.put("plain", urgent=False)
@@ -34,7 +34,7 @@ def test_plain_items_wait_while_enough_chunks_are_on_their_way() -> None:
     assert got == ["plain"]
 
 
-def test_a_chunk_that_never_arrives_is_not_counted_for_ever() -> None:
+def test_a_packet_that_never_arrives_is_not_counted_for_ever() -> None:
     outbox: Outbox[str] = Outbox(1, patience_s=1.0)
     outbox.sent(7)
     outbox.put("plain", urgent=False)
@@ -48,7 +48,7 @@ def test_a_chunk_that_never_arrives_is_not_counted_for_ever() -> None:
     assert got == ["plain"]
 
 
-def test_two_chunks_of_one_stream_count_once() -> None:
+def test_two_packets_of_one_stream_count_once() -> None:
     outbox: Outbox[str] = Outbox(2)
     outbox.sent(7)
     outbox.sent(7)

@@ -12,10 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from minisgl_backend.heartbeat import Heartbeat, read_beat, socket_path
+from minisgl_backend.runtime_files import Heartbeat, read_beat, socket_path
 from minisgl_backend.server import model_processes
-from minisgl_backend.server.model_processes import ModelProcess
-from minisgl_backend.server.stats import server_stats
+from minisgl_backend.server.model_processes import ModelProcess, server_stats
 
 PATIENCE_S = 30.0
 

@@ -21,17 +21,17 @@ from typing import Any, cast
 import pytest
 
 from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.heartbeat import Heartbeat
-from minisgl_backend.server import asking, faults
+from minisgl_backend.runtime_files import Heartbeat
+from minisgl_backend.server import faults, triton_http
 from minisgl_backend.server.health import _MOST_CALLERS as MOST
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import Installation
-from minisgl_backend.server.options import ServerOptions
+from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.process import TritonServer
-from minisgl_backend.server.recoveries import MAX_RECOVERIES
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.supervisor import (
     FEW_WAIT,
+    MAX_RECOVERIES,
     Health,
     Phase,
     Supervisor,
@@ -50,7 +50,7 @@ place = pathlib.Path(os.environ["MINISGL_RUNTIME_DIR"])
 MODEL = '''
 import pathlib, sys, time
 sys.path.insert(0, {root!r})
-from minisgl_backend.heartbeat import Heartbeat, State
+from minisgl_backend.runtime_files import Heartbeat, State
 place, name = pathlib.Path(sys.argv[1]), sys.argv[2]
 heart = Heartbeat(place, name)
 for _ in range(int(sys.argv[3])):
@@ -322,7 +322,7 @@ def test_silence_beyond_a_pause_is_a_hang(
 
 
 class Healthy:
-    """What a lookout sees of a server that is well."""
+    """What the detector sees of a server that is well."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = self.repository = directory
@@ -345,17 +345,17 @@ def test_a_pause_of_the_whole_machine_is_no_hang(
     Heartbeat(tmp_path, "tokenizer")  # of this process, and silent from now on
     now_s = time.monotonic()
     monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: now_s))
-    lookout = faults.Lookout(cast(TritonServer, Healthy(tmp_path)))
-    lookout.serves()
+    detector = faults.FaultDetector(cast(TritonServer, Healthy(tmp_path)))
+    detector.serves()
     now_s += 3600.0
-    assert lookout.look() is None
+    assert detector.look() is None
     for _ in range(7):
         now_s += 1.0
-        assert lookout.look() is None
+        assert detector.look() is None
     now_s += 1.0
-    fault = lookout.look()
+    fault = detector.look()
     assert fault is not None and fault.what.endswith("hangs: silent for 8.0 s")
-    lookout.close()
+    detector.close()
 
 
 def test_who_is_silent_with_tritonserver_is_not_to_blame(
@@ -366,20 +366,20 @@ def test_who_is_silent_with_tritonserver_is_not_to_blame(
     now_s = time.monotonic()
     monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: now_s))
     server = Healthy(tmp_path)
-    lookout = faults.Lookout(cast(TritonServer, server))
-    lookout.serves()
+    detector = faults.FaultDetector(cast(TritonServer, server))
+    detector.serves()
     server.answers = None
     for _ in range(6):
         now_s += 1.0
-        assert lookout.look() is None
+        assert detector.look() is None
     now_s += 1.0
-    fault = lookout.look()
+    fault = detector.look()
     assert fault is not None and not fault.processes
     assert fault.what.startswith("tritonserver hangs: it does not answer over HTTP; tokenizer ")
-    monkeypatch.setattr(lookout.processes, "_is_alive", lambda path, pid: False)
-    fault = lookout.look()
+    monkeypatch.setattr(detector.processes, "_is_alive", lambda path, pid: False)
+    fault = detector.look()
     assert fault is not None and fault.models == {"tokenizer"}
-    lookout.close()
+    detector.close()
 
 
 def test_a_start_that_hangs_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +451,7 @@ def test_it_gives_up_after_too_many_recoveries_and_says_so(world: World) -> None
 
 
 def test_recoveries_of_long_ago_do_not_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl_backend.server.recoveries.WINDOW_S", 0.0)
+    monkeypatch.setattr("minisgl_backend.server.supervisor.WINDOW_S", 0.0)
     for count in range(1, MAX_RECOVERIES + 2):
         os.kill(world.pids()["tokenizer"], signal.SIGKILL)
         world.wait_ready(count)
@@ -471,7 +471,7 @@ def test_a_stop_during_a_recovery_is_not_held_up(
 def test_a_server_that_somebody_else_stops_is_left_alone(world: World) -> None:
     world.supervisor.server.signal(signal.SIGTERM)
     world.join()
-    assert "told to end by somebody else" in str(world.error)
+    assert "told to end by another process" in str(world.error)
 
 
 def test_files_that_somebody_removed_are_a_fault(world: World) -> None:
@@ -565,8 +565,8 @@ def test_a_caller_that_leaves_is_no_word_in_the_log(
 def test_an_answer_of_tritonserver_that_breaks_off_tells_nothing() -> None:
     answers = (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nnv_inf", b"\0\0no HTTP\r\n")
     with answering(*answers) as url:
-        assert [asking.num_waiting(url, "tokenizer") for _ in answers] == [0, 0]
-        assert asking.is_ready(url, timeout_s=PATIENCE_S) is None
+        assert [triton_http.num_waiting(url, "tokenizer") for _ in answers] == [0, 0]
+        assert triton_http.is_ready(url, timeout_s=PATIENCE_S) is None
 
 
 def test_a_health_port_that_is_taken() -> None:

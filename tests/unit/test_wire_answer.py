@@ -1,4 +1,4 @@
-"""Chunks in, answers out: when there is something to say, and what it says."""
+"""Packets in, answers out: when there is something to say, and what it says."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from minisgl_backend.tritonserver.wire.answer import (
     answer_arrays,
     logprobs_json,
 )
-from minisgl_backend.tritonserver.wire.chunk import Chunk, StreamStart, Times
 from minisgl_backend.tritonserver.wire.generation import Wanted
+from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times, Verdict
 from minisgl_backend.tritonserver.wire.parameters import output_tensors
 from tests.fakes.vocabularies import byte_level
 
@@ -35,12 +35,12 @@ def opened(**start: Any) -> AnswerStream:
     return AnswerStream(VOCABULARY, StreamStart(num_input_tokens=3, **start))
 
 
-def chunk(token_ids: list[int], **more: Any) -> Chunk:
-    return Chunk("", 5, 1, token_ids, **more)
+def packet(token_ids: list[int], **more: Any) -> Packet:
+    return Packet("", 5, 1, token_ids, **more)
 
 
 def told(stream: AnswerStream, text: str, **more: Any) -> Answer:
-    answer = stream.push(chunk(ids(text), **more))
+    answer = stream.push(packet(ids(text), **more))
     assert answer is not None
     return answer
 
@@ -48,20 +48,20 @@ def told(stream: AnswerStream, text: str, **more: Any) -> Answer:
 def test_a_stream_answers_whenever_there_is_text() -> None:
     stream = opened(stream=True)
     assert told(stream, "ab").text == "ab"
-    assert stream.push(chunk(ids("é")[:1])) is None
-    assert stream.push(chunk([])) is None  # a probe
-    later = stream.push(chunk(ids("é")[1:]))
+    assert stream.push(packet(ids("é")[:1])) is None
+    assert stream.push(packet([])) is None  # a probe
+    later = stream.push(packet(ids("é")[1:]))
     assert later is not None
     assert (later.text, later.num_output_tokens, later.finish) == ("é", 2, None)
-    last = told(stream, "", finish=LENGTH)
+    last = told(stream, "", terminal=LENGTH)
     assert (last.text, last.num_output_tokens, last.finish) == ("", 0, FinishReason.LENGTH)
-    assert stream.done
+    assert stream.over is Verdict.STOP
 
 
 def test_without_stream_there_is_one_answer() -> None:
     stream = opened(prompt_text="prompt:")
-    assert stream.push(chunk(ids("ab"), num_cached_tokens=2)) is None
-    answer = told(stream, "c", finish=LENGTH, times=Times(1, 2, 3, 4))
+    assert stream.push(packet(ids("ab"), num_cached_tokens=2)) is None
+    answer = told(stream, "c", terminal=LENGTH, times=Times(1, 2, 3, 4))
     assert answer.text == "prompt:abc"
     assert answer.num_output_tokens == 3
     assert answer.num_input_tokens == 3
@@ -73,18 +73,18 @@ def test_a_stop_string_ends_the_answer_and_its_counts() -> None:
     stream = opened(stream=True, stop_strings=("xy",))
     assert told(stream, "ax").text == "a"
     logprobs = tuple(TokenLogprobs(-1.0, 1) for _ in range(3))
-    answer = told(stream, "ybc", logprobs=logprobs, finish=LENGTH)
+    answer = told(stream, "ybc", logprobs=logprobs, terminal=LENGTH)
     assert (answer.text, answer.finish, answer.stop_reason) == ("", FinishReason.STOP, "xy")
     assert answer.num_output_tokens == 1
     assert len(answer.logprobs) == len(answer.token_ids) == 1
     assert answer.cumulative_logprob == -1.0
-    assert stream.done
+    assert stream.over is Verdict.STOP
 
 
 def test_a_stop_token_counts_but_has_no_text() -> None:
     stream = opened(stream=True)
     finish = Finished(FinishReason.STOP, ids("c")[0])
-    answer = told(stream, "abc", finish=finish, logprobs=(TokenLogprobs(-1.0, 1),) * 3)
+    answer = told(stream, "abc", terminal=finish, logprobs=(TokenLogprobs(-1.0, 1),) * 3)
     assert (answer.text, answer.num_output_tokens) == ("ab", 3)
     assert (answer.finish, answer.stop_reason) == (FinishReason.STOP, ids("c")[0])
     assert len(answer.logprobs) == 3
@@ -93,26 +93,26 @@ def test_a_stop_token_counts_but_has_no_text() -> None:
 def test_a_stop_token_has_no_text_even_ahead_of_its_finish() -> None:
     stream = opened(stream=True, stop_token_ids=(ids("c")[0],))
     assert told(stream, "abc").text == "ab"
-    answer = told(stream, "", finish=Finished(FinishReason.STOP, ids("c")[0]))
+    answer = told(stream, "", terminal=Finished(FinishReason.STOP, ids("c")[0]))
     assert (answer.text, answer.num_output_tokens) == ("", 0)
 
 
 def test_a_finish_whose_stop_token_came_before_keeps_the_text() -> None:
     stream = opened(stream=True)
-    answer = told(stream, "ab", finish=Finished(FinishReason.STOP, END))
+    answer = told(stream, "ab", terminal=Finished(FinishReason.STOP, END))
     assert answer.text == "ab"
 
 
 def test_logprobs_wait_for_the_answer_that_tells_them() -> None:
     stream = opened(stream=True)
     one = (TokenLogprobs(-0.5, 2),)
-    assert stream.push(chunk(ids("é")[:1], logprobs=one)) is None
-    answer = stream.push(chunk(ids("é")[1:], logprobs=one))
+    assert stream.push(packet(ids("é")[:1], logprobs=one)) is None
+    answer = stream.push(packet(ids("é")[1:], logprobs=one))
     assert answer is not None
     assert answer.token_ids == ids("é")
     assert answer.logprobs == [*one, *one]
     assert answer.cumulative_logprob == -1.0
-    later = told(stream, "a", logprobs=one, finish=LENGTH)
+    later = told(stream, "a", logprobs=one, terminal=LENGTH)
     assert len(later.logprobs) == 1
     assert later.cumulative_logprob == -1.5
 

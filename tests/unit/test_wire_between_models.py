@@ -1,4 +1,4 @@
-"""Records and chunks: what goes out comes back, and what is forged or broken is refused."""
+"""Records and packets: what goes out comes back, and what is forged or broken is refused."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ import numpy.typing as npt
 import pytest
 
 from minisgl_backend.config import Limits
-from minisgl_backend.errors import InvalidRequest, RequestError
-from minisgl_backend.request import Finished, FinishReason, SamplingParams, TokenLogprobs
+from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
+from minisgl_backend.request import Failed, Finished, FinishReason, SamplingParams, TokenLogprobs
 from minisgl_backend.text.prompt import TextPrompt, TokenPrompt
-from minisgl_backend.tritonserver.wire.chunk import (
-    Chunk,
+from minisgl_backend.tritonserver.wire.generation import NOTHING, Generation, StopRequest, Wanted
+from minisgl_backend.tritonserver.wire.packets import (
+    Packet,
     StreamStart,
     Times,
-    decode_chunk,
-    encode_chunk,
+    decode_packet,
+    encode_packet,
 )
-from minisgl_backend.tritonserver.wire.generation import NOTHING, Generation, StopRequest, Wanted
-from minisgl_backend.tritonserver.wire.record import Record, decode_record, encode_record
+from minisgl_backend.tritonserver.wire.record import decode_record, encode_record
+from tests.fakes.packets import comparable
 
 LIMITS = Limits()
 IDS = np.array([3, 4], dtype=np.int32)
-PLAIN = Generation(prompt=TextPrompt("hi"))
+PLAIN = Generation(prompt=TextPrompt("hi"), arrival_time_ns=5)
 FULL = Generation(
     prompt=TextPrompt("hi"),
+    arrival_time_ns=7,
     sampling=SamplingParams(
         max_tokens=9,
         min_tokens=1,
@@ -54,48 +56,45 @@ FULL = Generation(
     cache_salt="s",
     min_chunk_interval_ms=0,
     wanted=Wanted(finish_reason=True, perf_metrics=True, logprobs=True),
+    prompt_text="hi",
 )
 
 
 @pytest.mark.parametrize("generation", [PLAIN, FULL, replace(PLAIN, stream=True)])
 def test_a_record_carries_the_generation(generation: Generation) -> None:
-    text = encode_record(generation, arrival_time_ns=5, prompt_text="hi")
-    record = decode_record(text, IDS, LIMITS)
-    assert isinstance(record, Record)
-    assert record.arrival_time_ns == 5
-    assert record.prompt_text == "hi"
-    prompt = record.generation.prompt
-    assert isinstance(prompt, TokenPrompt)
-    assert prompt.ids.tolist() == [3, 4]
+    decoded = decode_record(encode_record(generation), IDS, LIMITS)
+    assert isinstance(decoded, Generation)
+    assert isinstance(decoded.prompt, TokenPrompt)
+    assert decoded.prompt.ids.tolist() == [3, 4]
     # Generations hold arrays and are not compared as such.
     for name in Generation.__slots__:
         if name != "prompt":
-            assert getattr(record.generation, name) == getattr(generation, name), name
+            assert getattr(decoded, name) == getattr(generation, name), name
 
 
 def test_defaults_do_not_travel() -> None:
-    text = encode_record(PLAIN, arrival_time_ns=5)
+    text = encode_record(PLAIN)
     assert text == '{"v":1,"arrival":5,"given":{}}'
-    record = decode_record(text, IDS, LIMITS)
-    assert isinstance(record, Record)
-    assert record.prompt_text is None
+    decoded = decode_record(text, IDS, LIMITS)
+    assert isinstance(decoded, Generation)
+    assert decoded.prompt_text is None
 
 
 def test_a_cumulative_logprob_alone_stays_alone() -> None:
-    asked = Generation(
-        prompt=TextPrompt("hi"),
+    asked = replace(
+        PLAIN,
         sampling=SamplingParams(num_logprobs=0),
         wanted=Wanted(cumulative_logprob=True),
     )
-    record = decode_record(encode_record(asked, arrival_time_ns=5), IDS, LIMITS)
-    assert isinstance(record, Record)
-    assert record.generation.wanted == asked.wanted
-    assert record.generation.sampling == asked.sampling
+    decoded = decode_record(encode_record(asked), IDS, LIMITS)
+    assert isinstance(decoded, Generation)
+    assert decoded.wanted == asked.wanted
+    assert decoded.sampling == asked.sampling
 
 
 def test_a_stop_request_has_a_record_too() -> None:
     request = StopRequest(wanted=Wanted(finish_reason=True))
-    text = encode_record(request, arrival_time_ns=5)
+    text = encode_record(request)
     assert decode_record(text, np.array([], dtype=np.int32), LIMITS) == request
 
 
@@ -128,11 +127,11 @@ def test_a_forged_record_is_refused(record: str) -> None:
 @pytest.mark.parametrize("ids", [np.array([-1], np.int32), np.array([], np.int32)])
 def test_a_record_needs_token_ids(ids: npt.NDArray[np.int32]) -> None:
     with pytest.raises(InvalidRequest):
-        decode_record(encode_record(PLAIN, arrival_time_ns=5), ids, LIMITS)
+        decode_record(encode_record(PLAIN), ids, LIMITS)
 
 
-COMMON = Chunk("/run/x/engine.sock", 2**64 - 1, 7, [5, 6])
-FIRST = Chunk(
+COMMON = Packet("/run/x/engine.sock", 2**64 - 1, 7, [5, 6])
+FIRST = Packet(
     "/run/x/engine.sock",
     5,
     0,
@@ -150,39 +149,42 @@ FIRST = Chunk(
     logprobs=(TokenLogprobs(-0.5, 1, ((3, -0.5), (4, -1.25))), TokenLogprobs(-2.0, 9)),
     times=Times(1, 2, 3, 4),
 )
-CHUNKS = [
+PACKETS = [
     COMMON,
     FIRST,
     replace(COMMON, start=StreamStart(num_input_tokens=1)),
-    replace(COMMON, finish=Finished(FinishReason.LENGTH)),
-    replace(COMMON, finish=Finished(FinishReason.STOP, 11)),
-    replace(COMMON, error=("INTERNAL", "no")),
+    replace(COMMON, terminal=Finished(FinishReason.LENGTH)),
+    replace(COMMON, terminal=Finished(FinishReason.STOP, 11)),
+    replace(COMMON, terminal=Failed(EngineFailure("no"))),
+    replace(COMMON, terminal=Failed(Overloaded("later"))),
     replace(COMMON, num_cached_tokens=0),
     replace(COMMON, token_ids=[]),
 ]
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_chunk_comes_back(chunk: Chunk) -> None:
-    assert decode_chunk(encode_chunk(chunk)) == chunk
+@pytest.mark.parametrize("packet", PACKETS)
+def test_a_packet_comes_back(packet: Packet) -> None:
+    assert comparable(decode_packet(encode_packet(packet))) == comparable(packet)
 
 
-def test_a_common_chunk_is_small() -> None:
+def test_a_common_packet_is_small() -> None:
     assert (
-        encode_chunk(COMMON)
+        encode_packet(COMMON)
         == b'{"r":"/run/x/engine.sock","s":18446744073709551615,"i":7,"o":[5,6]}'
     )
 
 
 def test_nothing_wanted_is_one_object() -> None:
     """So the code for the most frequent answer can compare by identity."""
-    start = decode_chunk(encode_chunk(replace(FIRST, start=StreamStart(num_input_tokens=1)))).start
+    start = decode_packet(
+        encode_packet(replace(FIRST, start=StreamStart(num_input_tokens=1)))
+    ).start
     assert start is not None
     assert start.wanted is NOTHING
 
 
 def broken(**changes: Any) -> bytes:
-    return json.dumps(json.loads(encode_chunk(FIRST)) | changes).encode()
+    return json.dumps(json.loads(encode_packet(FIRST)) | changes).encode()
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,6 @@ def broken(**changes: Any) -> bytes:
         broken(t=[1, 2, 3, 2**63]),
     ],
 )
-def test_a_broken_chunk_is_refused(text: bytes) -> None:
+def test_a_broken_packet_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidRequest, match="chunk is not one that llm_engine sends"):
-        decode_chunk(text)
+        decode_packet(text)

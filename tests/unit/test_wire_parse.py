@@ -16,7 +16,11 @@ from minisgl_backend.errors import InvalidRequest, RequestError, Unsupported
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.text.prompt import MessagesPrompt, TextPrompt, TokenPrompt
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
-from minisgl_backend.tritonserver.wire.parse import parse_generation, parse_token_generation
+from minisgl_backend.tritonserver.wire.parse import (
+    parse_generation,
+    parse_token_generation,
+    parse_values,
+)
 
 LIMITS = Limits()
 MANY_KEYS = "{" + "".join(f'"key {i}": 1, ' for i in range(300_000)) + '"key 299999": 1}'
@@ -34,7 +38,9 @@ def parse(
     tensors = {"text_input": strings(b"hi")} if not set(inputs) & {"messages", "input_ids"} else {}
     for name, value in inputs.items():
         tensors[name] = strings(value.encode()) if isinstance(value, str) else np.array(value)
-    request = parse_generation(tensors, parameters or {}, timeout_us=timeout_us, limits=LIMITS)
+    request = parse_generation(
+        tensors, parameters or {}, timeout_us=timeout_us, arrival_time_ns=0, limits=LIMITS
+    )
     assert isinstance(request, Generation)
     return request
 
@@ -126,6 +132,28 @@ def check_everything(generation: Generation) -> None:
     )
 
 
+def test_everything_as_values_in_process() -> None:
+    ids = np.array([[3, 4]])
+    generation = parse_values(
+        {**EVERYTHING, "input_ids": ids, "tools": None}, arrival_time_ns=7, limits=LIMITS
+    )
+    assert isinstance(generation, Generation)
+    check_everything(generation)
+    assert isinstance(generation.prompt, TokenPrompt)
+    assert generation.prompt.ids.tolist() == [3, 4]
+    assert not generation.fit_max_tokens
+    chat = parse_values(
+        {"messages": "[]", "tools": "[]", "max_tokens": None}, arrival_time_ns=7, limits=LIMITS
+    )
+    assert isinstance(chat, Generation)
+    assert chat.prompt == MessagesPrompt("[]", "[]")
+    assert chat.fit_max_tokens
+    with pytest.raises(InvalidRequest, match="unknown parameter 'priority'"):
+        parse_values(
+            {"text_input": "x", "priority": 3}, arrival_time_ns=7, limits=LIMITS
+        )  # Triton's own
+
+
 def test_everything_as_tensors() -> None:
     types = {int: np.int32, float: np.float32, bool: np.bool_}
     tensors = {
@@ -141,7 +169,7 @@ def test_everything_as_tensors() -> None:
         "logit_bias": strings(b'{"3": 1.5, "1": -100}'),
         "cache_salt": strings(b"tenant"),
     }
-    generation = parse_generation(tensors, {}, limits=LIMITS)
+    generation = parse_generation(tensors, {}, arrival_time_ns=0, limits=LIMITS)
     assert isinstance(generation, Generation)
     check_everything(generation)
 
@@ -347,7 +375,7 @@ def test_the_timeout_of_generate_is_a_deadline() -> None:
 
 @pytest.mark.parametrize("temperature", [-0.0, 1e-320, "-0", 1e-6])
 def test_greedy(temperature: Any) -> None:
-    assert str(parse({"temperature": temperature}).sampling.temperature) == "0.0"
+    assert parse({"temperature": temperature}).sampling.is_greedy
 
 
 def test_top_k_of_minus_one_is_off() -> None:
@@ -421,7 +449,7 @@ def test_wrong_prompts(inputs: dict[str, Any], message: str) -> None:
 
 def test_no_prompt() -> None:
     with pytest.raises(InvalidRequest, match="give one of text_input, messages and input_ids"):
-        parse_generation({}, {}, limits=LIMITS)
+        parse_generation({}, {}, arrival_time_ns=0, limits=LIMITS)
 
 
 def test_the_prompt_is_shown_only_where_that_can_be_done() -> None:
@@ -444,13 +472,16 @@ def test_limits() -> None:
     ]
     for parameters, message in wrong:
         with pytest.raises(InvalidRequest) as caught:
-            parse_generation({}, parameters, limits=small)
+            parse_generation({}, parameters, arrival_time_ns=0, limits=small)
         assert str(caught.value).startswith(message)
 
 
 def test_a_stop_request() -> None:
     request = parse_generation(
-        {"stop_request": np.array([True])}, {"return_finish_reason": True}, limits=LIMITS
+        {"stop_request": np.array([True])},
+        {"return_finish_reason": True},
+        arrival_time_ns=0,
+        limits=LIMITS,
     )
     assert request == StopRequest(wanted=Wanted(finish_reason=True))
     assert isinstance(parse(stop_request=[False]), Generation)
@@ -459,9 +490,11 @@ def test_a_stop_request() -> None:
 
 def test_token_generations_refuse_text() -> None:
     ids = {"input_ids": np.array([1, 2], dtype=np.int32)}
-    generation = parse_token_generation(ids, {"stop": "", "max_tokens": 3}, limits=LIMITS)
+    generation = parse_token_generation(
+        ids, {"stop": "", "max_tokens": 3}, arrival_time_ns=0, limits=LIMITS
+    )
     assert isinstance(generation, Generation)
     assert generation.sampling.max_tokens == 3
     for name, value in (("stop", "x"), ("text_input", "x"), ("messages", "[]"), ("tools", "[]")):
         with pytest.raises(Unsupported, match=f"^{name} needs the text models"):
-            parse_token_generation(ids, {name: value}, limits=LIMITS)
+            parse_token_generation(ids, {name: value}, arrival_time_ns=0, limits=LIMITS)

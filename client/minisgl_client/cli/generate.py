@@ -1,6 +1,6 @@
 """`minisgl generate`: one answer as it comes, or a file of requests to a file of answers.
 
-Exit codes: 0; 1 where a request failed or its answer was cut; 2 for wrong usage; 130 after Ctrl-C,
+Exit codes: 0; 1 if a request failed or its answer was cut; 2 for wrong usage; 130 after Ctrl-C,
 which cancels what is under way.
 """
 
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from minisgl_client import AsyncClient, Client, InvalidArgument, MinisglError, Result, strict_json
 from minisgl_client.cli.display import without_controls
 from minisgl_client.cli.lines import in_order, lines_of
-from minisgl_client.cli.options import client_of, given, parameter_options, server_options
+from minisgl_client.cli.request_options import client_of, given, parameter_options, server_options
 
 
 @click.command()
@@ -32,7 +32,7 @@ from minisgl_client.cli.options import client_of, given, parameter_options, serv
     "-f",
     "--file",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
-    help="read the prompt from it; standard input where neither is given",
+    help="read the prompt from it; standard input if neither is given",
 )
 @click.option("--chat", is_flag=True, help="the prompt is a message of a chat")
 @click.option("--system", metavar="TEXT", help="a system message before it; implies --chat")
@@ -59,7 +59,7 @@ def generate(
     jsonl: bool,
     concurrency: int,
     url: str,
-    model: str,
+    ensemble: str,
     timeout_s: float | None,
     **parameters: Any,
 ) -> None:
@@ -68,7 +68,7 @@ def generate(
         raise click.UsageError("give a prompt, or a file or standard input")
     if sys.stdout is None:
         raise click.ClickException("standard output is closed")
-    settings = {"url": url, "model": model, "timeout_s": timeout_s}
+    settings = {"url": url, "model": ensemble, "timeout_s": timeout_s}
     asked = {"fit_max_tokens": True, **given(**parameters)}
     template = _Template(asked, chat or system is not None, system)
     try:
@@ -116,7 +116,7 @@ def _text(file: Path | None) -> str:
 
 
 def _source(file: Path | None) -> Path | int:
-    """What to open: standard input by its descriptor, where no file is given."""
+    """What to open: standard input by its descriptor, if no file is given."""
     if file is not None and str(file) != "-":
         return file
     if sys.stdin is None:
@@ -145,7 +145,7 @@ def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -
 
 def _is_cut(result: Result) -> bool:
     """Whether an answer ended before the model's end, or the length that was asked for."""
-    return result.finish_reason not in ("stop", "length", None)  # None: nobody asked for it
+    return result.finish_reason not in ("stop", "length", None)  # None: it was not asked for
 
 
 async def _answer_lines(
@@ -180,7 +180,7 @@ async def _answer_lines(
 
 
 def _request(line: bytes, template: _Template) -> dict[str, Any]:
-    """The arguments that a line says, with the command's own where it is silent."""
+    """The arguments that a line says, with the command's own if it is silent."""
     try:
         said = strict_json.loads(line.decode("utf-8-sig"))
     except strict_json.Refused as error:

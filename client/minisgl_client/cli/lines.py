@@ -32,7 +32,7 @@ async def lines_of(source: Path | int) -> AsyncIterator[bytes]:
         loop.call_soon_threadsafe(queue.put_nowait, item)
 
     def read() -> None:
-        with suppress(RuntimeError):  # the loop has ended: nobody waits for lines any more
+        with suppress(RuntimeError):  # the loop has ended, so lines are not awaited any more
             try:
                 with open(source, "rb", closefd=isinstance(source, Path)) as file:
                     for line in file:

@@ -89,5 +89,5 @@ def unless_closed(transport: Transport | AsyncTransport) -> Iterator[None]:
 
 
 def _is_cancelled(task: asyncio.Task[object] | None) -> bool:
-    """Whether somebody cancels the task itself, as far as Python can tell (from 3.11 on)."""
+    """Whether the task itself is being cancelled, as far as Python can tell (from 3.11 on)."""
     return sys.version_info >= (3, 11) and task is not None and task.cancelling() > 0

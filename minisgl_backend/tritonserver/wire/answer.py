@@ -1,7 +1,7 @@
 """What a client gets: ``Answer`` -> numpy arrays by output name.
 
 ``text_output`` (or ``output_ids``, from ``llm_engine`` alone) is always there, the others only
-where the request asked for them.
+if the request asked for them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.request import FinishReason, TokenId, TokenLogprobs
-from minisgl_backend.tritonserver.wire.chunk import Times
 from minisgl_backend.tritonserver.wire.generation import NOTHING, Wanted
+from minisgl_backend.tritonserver.wire.packets import Times
 
 LEAST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""

@@ -1,4 +1,4 @@
-"""What a parsed request is: a generation, or the wish to end others."""
+"""What a parsed request is: a ``Generation``, or a ``StopRequest`` that ends others."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ NOTHING = Wanted()
 class Generation:
     """One prompt to be continued, and how to answer.
 
+    In the engine ``prompt`` is a ``TokenPrompt``. ``arrival_time_ns`` is a reading of
+    ``time.time_ns`` in the model that Triton called first; ``timeout_ms`` counts from it.
     ``sampling.seed`` is meaningless if ``seed`` is None: then the engine draws one. With
     ``fit_max_tokens``, ``sampling.max_tokens`` is lowered to what there is room for.
-    ``timeout_ms`` counts from the request's arrival. ``min_chunk_interval_ms`` None stands for the
-    engine's option.
+    ``min_chunk_interval_ms`` None stands for the engine's option. ``prompt_text`` is set, by the
+    tokenizer, if the answer starts with the prompt.
     """
 
     prompt: Prompt
+    arrival_time_ns: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     fit_max_tokens: bool = False
     seed: int | None = None
@@ -51,6 +54,7 @@ class Generation:
     cache_salt: str = ""
     min_chunk_interval_ms: int | None = None
     wanted: Wanted = NOTHING
+    prompt_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ INPUTS: Final[tuple[Input, ...]] = (
     ),
     _flag(
         "fit_max_tokens",
-        "fewer than max_tokens where the context or the KV pages have no room for more; true where "
+        "fewer than max_tokens if the context or the KV pages have no room for more; true if "
         "max_tokens is absent",
     ),
     _integer(
@@ -92,7 +92,7 @@ INPUTS: Final[tuple[Input, ...]] = (
     Input(
         name="seed",
         kind=Kind.SEED,
-        meaning="same seed, prompt and parameters: same tokens; drawn where absent",
+        meaning="same seed, prompt and parameters: same tokens; drawn if absent",
         synonyms=("random_seed",),
         minimum=0,
         maximum=2**64 - 1,
@@ -133,7 +133,7 @@ INPUTS: Final[tuple[Input, ...]] = (
         "prefix reuse only among requests with the same salt: at most 64 of A-Z, a-z, 0-9, _ and -",
         default="",
     ),
-    _integer("min_chunk_interval_ms", "at most one response each so many ms", minimum=0),
+    _integer("min_chunk_interval_ms", "the least time in ms between two responses", minimum=0),
     _flag("stop_request", "cancel all live requests that have this request id"),
     _integer("beam_width", "1; declared for tensorrtllm clients", default=1),
     _integer("pad_id", "no effect; declared for tensorrtllm clients"),
@@ -225,7 +225,7 @@ REQUEST: Final = Tensor(name="request", kind=Kind.TEXT)
 INPUT_IDS: Final = Tensor(name="input_ids", kind=Kind.INTEGERS)
 OUTPUT_IDS: Final = Tensor(name="output_ids", kind=Kind.INTEGERS)
 CHUNK: Final = Tensor(name="chunk", kind=Kind.BYTES)
-"""llm_engine -> detokenizer: token ids and what belongs to them (``chunk``)."""
+"""llm_engine -> detokenizer: token ids and what belongs to them (``packets``)."""
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
@@ -295,4 +295,4 @@ BY_NAME: Final[Mapping[str, Input]] = _by_name()
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {entry.name: entry.default for entry in INPUTS}
 )
-"""The default of every entry; None where it stands for nothing given."""
+"""The default of every entry; None if it stands for nothing given."""

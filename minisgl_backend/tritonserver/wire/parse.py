@@ -1,4 +1,4 @@
-"""A request as Triton hands it over -> ``Generation`` or ``StopRequest``.
+"""A request as Triton or a caller in this process hands it over -> ``Generation``.
 
 ``gather`` finds the values that it gives; the rules that join values, and the limits, are applied
 here, by ``build``. ``record`` carries the gathered values between the models, so that both sides go
@@ -21,7 +21,7 @@ from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from minisgl_backend.tritonserver.wire import values
 from minisgl_backend.tritonserver.wire.entries import Input, Kind
-from minisgl_backend.tritonserver.wire.gather import gather
+from minisgl_backend.tritonserver.wire.gather import gather, gather_values
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
 from minisgl_backend.tritonserver.wire.parameters import BY_NAME, DEFAULTS
 
@@ -38,6 +38,7 @@ def parse_generation(
     inputs: Mapping[str, npt.NDArray[Any]],
     parameters: Mapping[str, Any],
     *,
+    arrival_time_ns: int,
     timeout_us: int = 0,
     limits: Limits,
 ) -> Generation | StopRequest:
@@ -47,13 +48,26 @@ def parse_generation(
     ``timeout_us`` is Triton's own request timeout, 0 for none.
     """
     found = _gathered(inputs, parameters, limits)
-    return build(found, timeout_us=_timeout_us(parameters, timeout_us), limits=limits)
+    timeout_us = _timeout_us(parameters, timeout_us)
+    return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
+
+
+def parse_values(
+    given: Mapping[str, Any], *, arrival_time_ns: int, limits: Limits
+) -> Generation | StopRequest:
+    """A request in this process: values as JSON has them by name, ``input_ids`` as an array."""
+    ids = given.get("input_ids")
+    found = gather_values({name: value for name, value in given.items() if name != "input_ids"})
+    if ids is not None:
+        found["input_ids"] = values.token_ids("input_ids", ids)
+    return build(_completed(found), arrival_time_ns=arrival_time_ns, limits=limits)
 
 
 def parse_token_generation(
     inputs: Mapping[str, npt.NDArray[Any]],
     parameters: Mapping[str, Any],
     *,
+    arrival_time_ns: int,
     timeout_us: int = 0,
     limits: Limits,
 ) -> Generation | StopRequest:
@@ -62,20 +76,24 @@ def parse_token_generation(
     for name, value in found.items():
         if BY_NAME[name].text_only and value != DEFAULTS[name]:
             raise Unsupported(f"{name} needs the text models; send it to an ensemble")
-    return build(found, timeout_us=_timeout_us(parameters, timeout_us), limits=limits)
+    timeout_us = _timeout_us(parameters, timeout_us)
+    return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
 
 def _gathered(
     inputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any], limits: Limits
 ) -> dict[str, Any]:
     """What the request gives, and what follows from what it does not."""
-    found = gather(inputs, parameters, limits)
+    return _completed(gather(inputs, parameters, limits))
+
+
+def _completed(found: dict[str, Any]) -> dict[str, Any]:
     found.setdefault("fit_max_tokens", "max_tokens" not in found)
     return found
 
 
 def build(
-    found: Mapping[str, Any], *, timeout_us: int = 0, limits: Limits
+    found: Mapping[str, Any], *, arrival_time_ns: int, timeout_us: int = 0, limits: Limits
 ) -> Generation | StopRequest:
     """The request that gathered values make."""
     given = {**DEFAULTS, **found}
@@ -104,6 +122,7 @@ def build(
         raise Unsupported("exclude_input_in_output must be true with messages")
     return Generation(
         prompt=_prompt(given, limits),
+        arrival_time_ns=arrival_time_ns,
         sampling=_sampling(given, wanted),
         fit_max_tokens=given["fit_max_tokens"],
         seed=given["seed"],

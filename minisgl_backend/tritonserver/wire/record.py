@@ -1,16 +1,16 @@
 """tokenizer -> llm_engine: the validated request as versioned JSON, beside its token ids.
 
-    {"v": 1, "arrival": ns, "given": {name: value}, "prompt": text}
+    {"v": 1, "arrival": ns since 1970, "given": {name: value}, "prompt": text}
 
 ``given`` holds the values that differ from the table's defaults, under its names, so the engine
 checks what it reads by the same rules that the tokenizer used: a client that writes a record by
-hand gains nothing. ``prompt`` is there where the answer starts with it.
+hand gains nothing. ``prompt`` is there if the answer starts with it.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from minisgl_backend.config import Limits
@@ -29,30 +29,17 @@ _APART: Final = ("seed", "stop_token_ids", "logit_bias", "num_logprobs")
 _SAMPLING: Final = tuple(spec.name for spec in fields(SamplingParams) if spec.name not in _APART)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Record:
-    """A request on its way to the engine.
-
-    ``generation.prompt`` is a ``TokenPrompt``. ``prompt_text`` is set where the answer starts with
-    it. ``arrival_time_ns`` is a reading of ``time.time_ns`` in the tokenizer.
-    """
-
-    generation: Generation
-    arrival_time_ns: int
-    prompt_text: str | None = None
-
-
-def encode_record(
-    request: Generation | StopRequest, *, arrival_time_ns: int, prompt_text: str | None = None
-) -> str:
+def encode_record(request: Generation | StopRequest) -> str:
     """The record of a request whose token ids travel beside it."""
-    record: dict[str, Any] = {"v": VERSION, "arrival": arrival_time_ns, "given": _given(request)}
-    if prompt_text is not None:
-        record["prompt"] = prompt_text
+    record: dict[str, Any] = {"v": VERSION, "arrival": 0, "given": _given(request)}
+    if isinstance(request, Generation):
+        record["arrival"] = request.arrival_time_ns
+        if request.prompt_text is not None:
+            record["prompt"] = request.prompt_text
     return json.dumps(record, separators=(",", ":"))
 
 
-def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Record | StopRequest:
+def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Generation | StopRequest:
     """The request of a record and its token ids, int32[num_prompt_tokens].
 
     Raises ``InvalidRequest`` or ``Unsupported`` for what no tokenizer of this version writes.
@@ -77,10 +64,10 @@ def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Record | St
         found[name] = values.from_json(name, entry, value)
     if not found.get("stop_request"):
         found["input_ids"] = values.token_ids("input_ids", input_ids)
-    request = build(found, limits=limits)
-    if isinstance(request, StopRequest):
+    request = build(found, arrival_time_ns=arrival, limits=limits)
+    if isinstance(request, StopRequest) or prompt_text is None:
         return request
-    return Record(generation=request, arrival_time_ns=arrival, prompt_text=prompt_text)
+    return replace(request, prompt_text=prompt_text)
 
 
 def _given(request: Generation | StopRequest) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One value of the wire to one Python value: casting and ranges, entry by entry of the table.
 
 A value comes as a numpy array (a tensor), as a string, bool, int or float (a request parameter), or
-as anything that JSON can hold (``sampling_parameters``). Strings are cast where a number or a flag
+as anything that JSON can hold (``sampling_parameters``). Strings are cast if a number or a flag
 is due. Numbers are rounded to float32, so that a value given twice, once as a tensor, is equal.
 
 Everything here raises ``InvalidRequest`` with one short sentence, whatever comes in.

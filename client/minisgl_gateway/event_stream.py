@@ -1,0 +1,142 @@
+"""Server-sent events straight to the socket, and what ends them before their time.
+
+``EventStream`` sends bytes as they are made, without a layer in between. Its status is decided when
+the first event, or an error instead of it, is there. While it runs it listens for the client's
+leaving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from minisgl_gateway.errors import GONE, ApiError, error_response, shutting_down
+from minisgl_gateway.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
+
+_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Disconnected(Exception):
+    """The client went away."""
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Value]) -> _Value:
+    """The value of ``work``, which is cancelled when the client leaves: ``Disconnected``."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        return task.result()
+    finally:
+        await ended(task, gone)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def ended(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what still runs, and wait until it has come to its end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
+    """What the sources yield, as it comes; each waits until its last piece is taken."""
+    pending = {asyncio.ensure_future(anext(source, None)): source for source in sources}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = pending.pop(task)
+                if (piece := task.result()) is not None:
+                    pending[asyncio.ensure_future(anext(source, None))] = source
+                    yield piece
+    finally:
+        await ended(*pending)
+        for source in sources:
+            await source.aclose()
+
+
+class EventStream(Response):
+    """Sends the events that an iterator yields. ``events`` may raise ``ApiError``."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        request_id: str,
+        telemetry: Telemetry,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._request_id = request_id
+        self._telemetry = telemetry
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all; when it returns, nothing of the answer is under way.
+
+        Cancelled because the gateway ends, it says so to the client.
+        """
+        pump = asyncio.ensure_future(self._pump(scope, receive, send))
+        gone = asyncio.ensure_future(_disconnect(receive))
+        try:
+            with self._telemetry.open_streams.track_inprogress():
+                await asyncio.wait((pump, gone), return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+            else:
+                logger.info("%s: the client went away", self._request_id)
+                scope["state"]["outcome"] = GONE
+        except asyncio.CancelledError:
+            await ended(pump, gone)
+            await self._fail(shutting_down(), scope, receive, send)
+        finally:
+            await ended(pump, gone)
+
+    async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun_s = time.perf_counter()
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    if not self._started:
+                        self._started = True
+                        seconds = time.perf_counter() - begun_s
+                        self._telemetry.first_event_seconds.observe(seconds)
+                        await send(
+                            {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+                        )
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+        else:
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Tell an error: by the status, if that is not out yet, else as the last event."""
+        logger.info("%s: %s", self._request_id, error.story)
+        if self._started:
+            scope["state"]["outcome"] = error.status
+            await send({"type": "http.response.body", "body": error.event})
+        else:
+            await error_response(error)(scope, receive, send)

@@ -1,0 +1,134 @@
+"""What the engine reports about itself: counts that only grow, and samples for histograms.
+
+Knows numbers only. The engine's threads write them; metrics and health reports read them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias, get_args
+
+from minisgl_backend.scheduling.report import SchedulerStats
+
+StepKind: TypeAlias = Literal["prefill", "decode", "mixed"]
+"""What a step computes: chunks of prompts, decoding rows, or both."""
+
+Refusal: TypeAlias = Literal["invalid", "unsupported", "queue_full", "draining", "down"]
+"""Why a request was refused at the door."""
+REFUSALS: Final[tuple[Refusal, ...]] = get_args(Refusal)
+
+MAX_SAMPLES: Final = 4096
+"""Samples kept between two readings; older ones are dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot. ``num_open`` and ``scheduler`` have the gauges; all other numbers only grow."""
+
+    scheduler: SchedulerStats
+    num_open: int
+    """Requests that are accepted and have not ended."""
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    """All sampled tokens, including those of requests that were cancelled."""
+    num_cancelled: int
+    rejected: Mapping[Refusal, int]
+    """Requests refused at the door, by reason."""
+    failed: Mapping[str, int]
+    """Accepted requests that ended with an error, by its code."""
+    num_steps: int
+
+
+@dataclass(slots=True)
+class Samples:
+    """Observations since the last reading, the oldest first; times are in seconds."""
+
+    time_to_first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    time_per_output_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    e2e_latency_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    prompt_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    generation_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    step_s: deque[tuple[StepKind, float]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    batch_size: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+
+
+class Recorder:
+    """The engine's counters. Safe to write and read from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._samples = Samples()
+        self._rejected: Counter[Refusal] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+        self._num_cancelled = 0
+        self._num_steps = 0
+
+    def request_rejected(self, reason: Refusal) -> None:
+        """Count a request that was refused at the door."""
+        with self._lock:
+            self._rejected[reason] += 1
+
+    def request_failed(self, code: str) -> None:
+        """Count an accepted request that ended with an error."""
+        with self._lock:
+            self._failed[code] += 1
+
+    def request_cancelled(self) -> None:
+        """Count an accepted request that its caller cancelled."""
+        with self._lock:
+            self._num_cancelled += 1
+
+    def request_admitted(self, num_prompt_tokens: int) -> None:
+        """Count a request that has a row for the first time."""
+        with self._lock:
+            self._num_prompt_tokens += num_prompt_tokens
+            self._samples.prompt_tokens.append(num_prompt_tokens)
+
+    def request_started(self, time_to_first_token_s: float) -> None:
+        """Count a request whose first token is known."""
+        with self._lock:
+            self._samples.time_to_first_token_s.append(time_to_first_token_s)
+
+    def request_finished(self, *, num_tokens: int, e2e_s: float, decode_s: float) -> None:
+        """Count a request that ended with an answer; ``decode_s`` is from first to last token."""
+        with self._lock:
+            samples = self._samples
+            samples.generation_tokens.append(num_tokens)
+            samples.e2e_latency_s.append(e2e_s)
+            if num_tokens > 1:
+                samples.time_per_output_token_s.append(decode_s / (num_tokens - 1))
+
+    def step_committed(
+        self, kind: StepKind, *, batch_size: int, num_tokens: int, duration_s: float
+    ) -> None:
+        """Count a step of ``batch_size`` rows that sampled ``num_tokens`` tokens."""
+        with self._lock:
+            self._num_steps += 1
+            self._num_generated_tokens += num_tokens
+            self._samples.step_s.append((kind, duration_s))
+            self._samples.batch_size.append(batch_size)
+
+    def snapshot(self, scheduler: SchedulerStats, num_open: int) -> EngineStats:
+        """All counts at this moment."""
+        with self._lock:
+            return EngineStats(
+                scheduler=scheduler,
+                num_open=num_open,
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_generated_tokens=self._num_generated_tokens,
+                num_cancelled=self._num_cancelled,
+                rejected=dict(self._rejected),
+                failed=dict(self._failed),
+                num_steps=self._num_steps,
+            )
+
+    def take_samples(self) -> Samples:
+        """The observations since the last call."""
+        with self._lock:
+            taken, self._samples = self._samples, Samples()
+            return taken

@@ -1,0 +1,222 @@
+"""The files in a server's runtime directory, by which its processes tell each other how they are.
+
+Knows the names, and how each file is written and read. Must not know what is concluded from them:
+neither side, the models' processes nor the starter of the server, imports the other. Empty *marker
+files* tell by their presence, and are advice, never a lock:
+
+- ``queue-open.*`` or ``queue-full.*``, one for each engine that serves. Tokenizers look at them to
+  refuse early. When a model is reloaded, the new engine removes the old one's marker, so that the
+  old one learns that it has a successor.
+- ``drain``: the starter is about to stop the server, and waits until the engines have removed their
+  markers.
+- ``recovering``: the starter reloads a model that died; tokenizers refuse requests until then.
+
+A *heartbeat file*, one for each model's process, is written through a memory map and outlives the
+process. It tells when it was written last, how old the last sign of life of the process's work loop
+was then, and how many requests were inside the process: if the process is killed, the number of
+requests for which Triton would wait in vain. Times are of ``time.monotonic``, which all processes
+of a machine share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+RUNTIME_DIRECTORY_VARIABLE: Final = "MINISGL_RUNTIME_DIR"
+"""The environment variable that tells the models their runtime directory."""
+HTTP_URL_VARIABLE: Final = "MINISGL_HTTP_URL"
+"""The environment variable that tells the models where their own server listens."""
+OPTIONS_MODEL: Final = "llm_engine"
+"""The model whose config.pbtxt holds the engine's options, for the text models too."""
+DRAIN_MARKER: Final = "drain"
+RECOVERING_MARKER: Final = "recovering"
+QUEUE_OPEN: Final = "queue-open"
+QUEUE_FULL: Final = "queue-full"
+"""The beginning of the name of an engine's marker."""
+
+MARKERS_READ_EVERY_S = 0.02
+"""A tokenizer does not look at the markers more often."""
+_HEARTBEAT_LAYOUT: Final = struct.Struct("=qqqqddd")
+_PID, _STATE, _NUM_INSIDE, _NUM_SEEN, _STARTED_S, _BEAT_S, _TICK_AGE_S = range(7)
+_PREFIX: Final = "heartbeat"
+
+
+class QueueMarker:
+    """An engine's marker; ``place`` names the model's instance, at which one engine should serve.
+
+    Without a directory there is none, and the engine refuses by itself.
+    """
+
+    def __init__(self, directory: Path | None, place: str) -> None:
+        self._directory = directory
+        # by the id, a supervisor knows what to remove if this process was killed
+        self._name = f"{place}.{os.getpid()}.{secrets.token_hex(8)}"
+        self._full = False
+        if directory is not None:
+            for state in (QUEUE_OPEN, QUEUE_FULL):
+                for old in directory.glob(f"{state}.{place}.*"):
+                    old.unlink(missing_ok=True)
+            self._path(QUEUE_OPEN).touch()
+
+    def show(self, full: bool) -> None:
+        """Make the marker say whether the queue is full."""
+        if self._directory is None or full == self._full:
+            return
+        before, after = (QUEUE_OPEN, QUEUE_FULL) if full else (QUEUE_FULL, QUEUE_OPEN)
+        with contextlib.suppress(FileNotFoundError):
+            self._path(before).rename(self._path(after))
+        self._full = full
+
+    def is_replaced(self) -> bool:
+        """Whether a successor removed the marker."""
+        if self._directory is None:
+            return False
+        return not (self._path(QUEUE_OPEN).exists() or self._path(QUEUE_FULL).exists())
+
+    def must_drain(self) -> bool:
+        """Whether the starter of the server is about to stop it."""
+        return self._directory is not None and (self._directory / DRAIN_MARKER).exists()
+
+    def remove(self) -> None:
+        """The engine ends."""
+        if self._directory is not None:
+            for state in (QUEUE_OPEN, QUEUE_FULL):
+                self._path(state).unlink(missing_ok=True)
+
+    def _path(self, state: str) -> Path:
+        assert self._directory is not None
+        return self._directory / f"{state}.{self._name}"
+
+
+class MarkerReader:
+    """The markers as a tokenizer sees them."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._read_s = float("-inf")
+        self._states: set[str] = set()
+
+    def is_queue_full(self) -> bool:
+        """Whether every engine says that its queue is full."""
+        states = self._read()
+        return QUEUE_FULL in states and QUEUE_OPEN not in states
+
+    def is_recovering(self) -> bool:
+        """Whether another model is being loaded again."""
+        return RECOVERING_MARKER in self._read()
+
+    def _read(self) -> set[str]:
+        now_s = time.monotonic()
+        if self._directory is not None and now_s - self._read_s >= MARKERS_READ_EVERY_S:
+            self._read_s = now_s
+            try:
+                self._states = {path.name.partition(".")[0] for path in self._directory.iterdir()}
+            except OSError:
+                self._states = set()
+        return self._states
+
+
+class State(IntEnum):
+    """What a process says about itself."""
+
+    SERVING = 0
+    ENDING = 1
+    BROKEN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a heartbeat file says.
+
+    It was written at ``beat_s``; the last sign of life of the work loop was ``tick_age_s`` old
+    then. ``num_seen`` requests have come in, and ``num_inside`` of them have not had their final
+    flag yet.
+    """
+
+    pid: int
+    state: State
+    num_inside: int
+    num_seen: int
+    started_s: float
+    beat_s: float
+    tick_age_s: float
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long the process, or the work loop in it, has given no sign of life."""
+        return max(self.tick_age_s, now_s - self.beat_s)
+
+
+class Heartbeat:
+    """Writes the file of this process. Any thread may call ``entered`` and ``left``."""
+
+    def __init__(self, directory: Path, model: str) -> None:
+        self.path = heartbeat_path(directory, model, os.getpid())
+        draft = self.path.with_name(f".{self.path.name}")
+        draft.write_bytes(bytes(_HEARTBEAT_LAYOUT.size))
+        with draft.open("r+b") as file:
+            memory = memoryview(mmap.mmap(file.fileno(), _HEARTBEAT_LAYOUT.size))
+        # each of these writes a number as a whole, so that a reader never sees half of one
+        self._ints = memory.cast("q")
+        self._floats = memory.cast("d")
+        self._lock = threading.Lock()
+        self._ints[_PID] = os.getpid()
+        self._floats[_STARTED_S] = time.monotonic()
+        self.beat()
+        draft.rename(self.path)
+
+    def beat(self, *, tick_age_s: float = 0.0, state: State = State.SERVING) -> None:
+        """Write that the process lives, and how old the work loop's last sign of life is."""
+        self._ints[_STATE] = state
+        self._floats[_TICK_AGE_S] = tick_age_s
+        self._floats[_BEAT_S] = time.monotonic()
+
+    def entered(self) -> None:
+        """Count a request that came in."""
+        with self._lock:
+            self._ints[_NUM_INSIDE] += 1
+            self._ints[_NUM_SEEN] += 1
+
+    def left(self) -> None:
+        """Count a request that has had its final flag."""
+        with self._lock:
+            self._ints[_NUM_INSIDE] -= 1
+
+    def close(self) -> None:
+        """Remove the file: the process ends in good order. Late calls of ``left`` still work."""
+        self.path.unlink(missing_ok=True)
+
+
+def heartbeat_path(directory: Path, model: str, pid: int) -> Path:
+    """The heartbeat file of the process ``pid`` of a model."""
+    return directory / f"{_PREFIX}.{pid}.{model}"
+
+
+def socket_path(directory: Path, model: str, pid: int) -> Path:
+    """The socket at which the process ``pid`` of a model tells its counts."""
+    return directory / f"stats.{pid}.{model}"
+
+
+def heartbeat_files(directory: Path) -> list[tuple[str, Path]]:
+    """The heartbeat files in a directory, each with its model's name, in the order of paths."""
+    found = sorted(directory.glob(f"{_PREFIX}.*.*"))
+    return [(path.name.split(".", 2)[2], path) for path in found]
+
+
+def read_beat(path: Path) -> Beat | None:
+    """What a heartbeat file says; None if it is gone."""
+    try:
+        values = _HEARTBEAT_LAYOUT.unpack(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    pid, state, num_inside, num_seen, started_s, beat_s, tick_age_s = values
+    return Beat(pid, State(state), num_inside, num_seen, started_s, beat_s, tick_age_s)

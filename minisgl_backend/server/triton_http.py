@@ -1,0 +1,92 @@
+"""Calls to tritonserver over HTTP: whether it is ready, how many requests wait, a model's reload.
+
+Knows Triton's routes and metrics. Must not know the models' processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import time
+import urllib.error
+from collections.abc import Callable
+from http.client import HTTPConnection, HTTPException
+from typing import Final
+from urllib.parse import urlsplit
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.loopback import open_local
+from minisgl_backend.server.launch import ADMIN_KEY_HEADER
+
+_METRICS_S: Final = 2.0
+_CHECK_EVERY_S: Final = 0.1
+
+
+def is_ready(server_url: str, *, timeout_s: float) -> bool | None:
+    """What Triton says of itself; None if it says nothing in time."""
+    try:
+        with open_local(f"{server_url}/v2/health/ready", timeout_s=timeout_s) as response:
+            return bool(response.status == 200)
+    except urllib.error.HTTPError:
+        return False
+    except OSError:  # refused, reset or timed out
+        return None
+
+
+def load_model(
+    server_url: str,
+    model: str,
+    admin_key: str,
+    *,
+    pid: int,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> None:
+    """Load a model, and with it the ensembles that it is part of; ``ConfigError`` if that fails.
+
+    ``pid`` is tritonserver's. If tritonserver ends, the connection does not show it: the process
+    that tritonserver has started for the model also holds the connection, and may wait for ever.
+    ``check`` is called again and again, and raises if it is no use to wait any longer.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    address = urlsplit(server_url)
+    with contextlib.ExitStack() as open_until_then:
+        connection = HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
+        open_until_then.callback(connection.close)
+        try:
+            ended = os.pidfd_open(pid)
+            open_until_then.callback(os.close, ended)
+            path = f"/v2/repository/models/{model}/load"
+            connection.request("POST", path, b"{}", {ADMIN_KEY_HEADER: admin_key})
+            while not (ready := select.select([connection.sock, ended], [], [], _CHECK_EVERY_S)[0]):
+                check()
+                if time.monotonic() > deadline_s:
+                    raise ConfigError(f"{model}: Triton did not load it in {timeout_s:.0f} s")
+            if ended in ready:
+                raise ConfigError(f"{model}: tritonserver ended while it loaded it")
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+        except InterruptedError:  # by the check
+            raise
+        except (OSError, HTTPException) as error:
+            raise ConfigError(f"{model}: Triton did not load it: {error}") from None
+    if response.status != 200:
+        raise ConfigError(f"{model}: {text}")
+
+
+def num_waiting(metrics_url: str, model: str) -> int:
+    """The requests in a model's queues inside tritonserver; 0 if Triton does not answer.
+
+    What Triton has handed to a model's process, or not taken yet, is not among them.
+    """
+    try:
+        with open_local(metrics_url, timeout_s=_METRICS_S) as response:
+            text = response.read().decode()
+    except (OSError, HTTPException):  # the latter if it died in the middle
+        return 0
+    pattern = (
+        rf'^nv_inference_pending_request_count{{[^}}]*model="{re.escape(model)}"[^}}]*}} (\d+)'
+    )
+    return sum(map(int, re.findall(pattern, text, re.MULTILINE)))

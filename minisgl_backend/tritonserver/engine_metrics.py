@@ -1,0 +1,240 @@
+"""The engine's counts as Prometheus metrics on Triton's own endpoint.
+
+Each update of a metric is a round trip to tritonserver (some 60 microseconds) on the thread that
+responses use too. So counts are gathered here and reported in batches, a few times a second, from
+a side thread. Histograms of requests are Triton's own, an observation a request; those of steps and
+packets would take thousands of observations a second, so their buckets are counted here and
+reported as counters, which Prometheus reads the same way.
+
+Each engine has a label of its own. Two metrics with the same labels, as of two instances or of a
+model that is being reloaded, would be one object inside Triton, which goes with the first of the
+two: the next update of the other crashes tritonserver (measured with 24.10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import triton_python_backend_utils as pb_utils
+
+from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.recorder import REFUSALS, EngineStats, Samples
+from minisgl_backend.tritonserver.metrics import (
+    BucketCounts,
+    ReportedMetric,
+    engine_labels,
+    refusals_family,
+)
+
+_LATENCY_BUCKETS: Final = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+_TOKEN_BUCKETS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+_BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_MAX_OBSERVATIONS: Final = 500
+"""Observations of one histogram reported at a time; the newest if there are more."""
+
+
+class Engine(Protocol):
+    """The part of the engine that is needed here."""
+
+    info: EngineInfo
+
+    def stats(self) -> EngineStats:
+        """Counts at this moment."""
+
+    def take_samples(self) -> Samples:
+        """Observations since the last call."""
+
+
+class EngineMetrics:
+    """All metrics of one engine. ``report`` belongs to one thread, ``packet_sent`` to any."""
+
+    def __init__(self, engine: Engine, *, model: str, version: str) -> None:
+        self._engine = engine
+        self._labels = engine_labels(model, version)
+        self._families: list[Any] = []
+        self._packet_tokens = BucketCounts(_TOKEN_BUCKETS)
+        self._batch_size = BucketCounts(_BATCH_BUCKETS)
+        self._step_s = {
+            phase: BucketCounts(_LATENCY_BUCKETS) for phase in ("prefill", "decode", "mixed")
+        }
+        self._counters = self._make_counters()
+        self._gauges = self._make_gauges()
+        self._rejected = self._by_label(self._kept(refusals_family()), "reason", REFUSALS)
+        self._failed = self._by_label(
+            self._family(
+                "minisgl:requests_failed_total",
+                "Accepted requests that ended with an error",
+                pb_utils.MetricFamily.COUNTER,
+            ),
+            "code",
+            ("INTERNAL", "UNAVAILABLE", "INVALID_ARG"),
+        )
+        self._histograms = self._make_histograms()
+        self._counted = [
+            (self._packet_tokens, self._bucket_metrics("minisgl:chunk_tokens", _TOKEN_BUCKETS)),
+            (self._batch_size, self._bucket_metrics("minisgl:batch_size", _BATCH_BUCKETS)),
+        ]
+        families = self._bucket_families("minisgl:step_seconds")
+        for phase, counts in self._step_s.items():
+            metrics = self._bucket_children(families, _LATENCY_BUCKETS, {"phase": phase})
+            self._counted.append((counts, metrics))
+
+    def packet_sent(self, num_tokens: int) -> None:
+        """A response with that many tokens went out."""
+        if num_tokens:
+            self._packet_tokens.observe(num_tokens)
+
+    def report(self) -> None:
+        """Tell Triton what changed since the last report."""
+        stats = self._engine.stats()
+        scheduler = stats.scheduler
+        for name, value in (
+            ("vllm:prompt_tokens_total", stats.num_prompt_tokens),
+            ("vllm:generation_tokens_total", stats.num_generated_tokens),
+            ("vllm:prefix_cache_queries_total", scheduler.prefix_queries),
+            ("vllm:prefix_cache_hits_total", scheduler.prefix_hits),
+            ("minisgl:requests_cancelled_total", stats.num_cancelled),
+            ("minisgl:requests_retracted_total", scheduler.num_retractions),
+        ):
+            self._counters[name].raise_to(value)
+        for reason, value in stats.rejected.items():
+            self._rejected[reason].raise_to(value)
+        for code, value in stats.failed.items():
+            self._failed[code].raise_to(value)
+        waiting = max(scheduler.num_waiting, stats.num_open - scheduler.num_running)
+        used = scheduler.used_pages
+        levels: tuple[tuple[str, float], ...] = (
+            ("vllm:num_requests_running", scheduler.num_running),
+            ("vllm:num_requests_waiting", waiting),
+            ("vllm:kv_cache_usage_perc", used / max(1, scheduler.total_pages)),
+            ("tokens_per", self._engine.info.page_size),
+            ("used", used),
+            ("max", scheduler.total_pages),
+        )
+        for name, level in levels:
+            self._gauges[name].set(level)
+        self._observe_samples()
+        for counts, children in self._counted:
+            for name, total in counts.totals().items():
+                children[name].raise_to(total)
+
+    def close(self) -> None:
+        """Drop all metrics, and then their families, as Triton demands."""
+        self._counters.clear()
+        self._gauges.clear()
+        self._rejected.clear()
+        self._failed.clear()
+        self._histograms.clear()
+        self._counted.clear()
+        self._families.clear()
+
+    def _observe_samples(self) -> None:
+        samples = self._engine.take_samples()
+        for name, values in (
+            ("vllm:time_to_first_token_seconds", samples.time_to_first_token_s),
+            ("vllm:time_per_output_token_seconds", samples.time_per_output_token_s),
+            ("vllm:e2e_request_latency_seconds", samples.e2e_latency_s),
+            ("vllm:request_prompt_tokens", samples.prompt_tokens),
+            ("vllm:request_generation_tokens", samples.generation_tokens),
+        ):
+            metric = self._histograms[name]
+            for value in list(values)[-_MAX_OBSERVATIONS:]:
+                metric.observe(value)
+        for phase, seconds in samples.step_s:
+            self._step_s[phase].observe(seconds)
+        for size in samples.batch_size:
+            self._batch_size.observe(size)
+
+    # --- making metrics ----------------------------------------------------------------------
+
+    def _family(self, name: str, description: str, kind: Any) -> Any:
+        return self._kept(pb_utils.MetricFamily(name=name, description=description, kind=kind))
+
+    def _kept(self, family: Any) -> Any:
+        self._families.append(family)
+        return family
+
+    def _make_counters(self) -> dict[str, ReportedMetric]:
+        descriptions = {
+            "vllm:prompt_tokens_total": "Prompt tokens of admitted requests",
+            "vllm:generation_tokens_total": "Tokens sampled",
+            "vllm:prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache",
+            "vllm:prefix_cache_hits_total": "Prompt tokens found in the prefix cache",
+            "minisgl:requests_cancelled_total": "Requests given up by their clients",
+            "minisgl:requests_retracted_total": "Requests set back for want of pages",
+        }
+        counter = pb_utils.MetricFamily.COUNTER
+        return {
+            name: ReportedMetric(self._family(name, text, counter).Metric(labels=self._labels))
+            for name, text in descriptions.items()
+        }
+
+    def _make_gauges(self) -> dict[str, ReportedMetric]:
+        descriptions = {
+            "vllm:num_requests_running": "Requests that hold a row",
+            "vllm:num_requests_waiting": "Requests in the queue",
+            "vllm:kv_cache_usage_perc": "Share of the pages that are neither free nor evictable",
+        }
+        gauge = pb_utils.MetricFamily.GAUGE
+        gauges = {
+            name: ReportedMetric(self._family(name, text, gauge).Metric(labels=self._labels))
+            for name, text in descriptions.items()
+        }
+        blocks = self._family(
+            "nv_trt_llm_kv_cache_block_metrics",
+            "Pages of the KV cache, under the name that Triton's load reports look for",
+            gauge,
+        )
+        for kind in ("tokens_per", "used", "max"):
+            labels = {**self._labels, "kv_cache_block_type": kind}
+            gauges[kind] = ReportedMetric(blocks.Metric(labels=labels))
+        return gauges
+
+    def _make_histograms(self) -> dict[str, Any]:
+        descriptions = {
+            "vllm:time_to_first_token_seconds": ("From arrival to first token", _LATENCY_BUCKETS),
+            "vllm:time_per_output_token_seconds": ("Between two tokens", _LATENCY_BUCKETS),
+            "vllm:e2e_request_latency_seconds": ("From arrival to the end", _LATENCY_BUCKETS),
+            "vllm:request_prompt_tokens": ("Tokens of a prompt", _TOKEN_BUCKETS),
+            "vllm:request_generation_tokens": ("Tokens of an answer", _TOKEN_BUCKETS),
+        }
+        return {
+            name: self._family(name, text, pb_utils.MetricFamily.HISTOGRAM).Metric(
+                labels=self._labels, buckets=list(buckets)
+            )
+            for name, (text, buckets) in descriptions.items()
+        }
+
+    def _by_label(
+        self, family: Any, label: str, values: Sequence[str]
+    ) -> dict[str, ReportedMetric]:
+        return {
+            value: ReportedMetric(family.Metric(labels={**self._labels, label: value}))
+            for value in values
+        }
+
+    def _bucket_families(self, name: str) -> dict[str, Any]:
+        return {
+            suffix: self._family(
+                f"{name}_{suffix}", f"Histogram {name}", pb_utils.MetricFamily.COUNTER
+            )
+            for suffix in ("bucket", "sum", "count")
+        }
+
+    def _bucket_children(
+        self, families: Mapping[str, Any], buckets: Sequence[float], labels: Mapping[str, str]
+    ) -> dict[str, ReportedMetric]:
+        own = {**self._labels, **labels}
+        children = {
+            suffix: ReportedMetric(families[suffix].Metric(labels=own))
+            for suffix in ("sum", "count")
+        }
+        for bound in (*(f"{bucket:g}" for bucket in buckets), "+Inf"):
+            children[bound] = ReportedMetric(families["bucket"].Metric(labels={**own, "le": bound}))
+        return children
+
+    def _bucket_metrics(self, name: str, buckets: Sequence[float]) -> dict[str, ReportedMetric]:
+        return self._bucket_children(self._bucket_families(name), buckets, {})

@@ -1,0 +1,178 @@
+"""A request of Triton's -> what the engine is asked for, and the stream of its responses.
+
+Knows the two ways in and out of the model ``llm_engine``: the tokenizer's record, answered with
+packets for the detokenizer, and token ids of a client that calls this model alone (*direct*),
+answered with token ids. Fills in what a request leaves open: seed, deadline, interval. Must not
+know when anything is sent.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+from minisgl_backend.config import EngineOptions, Limits
+from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.request import Failed, IntArray, Request, RequestId, SamplingParams
+from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.text.prompt import TokenPrompt
+from minisgl_backend.tritonserver.responder import Responder, error_response
+from minisgl_backend.tritonserver.response_stream import ResponseStream
+from minisgl_backend.tritonserver.tensors import (
+    bytes_array,
+    checked_size,
+    make_response,
+    read_inputs,
+    read_parameters,
+)
+from minisgl_backend.tritonserver.window import Window
+from minisgl_backend.tritonserver.wire.answer import Answer, answer_arrays
+from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
+from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, encode_packet
+from minisgl_backend.tritonserver.wire.parameters import CHUNK, INPUT_IDS, REQUEST
+from minisgl_backend.tritonserver.wire.parse import parse_token_generation
+from minisgl_backend.tritonserver.wire.record import decode_record
+
+_STOP_STRINGS_EVERY_S: Final = 0.1
+"""How often a request that is answered at its end shows its tokens to the stop strings."""
+
+
+def read_request(request: Any, limits: Limits) -> tuple[Generation | StopRequest, bool]:
+    """A request of Triton's, and whether it is direct; raises ``RequestError``."""
+    arrival_time_ns = time.time_ns()
+    inputs = read_inputs(request)
+    checked_size(request, inputs, limits)
+    if REQUEST.name not in inputs:
+        parsed = parse_token_generation(
+            inputs,
+            read_parameters(request),
+            arrival_time_ns=arrival_time_ns,
+            timeout_us=request.timeout(),
+            limits=limits,
+        )
+        return parsed, True
+    ids = inputs.get(INPUT_IDS.name)
+    if ids is None:
+        raise InvalidRequest("request goes with input_ids")
+    record = inputs[REQUEST.name].item(0).decode(errors="replace")  # then it is no JSON
+    return decode_record(record, ids.reshape(-1), limits), False
+
+
+class Engine(Protocol):
+    """The part of the engine that is needed here."""
+
+    info: EngineInfo
+
+    def new_id(self) -> RequestId:
+        """An id for a request."""
+
+    def fitted(self, sampling: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
+        """The same with at most as many tokens as there is room for."""
+
+
+class EngineRequests:
+    """Makes the engine's requests and their streams. Belongs to the thread of ``execute``."""
+
+    def __init__(self, engine: Engine, options: EngineOptions, *, reply_to: str) -> None:
+        """``reply_to`` is the path of the socket for acknowledgements."""
+        self._engine = engine
+        self._reply_to = reply_to
+        self._interval_s = options.min_chunk_interval_ms / 1000
+        self._seeds = random.Random(options.seed) if options.seed is not None else random.Random()
+
+    def stream(
+        self, generation: Generation, responder: Responder, key: int, *, direct: bool
+    ) -> ResponseStream:
+        """The stream of a request's responses; ``key`` names it."""
+        start = StreamStart.of(
+            generation,
+            num_input_tokens=len(_prompt_ids(generation)),
+            eos_token_ids=self._engine.info.eos_token_ids,
+        )
+        return ResponseStream(
+            key=key,
+            request_id=self._engine.new_id(),
+            responder=responder,
+            start=start,
+            reply_to="" if direct else self._reply_to,
+            encode=TokenEncoder(responder.label, start) if direct else packet_response,
+            window=Window(now_s=time.monotonic(), interval_s=self._interval_of(generation)),
+            arrival_time_ns=generation.arrival_time_ns,
+        )
+
+    def request(self, generation: Generation, stream: ResponseStream) -> Request:
+        """What the engine is asked for."""
+        ids = _prompt_ids(generation)
+        seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
+        sampling = replace(generation.sampling, seed=seed)
+        if generation.fit_max_tokens:
+            sampling = self._engine.fitted(sampling, num_prompt_tokens=len(ids))
+        return Request(
+            id=stream.request_id,
+            prompt=ids,
+            sampling=sampling,
+            priority=generation.priority,
+            deadline_s=_deadline_s(generation),
+            cache_salt=generation.cache_salt,
+            label=stream.responder.label,
+        )
+
+    def _interval_of(self, generation: Generation) -> float:
+        if not generation.stream:
+            return _STOP_STRINGS_EVERY_S if generation.stop_strings else float("inf")
+        asked_ms = generation.min_chunk_interval_ms
+        return self._interval_s if asked_ms is None else asked_ms / 1000
+
+
+def _prompt_ids(generation: Generation) -> IntArray:
+    """int32[num_prompt_tokens]; whatever the prompt was, it comes here as token ids."""
+    assert isinstance(generation.prompt, TokenPrompt)
+    return generation.prompt.ids
+
+
+def _deadline_s(generation: Generation) -> float | None:
+    """The deadline on the clock of ``time.monotonic``; the request arrived in another process."""
+    if generation.timeout_ms is None:
+        return None
+    age_s = max(0, time.time_ns() - generation.arrival_time_ns) / 1e9
+    return time.monotonic() - age_s + generation.timeout_ms / 1000
+
+
+# --- responses -----------------------------------------------------------------------------------
+
+
+def packet_response(packet: Packet) -> Any:
+    """The response that carries a packet to the detokenizer."""
+    return make_response({CHUNK.name: bytes_array(encode_packet(packet))})
+
+
+class TokenEncoder:
+    """Responses of one stream for a direct client, which gets token ids."""
+
+    def __init__(self, label: str, start: StreamStart) -> None:
+        self._label = label
+        self._start = start
+        self._num_cached_tokens = 0
+        self._cumulative_logprob = 0.0
+
+    def __call__(self, packet: Packet) -> Any:
+        terminal = packet.terminal
+        if isinstance(terminal, Failed):
+            return error_response(terminal.error, self._label)
+        if packet.num_cached_tokens is not None:
+            self._num_cached_tokens = packet.num_cached_tokens
+        self._cumulative_logprob += sum(one.logprob for one in packet.logprobs)
+        answer = Answer(
+            token_ids=packet.token_ids,
+            finish=terminal.reason if terminal is not None else None,
+            stop_reason=terminal.stop_token_id if terminal is not None else None,
+            num_input_tokens=self._start.num_input_tokens,
+            num_output_tokens=len(packet.token_ids),
+            num_cached_tokens=self._num_cached_tokens,
+            logprobs=packet.logprobs,
+            cumulative_logprob=self._cumulative_logprob,
+            times=packet.times,
+        )
+        return make_response(answer_arrays(answer, self._start.wanted))

@@ -1,0 +1,245 @@
+"""The responses of one request: events of the engine come in, packets go out when they may.
+
+Knows events, the window and the responder of one request. Must not know the engine, other requests,
+or what a response looks like: ``encode`` turns a packet into one.
+
+The engine's thread puts events in and never waits: it takes a lock under which nothing blocks. A
+sender thread takes out the next packet, and only one at a time works for a stream (``_claim``), so
+its packets stay in order.
+
+Invariants: the responder gets its final flag as soon as the terminal event has come, or the stream
+is muted: by a verdict, or because it is not acknowledged any more. A muted stream sends nothing
+else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+from minisgl_backend.errors import MiniSGLError
+from minisgl_backend.request import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    Generated,
+    RequestId,
+    TokenId,
+    TokenLogprobs,
+)
+from minisgl_backend.tritonserver.responder import Responder
+from minisgl_backend.tritonserver.window import Window
+from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times, Verdict
+
+
+class Duty(Enum):
+    """What the clock asks of a stream."""
+
+    NOTHING = auto()
+    SEND = auto()
+    GIVE_UP = auto()
+
+
+class ResponseStream:
+    """Gathers the tokens of one request, and gives them out as packets."""
+
+    def __init__(
+        self,
+        *,
+        key: int,
+        request_id: RequestId,
+        responder: Responder,
+        start: StreamStart,
+        reply_to: str,
+        encode: Callable[[Packet], Any],
+        window: Window,
+        arrival_time_ns: int,
+    ) -> None:
+        """A detokenizer acknowledges the packets at ``reply_to``. If that is empty, each counts as
+        acknowledged once Triton took it."""
+        self.key = key
+        self.request_id = request_id
+        self.responder = responder
+        self.encode = encode
+        self.is_acknowledged = bool(reply_to)
+        self._reply_to = reply_to
+        self._start = start
+        self._lock = threading.Lock()
+        self._window = window
+        self._token_ids: list[TokenId] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_cached_tokens: int | None = None
+        self._is_timed = start.wanted.perf_metrics
+        self._arrival_time_ns = arrival_time_ns
+        self._scheduled_time_ns = 0
+        self._first_token_time_ns = 0
+        self._last_token_time_ns = 0
+        self._terminal: Finished | Failed | None = None
+        self._num_sent = 0
+        self._has_sent_tokens = False
+        self._claimed = False
+        self._muted = False
+        self._error: MiniSGLError | None = None
+        self._next_sweep_s = 0.0
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether what goes out next should not wait for the packets of other streams.
+
+        That is its first tokens, its end, a probe, and all of a stream that is not acknowledged.
+        """
+        return (
+            not self._has_sent_tokens
+            or self._muted
+            or self._terminal is not None
+            or not self._token_ids
+            or not self.is_acknowledged
+        )
+
+    # --- the engine's thread -----------------------------------------------------------------
+
+    def put(self, event: Event) -> bool:
+        """Take an event; True if the caller must hand the stream to a sender."""
+        with self._lock:
+            if type(event) is Generated:
+                self._token_ids.append(event.token_id)
+                if event.logprobs is not None:
+                    self._logprobs.append(event.logprobs)
+                if self._is_timed:
+                    self._last_token_time_ns = time.time_ns()
+                    self._first_token_time_ns = (
+                        self._first_token_time_ns or self._last_token_time_ns
+                    )
+                if self._claimed or not self._window.is_open:
+                    return False  # the usual case of a busy server, and it comes for every token
+            elif isinstance(event, Admitted):
+                self._scheduled_time_ns = time.time_ns()
+                self._num_cached_tokens = event.num_cached_tokens
+            else:
+                assert isinstance(event, Finished | Failed)
+                self._terminal = event
+            return self._claim(time.monotonic())
+
+    # --- the channel's thread ----------------------------------------------------------------
+
+    def acknowledge(self, index: int, verdict: Verdict) -> tuple[bool, float | None]:
+        """Take an acknowledgement; whether a sender is needed, and when that packet was sent."""
+        with self._lock:
+            sent_s = self._window.acknowledged(index)
+            if verdict is not Verdict.CONTINUE:
+                self._muted = True
+            return self._claim(time.monotonic()), sent_s
+
+    def mute(self, error: MiniSGLError | None = None) -> bool:
+        """End without a last packet, with ``error`` if any; True if a sender is needed now."""
+        with self._lock:
+            self._muted = True
+            self._error = error
+            return self._claim(time.monotonic())
+
+    @property
+    def is_muted(self) -> bool:
+        """Whether it sends nothing any more but the final flag."""
+        with self._lock:
+            return self._muted
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no acknowledgement is outstanding."""
+        with self._lock:
+            return self._window.is_open
+
+    # --- the clock's thread ------------------------------------------------------------------
+
+    def tick(self, now_s: float, newest_acknowledged_s: float, grace_s: float) -> Duty:
+        """What is to be done now; after ``SEND`` the caller hands the stream to a sender."""
+        with self._lock:
+            if self._claimed:
+                return Duty.NOTHING
+            if self._claim(now_s):
+                return Duty.SEND
+            if not self.is_acknowledged:
+                return Duty.NOTHING
+            if self._window.is_overdue(now_s, newest_acknowledged_s, grace_s):
+                return Duty.GIVE_UP
+            if self._window.probe_is_due(now_s):
+                self._claimed = True
+                return Duty.SEND
+            return Duty.NOTHING
+
+    def sweep_is_due(self, now_s: float, interval_s: float) -> bool:
+        """Whether the responder should be asked again if the client gave up."""
+        if now_s < self._next_sweep_s:
+            return False
+        self._next_sweep_s = now_s + interval_s
+        return True
+
+    # --- senders -----------------------------------------------------------------------------
+
+    def take(self) -> Packet | None:
+        """What goes out now; None if the final flag goes alone."""
+        now_s = time.monotonic()
+        with self._lock:
+            if self._muted:
+                return None
+            token_ids: list[TokenId] = []
+            logprobs: list[TokenLogprobs] = []
+            if self._terminal is not None or self._window.may_send_tokens(now_s):
+                token_ids, self._token_ids = self._token_ids, token_ids
+                logprobs, self._logprobs = self._logprobs, logprobs
+            num_cached_tokens, self._num_cached_tokens = self._num_cached_tokens, None
+            index = self._num_sent
+            self._num_sent += 1
+            self._has_sent_tokens |= bool(token_ids)
+            self._window.sent(index, now_s, with_tokens=bool(token_ids))
+            return Packet(
+                self._reply_to,
+                self.key,
+                index,
+                token_ids,
+                self._start if index == 0 else None,
+                num_cached_tokens,
+                tuple(logprobs),
+                self._terminal,
+                self._times() if self._is_timed else None,
+            )
+
+    def _times(self) -> Times:
+        return Times(
+            self._arrival_time_ns,
+            self._scheduled_time_ns,
+            self._first_token_time_ns,
+            self._last_token_time_ns,
+        )
+
+    def release(self, index: int) -> bool:
+        """A sender has sent packet ``index``; True if the stream needs a sender again."""
+        now_s = time.monotonic()
+        with self._lock:
+            if self.is_acknowledged:
+                self._window.handed_over(index, now_s)
+            else:
+                self._window.acknowledged(index)
+            self._claimed = False
+            return self._claim(now_s)
+
+    def end(self) -> None:
+        """Send the final flag of a muted stream, alone or with the error it was muted with."""
+        error = self._error
+        if error is not None:
+            self.responder.fail(error)
+        else:
+            self.responder.finish()
+
+    def _claim(self, now_s: float) -> bool:
+        if self._claimed:
+            return False
+        over = self._muted or self._terminal is not None
+        if not over and not (self._token_ids and self._window.may_send_tokens(now_s)):
+            return False
+        self._claimed = True
+        return True

@@ -1,0 +1,314 @@
+"""llm_engine <-> detokenizer: packets of a stream's tokens, and their acknowledgements.
+
+A packet is JSON in the tensor ``chunk``:
+
+    {"r": reply_to, "s": key, "i": index, "o": [token id, ...]}    a common packet
+    no "o"              no tokens, as in a probe
+    "d": {...}          with index 0: what the detokenizer has to know of the stream
+    "c": int            once known: prompt tokens found in the cache
+    "l": [[logprob, rank, [[token id, logprob], ...]], ...]  one a token
+    "f": [reason] or [reason, stop token id]                 the last packet
+    "e": [code, message]                                     the last packet, of a failed request
+    "t": [arrival, first scheduled, first token, last token] in ns since 1970, if asked for
+
+All of it is one tensor of bytes, and the keys are short, because this is on the path of every
+response: each further tensor, and each string in one, costs more than this text does. A client may
+call the detokenizer by itself, so decoding trusts nothing.
+
+Back on a Unix socket (``channel``) go acknowledgements: binary, any number of them in a message. On
+the same socket the engine sends the keys of streams that end without a last packet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Final
+
+from minisgl_backend.errors import (
+    Cancelled,
+    EngineFailure,
+    InvalidRequest,
+    MiniSGLError,
+    Overloaded,
+    Unsupported,
+)
+from minisgl_backend.request import Failed, Finished, FinishReason, TokenId, TokenLogprobs
+from minisgl_backend.tritonserver.wire.generation import NOTHING, Generation, Wanted
+
+_MOST_LOGPROB: Final = 1e30
+"""What float32 holds, and sums of it too."""
+_encode: Final = json.JSONEncoder(separators=(",", ":")).encode
+_ERRORS: Final[Mapping[str, type[MiniSGLError]]] = {
+    error.code: error
+    for error in (InvalidRequest, Unsupported, Overloaded, Cancelled, EngineFailure)
+}
+
+ACK: Final = struct.Struct("<QIB")
+_KEY: Final = struct.Struct("<Q")
+
+
+class Verdict(IntEnum):
+    """What an acknowledgement says of the stream."""
+
+    CONTINUE = 0
+    STOP = 1
+    """A stop string matched; the client has its last answer."""
+    CANCELLED = 2
+    """The client has cancelled, or is gone."""
+    FAILED = 3
+    """The detokenizer failed on the stream, or does not know it since it was restarted; the client
+    has the error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """All packets of a stream up to ``index`` were taken."""
+
+    key: int
+    index: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStart:
+    """What the detokenizer has to know of a stream.
+
+    ``stop_token_ids`` end the request and have no text. ``prompt_text`` is set if the answer
+    starts with the prompt.
+    """
+
+    num_input_tokens: int
+    stream: bool = False
+    wanted: Wanted = NOTHING
+    stop_strings: tuple[str, ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[TokenId, ...] = ()
+    prompt_text: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        generation: Generation,
+        *,
+        num_input_tokens: int,
+        eos_token_ids: tuple[TokenId, ...],
+    ) -> StreamStart:
+        """The start of a generation's stream; ``eos_token_ids`` are the model's own."""
+        sampling = generation.sampling
+        # ids that end the request show no text, even if they are no special tokens
+        own = () if sampling.ignore_eos else eos_token_ids
+        return cls(
+            num_input_tokens=num_input_tokens,
+            stream=generation.stream,
+            wanted=generation.wanted,
+            stop_strings=generation.stop_strings,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=(*sampling.stop_token_ids, *own),
+            prompt_text=generation.prompt_text,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Moments of a request, in ns since 1970; 0 for one that has not come."""
+
+    arrival_time_ns: int
+    first_scheduled_time_ns: int = 0
+    first_token_time_ns: int = 0
+    last_token_time_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """Tokens of a stream, and what belongs to them.
+
+    ``reply_to`` is the path of the socket on which to acknowledge; it is empty in a packet for a
+    client of ``llm_engine`` alone, which is never encoded. ``key`` names the stream, ``index``
+    counts its packets from 0. ``start`` is set if ``index`` is 0, ``num_cached_tokens`` once, when
+    it became known, ``terminal`` in the last packet. ``logprobs`` has one entry a token, if they
+    were asked for.
+    """
+
+    reply_to: str
+    key: int
+    index: int
+    token_ids: list[TokenId] = field(default_factory=list)
+    start: StreamStart | None = None
+    num_cached_tokens: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    terminal: Finished | Failed | None = None
+    times: Times | None = None
+
+
+def encode_packet(packet: Packet) -> bytes:
+    """The JSON text of a packet."""
+    body: dict[str, Any] = {"r": packet.reply_to, "s": packet.key, "i": packet.index}
+    if packet.token_ids:
+        body["o"] = packet.token_ids
+    if packet.start is not None:
+        body["d"] = _encode_start(packet.start)
+    if packet.num_cached_tokens is not None:
+        body["c"] = packet.num_cached_tokens
+    if packet.logprobs:
+        body["l"] = [(one.logprob, one.rank, one.alternatives) for one in packet.logprobs]
+    if isinstance(terminal := packet.terminal, Finished):
+        body["f"] = [terminal.reason.value]
+        if terminal.stop_token_id is not None:
+            body["f"].append(terminal.stop_token_id)
+    elif terminal is not None:
+        body["e"] = (terminal.error.code, str(terminal.error))
+    if (times := packet.times) is not None:
+        body["t"] = (
+            times.arrival_time_ns,
+            times.first_scheduled_time_ns,
+            times.first_token_time_ns,
+            times.last_token_time_ns,
+        )
+    return _encode(body).encode()
+
+
+def decode_packet(text: bytes) -> Packet:
+    """The packet of a JSON text; raises ``InvalidRequest`` if it is none."""
+    try:
+        body = json.loads(text.decode())
+        if len(body) == 4 and "o" in body:
+            return Packet(
+                _str(body["r"]),
+                _unsigned(body["s"], 64),
+                _unsigned(body["i"], 32),
+                _ints(body["o"]),
+            )
+        return _decode(body)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ):
+        raise InvalidRequest("chunk is not one that llm_engine sends") from None
+
+
+def _decode(body: dict[str, Any]) -> Packet:
+    token_ids = _ints(body["o"]) if "o" in body else []
+    logprobs = tuple(_decode_logprobs(one) for one in body.get("l", ()))
+    if logprobs and len(logprobs) != len(token_ids):
+        raise ValueError
+    return Packet(
+        reply_to=_str(body["r"]),
+        key=_unsigned(body["s"], 64),
+        index=_unsigned(body["i"], 32),
+        token_ids=token_ids,
+        start=_decode_start(body["d"]) if "d" in body else None,
+        num_cached_tokens=_unsigned(body["c"], 32) if "c" in body else None,
+        logprobs=logprobs,
+        terminal=_decode_terminal(body),
+        times=Times(*(_int(moment) for moment in body["t"])) if "t" in body else None,
+    )
+
+
+def _decode_logprobs(one: list[Any]) -> TokenLogprobs:
+    logprob, rank, alternatives = one
+    pairs = tuple((_int(token_id), _logprob(value)) for token_id, value in alternatives)
+    return TokenLogprobs(_logprob(logprob), _int(rank), pairs)
+
+
+def _decode_terminal(body: dict[str, Any]) -> Finished | Failed | None:
+    if "e" in body:
+        code, message = _str(body["e"][0]), _str(body["e"][1])
+        return Failed(_ERRORS.get(code, EngineFailure)(message))
+    if "f" in body:
+        reason, *stop_token_id = body["f"]
+        return Finished(FinishReason(reason), _int(stop_token_id[0]) if stop_token_id else None)
+    return None
+
+
+def _encode_start(start: StreamStart) -> dict[str, Any]:
+    body: dict[str, Any] = {"n": start.num_input_tokens}
+    if start.stream:
+        body["stream"] = True
+    if start.wanted != NOTHING:
+        body["wanted"] = start.wanted.names()
+    if start.stop_strings:
+        body["stop"] = start.stop_strings
+    if start.min_tokens:
+        body["min"] = start.min_tokens
+    if start.stop_token_ids:
+        body["ids"] = start.stop_token_ids
+    if start.prompt_text is not None:
+        body["prompt"] = start.prompt_text
+    return body
+
+
+def _decode_start(body: dict[str, Any]) -> StreamStart:
+    prompt = body.get("prompt")
+    return StreamStart(
+        num_input_tokens=_unsigned(body["n"], 32),
+        stream=bool(body.get("stream", False)),
+        wanted=Wanted(**{_str(name): True for name in body["wanted"]})
+        if "wanted" in body
+        else NOTHING,
+        stop_strings=tuple(_str(text) for text in body.get("stop", ()) if text != ""),
+        min_tokens=_int(body.get("min", 0)),
+        stop_token_ids=tuple(_int(token_id) for token_id in body.get("ids", ())),
+        prompt_text=None if prompt is None else _str(prompt),
+    )
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise TypeError
+    return value
+
+
+def _unsigned(value: Any, num_bits: int) -> int:
+    if type(value) is not int or not 0 <= value < 2**num_bits:
+        raise TypeError
+    return value
+
+
+def _logprob(value: Any) -> float:
+    number = float(value)
+    if not (abs(number) <= _MOST_LOGPROB or number == -math.inf):
+        raise ValueError
+    return number
+
+
+def _ints(values: Any) -> list[int]:
+    if type(values) is not list:
+        raise TypeError
+    return [_int(value) for value in values]
+
+
+def _str(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError
+    value.encode()  # a lone surrogate is a UnicodeError, which is a ValueError
+    return value
+
+
+def encode_acks(acks: Iterable[Ack]) -> bytes:
+    """A message of acknowledgements."""
+    return b"".join(ACK.pack(ack.key, ack.index, ack.verdict) for ack in acks)
+
+
+def decode_acks(message: bytes) -> list[Ack]:
+    """The acknowledgements of a message; raises ``struct.error`` or ``ValueError`` if malformed."""
+    return [Ack(key, index, Verdict(verdict)) for key, index, verdict in ACK.iter_unpack(message)]
+
+
+def encode_keys(keys: Iterable[int]) -> bytes:
+    """A message that names streams to be forgotten."""
+    return b"".join(map(_KEY.pack, keys))
+
+
+def decode_keys(message: bytes) -> list[int]:
+    """The streams that a message names; raises ``struct.error`` if it is malformed."""
+    return [key for (key,) in _KEY.iter_unpack(message)]

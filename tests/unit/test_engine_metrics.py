@@ -1,0 +1,193 @@
+"""Metrics: their names and labels, and that counts are told once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded, Recovering, Unsupported
+from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.recorder import EngineStats, Recorder, Samples
+from minisgl_backend.scheduling.report import SchedulerStats
+from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
+from minisgl_backend.tritonserver.metrics import BucketCounts, Rejections
+from tests.fakes.pb_utils import Metric, MetricFamily
+
+INFO = EngineInfo(
+    model="/models/demo",
+    architecture="x",
+    device="cpu",
+    dtype="float32",
+    attention_backend="sdpa",
+    vocab_size=10,
+    eos_token_ids=(),
+    max_sequence_length=100,
+    page_size=16,
+    num_pages=50,
+    max_running_requests=8,
+    max_queued_requests=8,
+    max_queued_tokens=1000,
+)
+
+
+class Engine:
+    """As much of an engine as metrics looks at."""
+
+    info = INFO
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.scheduler = SchedulerStats(
+            num_waiting=1,
+            num_running=2,
+            total_pages=50,
+            free_pages=20,
+            cached_pages=10,
+            evictable_pages=5,
+            num_retractions=3,
+            prefix_queries=100,
+            prefix_hits=40,
+        )
+
+    def stats(self) -> EngineStats:
+        return self.recorder.snapshot(self.scheduler, 3)
+
+    def take_samples(self) -> Samples:
+        return self.recorder.take_samples()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def metrics(engine: Engine) -> Iterator[EngineMetrics]:
+    MetricFamily.families.clear()
+    metrics = EngineMetrics(engine, model="/models/demo", version="1")
+    yield metrics
+    metrics.close()
+
+
+def metric(name: str, **labels: str) -> Metric:
+    """The metric of a family that has these labels."""
+    (found,) = (
+        metric
+        for key, metric in MetricFamily.families[name].metrics.items()
+        if labels.items() <= dict(key).items()
+    )
+    return found
+
+
+def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:
+    recorder = engine.recorder
+    recorder.request_admitted(7)
+    recorder.request_started(0.05)
+    recorder.request_finished(num_tokens=3, e2e_s=0.2, decode_s=0.1)
+    recorder.request_rejected("queue_full")
+    recorder.request_failed("INTERNAL")
+    recorder.request_cancelled()
+    recorder.step_committed("decode", batch_size=3, num_tokens=3, duration_s=0.004)
+    metrics.packet_sent(5)
+    metrics.packet_sent(0)  # a probe
+    for _ in range(3):
+        metrics.report()
+    assert metric("vllm:prompt_tokens_total").current == 7
+    assert metric("vllm:generation_tokens_total").current == 3
+    assert metric("vllm:prefix_cache_queries_total").current == 100
+    assert metric("vllm:prefix_cache_hits_total").current == 40
+    assert metric("minisgl:requests_cancelled_total").current == 1
+    assert metric("minisgl:requests_retracted_total").current == 3
+    assert metric("minisgl:requests_rejected_total", reason="queue_full").current == 1
+    assert metric("minisgl:requests_failed_total", code="INTERNAL").current == 1
+    assert metric("vllm:num_requests_running").current == 2
+    assert metric("vllm:num_requests_waiting").current == 1
+    assert metric("vllm:kv_cache_usage_perc").current == 0.5
+    assert metric("vllm:time_to_first_token_seconds").observed == [0.05]
+    assert metric("vllm:time_per_output_token_seconds").observed == [0.05]
+    assert metric("vllm:e2e_request_latency_seconds").observed == [0.2]
+    assert metric("vllm:request_prompt_tokens").observed == [7]
+    assert metric("vllm:request_generation_tokens").observed == [3]
+    assert metric("minisgl:chunk_tokens_count").current == 1
+    assert metric("minisgl:chunk_tokens_sum").current == 5
+    assert metric("minisgl:chunk_tokens_bucket", le="4").current == 0
+    assert metric("minisgl:chunk_tokens_bucket", le="16").current == 1
+    assert metric("minisgl:chunk_tokens_bucket", le="+Inf").current == 1
+    assert metric("minisgl:step_seconds_bucket", phase="decode", le="0.005").current == 1
+    assert metric("minisgl:step_seconds_count", phase="prefill").current == 0
+    assert metric("minisgl:batch_size_sum").current == 3
+    blocks = "nv_trt_llm_kv_cache_block_metrics"
+    assert metric(blocks, kv_cache_block_type="tokens_per").current == 16
+    assert metric(blocks, kv_cache_block_type="used").current == 25
+    assert metric(blocks, kv_cache_block_type="max").current == 50
+    recorder.request_cancelled()
+    metrics.report()
+    assert metric("minisgl:requests_cancelled_total").current == 2
+
+
+def test_every_metric_names_the_model_and_its_engine(
+    metrics: EngineMetrics, engine: Engine
+) -> None:
+    """Two engines of one model never share a metric: Triton would crash when one of them goes."""
+    first = {name: set(family.metrics) for name, family in MetricFamily.families.items()}
+    other = EngineMetrics(engine, model="/models/demo", version="1")
+    for name, family in MetricFamily.families.items():
+        assert not first[name] & set(family.metrics)
+        for key in family.metrics:
+            labels = dict(key)
+            assert labels["model"] == "demo" and labels["version"] == "1"
+    other.close()
+
+
+def test_refusals_of_the_tokenizer() -> None:
+    rejections = Rejections(model="/models/demo", version="1", every_s=1000)
+    for error in (
+        InvalidRequest("a"),
+        InvalidRequest("b"),
+        Unsupported("c"),
+        Cancelled("d"),
+        Overloaded("e"),
+        Recovering("f"),
+    ):
+        rejections.count(error)
+    told = {reason: metric for reason, metric in rejections._metrics.items()}
+    rejections.close()
+    counts = {reason: metric.metric.current for reason, metric in told.items()}
+    assert counts == {"invalid": 2, "unsupported": 1, "down": 1, "queue_full": 1}
+
+
+def test_what_could_not_be_told_is_told_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def increment(_: Metric, value: float) -> None:
+        raise RuntimeError("no room in shared memory")
+
+    rejections = Rejections(model="/models/demo", version="1", every_s=0.001)
+    told = rejections._metrics["invalid"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Metric, "increment", increment)
+        rejections.count(InvalidRequest("a"))
+        limit = time.monotonic() + 20
+        while "cannot be reported" not in caplog.text:
+            assert time.monotonic() < limit
+    rejections.close()
+    assert told.metric.current == 1
+
+
+BUCKETS = (1.0, 2.0, 5.0)
+
+
+@given(st.lists(st.floats(0, 10)))
+def test_bucket_counts_are_cumulative(values: list[float]) -> None:
+    counts = BucketCounts(BUCKETS)
+    for value in values:
+        counts.observe(value)
+    totals = counts.totals()
+    for bound in BUCKETS:
+        assert totals[f"{bound:g}"] == sum(value <= bound for value in values)
+    assert totals["+Inf"] == totals["count"] == len(values)
+    assert totals["sum"] == pytest.approx(sum(values))

@@ -1,0 +1,115 @@
+"""What the watcher makes of a server's answers, from real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from minisgl_backend.runtime_files import QueueMarker
+from minisgl_backend.tritonserver.unload_watcher import Readiness, UnloadWatcher, ask
+
+PATIENCE_S = 30.0
+SHORT_S = 0.2
+
+
+class Server(HTTPServer):
+    """Answers every request with ``status``."""
+
+    status = 200
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A watcher that was closed does not wait for its answer."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def url_of(address: tuple[str, int]) -> str:
+    return f"http://{address[0]}:{address[1]}/v2/models/m/versions/1/ready"
+
+
+def test_ready_and_not(server: Server) -> None:
+    url = url_of(("127.0.0.1", server.server_port))
+    assert ask(url) is Readiness.READY
+    server.status = 400
+    assert ask(url) is Readiness.NOT_READY
+
+
+def test_a_proxy_is_not_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert ask(url_of(("127.0.0.1", server.server_port))) is Readiness.READY
+
+
+def test_a_closed_port_refuses() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens there
+        assert ask(url_of(unused.getsockname())) is Readiness.REFUSED
+
+
+def test_a_paused_server_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections, answers none
+        assert ask(url_of(listener.getsockname()), timeout_s=SHORT_S) is Readiness.NONE
+
+
+def test_a_server_with_too_many_connections_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        waiting = []
+        try:
+            for _ in range(8):  # more than it queues: the kernel drops the others
+                waiting.append(socket.socket())
+                waiting[-1].setblocking(False)
+                waiting[-1].connect_ex(listener.getsockname())
+            assert ask(url_of(listener.getsockname()), timeout_s=SHORT_S) is Readiness.NONE
+        finally:
+            for connection in waiting:
+                connection.close()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "though reports fail"])
+def test_a_model_that_was_ready_and_is_not_any_more_drains(
+    server: Server, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    drained, reported = threading.Event(), threading.Semaphore(0)
+
+    def report() -> None:
+        reported.release()
+        if fails:
+            raise RuntimeError("no metrics")
+
+    watcher = UnloadWatcher(
+        ready_url=url_of(("127.0.0.1", server.server_port)),
+        marker=QueueMarker(None, "m"),
+        report=report,
+        drain=drained.set,
+    )
+    try:
+        for _ in range(3):  # the server is asked before each report
+            assert reported.acquire(timeout=PATIENCE_S)
+        assert not drained.is_set()
+        server.status = 400
+        assert drained.wait(PATIENCE_S)
+    finally:
+        watcher.close()
+    assert caplog.text.count("cannot report") == fails

@@ -14,6 +14,7 @@ import torch
 from minisgl_backend.attention.base import AttentionSetting
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.cache.kv import NaiveCache, RadixCache
+from minisgl_backend.device.base import Device
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
 from minisgl_backend.execution.storage import KVStorage
@@ -35,8 +36,10 @@ from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 MAX_ROWS = 16
 
 
-def load_model(folder: Path, *, context: int, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The checkpoint on the CPU."""
+def load_model(
+    folder: Path, *, context: int, dtype: torch.dtype = torch.float32, fused: bool = False
+) -> Decoder:
+    """The checkpoint on the CPU; if ``fused``, computed by the twins of a GPU's kernels."""
     return build_model(
         load_spec(folder),
         folder,
@@ -44,6 +47,7 @@ def load_model(folder: Path, *, context: int, dtype: torch.dtype = torch.float32
         device=torch.device("cpu"),
         group=OneRank(),
         max_sequence_length=context,
+        fused=fused,
     )
 
 
@@ -71,8 +75,13 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         chunk: int = 32,
         radix: bool = True,
         overlap: bool = True,
+        attention: str | None = None,
+        device: Device | None = None,
+        graph_sizes: tuple[int, ...] = (),
+        chunk_graph_sizes: tuple[int, ...] = (),
     ):
-        shape, dtype, device = model.spec.attention_shape(), model.dtype, CpuDevice()
+        device = device or CpuDevice()
+        shape, dtype = model.spec.attention_shape(), model.dtype
         num_pages = -(-num_positions // page_size)
         cpu = device.torch_device
         self.storage = KVStorage(
@@ -88,16 +97,20 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             dtype=dtype,
             kv_dtype=dtype,
             max_batch_size=MAX_ROWS,
-            max_captured_batch_size=0,
+            max_captured_batch_size=max([0, *graph_sizes]),
             device=cpu,
         )
         self.executor = ModelExecutor(
             model,
             storage=self.storage,
-            attention=choose_attention(None, setting),
+            attention=choose_attention(attention, setting),
             device=device,
             limits=ExecutorLimits(
-                max_rows=MAX_ROWS, max_sequence_length=context, max_prefill_tokens=chunk
+                max_rows=MAX_ROWS,
+                max_sequence_length=context,
+                max_prefill_tokens=chunk,
+                graph_sizes=graph_sizes,
+                chunk_graph_sizes=chunk_graph_sizes,
             ),
         )
         config = SchedulerConfig(max_running_requests=MAX_ROWS, max_prefill_tokens=chunk)

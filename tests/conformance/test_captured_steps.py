@@ -1,0 +1,128 @@
+"""Captured steps give the tokens of launched ones: the executor's way on a GPU, on a CPU.
+
+A stand-in for a GPU records work as a function and replays it by calling it again, into the tensors
+that the first call returned. So all is seen but what a capture would freeze: which row is computed,
+what padding does, what the host writes between two replays. The kernels' twins compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from minisgl_backend.attention import choose
+from minisgl_backend.device.cpu import CpuDevice
+from minisgl_backend.execution.sampling import StepOutput
+from minisgl_backend.request import SamplingParams
+from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
+from tests.conformance.engines import (
+    TinyEngine,
+    load_model,
+    prompts_with_shared_prefixes,
+)
+
+T = TypeVar("T")
+
+NUM_REQUESTS = 24  # more than there are rows and pages for, so that these serve twice
+GRAPHS: dict[str, Any] = {"graph_sizes": (1, 2, 4, 8, 16), "chunk_graph_sizes": (16, 32, 48)}
+GREEDY = SamplingParams(temperature=0.0)
+ADJUSTED = SamplingParams(
+    temperature=0.0,
+    repetition_penalty=1.3,
+    presence_penalty=0.5,
+    logit_bias=((17, 2.0),),
+    num_logprobs=2,
+)
+DRAWN = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=5)
+
+
+class Recorded(Generic[T]):
+    """``Graph``: each replay fills ``output`` anew."""
+
+    def __init__(self, work: Callable[[], T], replays: list[str]) -> None:
+        self._work = work
+        self._replays = replays
+        self.output = work()
+
+    def replay(self) -> None:
+        found = self._work()
+        self._replays.append(type(found).__name__)
+        for old, new in zip(_tensors(self.output), _tensors(found), strict=True):
+            old.copy_(new)
+
+
+class RecordingDevice(CpuDevice):
+    """A device that is no host, as far as an executor can tell; ``replays`` names the outputs."""
+
+    is_host: Any = False
+
+    def __init__(self) -> None:
+        super().__init__(num_threads=1)
+        self.replays: list[str] = []
+
+    def capture(self, work: Callable[[], T]) -> Recorded[T]:
+        return Recorded(work, self.replays)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """A copy, since the next replay overwrites what a step leaves."""
+        return tensor.clone()
+
+
+def _tensors(output: object) -> list[Tensor]:
+    if isinstance(output, StepOutput):
+        return [output.tokens, output.logits]
+    assert isinstance(output, Tensor)
+    return [output]
+
+
+@pytest.mark.parametrize(
+    ("case", "overlap"),
+    [("llama-biases", True), ("mistral-window", False), ("qwen3", True), ("qwen3-moe", True)],
+)
+def test_tokens_equal_those_of_launched_steps(
+    case: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of greedy requests, adjusted ones that ask for log-probabilities, and seeded draws."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_checkpoint(case, tmp_path)
+    model = load_model(tmp_path, context=CONTEXT, fused=True)
+    prompts = prompts_with_shared_prefixes(
+        vocab_size=VOCAB_SIZE, longest=60, seed=7, count=NUM_REQUESTS
+    )
+    # they end one after the other, so that batches of all sizes decode
+    sampling = [
+        replace(params, max_tokens=4 + index)
+        for index, params in zip(range(NUM_REQUESTS), cycle([GREEDY, ADJUSTED, DRAWN]))
+    ]
+    outcomes, replays = [], []
+    for graphs in ({}, GRAPHS):
+        device = RecordingDevice()
+        with TinyEngine(
+            model,
+            page_size=16,
+            num_positions=1024,
+            context=CONTEXT,
+            overlap=overlap,
+            attention="triton",
+            device=device,
+            **graphs,
+        ) as engine:
+            device.replays.clear()
+            outcomes.append(engine.run(prompts, sampling))
+        replays.append(device.replays)
+    launched, replayed = outcomes
+    assert [len(tokens) for tokens in launched.tokens] == [4 + i for i in range(NUM_REQUESTS)]
+    assert replayed.tokens == launched.tokens
+    for one, other in zip(replayed.logprobs, launched.logprobs, strict=True):
+        np.testing.assert_allclose(
+            [entry.logprob for entry in one], [entry.logprob for entry in other], atol=1e-3
+        )
+    assert not replays[0]
+    assert {"StepOutput", "Tensor"} == set(replays[1])  # decode steps, and layers of others

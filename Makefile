@@ -2,39 +2,48 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+comma := ,
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
-CONSTRAINTS := constraints.txt
-EXTRAS := server
-CUDA := $(wildcard /proc/driver/nvidia/version)
-TORCH := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
+# The stack is gpu or cpu. Why it is cpu in spite of a driver, the other words of CHOSEN say.
+DRIVER := /proc/driver/nvidia/version
+CHOSEN := $(if $(wildcard $(DRIVER)),$(shell $(PYTHON) tools/stack.py $(DRIVER)),cpu)
+STACK := $(firstword $(CHOSEN))
+WHY := $(wordlist 2,99,$(CHOSEN))
+CONSTRAINTS := constraints/$(STACK).txt
+EXTRAS := $(if $(filter gpu,$(STACK)),server$(comma)gpu,server)
+TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' $(CONSTRAINTS))
 CODE := minisgl_backend client workbench docker tests tools model_repository
+
+RESOLVE = $(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.10 \
+  --no-annotate --custom-compile-command 'make constraints' --quiet $(ARGS)
 
 FUZZ := $(addprefix tests/properties/test_,wire_fuzz.py gateway_fuzz.py detokenizer_chunking.py)
 MINUTES := 10
 # Each worker starts servers of its own; ARGS='-n 0' runs the tests in one process, as a debugger needs it.
 WORKERS := 2
 
-.PHONY: help install serve test fuzz lint types format check nightly docs clean
+.PHONY: help install serve test fuzz lint types format check nightly constraints docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
-# Without an NVIDIA driver take the CPU build: from pip's own sources where they have one, else from
-# the index that uv knows. With a driver pip's default build, which brings CUDA, is the right one.
+# PyTorch's CPU build comes from pip's own sources if they have one, else from the index that uv knows.
+# The stack for GPUs has pip's default build, which brings CUDA.
 $(VENV)/.torch: $(CONSTRAINTS)
+	@$(if $(WHY),echo "$(WHY)")
 	$(PYTHON) -m venv $(VENV)
-	@if [ -n '$(CUDA)' ]; then \
-	  echo "installing torch $(TORCH) (CUDA)"; $(PIP) torch==$(TORCH); \
+	@echo "installing torch $(TORCH) ($(STACK))"
+	@if [ $(STACK) = gpu ]; then \
+	  $(PIP) -c $(CONSTRAINTS) torch==$(TORCH); \
 	else \
-	  echo "installing torch $(TORCH) (CPU)"; \
 	  $(PIP) torch==$(TORCH)+cpu 2>/dev/null || \
 	    { $(PIP) uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu torch==$(TORCH); }; \
 	fi
 	@touch $@
 
 $(VENV)/.server: $(VENV)/.torch pyproject.toml
-	@echo "installing minisgl and tritonserver"
+	@echo "installing minisgl and tritonserver ($(STACK))"
 	@$(PIP) -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@
 
@@ -73,6 +82,13 @@ check: lint types  ## lint and types
 format: $(VENV)/.dev  ## rewrite the code as ruff wants it
 	@$(BIN)/ruff check --fix --quiet $(CODE) || true
 	@$(BIN)/ruff format $(CODE)
+
+# ARGS=--upgrade takes the newest versions; without it those in the files are kept where they fit.
+constraints: $(VENV)/.dev  ## write constraints/cpu.txt and gpu.txt, every package of each stack
+	@$(PIP) uv
+	@$(RESOLVE) -c constraints/cpu.in -o constraints/cpu.txt
+	@sed -i -E '/^(nvidia-[cn]|cuda-toolkit=|triton=)/d' constraints/cpu.txt  # of torch's CUDA build
+	@$(RESOLVE) --extra gpu -c constraints/gpu.in -o constraints/gpu.txt
 
 docs: $(VENV)/.dev  ## write docs/reference.md from the tables in the code
 	@$(BIN)/python -m tools.reference

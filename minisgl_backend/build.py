@@ -72,7 +72,6 @@ def build_scheduler(options: EngineOptions, info: EngineInfo, parts: Parts = STA
     config = SchedulerConfig(
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,
-        max_sequence_length=info.max_sequence_length,
         policy=options.schedule_policy,
     )
     return parts.scheduler(cache, config)

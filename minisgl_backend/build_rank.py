@@ -27,7 +27,7 @@ from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
-from minisgl_backend.packages import CUDA_BINDINGS
+from minisgl_backend.packages import import_error, slower_without
 from minisgl_backend.parallel.group import Group, least_free_memory
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.progress import Progress, shown, unseen
@@ -80,6 +80,7 @@ def build_rank(
     model.bind_pages(storage.layers)
     most = 0
     if isinstance(facts.device, CudaDevice):
+        _warn_if_slower(facts.device)
         most = max_captured_batch_size(facts.options, facts.device.total_memory)
     attention = _attention(facts, most)
     if isinstance(facts.device, CudaDevice):
@@ -105,19 +106,21 @@ def _log_free_memory(facts: Resolved, when: str) -> None:
     logger.info("%s: %.2f GiB free %s", facts.device.torch_device, free_bytes / 2**30, when)
 
 
+def _warn_if_slower(device: CudaDevice) -> None:
+    """One warning about all packages without which this GPU takes slower layers."""
+    line = slower_without(torch.cuda.get_device_capability(device.torch_device)[0])
+    if line is not None:
+        logger.warning(line)
+
+
 def _use_tensor_cores(model: Decoder, device: torch.device) -> None:
     """Have the model's layers computed by this package's GEMMs for Hopper, if there are any for
     them."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return
-    try:
+    if import_error("cuda.bindings") is None:
         module = importlib.import_module("minisgl_backend.models.tensor_core")
-    except ImportError as error:
-        logger.warning(
-            "decode steps take slower layers, since %s is missing: %s", error.name, CUDA_BINDINGS
-        )
-        return
-    module.use_tensor_cores(model)
+        module.use_tensor_cores(model)
 
 
 def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:

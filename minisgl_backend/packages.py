@@ -1,17 +1,59 @@
-"""Commands that install optional packages of which one version fits, for messages to the operator.
+"""Optional packages of which one version fits: how to install them, and what runs slower without.
 
-The versions are those of the extra ``gpu`` in pyproject.toml, and of CUDA in its PyTorch.
+The versions are those of the extra ``gpu`` in pyproject.toml, and of CUDA in its PyTorch. Must not
+know tensors or devices.
 """
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from typing import Final
 
+CUDA_BINDINGS: Final = "pip install cuda-bindings==13.4.4"
 FLASH_ATTN: Final = "pip install sglang-kernel==0.4.4"
 FLASH_INFER: Final = "pip install flashinfer-python==0.6.12"
 FLASH_INFER_KERNELS: Final = (
     "pip install flashinfer-jit-cache==0.6.12 --index-url https://flashinfer.ai/whl/cu130"
 )
 """Compiled ahead; of the same version as FlashInfer, and from its authors' index alone."""
-CUDA_BINDINGS: Final = "pip install cuda-bindings"
-"""Of the major version of PyTorch's CUDA."""
+
+_SPEEDING: Final = (
+    (
+        "cuda.bindings",
+        (9, 10, 12),
+        CUDA_BINDINGS,
+        "decoding runs on Triton kernels, and on an H200 a step takes 1.1 to 1.4 times as long",
+    ),
+    (
+        "sgl_kernel.flash_attn",
+        (9,),
+        FLASH_ATTN,
+        "attention to prompts runs on Triton kernels, which use Hopper's tensor cores less well",
+    ),
+)
+"""Modules that auto takes, the compute capabilities that gain, the command, and the cost."""
+
+
+def import_error(module: str) -> str | None:
+    """Why a module cannot be imported; None if it can be, and then it is."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what a library finds at its import
+            importlib.import_module(module)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def slower_without(major: int) -> str | None:
+    """One line for the log about the packages that a GPU of this compute capability lacks.
+
+    None if it lacks none. Each part names the package, its error, the cost and the command.
+    """
+    parts = [
+        f"without {module.partition('.')[0]} ({error}) {cost}: {command}"
+        for module, majors, command, cost in _SPEEDING
+        if major in majors and (error := import_error(module)) is not None
+    ]
+    return "slower layers: " + "; ".join(parts) if parts else None

@@ -1,4 +1,4 @@
-"""The one value that crosses from the planner to the executor, and what comes back.
+"""The one value that crosses from the planner to the executor, and the tokens that come back.
 
 A ``StepPlan`` says what one forward pass does: which requests take a row, which pages the rows are
 granted, which prompt tokens are prefilled, and which rows decode. A plan never holds a sampled
@@ -21,14 +21,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from minisgl_backend.request import (
-    FinishReason,
-    IntArray,
-    RequestId,
-    SamplingParams,
-    TokenId,
-    TokenLogprobs,
-)
+from minisgl_backend.request import IntArray, RequestId, SamplingParams, TokenLogprobs
 
 NO_TOKEN: Final = -1
 """In ``SampledTokens`` it stands in for the token of a row whose logits were not finite."""
@@ -36,7 +29,7 @@ NO_TOKEN: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Admission:
-    """A request takes a row: all that the executor has to know of the request, told once.
+    """A request takes a row: all that the executor has to know of the request, sent once.
 
     ``history``, int32[num_tokens], holds the tokens known so far if ``sampling`` has penalties, and
     is empty if not. The known tokens are the prompt, followed by the output so far if the request
@@ -58,9 +51,9 @@ class StepPlan:
 
     ``released_rows``: rows that no request holds any more. Their state may be dropped before the
     admissions of this plan are applied; an admission overwrites all of it in any case.
-    ``broken_pages``: pages of failed requests that nobody uses any more. They may hold NaN, so an
-    executor that does not clear pages when they are first written clears these before anything
-    else of the plan.
+    ``broken_pages``: pages that no request uses and that may hold NaN. The executor clears them
+    before it does anything else of the plan, since this plan may already grant them. All other
+    pages hold finite numbers, or NaN that the requests that use them have computed themselves.
     ``grant_rows``, ``grant_indices``, ``grant_pages`` [G]: page_table[row, index] = page.
     ``prefill_rows``, ``prefill_starts``, ``prefill_lengths`` [P]: the positions from start up to
     start + length of the row are computed. ``prefill_tokens`` [sum of lengths] has their tokens,
@@ -94,7 +87,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """How many token positions this step computes."""
+        """Number of token positions that this step computes."""
         return len(self.prefill_tokens) + len(self.decode_rows)
 
 
@@ -114,26 +107,3 @@ class Pending(Protocol):
 
     def tokens(self) -> SampledTokens:
         """Wait for the step and return what it sampled: the one host sync of a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A request that a commit ended; ``reason`` is None if its logits were not finite."""
-
-    request_id: RequestId
-    reason: FinishReason | None
-    stop_token_id: TokenId | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepResult:
-    """What a commit made known: new tokens of live requests, and the requests that ended with it.
-
-    ``request_ids`` and ``token_ids``, int32[num_tokens], run in parallel; ``logprobs`` is keyed by
-    index in them. Tokens of requests that were aborted meanwhile do not appear.
-    """
-
-    request_ids: list[RequestId]
-    token_ids: IntArray
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    completions: list[Completion] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """What a request is and what can happen to it: the vocabulary that all layers share.
 
-Knows token ids and sampling parameters, which have been validated and normalized before. Must not
-know text, Triton, pages or tensors. Everything here is immutable once it is made.
+Knows token ids and validated sampling parameters. Must not know text, Triton, pages or tensors.
+Everything here is immutable.
 
 A request's events arrive in this order: at most one ``Admitted``, any number of ``Generated``, then
 exactly one terminal event, ``Finished`` or ``Failed``.
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from minisgl_backend.errors import MiniSGLError
 
 RequestId = NewType("RequestId", int)
-"""The engine's own number for a request, never used again; the client's id is only a label."""
+"""The engine's own number for a request, never reused; the client's id is only a label."""
 
 TokenId: TypeAlias = int
 IntArray: TypeAlias = npt.NDArray[np.int32]
@@ -29,8 +29,7 @@ EMPTY: Final = np.empty(0, dtype=np.int32)
 EMPTY.flags.writeable = False
 
 LEAST_TEMPERATURE: Final = 1e-5
-"""A temperature below this becomes 0, at which the likeliest token is chosen without a division:
-otherwise 1 / temperature might exceed float32."""
+"""Below this temperature sampling is greedy: 1 / temperature might exceed float32."""
 
 
 class FinishReason(str, Enum):
@@ -46,11 +45,11 @@ class FinishReason(str, Enum):
 class SamplingParams:
     """How the next token of a request is chosen, and when it is the last.
 
-    ``temperature`` is at least ``LEAST_TEMPERATURE``, or 0, which is greedy. ``top_k`` 0, ``top_p``
-    1 and ``min_p`` 0 are off. The random numbers depend on ``seed`` and on the token's position
-    alone, not on the rest of the batch. Each of the ``stop_token_ids`` ends the request; none of
-    them can be sampled before there are ``min_tokens`` tokens. ``num_logprobs`` is None for no
-    logprobs, 0 for the chosen token's alone, and otherwise the number of alternatives beside it.
+    If ``is_greedy``, the value of ``temperature`` must not be used. ``top_k`` 0, ``top_p`` 1 and
+    ``min_p`` 0 are off. The random numbers depend on ``seed`` and on the token's position alone,
+    not on the rest of the batch. Each of the ``stop_token_ids`` ends the request; none of them can
+    be sampled before there are ``min_tokens`` tokens. ``num_logprobs`` is None for no logprobs, 0
+    for the chosen token's alone, and otherwise the number of alternatives returned with it.
     """
 
     max_tokens: int = 16
@@ -68,9 +67,10 @@ class SamplingParams:
     logit_bias: tuple[tuple[TokenId, float], ...] = ()
     num_logprobs: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.temperature < LEAST_TEMPERATURE:
-            object.__setattr__(self, "temperature", 0.0)
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is chosen, without a division by the temperature."""
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:
@@ -89,7 +89,7 @@ class Request:
     ``prompt`` is int32[num_prompt_tokens] and has at least one token. A request of higher
     ``priority`` is served first. ``deadline_s`` is the reading of ``time.monotonic`` at which the
     request ends; the planner does not look at it. Only requests with the same ``cache_salt`` share
-    cached prefixes. ``label`` is the client's own id, which the log tells beside ours.
+    cached prefixes. ``label`` is the client's own id, logged next to the engine's.
     """
 
     id: RequestId
@@ -116,14 +116,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The request has got a row; ``num_cached_tokens`` of its prompt were found in the cache."""
+    """The request has a row; ``num_cached_tokens`` of its prompt were found in the cache."""
 
     num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The request has got one more token."""
+    """One more token of the request."""
 
     token_id: TokenId
     logprobs: TokenLogprobs | None = None

@@ -104,9 +104,13 @@ def _draw_steps(
     """``others`` are mini-sglang's times in milliseconds by batch size."""
     batches = [row["batch"] for row in rows]
     axes.plot(batches, [row["mean_ms"] for row in rows], "o-", label="step of the engine")
-    replays = {row["batch"]: row["replay_ms"] for row in rows if row["replay_ms"] != "-"}
-    if replays:
-        axes.plot(list(replays), list(replays.values()), "x--", label="its graph alone")
+    for figure, style, label in (
+        ("replay_ms", "x--", "its graph alone"),
+        ("eager_ms", "^:", "without CUDA graphs"),
+    ):
+        times = {row["batch"]: row[figure] for row in rows if row.get(figure, "-") != "-"}
+        if times:
+            axes.plot(list(times), list(times.values()), style, label=label)
     if others:
         axes.plot([int(batch) for batch in others], list(others.values()), "s", label="mini-sglang")
     axes.set_xscale("log", base=2)

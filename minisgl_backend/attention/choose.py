@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
@@ -117,7 +116,7 @@ def _why_not_cuda(setting: AttentionSetting) -> str | None:
         return f"needs dtype bfloat16 or float16, not {_name(setting.dtype)}"
     return (
         _why_not_gpu(setting, (9, 10, 12))
-        or _why_not_import("cuda.bindings", "pip install cuda-bindings")
+        or _why_not_import("cuda.bindings", packages.CUDA_BINDINGS)
         or _why_not_triton(setting)
         or _why_not_kernel(setting)
     )
@@ -177,13 +176,8 @@ def _why_not_gpu(setting: AttentionSetting, majors: tuple[int, ...]) -> str | No
 
 
 def _why_not_import(module: str, command: str) -> str | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a library finds at its import
-            importlib.import_module(module)
-    except ImportError as error:
-        return f"needs {module.partition('.')[0]} ({error}): {command}"
-    return None
+    error = packages.import_error(module)
+    return None if error is None else f"needs {module.partition('.')[0]} ({error}): {command}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,14 +1,31 @@
 """Who holds which page: leases on the pages of the KV cache, with or without shared prefixes.
 
-Knows token ids and page ids. Must not know rows, requests or tensors: the executor keeps the keys
-and values themselves, and one more page for padding, which is not among the pages here.
+Knows token ids, page ids and which pages may hold NaN. Must not know rows, requests or tensors: the
+executor keeps the keys and values themselves, and one more page for padding, which is not among the
+pages here.
+
+NaN and infinity in a page are dangerous even at positions that attention masks out, since 0 * NaN
+is NaN. So a page must not be handed out with what a step left in it, unless that is known to be
+finite. A finite token, sampled from a sequence, verifies all pages of the sequence, because its
+logits depend on every position before it. A page that is written and not verified is *suspect*;
+once it is free again, it is *broken*: ``take_broken`` names it, and the executor clears it. (With a
+sliding window a token depends on the last layers of the window alone. NaN that only the last layer
+computes, at a position that has left the window when the first token is sampled, goes unnoticed.)
+
+The pages of a lease, in the order of their positions:
+
+    [0, num_shared)         cached: in the tree, pinned by ``node``, never written again
+    [num_shared, written)   private, written by committed steps; suspect until they are verified
+    [written, len(pages))   private, for tokens that committed steps have not computed yet
 
 Invariants, all verified by ``check``:
 - Every page is free, cached (in the tree) or leased (private to one lease), and never two of these.
 - The cached pages that a lease uses are pinned until the lease is released.
+- No free page is suspect.
 Rules for the caller, which nothing here can verify:
 - The positions of a lease's shared pages are never written again, only those of private pages.
-- ``publish`` is called only for tokens whose step is committed.
+- ``publish`` is called only for tokens whose step is committed, and comes before ``release`` if
+  steps have written to the lease since the last ``publish``.
 """
 
 from __future__ import annotations
@@ -16,23 +33,28 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
 
-from minisgl_backend.cache.pages import PagePool
+from minisgl_backend.cache.pages import PagePool, num_pages_for
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 
 
+class Verified(Enum):
+    """Which pages of a lease a finite token has verified."""
+
+    NONE = "no token has been sampled behind them"
+    OWN = "a token has, by a step that had other pages in place of some of the shared ones"
+    ALL = "a token has, by a step that read the pages which the lease has now"
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One sequence's claim on pages, which are in the order of its positions.
-
-    The first ``num_shared`` pages are cached; ``node``, the last of them in the tree, keeps them
-    pinned. The other pages are private to the lease.
-    """
+    """One sequence's claim on pages, in the order of its positions (see the map above)."""
 
     pages: array[int] = field(default_factory=lambda: array("i"))
     num_shared: int = 0
@@ -42,7 +64,7 @@ class Lease:
 
     @property
     def num_private(self) -> int:
-        """How many pages become free when the lease is released."""
+        """Number of pages that become free when the lease is released."""
         return len(self.pages) - self.num_shared
 
 
@@ -57,18 +79,18 @@ class KVCache(Protocol):
 
     @property
     def num_free(self) -> int:
-        """How many pages nobody holds."""
+        """Number of pages that are neither cached nor leased."""
 
     @property
     def num_cached(self) -> int:
-        """How many pages belong to a shareable prefix, pinned or not."""
+        """Number of pages in the tree, pinned or not."""
 
     @property
     def num_evictable(self) -> int:
-        """How many cached pages no lease pins."""
+        """Number of cached pages that no lease pins."""
 
     def match_length(self, tokens: IntArray, salt: str = "") -> int:
-        """How many tokens ``acquire`` would find cached now. Changes nothing."""
+        """Number of tokens that ``acquire`` would find cached now. Changes nothing."""
 
     def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
         """A lease on the longest cached prefix of ``tokens[:-1]``, in whole pages.
@@ -89,25 +111,30 @@ class KVCache(Protocol):
         None, and no page is added, if there are too few.
         """
 
-    def publish(self, lease: Lease, tokens: IntArray) -> range:
-        """Make the full pages of ``tokens`` shareable, all the committed tokens from position 0 on.
+    def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
+        """Make the full pages of ``tokens``, all committed tokens from position 0 on, shareable.
 
-        Where the same prefix is cached by now in other pages, the lease takes these and its own are
-        freed. Returns the indices at which ``lease.pages`` changed in this way.
+        ``verified`` says whether a finite token has been sampled behind ``tokens``. If the same
+        prefix is cached by now in other pages, the lease takes these, and its own are freed.
+        Returns the indices at which ``lease.pages`` changed in this way.
         """
 
     def release(self, lease: Lease) -> None:
         """End the lease: its private pages become free, and its shared pages may be evicted."""
 
-    def discard(self, lease: Lease) -> IntArray:
-        """End the lease of a sequence whose keys and values cannot be trusted.
+    def discard(self, lease: Lease) -> None:
+        """End the lease of a sequence whose logits were not finite.
 
-        Its shared pages, and the cached pages that continue them, become free as well, unless
-        another lease uses them. Returns all pages that become free, int32[num_pages].
+        Its private pages become broken. No match finds its suspect pages any more, nor any page
+        that only this lease used, nor what continues them. These pages become broken, too, as soon
+        as no other lease uses them.
         """
 
+    def take_broken(self) -> IntArray:
+        """The free pages that may hold NaN and were not returned before, int32[num_pages]."""
+
     def emptied(self) -> KVCache:
-        """A new cache of the same kind and size, with all pages free."""
+        """A new cache of the same kind and size. All pages are free, and all are broken."""
 
     def check(self) -> None:
         """Raise ``InvariantError`` unless each page is either free, cached or leased. Slow."""
@@ -116,10 +143,10 @@ class KVCache(Protocol):
 class NaiveCache:
     """Shares nothing: every sequence computes all its tokens itself."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, is_clean: bool = True) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self._pool = PagePool(num_pages)
+        self._pool = PagePool(num_pages, is_clean=is_clean)
         self._leases: dict[Lease, None] = {}
 
     @property
@@ -142,11 +169,13 @@ class NaiveCache:
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
         self._require_held(lease)
-        missing = -(-num_tokens // self.page_size) - len(lease.pages)
+        missing = num_pages_for(num_tokens, self.page_size) - len(lease.pages)
         if missing <= 0:
             return True
         if not self._make_room(missing):
             return False
+        # [0, N)   the pages of the lease so far
+        # [N, M)   new and private: from the free pages, after as many evictions as that takes
         lease.pages.frombytes(self._pool.allocate(missing).tobytes())
         return True
 
@@ -159,22 +188,22 @@ class NaiveCache:
             lease.pages.append(page)
         return pages
 
-    def publish(self, lease: Lease, tokens: IntArray) -> range:
+    def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
         self._require_held(lease)
+        self._judge(lease, len(tokens), verified)
         return range(0)
 
     def release(self, lease: Lease) -> None:
-        self._require_held(lease)
-        lease.released = True
-        del self._leases[lease]
-        self._pool.free(_as_array(lease.pages[lease.num_shared :]))
+        self._end(lease)
 
-    def discard(self, lease: Lease) -> IntArray:
-        self.release(lease)
-        return _as_array(lease.pages[lease.num_shared :])
+    def discard(self, lease: Lease) -> None:
+        self._end(lease, is_suspect=True)
+
+    def take_broken(self) -> IntArray:
+        return self._pool.take_broken()
 
     def emptied(self) -> KVCache:
-        return type(self)(self.num_pages, self.page_size)
+        return type(self)(self.num_pages, self.page_size, is_clean=False)
 
     def check(self) -> None:
         self._pool.check()
@@ -184,9 +213,31 @@ class NaiveCache:
         self._leases[lease] = None
         return lease
 
+    def _end(self, lease: Lease, *, is_suspect: bool = False) -> None:
+        """End the lease and free its private pages."""
+        self._require_held(lease)
+        lease.released = True
+        del self._leases[lease]
+        private = _as_array(lease.pages[lease.num_shared :])
+        if is_suspect:
+            self._pool.suspect(private)
+        self._pool.free(private)
+
     def _require_held(self, lease: Lease) -> None:
         if lease.released:
             raise InvariantError("a lease is used after its release")
+
+    def _judge(self, lease: Lease, num_tokens: int, verified: Verified) -> None:
+        """Trust or suspect the pages with the first ``num_tokens`` positions of the lease."""
+        if verified is not Verified.NONE and not self._pool.num_suspect:
+            return
+        num_written = num_pages_for(num_tokens, self.page_size)
+        if verified is Verified.ALL:
+            self._pool.trust(_as_array(lease.pages[:num_written]))
+        elif verified is Verified.OWN:
+            self._pool.trust(_as_array(lease.pages[lease.num_shared : num_written]))
+        else:
+            self._pool.suspect(_as_array(lease.pages[lease.num_shared : num_written]))
 
     def _make_room(self, num_pages: int) -> bool:
         return num_pages <= self._pool.num_free
@@ -204,8 +255,8 @@ class NaiveCache:
 class RadixCache(NaiveCache):
     """Leases with the same salt and a common prefix of tokens share the pages of the prefix."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        super().__init__(num_pages, page_size)
+    def __init__(self, num_pages: int, page_size: int, *, is_clean: bool = True) -> None:
+        super().__init__(num_pages, page_size, is_clean=is_clean)
         self._tree = RadixTree(page_size)
 
     @property
@@ -226,14 +277,21 @@ class RadixCache(NaiveCache):
             Lease(pages=array("i", pages.tobytes()), num_shared=len(pages), node=node, salt=key)
         )
 
-    def publish(self, lease: Lease, tokens: IntArray) -> range:
+    def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
         self._require_held(lease)
+        self._judge(lease, len(tokens), verified)
         start, stop = lease.num_shared, len(tokens) // self.page_size
         if stop <= start:
             return range(0)
         if stop > len(lease.pages):
             raise InvariantError(f"{stop} pages are published, {len(lease.pages)} are leased")
         assert lease.node is not None
+        # Indices of lease.pages; [start, stop) are full of tokens and private until now:
+        # [0, start)               shared before, stays as it is
+        # [start, start + known)   others have published these tokens meanwhile: the lease takes
+        #                          their pages, which may be suspect or not, and its own are freed
+        # [start + known, stop)    own pages, now in the tree
+        # [stop, len(pages))       private as before
         own = _as_array(lease.pages[start:stop])
         fresh = tokens[start * self.page_size : stop * self.page_size]
         lease.node, known = self._tree.insert(lease.node, fresh, own, lease.salt)
@@ -243,16 +301,22 @@ class RadixCache(NaiveCache):
         return range(start, start + len(known))
 
     def release(self, lease: Lease) -> None:
-        super().release(lease)
+        # [0, num_shared)            unpinned: the nodes that no other lease pins may be evicted,
+        #                            or are freed now if they are detached
+        # [num_shared, len(pages))   freed
+        self._end(lease)
         assert lease.node is not None
-        self._tree.unpin(lease.node)
+        self._pool.free(self._tree.unpin(lease.node))
 
-    def discard(self, lease: Lease) -> IntArray:
-        private = super().discard(lease)
+    def discard(self, lease: Lease) -> None:
+        # [0, kept)                 pages that other leases use, too, and that are not suspect
+        # [kept, num_shared)        leave the tree, now or with the last lease that uses them
+        # [num_shared, len(pages))  freed, to be cleared
+        self._end(lease, is_suspect=True)
         assert lease.node is not None
-        dropped = self._tree.drop(lease.node)
+        dropped = self._tree.drop(lease.node, self._pool.has_suspects)
+        self._pool.suspect(dropped)
         self._pool.free(dropped)
-        return np.concatenate([private, dropped])
 
     def check(self) -> None:
         self._pool.check()

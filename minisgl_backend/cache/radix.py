@@ -6,10 +6,14 @@ found by the tokens of its first page, so siblings differ within their first pag
 that differ later share the nodes up to the page in which they differ. Prefixes with different salts
 share nothing, since the salt is part of the keys right below the root.
 
+A node can be detached while it is pinned: no match finds it any more, and it leaves the tree with
+its last pin.
+
 Must not know leases, free pages, or what a page holds beyond its tokens.
 
 Invariants:
-- Who pins a node pins its ancestors too, so all nodes below an unpinned node are unpinned.
+- A pin on a node also pins its ancestors, so all nodes below an unpinned node are unpinned.
+- A detached node is pinned, and all nodes below it are detached.
 - ``_recency`` holds exactly the unpinned nodes, the least recently used first, and each node after
   all its descendants. So its first node is always the least recently used leaf, and eviction never
   searches the tree.
@@ -18,7 +22,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -32,7 +36,7 @@ class Node:
     The parent has it among its children under ``key``; ``pins`` counts the leases that use it.
     """
 
-    __slots__ = ("children", "key", "pages", "parent", "pins", "tokens")
+    __slots__ = ("children", "is_detached", "key", "pages", "parent", "pins", "tokens")
 
     def __init__(
         self, parent: Node | None, key: bytes, tokens: IntArray, pages: IntArray, pins: int
@@ -42,6 +46,7 @@ class Node:
         self.tokens = tokens  # [num_pages * page_size]
         self.pages = pages
         self.pins = pins
+        self.is_detached: bool = parent is not None and parent.is_detached
         self.children: dict[bytes, Node] = {}
 
 
@@ -54,9 +59,10 @@ class RadixTree:
         self.num_pages = 0
         self.num_evictable = 0
         self._recency: OrderedDict[Node, None] = OrderedDict()
+        self._detached: dict[Node, None] = {}  # the highest nodes of all detached subtrees
 
     def match_length(self, tokens: IntArray, salt: bytes) -> int:
-        """How many pages of ``tokens`` are cached. Changes nothing, not even the recency."""
+        """Number of pages of ``tokens`` that are cached. Changes nothing, not even the recency."""
         return sum(num_pages for _, num_pages in self._path(self.root, tokens, salt))
 
     def match(self, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:
@@ -82,16 +88,25 @@ class RadixTree:
             last = child
         return last, known
 
-    def unpin(self, node: Node) -> None:
-        """Take back a pin from ``node`` and its ancestors, which become the most recently used."""
+    def unpin(self, node: Node) -> IntArray:
+        """Take back a pin from ``node`` and its ancestors, which become the most recently used.
+
+        Returns the pages of the detached nodes among them that lose their last pin and so leave the
+        tree, int32[num_pages].
+        """
+        removed: list[IntArray] = []
         while node.parent is not None:
             if node.pins <= 0:
                 raise InvariantError("a cached prefix is unpinned twice")
             node.pins -= 1
-            if node.pins == 0:  # a parent comes after its children: see _recency
-                self._recency[node] = None
-                self.num_evictable += len(node.pages)
+            if node.pins == 0:
+                if node.is_detached:
+                    removed.append(self._remove(node))
+                else:  # a parent comes after its children: see _recency
+                    self._recency[node] = None
+                    self.num_evictable += len(node.pages)
             node = node.parent
+        return np.concatenate(removed) if removed else EMPTY
 
     def evict(self, num_pages: int) -> IntArray:
         """Drop the least recently used pages, from the ends of leaves, and return them.
@@ -119,30 +134,26 @@ class RadixTree:
         self.num_evictable -= num_pages
         return np.concatenate([EMPTY, *evicted])
 
-    def drop(self, node: Node) -> IntArray:
-        """Forget ``node``, its ancestors and all that follows them, as far as nobody pins them.
+    def drop(self, node: Node, is_suspect: Callable[[IntArray], bool]) -> IntArray:
+        """Unpin ``node``; detach the highest node of its path that is suspect or has no other pin.
 
-        Returns their pages, int32[num_pages].
+        All nodes below are detached, too. Returns the pages that leave the tree now,
+        int32[num_pages]; the pages of nodes with other pins leave it with the last pin.
         """
-        top = None
-        while node.parent is not None:
-            top = node if node.pins == 0 else top
-            node = node.parent
-        if top is None:
-            return EMPTY
-        assert top.parent is not None
-        del top.parent.children[top.key]
-        dropped = [top, *self._below(top)]
-        for each in dropped:
-            del self._recency[each]
-        pages = np.concatenate([each.pages for each in dropped])
-        self.num_pages -= len(pages)
-        self.num_evictable -= len(pages)
-        return pages
+        top, each = None, node
+        while each.parent is not None:
+            if each.pins == 1 or is_suspect(each.pages):
+                top = each
+            each = each.parent
+        removed = EMPTY if top is None or top.is_detached else self._detach(top)
+        return np.concatenate([removed, self.unpin(node)])
 
     def nodes(self) -> Iterator[Node]:
         """All nodes except the root, parents before their children."""
-        return self._below(self.root)
+        yield from self._below(self.root)
+        for top in self._detached:
+            yield top
+            yield from self._below(top)
 
     def _below(self, top: Node) -> Iterator[Node]:
         stack = list(top.children.values())
@@ -151,19 +162,47 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
+    def _detach(self, top: Node) -> IntArray:
+        """Make a pinned node and all below it unreachable; return the pages of the unpinned."""
+        assert top.parent is not None
+        del top.parent.children[top.key]
+        self._detached[top] = None
+        removed = [EMPTY]
+        for node in [top, *self._below(top)]:
+            node.is_detached = True
+            if node.pins == 0:
+                del self._recency[node]
+                self.num_evictable -= len(node.pages)
+                removed.append(self._remove(node))
+        return np.concatenate(removed)
+
+    def _remove(self, node: Node) -> IntArray:
+        """Take a detached node without pins out of the tree; return its pages."""
+        assert node.parent is not None
+        if node in self._detached:  # its parent may have another child under this key by now
+            del self._detached[node]
+        else:
+            del node.parent.children[node.key]
+        self.num_pages -= len(node.pages)
+        return node.pages
+
     def check(self) -> None:
         """Raise ``InvariantError`` if an invariant of the tree is broken. Slow."""
         order = {node: place for place, node in enumerate(self._recency)}
         num_pages = num_evictable = 0
         for node in self.nodes():
             parent = node.parent
-            if parent is None or parent.children.get(node.key) is not node:
+            if parent is None or (
+                node not in self._detached and parent.children.get(node.key) is not node
+            ):
                 raise InvariantError("a node is not a child of its parent")
+            if node.is_detached != (node in self._detached or parent.is_detached):
+                raise InvariantError("not exactly the nodes below detached ones are detached")
             if not len(node.pages) or len(node.tokens) != len(node.pages) * self.page_size:
                 raise InvariantError("the tokens of a node do not fill its pages")
             if parent is not self.root and parent.pins < node.pins:
                 raise InvariantError("a node is pinned and its parent is not")
-            if (node.pins == 0) != (node in order):
+            if (node.pins == 0) != (node in order) or (node.is_detached and node in order):
                 raise InvariantError("not exactly the unpinned nodes can be evicted")
             if node in order and parent in order and order[parent] < order[node]:
                 raise InvariantError("a parent would be evicted before its child")
@@ -181,7 +220,7 @@ class RadixTree:
         return salt + first_page if parent is self.root else first_page
 
     def _path(self, node: Node, tokens: IntArray, salt: bytes) -> Iterator[tuple[Node, int]]:
-        """The nodes below ``node`` along ``tokens``, each with how many of its pages match them."""
+        """The nodes below ``node`` along ``tokens``, each with its number of matching pages."""
         num_pages = len(tokens) // self.page_size
         done = 0
         while done < num_pages:
@@ -200,7 +239,7 @@ class RadixTree:
     def _agreed_pages(self, a: IntArray, b: IntArray) -> int:
         num_tokens = min(len(a), len(b))
         differ = a[:num_tokens] != b[:num_tokens]
-        first = int(differ.argmax())  # 0 also where none differs
+        first = int(differ.argmax())  # 0 also if none differs
         return (first if differ[first] else num_tokens) // self.page_size
 
     def _pin_path(self, node: Node, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:

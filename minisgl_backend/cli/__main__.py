@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from minisgl_backend.cli.interrupt import ended_by_ctrl_c
+import signal
+import sys
+
+from minisgl_backend.cli.interrupt import end_in_time, ended_by_ctrl_c
 
 
 def main() -> None:
     """Run the command that the arguments say."""
     with ended_by_ctrl_c():
         from minisgl_backend.cli.main import main as command
+    end_in_time(_takes_over)
     command()
+
+
+def _takes_over(number: int) -> bool:
+    """Whether the command does something else than to end at once.
+
+    `serve` and `gateway` answer open requests first, from when they have handlers of their own;
+    Ctrl-C in `chat` ends an answer.
+    """
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in ("serve", "gateway"):
+        return signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    return name == "chat" and number == signal.SIGINT
 
 
 if __name__ == "__main__":

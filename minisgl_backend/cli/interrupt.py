@@ -1,17 +1,25 @@
-"""What Ctrl-C does to the command `minisgl` while it starts, and what other signals do to it."""
+"""What Ctrl-C, SIGTERM and SIGHUP do to the command `minisgl`.
+
+Knows signals and this process; must not know what commands do, nor how they clean up.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
 INTERRUPTED: Final = 130
 """The exit code, as shells have it."""
 _OTHERS: Final = (signal.SIGTERM, signal.SIGHUP)
+_CLEAN_UP_S: Final = 1.5
+"""From a signal to the end of the process, if nothing else ends it before."""
 
 
 @contextmanager
@@ -60,3 +68,39 @@ def signals_as_ctrl_c() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
         if came:
             raise SystemExit(128 + came[0])
+
+
+def end_in_time(
+    takes_over: Callable[[int], bool] = lambda _number: False, *, clean_up_s: float = _CLEAN_UP_S
+) -> None:
+    """From now on a signal ends the process within ``clean_up_s``, whatever its threads do.
+
+    For calls that may take minutes, such as a step of a large model on a CPU: Python runs no signal
+    handler while the main thread is in one, and waits at exit for other threads that are. Whatever
+    could not be cleaned up by then is left; child processes get SIGTERM.
+
+    ``takes_over`` is asked with the signal's number, on another thread: True leaves that signal to
+    the command's own handler. To be called on the main thread, once.
+    """
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)  # written to before any handler runs
+
+    def wait() -> None:
+        while True:
+            (number,) = os.read(told, 1)
+            if number in (signal.SIGINT, *_OTHERS) and not takes_over(number):
+                break
+        time.sleep(clean_up_s)
+        for child in _children():
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)
+        os._exit(128 + number)
+
+    threading.Thread(target=wait, name="end in time", daemon=True).start()
+
+
+def _children() -> list[int]:
+    """The processes that this one has started."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for task in tasks for pid in task.read_text("ascii").split()]

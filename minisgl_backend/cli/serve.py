@@ -171,7 +171,7 @@ def _stop_on_signals(supervisors: Sequence[Supervisor], console: Console) -> thr
                 supervisor.server.signal(signal.SIGKILL)
             return
         stopping.set()
-        console.say("stopping; requests in flight may finish")
+        console.say("stopping; requests in flight may finish, and a second signal ends them")
 
     signal.signal(signal.SIGINT, forward)
     signal.signal(signal.SIGTERM, forward)

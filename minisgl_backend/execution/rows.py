@@ -129,7 +129,7 @@ def _numbers(
     vocabulary or sequence has more."""
     params = admission.sampling
     values = {
-        "temperature": params.temperature,
+        "temperature": 0.0 if params.is_greedy else params.temperature,
         "top_k": min(params.top_k, vocab_size),
         "top_p": params.top_p,
         "min_p": params.min_p,

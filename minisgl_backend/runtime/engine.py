@@ -28,12 +28,12 @@ from minisgl_backend.request import (
     SamplingParams,
     Sink,
 )
-from minisgl_backend.runtime.inbox import Abort, Add, Fail, Stop
+from minisgl_backend.runtime.capacity import Capacity
+from minisgl_backend.runtime.inbox import Abort, Fail, OpenRequest, Stop
 from minisgl_backend.runtime.loop import Loop
 from minisgl_backend.runtime.ports import Executor, Scheduler
-from minisgl_backend.runtime.stats import EngineStats, Recorder, Refusal, Samples
+from minisgl_backend.runtime.recorder import EngineStats, Recorder, Refusal, Samples
 from minisgl_backend.runtime_files import State
-from minisgl_backend.scheduling.capacity import check_fits, most_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The state of the engine, and for how long its loop has given no sign of life."""
+    """The state of the engine, and the time since its loop last gave a sign of life."""
 
     state: State
     tick_age_s: float
@@ -78,6 +78,11 @@ class Engine:
         self, info: EngineInfo, scheduler: Scheduler, executor: Executor, *, overlap: bool
     ) -> None:
         self.info = info
+        self._capacity = Capacity(
+            max_sequence_length=info.max_sequence_length,
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+        )
         self._recorder = Recorder()
         self._ids = itertools.count(1)
         self._changed = threading.Condition()
@@ -107,7 +112,7 @@ class Engine:
         queue is full or the engine is not serving.
         """
         try:
-            self._check(request)
+            self.check(request)
         except InvalidRequest:
             self._recorder.request_rejected("invalid")
             raise
@@ -120,10 +125,18 @@ class Engine:
             self._num_open += 1
             self._num_waiting_tokens += num_tokens
             sampling = self._with_eos(request.sampling)
+            accepted = dataclasses.replace(request, sampling=sampling)
             # inside the lock: the loop's end takes it, too, and then empties the inbox
-            self._loop.inbox.put(
-                Add(dataclasses.replace(request, sampling=sampling), sink, time.monotonic())
-            )
+            self._loop.inbox.put(OpenRequest(accepted, sink, time.monotonic()))
+
+    def check(self, request: Request) -> None:
+        """Raise ``InvalidRequest`` if the request can never be served, as ``submit`` does."""
+        info, sampling = self.info, request.sampling
+        prompt = request.prompt
+        _check_ids("input_ids", prompt, info.vocab_size)
+        _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+        _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
+        self._capacity.check(num_prompt_tokens=len(prompt), max_tokens=sampling.max_tokens)
 
     def count_refused(self, reason: Refusal) -> None:
         """Count a request that was refused before it came to ``submit``."""
@@ -140,7 +153,7 @@ class Engine:
         self._loop.inbox.put(Abort(request_id, event))
 
     def fail(self, error: EngineFailure) -> None:
-        """End the engine because its executor is lost. The log tells ``error``, the cause.
+        """End the engine because its executor is lost; ``error``, the cause, is logged.
 
         Every open request fails with an ``EngineFailure`` that says only that the engine stopped.
         """
@@ -161,18 +174,11 @@ class Engine:
         return Health(self._state, age_s)
 
     def fitted(self, sampling: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
-        """``sampling`` with ``max_tokens`` lowered, if need be, to what the prompt leaves room for.
+        """``sampling`` with ``max_tokens`` lowered to the room that the prompt leaves, if need be.
 
-        If there is not even room for the least possible number, that number, which ``submit``
-        refuses.
+        If there is no room for a single token, or for ``min_tokens``, ``submit`` refuses it.
         """
-        info = self.info
-        most = most_tokens(
-            num_prompt_tokens,
-            max_sequence_length=info.max_sequence_length,
-            num_pages=info.num_pages,
-            page_size=info.page_size,
-        )
+        most = self._capacity.most_tokens(num_prompt_tokens)
         least = max(1, sampling.min_tokens)
         return dataclasses.replace(sampling, max_tokens=max(least, min(sampling.max_tokens, most)))
 
@@ -197,20 +203,6 @@ class Engine:
 
     # --- the door ----------------------------------------------------------------------------
 
-    def _check(self, request: Request) -> None:
-        info, sampling = self.info, request.sampling
-        prompt = request.prompt
-        _check_ids("input_ids", prompt, info.vocab_size)
-        _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
-        _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
-        check_fits(
-            num_prompt_tokens=len(prompt),
-            max_tokens=sampling.max_tokens,
-            max_sequence_length=info.max_sequence_length,
-            num_pages=info.num_pages,
-            page_size=info.page_size,
-        )
-
     def _check_open(self) -> None:
         if self._state is State.SERVING:
             return
@@ -221,7 +213,7 @@ class Engine:
         raise Overloaded("the engine is down")
 
     def _queue_complaint(self, num_tokens: int) -> str | None:
-        """Why a request with a prompt of so many tokens may not be queued now, if so."""
+        """Why a request with a prompt of ``num_tokens`` may not be queued now; None if it may."""
         info = self.info
         most = info.max_running_requests + info.max_queued_requests
         if self._num_open >= most:

@@ -1,21 +1,28 @@
-"""The messages by which other threads tell the engine's loop what to do."""
+"""What other threads put into the inbox of the engine's loop: requests, and orders."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError
-from minisgl_backend.request import Failed, Finished, Request, RequestId, Sink
+from minisgl_backend.request import Failed, Finished, Request, RequestId, Sink, TokenId
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Serve a request, which was accepted at the door at ``arrived_s``."""
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that was accepted at the door, and what the loop notes of it until it ends.
+
+    Times are of ``time.monotonic``.
+    """
 
     request: Request
     sink: Sink
     arrived_s: float
+    admitted: bool = False
+    tokens: list[TokenId] = field(default_factory=list)
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +47,4 @@ class Fail:
     error: EngineFailure
 
 
-Message: TypeAlias = Add | Abort | Stop | Fail
+Message: TypeAlias = OpenRequest | Abort | Stop | Fail

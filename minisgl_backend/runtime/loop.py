@@ -1,7 +1,7 @@
 """The loop of the engine's only working thread: drain the inbox, plan, launch, commit, deliver.
 
 Knows in which order planner and executor take turns, and which requests are open. Must not know how
-either does its work, nor who submits requests.
+either does its work, nor where requests come from.
 
 With overlap, the next step is planned and launched before the tokens of the running step are read,
 so that the device never waits for Python. Without it, each step is committed before the next one is
@@ -9,8 +9,8 @@ planned.
 
 When a step breaks, only the request at fault may fail. So after an exception the loop takes a fresh
 planner, and lets the open requests come back one at a time, with the tokens that they have
-(``returning``). A request with which a step breaks again fails alone. The executor need not be
-told, since it learns all about a row when a request takes it. But if the executor raises
+(``returning``). A request with which a step breaks again fails alone. The executor is not reset,
+since it learns all about a row when a request takes it. But if the executor raises
 ``EngineFailure``, it is lost, and the loop ends; it also ends if steps break whatever is in them.
 
 Invariants: every request taken from the inbox gets exactly one terminal event. Sinks are called on
@@ -29,14 +29,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl_backend.errors import EngineFailure, InvariantError, MiniSGLError, RequestError
+from minisgl_backend.errors import EngineFailure, InvariantError, MiniSGLError
 from minisgl_backend.plan import Pending, StepPlan
-from minisgl_backend.request import Event, Failed, Finished, Request, RequestId
-from minisgl_backend.runtime.inbox import Abort, Add, Fail, Message, Stop
+from minisgl_backend.request import Event, Failed, Request, RequestId
+from minisgl_backend.runtime.inbox import Abort, Fail, Message, OpenRequest, Stop
 from minisgl_backend.runtime.open_requests import OpenRequests
 from minisgl_backend.runtime.ports import Executor, Scheduler
+from minisgl_backend.runtime.recorder import Recorder, StepKind
 from minisgl_backend.runtime.returning import Returning
-from minisgl_backend.runtime.stats import Recorder, StepKind
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Loop:
                 message = self.inbox.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(message, Add):
+            if isinstance(message, OpenRequest):
                 self._open.add(message)
                 self._open.end(message.request.id, Failed(error))
 
@@ -145,7 +145,7 @@ class Loop:
                 self._check_idle()
 
     def _check_idle(self) -> None:
-        """Tell, once, of rows and pages that are held for nobody: no reason to stop serving."""
+        """Log, once, rows and pages that are held without a request; serving goes on."""
         stats = self.scheduler_stats
         if (stats.num_running or stats.used_pages) and not self._has_leaked:
             self._has_leaked = True
@@ -185,19 +185,16 @@ class Loop:
         else:
             self._add(message)
 
-    def _add(self, message: Add) -> None:
-        self._open.add(message)
+    def _add(self, entry: OpenRequest) -> None:
+        self._open.add(entry)
         if self._returning.is_over:
-            self._schedule(message.request.id)
+            self._schedule(entry.request.id)
         else:
-            self._returning.append(message.request.id)
+            self._returning.append(entry.request.id)
 
     def _schedule(self, request_id: RequestId) -> None:
         entry = self._open[request_id]
-        try:
-            self._scheduler.add(entry.request, np.array(entry.tokens, dtype=np.int32))
-        except RequestError as error:
-            self._open.end(request_id, Failed(error))
+        self._scheduler.add(entry.request, np.array(entry.tokens, dtype=np.int32))
 
     def _abort(self, request_id: RequestId, event: Event) -> None:
         self._scheduler.abort(request_id)
@@ -234,13 +231,8 @@ class Loop:
             duration_s=now - flight.launched_s,
         )
         self._open.deliver(result, now)
-        for completion in result.completions:
-            if completion.reason is None:
-                text = "the model's logits were not finite"
-                self._open.end(completion.request_id, Failed(EngineFailure(text)))
-            else:
-                event = Finished(completion.reason, completion.stop_token_id)
-                self._open.end(completion.request_id, event)
+        for request_id, event in result.ended.items():
+            self._open.end(request_id, event)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -254,7 +246,7 @@ class Loop:
     # --- after a step that broke -------------------------------------------------------------
 
     def _start_anew(self) -> None:
-        """Take a fresh planner. Raises ``EngineFailure`` if that has not helped several times."""
+        """Take a fresh planner. Raises ``EngineFailure`` if several in a row have not helped."""
         while self._flights:  # the fresh planner grants the pages that these steps still write to
             with suppress(Exception), self._on_device():
                 self._flights[0].pending.tokens()
@@ -267,7 +259,7 @@ class Loop:
         self._returning.come_back(self._open.ids())
 
     def _take_back(self) -> None:
-        """Let the next request come back, once the one before it has got a token."""
+        """Let the next request come back, once the one before it has a new token."""
         while not self._returning.is_over:
             request_id = self._returning.next(self._open.num_tokens())
             if request_id is None:

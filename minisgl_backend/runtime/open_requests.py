@@ -1,6 +1,6 @@
-"""The requests between their acceptance and their terminal event, and what their sinks are told.
+"""The requests between their acceptance and their terminal event, and the events of their sinks.
 
-Knows sinks, the clock and the counters. Must not know planner or executor. It is used by the loop's
+Knows sinks, the clock and the counters. Must not know planner or executor. Used on the loop's
 thread only, so all sinks are called on that thread.
 
 Invariant: every request that is added gets exactly one terminal event, by ``end``.
@@ -12,10 +12,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
-from minisgl_backend.plan import StepResult
 from minisgl_backend.request import (
     Admitted,
     Event,
@@ -26,26 +24,13 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     Sink,
-    TokenId,
 )
-from minisgl_backend.runtime.inbox import Add
-from minisgl_backend.runtime.stats import Recorder
+from minisgl_backend.runtime.inbox import OpenRequest
+from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.runtime.timeouts import Timeouts
+from minisgl_backend.scheduling.report import StepResult
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class OpenRequest:
-    """A request that has not ended, and its output so far. Times are of ``time.monotonic``."""
-
-    request: Request
-    sink: Sink
-    arrived_s: float
-    admitted: bool = False
-    tokens: list[TokenId] = field(default_factory=list)
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
 
 
 class OpenRequests:
@@ -77,17 +62,16 @@ class OpenRequests:
         return list(self._open)
 
     def num_tokens(self) -> dict[RequestId, int]:
-        """How many tokens each request has got."""
+        """Number of tokens that each request has."""
         return {request_id: len(entry.tokens) for request_id, entry in self._open.items()}
 
-    def add(self, message: Add) -> None:
+    def add(self, entry: OpenRequest) -> None:
         """Take up a request that was accepted."""
-        request = message.request
-        self._open[request.id] = OpenRequest(request, message.sink, message.arrived_s)
-        self._timeouts.add(request, message.arrived_s)
+        self._open[entry.request.id] = entry
+        self._timeouts.add(entry.request, entry.arrived_s)
 
     def admit(self, request_id: RequestId, num_cached_tokens: int) -> None:
-        """Tell a request that it has got a row; when it gets one again, it is told nothing."""
+        """Deliver ``Admitted`` to a request that gets a row for the first time."""
         entry = self._open[request_id]
         if not entry.admitted:
             entry.admitted = True
@@ -113,7 +97,7 @@ class OpenRequests:
             )
 
     def out_of_time(self, now_s: float) -> Iterator[tuple[RequestId, Event]]:
-        """The requests whose time is over, each with the event by which it must end now."""
+        """The requests whose time is over, each with the terminal event that is due."""
         for request_id in self._timeouts.overdue(now_s):
             entry = self._open[request_id]
             if entry.tokens:
@@ -148,7 +132,7 @@ class OpenRequests:
                 e2e_s=time.monotonic() - entry.arrived_s,
                 decode_s=entry.last_token_s - entry.first_token_s,
             )
-        # before the event, so that whoever hears of the end finds the request's place free
+        # before the event, so that its receiver finds the request's place in the queue free
         self._on_ended(entry.request, entry.admitted)
         self._deliver(entry.sink, event)
 

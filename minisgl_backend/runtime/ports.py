@@ -1,24 +1,25 @@
 """What the loop needs from the two parts that it joins, a planner and an executor.
 
-Knows only the vocabulary of ``request`` and ``plan``; ``build`` chooses the implementations.
+Knows only the vocabulary of ``request``, ``plan`` and ``report``; ``build`` chooses the
+implementations.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from minisgl_backend.plan import Pending, SampledTokens, StepPlan, StepResult
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
-from minisgl_backend.scheduling.stats import SchedulerStats
+from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 
 
 class Scheduler(Protocol):
     """Decides what each step does. Pure: no clock, thread, tensor or environment."""
 
     def add(self, request: Request, generated: IntArray = EMPTY) -> None:
-        """Queue a request. ``generated``, int32[num_tokens], is its output from before, if any.
+        """Queue a request, which fits the context and the pool of pages (``runtime.capacity``).
 
-        Raises ``InvalidRequest`` if the request could never fit the context or the pool of pages.
+        ``generated``, int32[num_tokens], is the output that it already has, if any.
         """
 
     def abort(self, request_id: RequestId) -> bool:

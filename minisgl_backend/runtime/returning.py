@@ -1,7 +1,7 @@
-"""Which request may run again after a step that broke: one at a time, until it has got a token.
+"""Which request may run again after a step that broke: one at a time, until it has a new token.
 
 So if a step breaks again, the request that came back last is the one at fault. Pure: knows request
-ids and how many tokens each request has got. Must not know planner or executor.
+ids and the number of tokens of each request. Must not know planner or executor.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Returning:
     def begin(self) -> RequestId | None:
         """Note that a step broke, and return the request at fault if it is known.
 
-        Raises ``EngineFailure`` at the break number ``MAX_BARREN`` in a row between which no
-        request has got a token: such breaks are no request's fault.
+        Raises ``EngineFailure`` at break number ``MAX_BARREN`` in a row without a token of any
+        request in between: such breaks are no request's fault.
         """
         self._num_barren += 1
         if self._num_barren >= MAX_BARREN:
@@ -48,7 +48,7 @@ class Returning:
         return culprit
 
     def progressed(self) -> None:
-        """Note that a request, any request, has got a token."""
+        """Note that some request has a new token."""
         self._num_barren = 0
 
     def come_back(self, request_ids: Iterable[RequestId]) -> None:
@@ -60,10 +60,7 @@ class Returning:
         self._waiting.append(request_id)
 
     def next(self, num_tokens: Mapping[RequestId, int]) -> RequestId | None:
-        """The request that comes back now, if any.
-
-        ``num_tokens`` says how many tokens each open request has got.
-        """
+        """The request that comes back now, if any. ``num_tokens`` is that of each open request."""
         if self._suspect is not None:
             if num_tokens.get(self._suspect) == self._num_tokens:
                 return None

@@ -13,7 +13,7 @@ from typing import Final
 from minisgl_backend.request import Request, RequestId
 
 _SPARE: Final = 64
-"""So many entries of ended requests may stay in the heap before they are swept out."""
+"""Number of entries of ended requests that may stay in the heap before they are removed."""
 
 
 class Timeouts:

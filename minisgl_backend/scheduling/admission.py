@@ -1,11 +1,12 @@
 """Admission control: whether the pool has room for the next waiting sequence.
 
-An admitted sequence gets pages for all its known tokens at once. Beyond these a reserve is kept
-free: ``reserve_tokens`` more tokens for each running sequence, or what is left of its output if
-that is less. To reserve all of max_tokens would leave most of the pool idle, since outputs are
-usually shorter; to reserve nothing would retract sequences soon after their admission.
+A sequence that is admitted gets pages for all its known tokens at once. Beyond these a reserve is
+kept free, but not granted, for each running sequence: ``reserve_tokens`` more tokens, or what is
+left of its output if that is less. To reserve all of max_tokens would leave most of the pool idle,
+since outputs are usually shorter; to reserve nothing would retract sequences soon after their
+admission.
 
-Must not know plans or the budget of a step.
+Must not know leases, plans or the budget of a step.
 """
 
 from __future__ import annotations
@@ -14,15 +15,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from minisgl_backend.cache.kv import Lease
-from minisgl_backend.errors import InvariantError
-from minisgl_backend.scheduling.capacity import num_pages_for
+from minisgl_backend.cache.pages import num_pages_for
 from minisgl_backend.scheduling.lifecycle import Lifecycle
-from minisgl_backend.scheduling.sequence import Precedence, Sequence
+from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence
 
 
 class AdmissionControl:
-    """Leases pages to waiting sequences, one after the other, for as long as they fit."""
+    """Starts waiting sequences, one after the other, for as long as they fit."""
 
     def __init__(self, life: Lifecycle, reserve_tokens: int) -> None:
         self._life = life
@@ -31,24 +30,28 @@ class AdmissionControl:
         self._blocked_cost = 0  # the pages that the last sequence that did not fit would take ...
         self._blocked_at = -1  # ... when Lifecycle.changes had this value
 
-    def admissible(self, before: Precedence | None) -> Iterator[tuple[Sequence, Lease]]:
-        """Waiting sequences that fit, each with pages for all its known tokens.
+    def admit(self, before: Precedence | None) -> Iterator[Sequence]:
+        """Start each waiting sequence that fits: it has a row, and pages for its known tokens.
 
         Ends at the first that does not fit, or that comes after ``before`` in the order of service.
-        The caller starts each sequence before it asks for the next one.
+        While no row is in use, the whole pool may be taken, and nothing is reserved.
         """
+        life = self._life
         reserved = self._reserved_pages()
-        while self._life.rows.num_free and not self._is_still_blocked(reserved):
-            sequence = self._life.queue.choose()
+        while life.rows.num_free and not self._is_still_blocked(reserved):
+            sequence = life.queue.choose()
             if sequence is None or (before is not None and sequence.precedence > before):
                 return
             num_tokens = min(sequence.limit - 1, len(sequence.tokens) + self._reserve_tokens)
             needed = num_pages_for(num_tokens, self._page_size)
-            lease = self._lease(sequence, needed, reserved)
-            if lease is None:
+            is_alone = not life.rows.num_used
+            room = life.cache.num_pages if is_alone else life.num_available_pages - reserved
+            cost = life.start(sequence, needed, room)
+            if sequence.phase is Phase.WAITING:
+                self._blocked_at, self._blocked_cost = life.changes, cost
                 return
-            reserved += needed - len(lease.pages)
-            yield sequence, lease
+            reserved += needed - len(sequence.held().pages)
+            yield sequence
 
     def _reserved_pages(self) -> int:
         """Pages to keep free for the running rows, beyond those that they hold."""
@@ -65,22 +68,3 @@ class AdmissionControl:
         room = self._life.num_available_pages - reserved
         is_unchanged = self._blocked_at == self._life.changes
         return is_unchanged and self._life.rows.num_used > 0 and room < self._blocked_cost
-
-    def _lease(self, sequence: Sequence, needed: int, reserved: int) -> Lease | None:
-        """Pages for the known tokens of a waiting sequence; None if that leaves too few.
-
-        ``needed`` pages hold its known tokens and its own reserve, cached pages included. While no
-        row is in use, the whole pool may be taken, and nothing is reserved.
-        """
-        life = self._life
-        available = life.num_available_pages
-        lease = life.cache.acquire(sequence.tokens, sequence.request.cache_salt)
-        pinned = available - life.num_available_pages  # cached pages, evictable until this lease
-        cost = pinned + needed - len(lease.pages)
-        if life.rows.num_used and cost > available - reserved:
-            life.cache.release(lease)
-            self._blocked_at, self._blocked_cost = life.changes, cost
-            return None
-        if not life.cache.grow(lease, len(sequence.tokens)):
-            raise InvariantError(f"request {sequence.request.id} does not fit: pages have leaked")
-        return lease

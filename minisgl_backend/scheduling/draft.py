@@ -12,7 +12,7 @@ from minisgl_backend.request import EMPTY, IntArray
 
 
 class Draft:
-    """Gathers what a step does; ``budget`` is how many prompt tokens may still be added."""
+    """Gathers what a step does; ``budget`` is the number of prompt tokens that still fit."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -51,7 +51,7 @@ class Draft:
         self.decode_rows = rows
         self.decode_positions = positions
 
-    def freeze(self, step: int, released_rows: list[int], broken_pages: list[int]) -> StepPlan:
+    def freeze(self, step: int, *, released_rows: list[int], broken_pages: IntArray) -> StepPlan:
         """The finished plan, which shares no memory with anything that will change."""
         chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 4).T
         grant_rows, grant_indices, grant_pages = (
@@ -62,7 +62,7 @@ class Draft:
         return StepPlan(
             step=step,
             released_rows=np.array(released_rows, dtype=np.int32),
-            broken_pages=np.array(broken_pages, dtype=np.int32),
+            broken_pages=broken_pages,
             admissions=tuple(self._admissions),
             grant_rows=grant_rows,
             grant_indices=grant_indices,

@@ -1,7 +1,8 @@
 """Moves sequences through their phases, with all that they hold: place in the queue, row, lease.
 
-Knows the queue, the rows and the cache, and keeps the three consistent. Must not decide which
-sequence is admitted, retracted or decoded: the scheduler does.
+Knows the queue, the rows and the cache, and keeps the three consistent. It is the only owner of
+leases: it acquires, grows, publishes and releases them. Must not decide which sequence is admitted,
+retracted or decoded: the scheduler does.
 
 Invariants, verified by ``check``:
 - A live sequence is either in the queue or in a row, never both. A retiring sequence that does not
@@ -15,11 +16,11 @@ from bisect import insort
 
 import numpy as np
 
-from minisgl_backend.cache.kv import KVCache, Lease
+from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId
 from minisgl_backend.scheduling.draft import Draft
-from minisgl_backend.scheduling.rows import Rows
+from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
 from minisgl_backend.scheduling.waiting import WaitingQueue, by_precedence, precedence_of
 
@@ -28,20 +29,20 @@ class Lifecycle:
     """All sequences of the planner.
 
     ``live`` holds the sequences that have not ended; ``prefilling`` those with known tokens left to
-    plan, in order of precedence; ``released_rows`` the rows given back since the last plan;
-    ``broken_pages`` the pages of failed sequences that no plan has named yet.
+    plan, in order of precedence; ``released_rows`` the rows given back since the last plan.
     ``changes`` counts the events after which a waiting sequence that did not fit might fit: a
     change of the queue, of the cached prefixes or of the free pages.
     """
 
-    def __init__(self, cache: KVCache, num_rows: int, policy: str) -> None:
+    def __init__(
+        self, cache: KVCache, num_rows: int, policy: str, released_rows: list[int]
+    ) -> None:
         self.cache = cache
-        self.rows = Rows(num_rows)
+        self.rows = RunningRows(num_rows)
         self.queue = WaitingQueue(cache, policy)
         self.live: dict[RequestId, Sequence] = {}
         self.prefilling: list[Sequence] = []
-        self.released_rows: list[int] = []
-        self.broken_pages: list[int] = []
+        self.released_rows = released_rows
         self.changes = 0
         self._num_arrivals = 0
         self._remaps: list[tuple[Sequence, Lease, range]] = []
@@ -62,17 +63,47 @@ class Lifecycle:
         self.queue.push(sequence)
         self.changes += 1
 
-    def start(self, sequence: Sequence, lease: Lease) -> None:
-        """Give the chosen waiting sequence a row; ``lease`` has pages for all its known tokens."""
-        size = self.cache.page_size
+    def start(self, sequence: Sequence, num_pages: int, room: int) -> int:
+        """Give a waiting sequence a row, and pages for all its known tokens, if ``room`` allows.
+
+        ``num_pages`` hold its known tokens and its reserve. Returns how many of the available pages
+        that takes. The sequence is PREFILLING if it was started, and still WAITING if not.
+        """
+        cache, size = self.cache, self.cache.page_size
+        available = self.num_available_pages
+        lease = cache.acquire(sequence.tokens, sequence.request.cache_salt)
+        # [0, num_shared)           cached: pinned from now on; those that no other lease pinned
+        #                           before were available until now
+        # [num_shared, known)       granted now, for the known tokens that are not cached
+        # [known, num_pages)        the reserve: kept free, but not granted
+        pinned = available - self.num_available_pages
+        cost = pinned + num_pages - len(lease.pages)
+        if cost > room:
+            cache.release(lease)
+            return cost
+        if not cache.grow(lease, len(sequence.tokens)):
+            raise InvariantError(f"request {sequence.request.id} does not fit: pages have leaked")
         self.queue.admit(sequence)
         self.changes += 1
         sequence.enter(Phase.PREFILLING)
-        sequence.lease = lease
+        sequence.lease, sequence.remapped_at = lease, -1
         sequence.row = self.rows.take(
             sequence, num_cached_tokens=lease.num_shared * size, capacity=len(lease.pages) * size
         )
         insort(self.prefilling, sequence, key=by_precedence)
+        return cost
+
+    def grow(self, rows: IntArray, draft: Draft) -> bool:
+        """Grant one more page to each of the rows; False, and no page, if there are too few."""
+        size, capacity = self.cache.page_size, self.rows.capacity
+        pages = self.cache.grow_each([self.rows.sequence(row).held() for row in rows.tolist()])
+        if pages is None:
+            return False
+        # [0, capacity / size)   the pages of the row so far
+        # [capacity / size]      the new page, for the position that the next step computes
+        draft.grant(rows, capacity[rows] // size, pages)
+        capacity[rows] += size
+        return True
 
     def planned(self, sequence: Sequence) -> None:
         """Note that all known tokens of the sequence are planned: from the next step it decodes."""
@@ -101,11 +132,15 @@ class Lifecycle:
     def release(self, sequence: Sequence) -> None:
         """Take back the row and the pages of a retiring sequence; publish what it has computed."""
         row = sequence.row
+        # the tokens of a lease, of which no step in flight can compute any:
+        # [0, computed)        their full pages are published: others, and this sequence when it
+        #                      returns, may find them
+        # [computed, known)    not computed; the last token that was sampled never is
         known = np.concatenate([sequence.tokens, self.rows.output(row)])
         if sequence.failed:
-            self.broken_pages += self.cache.discard(sequence.held()).tolist()
+            self.cache.discard(sequence.held())
         else:
-            self.publish(sequence, known[: self.rows.computed[row]])
+            self.publish(sequence, known)
             self.cache.release(sequence.held())
         self.rows.give_back(row)
         self.changes += 1
@@ -120,15 +155,27 @@ class Lifecycle:
             sequence.enter(Phase.DONE)
 
     def publish(self, sequence: Sequence, tokens: IntArray) -> None:
-        """Make the full pages of ``tokens``, which are all committed, shareable."""
-        lease = sequence.held()
-        indices = self.cache.publish(lease, tokens)
+        """Make the full pages of the computed ones of the sequence's ``tokens`` shareable.
+
+        Once all known tokens are computed, each step of the sequence samples. Its last one, which
+        has computed position computed - 1, was planned after the last remap of the row only if that
+        position was not planned then.
+        """
+        lease, row = sequence.held(), sequence.row
+        computed = int(self.rows.computed[row])
+        if computed < len(sequence.tokens):
+            verified = Verified.NONE
+        else:
+            verified = Verified.ALL if computed > sequence.remapped_at else Verified.OWN
+        indices = self.cache.publish(lease, tokens[:computed], verified=verified)
         self.changes += 1
         if indices:
+            sequence.remapped_at = int(self.rows.planned[row])
             self._remaps.append((sequence, lease, indices))
 
     def grant_remaps(self, draft: Draft) -> None:
-        """Grant the pages that ``publish`` has put in place of others since the last plan."""
+        """Grant the pages of others that ``publish`` has put in place of a row's own since the
+        last plan. Steps planned before go on reading the row's own pages: see ``scheduler``."""
         for sequence, lease, indices in self._remaps:
             if not lease.released:
                 pages = lease.pages[indices.start : indices.stop]
@@ -136,7 +183,7 @@ class Lifecycle:
         self._remaps.clear()
 
     def rows_of_executor(self) -> list[int]:
-        """The rows that the executor believes taken: it learns of releases only from plans."""
+        """The rows that the executor takes for held: it learns of releases only from plans."""
         held = [row for row, s in enumerate(self.rows.sequences) if s is not None]
         return sorted({*held, *self.released_rows})
 

@@ -21,28 +21,25 @@ Invariants:
 - While a request is live and no step is in flight, ``plan`` returns a step.
 - Steps run in the order in which they were planned. So a page freed here may be granted again at
   once: the step that writes to it runs after all steps that read what it held.
+- Each page that may hold NaN is named as broken by the plan after it is freed, at the latest by the
+  one that grants it again. Which pages these are, ``cache.kv`` knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 
-from minisgl_backend.cache.kv import KVCache, Lease
-from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import (
-    NO_TOKEN,
-    Admission,
-    Completion,
-    SampledTokens,
-    StepPlan,
-    StepResult,
-)
+from minisgl_backend.cache.kv import KVCache
+from minisgl_backend.errors import EngineFailure, InvariantError
+from minisgl_backend.plan import NO_TOKEN, Admission, SampledTokens, StepPlan
 from minisgl_backend.request import (
     EMPTY,
+    Failed,
+    Finished,
     FinishReason,
     IntArray,
     Request,
@@ -50,12 +47,13 @@ from minisgl_backend.request import (
     TokenLogprobs,
 )
 from minisgl_backend.scheduling.admission import AdmissionControl
-from minisgl_backend.scheduling.capacity import check_fits
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence
-from minisgl_backend.scheduling.stats import SchedulerStats
 from minisgl_backend.scheduling.waiting import by_precedence
+
+_NOT_FINITE: Final = "the model's logits were not finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,36 +65,45 @@ class SchedulerConfig:
 
     max_running_requests: int = 256
     max_prefill_tokens: int = 8192
-    max_sequence_length: int
     policy: str = "fcfs"
     reserve_tokens: int = 256
+
+
+@dataclass(slots=True)
+class _Counters:
+    """Counts that only grow, also when a planner is replaced: see ``SchedulerStats``."""
+
+    num_retractions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class Scheduler:
     """Decides what each step does. ``runtime.ports.Scheduler`` documents the methods in full."""
 
-    def __init__(self, cache: KVCache, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        config: SchedulerConfig,
+        *,
+        counters: _Counters | None = None,
+        taken_rows: Iterable[int] = (),
+    ) -> None:
+        """``counters`` are those of the planner that this one replaces, and ``taken_rows`` the rows
+        that the executor takes for held since then: the first plan releases them."""
         self._cache = cache
         self._config = config
-        self._life = Lifecycle(cache, config.max_running_requests, config.policy)
+        self._counters = counters or _Counters()
+        rows = config.max_running_requests
+        self._life = Lifecycle(cache, rows, config.policy, released_rows=list(taken_rows))
         self._rows = self._life.rows
         self._queue = self._life.queue
         self._admission = AdmissionControl(self._life, config.reserve_tokens)
         self._next_step = 0
         self._next_commit = 0
-        self._num_retractions = 0
-        self._prefix_queries = 0
-        self._prefix_hits = 0
 
     def add(self, request: Request, generated: IntArray = EMPTY) -> None:
-        """Queue a request. Raises ``InvalidRequest`` if it could never fit."""
-        check_fits(
-            num_prompt_tokens=len(request.prompt),
-            max_tokens=request.sampling.max_tokens,
-            max_sequence_length=self._config.max_sequence_length,
-            num_pages=self._cache.num_pages,
-            page_size=self._cache.page_size,
-        )
+        """Queue a request, which fits the context and the pool."""
         self._life.enqueue(request, generated)
 
     def abort(self, request_id: RequestId) -> bool:
@@ -115,9 +122,12 @@ class Scheduler:
         if draft.is_empty:
             return None
         self._life.grant_remaps(draft)
-        plan = draft.freeze(self._next_step, self._life.released_rows, self._life.broken_pages)
+        plan = draft.freeze(
+            self._next_step,
+            released_rows=self._life.released_rows,
+            broken_pages=self._cache.take_broken(),
+        )
         self._life.released_rows.clear()
-        self._life.broken_pages.clear()
         self._next_step += 1
         return plan
 
@@ -133,7 +143,7 @@ class Scheduler:
         for row in plan.prefill_rows.tolist():
             sequence = rows.sequences[row]
             if sequence is not None and not sequence.failed:
-                self._life.publish(sequence, sequence.tokens[: rows.computed[row]])
+                self._life.publish(sequence, sequence.tokens)
         for step_rows in (plan.prefill_rows, plan.decode_rows):
             for row in step_rows[rows.is_idle(step_rows)].tolist():
                 self._life.release(rows.sequence(row))
@@ -152,21 +162,20 @@ class Scheduler:
             free_pages=self._cache.num_free,
             cached_pages=self._cache.num_cached,
             evictable_pages=self._cache.num_evictable,
-            num_retractions=self._num_retractions,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
+            num_retractions=self._counters.num_retractions,
+            prefix_queries=self._counters.prefix_queries,
+            prefix_hits=self._counters.prefix_hits,
         )
 
     def renewed(self) -> Scheduler:
-        """An empty planner like this one; its first plan releases all rows that the executor takes
-        for taken, and names all pages as broken."""
-        scheduler = Scheduler(self._cache.emptied(), self._config)
-        scheduler._life.released_rows = self._life.rows_of_executor()
-        scheduler._life.broken_pages = list(range(self._cache.num_pages))
-        scheduler._num_retractions = self._num_retractions  # counters never go back
-        scheduler._prefix_queries = self._prefix_queries
-        scheduler._prefix_hits = self._prefix_hits
-        return scheduler
+        """An empty planner like this one, which goes on with its counters. Its first plan releases
+        all rows that the executor takes for held, and names all pages as broken."""
+        return type(self)(
+            self._cache.emptied(),
+            self._config,
+            counters=self._counters,
+            taken_rows=self._life.rows_of_executor(),
+        )
 
     def check(self) -> None:
         """Raise ``InvariantError`` if any part of the bookkeeping contradicts another. Slow."""
@@ -179,23 +188,13 @@ class Scheduler:
         if not len(ready):
             return False
         short = ready[rows.planned[ready] >= rows.capacity[ready]]
-        under_pressure = len(short) > 0 and not self._grow(short, draft)
+        under_pressure = len(short) > 0 and not self._life.grow(short, draft)
         if under_pressure:
             self._grow_first(short, draft)
             ready = rows.ready_to_decode()
             ready = ready[rows.planned[ready] < rows.capacity[ready]]
         draft.decode(ready, rows.plan_decode(ready))
         return under_pressure
-
-    def _grow(self, short: IntArray, draft: Draft) -> bool:
-        """Grant one more page to each of the rows; False, and no page, if there are too few."""
-        rows = self._rows
-        pages = self._cache.grow_each([rows.sequence(row).held() for row in short.tolist()])
-        if pages is None:
-            return False
-        draft.grant(short, rows.capacity[short] // self._cache.page_size, pages)
-        rows.capacity[short] += self._cache.page_size
-        return True
 
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
         """Retract sequences, the last in precedence first, until the others can grow.
@@ -211,12 +210,12 @@ class Scheduler:
             victim = running.pop()
             if needy[-1] is victim:
                 needy.pop()
-            self._num_retractions += 1
+            self._counters.num_retractions += 1
             self._life.retract(victim)
             if victim.phase is Phase.RETIRING:
                 coming += victim.held().num_private
         first = [sequence.row for sequence in needy[: self._life.num_available_pages]]
-        if first and not self._grow(np.array(first, dtype=np.int32), draft):
+        if first and not self._life.grow(np.array(first, dtype=np.int32), draft):
             raise InvariantError("the cache does not grant the pages that it counts as available")
 
     def _plan_prefills(self, draft: Draft, *, admit: bool) -> None:
@@ -244,19 +243,18 @@ class Scheduler:
         """Admit waiting sequences that fit, all or those ``before``, and begin to prefill them."""
         if not (len(self._queue) and draft.budget):
             return
-        for sequence, lease in self._admission.admissible(before):
-            self._start(sequence, lease, draft)
+        for sequence in self._admission.admit(before):
+            self._announce(sequence, draft)
             self._plan_chunk(sequence, draft)
             if not draft.budget:
                 return
 
-    def _start(self, sequence: Sequence, lease: Lease, draft: Draft) -> None:
-        """Give a waiting sequence a row, and tell the executor."""
-        request = sequence.request
+    def _announce(self, sequence: Sequence, draft: Draft) -> None:
+        """Let the executor know of a sequence that has taken a row, and of its pages."""
+        request, lease = sequence.request, sequence.held()
         num_cached_tokens = lease.num_shared * self._cache.page_size
-        self._life.start(sequence, lease)
-        self._prefix_queries += len(sequence.tokens)
-        self._prefix_hits += num_cached_tokens
+        self._counters.prefix_queries += len(sequence.tokens)
+        self._counters.prefix_hits += num_cached_tokens
         draft.admit(
             Admission(
                 request_id=request.id,
@@ -278,13 +276,16 @@ class Scheduler:
         rows, token_ids, logprobs = self._rows, tokens.token_ids, tokens.logprobs
         if len(token_ids) != len(sample_rows):
             raise InvariantError(f"{len(token_ids)} tokens for {len(sample_rows)} rows")
-        completions: list[Completion] = []
+        ended: dict[RequestId, Finished | Failed] = {}
         accepted = rows.accepting[sample_rows]  # [num_samples], as are token_ids
         failed = token_ids == NO_TOKEN
         if failed.any():
             for row in sample_rows[failed].tolist():  # also of requests that have ended meanwhile
                 rows.sequence(row).failed = True
-            completions += self._fail(sample_rows[accepted & failed])
+            for row in sample_rows[accepted & failed].tolist():
+                sequence = rows.sequence(row)
+                ended[sequence.request.id] = Failed(EngineFailure(_NOT_FINITE))
+                self._life.end(sequence)
             accepted &= ~failed
         if not accepted.all():
             kept = np.flatnonzero(accepted)
@@ -296,16 +297,9 @@ class Scheduler:
         for index in np.flatnonzero(stopped | full).tolist():
             stop = int(token_ids[index]) if stopped[index] else None
             reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
-            completions.append(Completion(request_ids[index], reason, stop))
+            ended[request_ids[index]] = Finished(reason, stop)
             self._life.end(self._life.live[request_ids[index]])
-        return StepResult(request_ids, token_ids, dict(logprobs), completions)
-
-    def _fail(self, rows: IntArray) -> list[Completion]:
-        """End the requests of these rows, whose logits were not finite."""
-        sequences = [self._rows.sequence(row) for row in rows.tolist()]
-        for sequence in sequences:
-            self._life.end(sequence)
-        return [Completion(sequence.request.id, None) for sequence in sequences]
+        return StepResult(request_ids, token_ids, dict(logprobs), ended)
 
 
 def _renumbered(

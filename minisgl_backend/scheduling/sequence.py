@@ -8,7 +8,7 @@
 
 Knows the phases and which of them may follow each other. Must not know why a phase changes: the
 scheduler decides that. Numbers that change with every step, such as the count of steps in flight,
-are columns of ``rows.Rows``.
+are columns of ``running.RunningRows``.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ class Sequence:
 
     ``tokens``, int32[num_tokens], are the known tokens, those to prefill: the prompt, and the
     output so far if the sequence was retracted. ``row`` and ``lease`` are set from PREFILLING to
-    RETIRING. ``returns`` says that RETIRING leads back to WAITING, ``failed`` that the keys and
-    values cannot be trusted, so that nobody may find them. ``overtaken`` counts the sequences that
-    passed this one at the head of the queue.
+    RETIRING. ``returns`` says that RETIRING leads back to WAITING, ``failed`` that logits were not
+    finite, so the keys and values must not be shared. ``remapped_at`` is the number of positions
+    that were planned when the lease last took pages of others in place of its own; only steps that
+    compute later positions read those. ``overtaken`` counts the sequences that passed this one at
+    the head of the queue.
     """
 
     request: Request
@@ -66,6 +68,7 @@ class Sequence:
     lease: Lease | None = None
     returns: bool = False
     failed: bool = False
+    remapped_at: int = -1
     overtaken: int = 0
     _phase: Phase = Phase.WAITING
 
@@ -84,7 +87,7 @@ class Sequence:
 
     @property
     def limit(self) -> int:
-        """How many tokens, prompt included, the sequence has at most."""
+        """The largest number of tokens, prompt included, that the sequence may have."""
         return len(self.request.prompt) + self.request.sampling.max_tokens
 
     def held(self) -> Lease:

@@ -54,7 +54,7 @@ class WaitingQueue:
         insort(self._sequences, sequence, key=by_precedence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it stands."""
+        """Take a sequence out, at whatever place it is."""
         place = bisect_left(self._sequences, sequence.precedence, key=by_precedence)
         if place == len(self._sequences) or self._sequences[place] is not sequence:
             raise InvariantError(f"request {sequence.request.id} is not in the queue")

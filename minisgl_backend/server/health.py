@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 5.0
 """A caller that says nothing for that long is sent away."""
+_LOOK_EVERY_S = 0.1
+"""How soon it notices that it is to close."""
 _MOST_CALLERS = 32
 """Of more the one that came first is sent away: each takes a descriptor of the supervisor's."""
 
@@ -47,7 +49,10 @@ class HealthServer:
             ) from error
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="health", daemon=True
+            target=self._server.serve_forever,
+            args=(_LOOK_EVERY_S,),
+            name="health",
+            daemon=True,
         )
 
     def start(self, health: Callable[[], Health], stats: Callable[[], Mapping[str, Any]]) -> None:

@@ -28,6 +28,7 @@ from minisgl_backend.runtime_files import (
     DRAIN_MARKER,
     QUEUE_FULL,
     QUEUE_OPEN,
+    State,
     heartbeat_files,
     read_beat,
 )
@@ -41,8 +42,8 @@ from minisgl_backend.server.repository import copy_repository, with_plain_folder
 
 logger = logging.getLogger(__name__)
 
-_UNLOAD_S: Final = 8.0
-"""Time for tritonserver to end when no request is in flight."""
+_FLUSH_S: Final = 0.5
+"""Time for tritonserver to send what it has buffered, from when the engines have drained."""
 _KEPT_LOG_LINES: Final = 2000
 
 
@@ -150,7 +151,7 @@ class TritonServer:
         """
         deadline = time.monotonic() + timeout_s
         progress = Progress(self.pid, self._loaded)
-        while not self.is_ready(timeout_s=5):
+        while not self.is_ready(timeout_s=1):
             if give_up():
                 raise InterruptedError
             code = self._process.poll()
@@ -235,19 +236,16 @@ class TritonServer:
     def _stop(self) -> int:
         self._held_ports.close()
         drained = self._drain()
-        patience_s = _UNLOAD_S if drained else self.options.exit_timeout_s + _UNLOAD_S
-        self.signal(signal.SIGTERM)
-        try:
-            code = self.wait(patience_s if self._was_ready else 5)
-        except TimeoutError:
-            # If a gRPC stream is cancelled when all its responses have been sent, 24.10 never lets
-            # go of the request, and waits for ever to unload its model. Once all requests have
-            # been answered, nothing is lost.
-            logger.warning("tritonserver did not stop in time; killing it")
-            self._process.kill()
-            code = self._process.wait()
-            if drained:
-                code = 0
+        if self._was_ready:
+            self.signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                self.wait(_FLUSH_S)
+        # All that it could still do is to unload its models, for which it waits as long as a step
+        # runs; and 24.10 for ever if a gRPC stream was cancelled when all its responses were sent.
+        self.signal(signal.SIGKILL)
+        code = self._process.wait()
+        if drained and code == -signal.SIGKILL:
+            code = 0
         with contextlib.suppress(ProcessLookupError):  # stubs that outlived their server
             os.killpg(self._process.pid, signal.SIGKILL)
         self._log_thread.join(timeout=10)
@@ -266,7 +264,9 @@ class TritonServer:
         self.stop()
 
     def _drain(self) -> bool:
-        """Ask the engines to end their requests, and wait; False if they have not in time.
+        """Ask the engines to answer their requests, and wait; False if they have not in time.
+
+        A step may still run then, for requests that have been cancelled.
 
         tritonserver, when it is told to stop, first unloads the models that have no request in
         flight at that instant, such as the detokenizer between two chunks, and leaves the requests
@@ -280,17 +280,22 @@ class TritonServer:
         except OSError as error:  # a full disk, or the directory was removed
             logger.warning("the engine cannot be asked to drain: %s", error)
             return False
-        while self._process.poll() is None and self._has_engines():
+        while self._process.poll() is None and self._serves():
             if time.monotonic() > deadline:
                 logger.warning("the engine did not drain in time")
                 return False
             time.sleep(0.05)
         return True
 
-    def _has_engines(self) -> bool:
-        """Whether an engine serves: its sign is there."""
+    def _serves(self) -> bool:
+        """Whether a request is or may be open: an engine's sign is there, and it is not idle."""
         names = (QUEUE_OPEN, QUEUE_FULL)
-        return any(path.name.startswith(names) for path in self.directory.glob("*"))
+        if not any(path.name.startswith(names) for path in self.directory.glob("*")):
+            return False
+        read = [read_beat(path) for _, path in heartbeat_files(self.directory)]
+        beats = [beat for beat in read if beat is not None]
+        has_ended = any(beat.state is State.ENDING for beat in beats)
+        return not has_ended or any(beat.num_inside for beat in beats)
 
     def shared_memory_regions(self) -> list[Path]:
         """The files of the server's shared memory."""

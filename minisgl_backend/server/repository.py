@@ -10,14 +10,13 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-import minisgl_backend
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.runtime_files import OPTIONS_MODEL
 
 
 def shipped_repository() -> Path:
     """The repository that comes with the package: in a wheel inside it, in a checkout beside it."""
-    package = Path(minisgl_backend.__file__).parent
+    package = Path(__file__).parents[1]
     for place in (package / "model_repository", package.parent / "model_repository"):
         if place.is_dir():
             return place

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.runtime.engine import EngineInfo
-from minisgl_backend.runtime.stats import REFUSALS, EngineStats, Samples
+from minisgl_backend.runtime.recorder import REFUSALS, EngineStats, Samples
 from minisgl_backend.tritonserver.metrics import (
     BucketCounts,
     ReportedMetric,

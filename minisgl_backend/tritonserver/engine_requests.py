@@ -86,17 +86,10 @@ class EngineRequests:
         self, generation: Generation, responder: Responder, key: int, *, direct: bool
     ) -> ResponseStream:
         """The stream of a request's responses; ``key`` names it."""
-        sampling = generation.sampling
-        # ids that end the request show no text, even if they are no special tokens
-        eos_token_ids = () if sampling.ignore_eos else self._engine.info.eos_token_ids
-        start = StreamStart(
+        start = StreamStart.of(
+            generation,
             num_input_tokens=len(_prompt_ids(generation)),
-            stream=generation.stream,
-            wanted=generation.wanted,
-            stop_strings=generation.stop_strings,
-            min_tokens=sampling.min_tokens,
-            stop_token_ids=(*sampling.stop_token_ids, *eos_token_ids),
-            prompt_text=generation.prompt_text,
+            eos_token_ids=self._engine.info.eos_token_ids,
         )
         return ResponseStream(
             key=key,

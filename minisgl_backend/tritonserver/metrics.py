@@ -19,7 +19,7 @@ from typing import Any, Final
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Recovering, Unsupported
-from minisgl_backend.runtime.stats import Refusal
+from minisgl_backend.runtime.recorder import Refusal
 
 logger = logging.getLogger(__name__)
 

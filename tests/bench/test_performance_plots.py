@@ -29,8 +29,8 @@ FILES: dict[str, dict[str, Any]] = {
     },
     "decode-small": {
         "rows": [
-            {"batch": 1, "mean_ms": 0.8, "replay_ms": 0.7},
-            {"batch": 300, "mean_ms": 5.0, "replay_ms": "-"},
+            {"batch": 1, "mean_ms": 0.8, "replay_ms": 0.7, "eager_ms": 9.0},
+            {"batch": 300, "mean_ms": 5.0, "replay_ms": "-", "eager_ms": 9.5},
         ]
     },
     "trace-small-decode": {"info": {"attention_share": 0.6, "products_share": 0.3}},
@@ -66,9 +66,10 @@ def test_first_tokens_stand_beside_those_of_the_other_engine() -> None:
 
 def test_steps_without_a_graph_have_no_replay() -> None:
     (axes,) = decode_figure(FILES, GOALS).axes
-    step, replay, other = axes.lines
+    step, replay, eager, other = axes.lines
     assert np.array_equal(step.get_xdata(), [1, 300])
     assert np.array_equal(replay.get_xdata(), [1])
+    assert np.array_equal(eager.get_ydata(), [9.0, 9.5])
     assert np.array_equal(other.get_ydata(), [1.7])
 
 

@@ -16,8 +16,8 @@ from minisgl_backend.parts import Parts
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, FinishReason, Request, RequestId, Sink
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
-from minisgl_backend.scheduling.stats import SchedulerStats
 from minisgl_backend.tritonserver import llm_engine
 from minisgl_backend.tritonserver.setup import runtime_directory
 from minisgl_bench.paced import paced_engine

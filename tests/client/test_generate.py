@@ -246,7 +246,7 @@ def test_a_parameter_of_two_values(words: list[str], message: str) -> None:
 def test_a_parameter_that_is_said_twice_alike() -> None:
     """Or that has a default: the command goes on to a server, which is not there."""
     words = ["--stop", "a", "-p", "stop=a", "-p", "max_tokens=4", "--top-k", "3", "-p", "top_k=3"]
-    words += ["--model", "minisgl", "-p", "model=x"]
+    words += ["--ensemble", "minisgl", "-p", "model=x"]
     result = CliRunner().invoke(main, ["generate", "x", "--url", "127.0.0.1:1", *words])
     assert result.exit_code == 1
     assert "Error: CONNECTION_FAILED" in result.output

@@ -22,7 +22,14 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import Pending, StepPlan
-from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams, TokenLogprobs
+from minisgl_backend.request import (
+    Failed,
+    IntArray,
+    Request,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
 MAX_ROWS = 16
@@ -93,11 +100,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 max_rows=MAX_ROWS, max_sequence_length=context, max_prefill_tokens=chunk
             ),
         )
-        config = SchedulerConfig(
-            max_running_requests=MAX_ROWS,
-            max_prefill_tokens=chunk,
-            max_sequence_length=context,
-        )
+        config = SchedulerConfig(max_running_requests=MAX_ROWS, max_prefill_tokens=chunk)
         cache = (RadixCache if radix else NaiveCache)(num_pages, page_size)
         self._scheduler = Scheduler(cache, config)
         self._overlap = overlap
@@ -136,7 +139,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             outcome.tokens[request_id].append(int(result.token_ids[index]))
             if index in result.logprobs:
                 outcome.logprobs[request_id].append(result.logprobs[index])
-        outcome.failed |= {done.request_id for done in result.completions if done.reason is None}
+        outcome.failed |= {id for id, event in result.ended.items() if isinstance(event, Failed)}
 
 
 def prompts_with_shared_prefixes(

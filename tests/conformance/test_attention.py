@@ -27,6 +27,7 @@ from minisgl_backend.attention.base import (
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.device.base import HostArray
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.request import IntArray
 
 CPU: Final = torch.device("cpu")
 MAX_SEQUENCES: Final = 128
@@ -113,8 +114,8 @@ class World:
         lengths = np.array([length for _, length in runs])
         starts = np.array([self.sequences[row].computed for row in rows])
         shape, ends = self.shape, starts + lengths
-        q = self.draw((int(lengths.sum()), shape.num_heads, shape.head_dim))
-        queries = q.split(lengths.tolist())
+        queries = [self.draw((n, shape.num_heads, shape.head_dim)) for n in lengths]
+        q = torch.cat(queries)
         self._store(rows, starts, ends)
         attend_chunks = self.backend.prefill.plan_chunks(self._chunks(rows, lengths, ends))
         single = np.flatnonzero(lengths == 1)
@@ -193,7 +194,7 @@ class World:
         return torch.einsum("hqk,khd->qhd", products.softmax(dim=-1), values)
 
 
-def _int32(values: HostArray) -> Tensor:
+def _int32(values: HostArray | IntArray) -> Tensor:
     return torch.from_numpy(values.astype(np.int32))
 
 

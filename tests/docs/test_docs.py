@@ -82,7 +82,14 @@ def test_commands_and_their_options_exist(page: Page) -> None:
 
 
 def check_options(command: click.Command, arguments: list[str]) -> None:
-    """Follow the subcommands, then look up every option of the last one."""
+    """Follow the subcommands, then look up every option of the last one.
+
+    Behind ``--`` stand the options of the server that `minisgl chat` starts.
+    """
+    if "--" in arguments:
+        cut = arguments.index("--")
+        check_options(main, ["serve", *arguments[cut + 1 :]])
+        arguments = arguments[:cut]
     while isinstance(command, click.Group) and arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
         found = command.get_command(click.Context(command), name)
@@ -118,6 +125,8 @@ def test_what_is_not_there_would_be_found() -> None:
         check_options(main, ["seve"])
     with pytest.raises(AssertionError, match="has no --modle"):
         check_options(main, ["serve", "--modle", "x"])
+    with pytest.raises(AssertionError, match="serve has no --modle"):
+        check_options(main, ["chat", "--model", "x", "--", "--modle"])
     with pytest.raises(AssertionError, match="make has no tset"):
         check_make(["tset"])
     with pytest.raises(AssertionError, match="no --modle"):

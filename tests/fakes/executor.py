@@ -1,9 +1,14 @@
-"""An executor without a model, whose KV cache tells on whoever hands it a wrong page.
+"""An executor without a model, in whose KV cache a wrong page makes a wrong token.
 
 The KV of a position is a number made of its token and of all KV before it, read back through the
 page table; the next token is a number made of all of it. So a page that is wrong, stale, shared by
 mistake or written by two makes a wrong token, as in a model. ``expected_tokens`` is what a request
 must get: the same arithmetic on plain lists, without pages, rows or steps.
+
+The KV of a position may be NaN. As in attention, which multiplies masked positions by 0, NaN
+anywhere in a page that a row reads makes NaN of what is computed from it, also at positions that
+were left by an earlier request and never written by this one. Only ``StepPlan.broken_pages`` clears
+it.
 
 Steps run as late as they may: at ``Pending.tokens``, in the order of their launch. A plan that
 shares memory with the planner's state would have changed by then. Each plan goes through its
@@ -13,6 +18,7 @@ encoding first.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,14 +34,23 @@ _POISON = 0xDEAD_BEEF
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Token arithmetic over a vocabulary; one in ``nan_every`` samples is not finite (0: none)."""
+    """Token arithmetic over a vocabulary.
+
+    One in ``nan_every`` samples is not finite, and the KV of one in ``nan_kv_every`` positions is
+    NaN (0: none), always the same ones behind the same tokens.
+    """
 
     vocabulary: int = 1000
     nan_every: int = 0
+    nan_kv_every: int = 0
 
     def kv(self, token: int, position: int, context: int) -> int:
         """The KV of a token at a position behind a context."""
         return _mix(_mix(token + 1, position), context)
+
+    def is_nan(self, kv: int) -> bool:
+        """Whether a model would have computed NaN for this position."""
+        return self.nan_kv_every > 0 and (kv >> 8) % self.nan_kv_every == 0
 
     def sample(
         self, context: int, index: int, params: SamplingParams, history: tuple[int, ...]
@@ -58,12 +73,15 @@ def expected_tokens(request: Request, model: Model) -> list[int]:
     tokens: list[int] = request.prompt.tolist()
     num_prompt_tokens = len(tokens)
     context = position = 0
+    has_nan = False
     while True:
         for token in tokens[position:]:
-            context = _add(context, model.kv(token, position, context), position)
+            kv = model.kv(token, position, context)
+            has_nan |= model.is_nan(kv)
+            context = _add(context, kv, position)
             position += 1
         index = len(tokens) - num_prompt_tokens
-        token = model.sample(context, index, params, tuple(tokens))
+        token = NO_TOKEN if has_nan else model.sample(context, index, params, tuple(tokens))
         tokens.append(token)
         stopped = token in params.stop_token_ids and index >= params.min_tokens
         if stopped or token == NO_TOKEN or index + 1 >= params.max_tokens:
@@ -95,14 +113,21 @@ class FakePending:
 
 @dataclass(slots=True)
 class FakeExecutor:
-    """Runs plans on numbers; an ``Executor`` of ``runtime.ports``."""
+    """Runs plans on numbers; an ``Executor`` of ``runtime.ports``.
+
+    ``is_hit`` says whether a fault makes NaN of the position that is computed now, whatever its
+    tokens. ``num_cleared`` counts the broken pages of all plans.
+    """
 
     num_pages: int
     page_size: int
     max_sequence_length: int
     model: Model = field(default_factory=Model)
     num_rows: int = 64
+    is_hit: Callable[[], bool] = lambda: False
+    num_cleared: int = 0
     _kv: npt.NDArray[np.uint64] = field(init=False)  # [num_pages, page_size]
+    _is_nan: npt.NDArray[np.bool_] = field(init=False)  # [num_pages, page_size]
     _page_table: npt.NDArray[np.int64] = field(init=False)  # [num_rows, pages of a sequence]
     _weights: npt.NDArray[np.uint64] = field(init=False)  # [positions]
     _rows: dict[int, _Row] = field(init=False, default_factory=dict)
@@ -111,6 +136,7 @@ class FakeExecutor:
     def __post_init__(self) -> None:
         width = -(-self.max_sequence_length // self.page_size)
         self._kv = np.full((self.num_pages, self.page_size), _POISON, dtype=np.uint64)
+        self._is_nan = np.zeros((self.num_pages, self.page_size), dtype=np.bool_)
         self._page_table = np.full((self.num_rows, width), -1, dtype=np.int64)
         weights = [_weight(position) for position in range(width * self.page_size)]
         self._weights = np.array(weights, dtype=np.uint64)
@@ -135,6 +161,8 @@ class FakeExecutor:
             del self._rows[row]
             self._page_table[row] = -1
         self._kv[plan.broken_pages] = _POISON
+        self._is_nan[plan.broken_pages] = False
+        self.num_cleared += len(plan.broken_pages)
         for admission in plan.admissions:
             assert admission.row not in self._rows, "a row is taken twice"
             self._rows[admission.row] = _Row(
@@ -181,14 +209,23 @@ class FakeExecutor:
         assert position == state.computed, "positions are computed in order, each once"
         assert tokens, "a chunk computes at least one token: there are no logits without"
         context = self._context(row, position)
+        is_nan = self._reads_nan(row, position, position + len(tokens))
         for token in tokens:
             kv = self.model.kv(token, position, context)
+            is_nan |= self.model.is_nan(kv) or self.is_hit()
             page = self._page_table[row, position // self.page_size]
             assert page >= 0, "a position is computed that has no page"
             self._kv[page, position % self.page_size] = kv
+            self._is_nan[page, position % self.page_size] = is_nan
             context = _add(context, kv, position)
             position += 1
         state.computed = position
+
+    def _reads_nan(self, row: int, start: int, end: int) -> bool:
+        """Whether there is NaN in the pages of a row up to ``end``, but for [start, end) itself."""
+        pages = self._page_table[row, : -(-end // self.page_size)]
+        is_nan = self._is_nan[pages].reshape(-1)
+        return bool(is_nan[:start].any() or is_nan[end:].any())
 
     def _context(self, row: int, num_tokens: int) -> int:
         """All KV before a position, as the page table finds it."""
@@ -202,6 +239,8 @@ class FakeExecutor:
         context = self._context(row, state.computed)
         index = state.computed - admission.num_prompt_tokens
         token = self.model.sample(context, index, admission.sampling, tuple(state.history))
+        if self._reads_nan(row, state.computed, state.computed):
+            token = NO_TOKEN
         if admission.sampling.has_penalties:
             state.history.append(token)
         state.last_token = token

@@ -13,8 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
-from minisgl_backend.plan import NO_TOKEN, Completion, StepPlan
-from minisgl_backend.request import FinishReason, Request, RequestId, SamplingParams
+from minisgl_backend.plan import NO_TOKEN, StepPlan
+from minisgl_backend.request import (
+    Failed,
+    Finished,
+    FinishReason,
+    Request,
+    RequestId,
+    SamplingParams,
+)
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.executor import FakeExecutor, FakePending, Model, expected_tokens, tokens_of
 
@@ -46,7 +53,7 @@ class Record:
 
     request: Request
     tokens: list[int] = field(default_factory=list)
-    completion: Completion | None = None
+    ending: Finished | Failed | None = None
     aborted: bool = False
 
 
@@ -60,7 +67,6 @@ class Harness:
             SchedulerConfig(
                 max_running_requests=setup.num_rows,
                 max_prefill_tokens=setup.max_prefill_tokens,
-                max_sequence_length=setup.max_sequence_length,
                 policy=setup.policy,
                 reserve_tokens=setup.reserve_tokens,
             ),
@@ -89,12 +95,12 @@ class Harness:
     def abort(self, request_id: RequestId) -> None:
         """Abort a request, at whatever point of its life."""
         record = self.records[request_id]
-        was_live = record.completion is None and not record.aborted
+        was_live = record.ending is None and not record.aborted
         assert self.scheduler.abort(request_id) == was_live
         record.aborted |= was_live
 
     def launch(self) -> bool:
-        """Plan and launch a step; False where nothing can run now."""
+        """Plan and launch a step; False if nothing can run now."""
         plan = self.scheduler.plan()
         if plan is None:
             assert self._flights or not self.scheduler.has_work(), "work, but no step: a livelock"
@@ -113,15 +119,15 @@ class Harness:
         pairs = zip(result.request_ids, result.token_ids.tolist(), strict=True)
         for index, (request_id, token) in enumerate(pairs):
             record = self.records[request_id]
-            assert record.completion is None and not record.aborted
+            assert record.ending is None and not record.aborted
             record.tokens.append(token)
             wanted = record.request.sampling.num_logprobs is not None
             assert (index in result.logprobs) == wanted
             assert not wanted or result.logprobs[index].logprob == -token
-        for completion in result.completions:
-            record = self.records[completion.request_id]
-            assert record.completion is None and not record.aborted, "a second terminal event"
-            record.completion = completion
+        for request_id, event in result.ended.items():
+            record = self.records[request_id]
+            assert record.ending is None and not record.aborted, "a second terminal event"
+            record.ending = event
 
     def step(self) -> None:
         """One turn of a loop that keeps as many steps in flight as it may."""
@@ -140,16 +146,27 @@ class Harness:
         """The planner's own books."""
         self.scheduler.check()
 
+    def live(self) -> list[RequestId]:
+        """The requests that have not ended."""
+        return [i for i, it in self.records.items() if it.ending is None and not it.aborted]
+
     def verify(self) -> None:
         """Every request got exactly its tokens and its one end, and nothing is held any more."""
         for record in self.records.values():
             expected = expected_tokens(record.request, self.setup.model)
             if record.aborted:
-                assert record.completion is None
+                assert record.ending is None
                 assert record.tokens == expected[: len(record.tokens)]
+            elif expected[-1] == NO_TOKEN:
+                assert record.tokens == expected[:-1]
+                assert isinstance(record.ending, Failed)
             else:
-                assert record.tokens == [token for token in expected if token != NO_TOKEN]
-                assert record.completion == expected_completion(record.request, expected)
+                assert record.tokens == expected
+                assert record.ending == expected_ending(record.request, expected)
+        self.verify_idle()
+
+    def verify_idle(self) -> None:
+        """Nothing is held any more."""
         stats = self.scheduler.stats()
         assert (stats.num_waiting, stats.num_running) == (0, 0)
         assert stats.evictable_pages == stats.cached_pages
@@ -160,14 +177,12 @@ class Harness:
         return {request_id: record.tokens for request_id, record in self.records.items()}
 
 
-def expected_completion(request: Request, expected: list[int]) -> Completion:
+def expected_ending(request: Request, expected: list[int]) -> Finished:
     """How a request ends that got those tokens."""
     params, last = request.sampling, expected[-1]
-    if last == NO_TOKEN:
-        return Completion(request.id, None)
     if last in params.stop_token_ids and len(expected) > params.min_tokens:
-        return Completion(request.id, FinishReason.STOP, last)
-    return Completion(request.id, FinishReason.LENGTH)
+        return Finished(FinishReason.STOP, last)
+    return Finished(FinishReason.LENGTH)
 
 
 def random_setup(rng: random.Random) -> Setup:
@@ -184,7 +199,11 @@ def random_setup(rng: random.Random) -> Setup:
         reserve_tokens=rng.choice([0, 0, 4]),
         cache="radix",
         depth=rng.choice([1, 2, 3]),
-        model=Model(vocabulary=rng.choice([6, 50]), nan_every=rng.choice([0, 0, 60])),
+        model=Model(
+            vocabulary=rng.choice([6, 50]),
+            nan_every=rng.choice([0, 0, 60]),
+            nan_kv_every=rng.choice([0, 0, 60]),
+        ),
     )
 
 

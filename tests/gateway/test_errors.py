@@ -9,7 +9,7 @@ from minisgl_client.errors import Closed, error_from
 from minisgl_gateway.errors import _LOST, api_error
 
 from minisgl_backend.errors import EngineFailure, InvalidRequest
-from minisgl_backend.scheduling.capacity import check_fits
+from minisgl_backend.runtime.capacity import Capacity
 
 BACKEND = Path(__file__).parents[2] / "minisgl_backend"
 
@@ -35,13 +35,8 @@ def test_the_engine_speaks_so() -> None:
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(5000, 1), (4000, 100)])
 def test_what_exceeds_the_context_has_a_code_of_its_own(num_prompt: int, max_tokens: int) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        check_fits(
-            num_prompt_tokens=num_prompt,
-            max_tokens=max_tokens,
-            max_sequence_length=4096,
-            num_pages=10_000,
-            page_size=1,
-        )
+        capacity = Capacity(max_sequence_length=4096, num_pages=10_000, page_size=1)
+        capacity.check(num_prompt_tokens=num_prompt, max_tokens=max_tokens)
     sentence = f"{InvalidRequest.code}: {refusal.value}"
     error = api_error(error_from(sentence), ("messages", "max_tokens"))
     assert (error.status, error.code) == (400, "context_length_exceeded")

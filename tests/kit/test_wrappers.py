@@ -24,7 +24,7 @@ def test_wrappers_outlive_what_they_wrap() -> None:
     """A planner that starts anew has the same wrappers around an empty planner and cache."""
     first = RadixCache(num_pages=8, page_size=4)
     cache = CacheWrapper(first)
-    planner = SchedulerWrapper(Scheduler(cache, SchedulerConfig(max_sequence_length=32)))
+    planner = SchedulerWrapper(Scheduler(cache, SchedulerConfig()))
     wrapped = planner.wrapped
     cache.grow(cache.acquire(EMPTY), 32)
     assert planner.renewed() is planner

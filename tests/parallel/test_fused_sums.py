@@ -15,7 +15,7 @@ from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, most_bytes
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.torch_group import TorchGroup
 from tests.parallel.threads import on_ranks
-from tests.unit.test_models_fused import a_prompt, check_prompt_then_token, load, write
+from tests.unit.test_models_forms import a_prompt, check_prompt_then_token, load, write
 
 
 class Twin:
@@ -49,7 +49,7 @@ def test_a_model_gives_the_same_with_them(case: str, most_tokens: int, tmp_path:
         assert isinstance(group, TorchGroup)
         twin = Twin(group, most_tokens)
         group.fused = twin
-        model = load(tmp_path, group)
+        model = load(tmp_path, group, fused=True)
         check_prompt_then_token(model, *prompt)
         group.fused = None
         return twin.num_calls // (2 * model.spec.num_layers)

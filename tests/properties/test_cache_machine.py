@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from minisgl_backend.cache.kv import Lease, RadixCache
+from minisgl_backend.cache.kv import Lease, RadixCache, Verified
 from tests.fakes.executor import tokens_of
 from tests.properties.effort import examples
 
@@ -22,8 +22,9 @@ from tests.properties.effort import examples
 class CacheMachine(RuleBasedStateMachine):
     """Leases come, grow, publish and go.
 
-    The model: for each page, the salt and the prefix of tokens that it was published under. A page
-    that is evicted leaves the model when it is handed out again.
+    The model: for each page that a match can find, the salt and the prefix of tokens that it was
+    published under; the leases whose prefix no match finds any more; and the pages that may hold
+    NaN. A page that is evicted leaves the model when it is handed out again.
     """
 
     leases = Bundle("leases")
@@ -34,6 +35,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = RadixCache(num_pages, page_size)
         self.published: dict[tuple[str, bytes], int] = {}
         self.held: dict[Lease, tuple[str, list[int]]] = {}
+        self.detached: set[Lease] = set()
+        self.suspects: set[int] = set()
 
     def stretch(self, pattern: list[int], rest: int) -> list[int]:
         """Each number of ``pattern`` fills a page; then ``rest`` more tokens."""
@@ -50,9 +53,14 @@ class CacheMachine(RuleBasedStateMachine):
             pages.append(page)
         return pages
 
-    def forget(self, pages: list[int]) -> None:
-        """``pages`` were evicted."""
+    def handed_out(self, pages: list[int]) -> None:
+        """``pages`` were free or evicted; those that may hold NaN are named, and no others."""
         gone = set(pages)
+        named = self.cache.take_broken().tolist()
+        assert len(named) == len(set(named))
+        assert set(named) <= self.suspects, "pages are cleared without need"
+        self.suspects -= set(named)
+        assert not gone & self.suspects, "pages with NaN are handed out"
         self.published = {key: page for key, page in self.published.items() if page not in gone}
 
     @rule(
@@ -79,7 +87,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.grow(lease, num_tokens) == (missing <= available)
         added = lease.pages.tolist()[len(before) :]
         assert len(added) == (missing if missing <= available else 0)
-        self.forget(added)
+        self.handed_out(added)
 
     @rule(lease=leases, other=leases)
     def grow_each(self, lease: Lease, other: Lease) -> None:
@@ -89,19 +97,28 @@ class CacheMachine(RuleBasedStateMachine):
         assert (pages is not None) == possible
         if pages is not None:
             assert pages.tolist() == [held.pages[-1] for held in both]
-            self.forget(pages.tolist())
+            self.handed_out(pages.tolist())
 
-    @rule(lease=leases, num_tokens=st.integers(0, 600))
-    def publish(self, lease: Lease, num_tokens: int) -> None:
+    @rule(lease=leases, num_tokens=st.integers(0, 600), verified=st.sampled_from(Verified))
+    def publish(self, lease: Lease, num_tokens: int, verified: Verified) -> None:
         salt, tokens = self.held[lease]
-        tokens = tokens[: min(num_tokens, len(lease.pages) * self.page_size)]
+        shared = lease.num_shared * self.page_size
+        tokens = tokens[: max(shared, min(num_tokens, len(lease.pages) * self.page_size))]
         before = lease.pages.tolist()
-        changed = self.cache.publish(lease, tokens_of(tokens))
+        written = before[: -(-len(tokens) // self.page_size)]
+        if verified is Verified.ALL:
+            self.suspects -= set(written)
+        elif verified is Verified.OWN:
+            self.suspects -= set(written[lease.num_shared :])
+        else:
+            self.suspects |= set(written[lease.num_shared :])
+        changed = self.cache.publish(lease, tokens_of(tokens), verified=verified)
         after = lease.pages.tolist()
-        for index in range(len(tokens) // self.page_size):
-            key = (salt, tokens_of(tokens[: (index + 1) * self.page_size]).tobytes())
-            known = self.published.setdefault(key, after[index])
-            assert after[index] == known, "the lease uses the page that everybody uses"
+        if lease not in self.detached:
+            for index in range(len(tokens) // self.page_size):
+                key = (salt, tokens_of(tokens[: (index + 1) * self.page_size]).tobytes())
+                known = self.published.setdefault(key, after[index])
+                assert after[index] == known, "the lease uses the page that all use"
         assert [i for i in range(len(before)) if before[i] != after[i]] == list(changed)
 
     @rule(lease=consumes(leases))
@@ -112,21 +129,24 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(lease=consumes(leases))
     def discard(self, lease: Lease) -> None:
         salt, tokens = self.held.pop(lease)
-        shared = lease.pages[: lease.num_shared]
+        shared = lease.pages[: lease.num_shared].tolist()
         used = {page for other in self.held for page in other.pages[: other.num_shared]}
-        private = lease.pages[lease.num_shared :].tolist()
+        dropped = {*lease.pages.tolist()} - used
+        for index, page in enumerate(shared):
+            if page in used and page not in self.suspects:
+                continue
+            gone = (salt, tokens_of(tokens[: (index + 1) * self.page_size]).tobytes())
+            if self.published.get(gone) == page:
+                keys = [k for k in self.published if k[0] == salt and k[1].startswith(gone[1])]
+                dropped |= {self.published.pop(key) for key in keys} - used
+                for other in self.held:
+                    if page in other.pages[: other.num_shared]:
+                        self.detached.add(other)
+            break
         free = self.cache.num_free
-        freed = self.cache.discard(lease).tolist()
-        assert len(freed) == len(set(freed)) == self.cache.num_free - free
-        assert set(freed) >= {*private, *shared} - used
-        num_kept = sum(page in used for page in shared)
-        if num_kept < len(shared):
-            gone = tokens_of(tokens[: (num_kept + 1) * self.page_size]).tobytes()
-            self.published = {
-                key: page
-                for key, page in self.published.items()
-                if key[0] != salt or not key[1].startswith(gone)
-            }
+        self.cache.discard(lease)
+        assert self.cache.num_free >= free + len(set(lease.pages) - used)
+        self.suspects |= dropped
 
     @invariant()
     def books_balance(self) -> None:
@@ -149,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
         for lease in getattr(self, "held", {}):
             salt, tokens = self.held[lease]
             end = lease.num_shared * self.page_size
-            if end:
+            if end and lease not in self.detached:
                 longer = tokens_of([*tokens[:end], 0])
                 assert self.cache.match_length(longer, salt) >= end
 
@@ -161,6 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.num_evictable == self.cache.num_cached
             whole = self.cache.acquire(np.empty(0, dtype=np.int32))
             assert self.cache.grow(whole, self.cache.num_pages * self.page_size)
+            self.handed_out(whole.pages.tolist())
             assert (self.cache.num_free, self.cache.num_cached) == (0, 0)
 
 

@@ -1,7 +1,7 @@
-"""The oracle can see: five bugs that such planners have had, put in on purpose, are all noticed.
+"""The oracle can see: bugs that such planners have had, put in on purpose, are all noticed.
 
-Each bug is tried with the planner's own checks, and, where it makes wrong tokens, without them: the
-oracle alone must notice then. Without a bug the same workloads pass.
+Each bug is tried with the planner's own checks and without them: the oracle alone must notice then,
+by a wrong token. Without a bug the same workloads pass.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from minisgl_backend.cache.kv import Lease, NaiveCache, RadixCache
 from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.scheduling.lifecycle import Lifecycle
-from minisgl_backend.scheduling.rows import Rows
+from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
 from tests.fakes.harness import Harness, random_setup, run_randomly
 
@@ -70,7 +70,7 @@ def not_pinned(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(RadixTree, "_pin_path", pin_nothing)
     patch.setattr(RadixTree, "insert", insert_unpinned)
-    patch.setattr(RadixTree, "unpin", lambda self, node: None)
+    patch.setattr(RadixTree, "unpin", lambda self, node: EMPTY)
 
 
 def released_twice(patch: pytest.MonkeyPatch) -> None:
@@ -118,10 +118,12 @@ def without_guards(patch: pytest.MonkeyPatch) -> None:
         pages = pages[: len(room)]  # more free pages than there are
         self._stack[self.num_free : self.num_free + len(pages)] = pages
         self.num_free += len(pages)
+        self._broken.append(pages[self._is_suspect[pages]])
+        self.trust(pages)
 
     patch.setattr(PagePool, "free", free_unseen)
     patch.setattr(NaiveCache, "_require_held", lambda self, lease: None)
-    patch.setattr(Rows, "check", lambda self: None)
+    patch.setattr(RunningRows, "check", lambda self: None)
 
 
 BUGS: list[Inject] = [freed_in_flight, not_pinned, released_twice, wrong_key, matched_in_full]

@@ -26,7 +26,9 @@ def setups(draw: st.DrawFn) -> Setup:
         cache=draw(st.sampled_from(["radix", "radix", "naive"])),
         depth=draw(st.sampled_from([2, 1, 3])),
         model=Model(
-            vocabulary=draw(st.sampled_from([50, 5])), nan_every=draw(st.sampled_from([0, 30]))
+            vocabulary=draw(st.sampled_from([50, 5])),
+            nan_every=draw(st.sampled_from([0, 30])),
+            nan_kv_every=draw(st.sampled_from([0, 30])),
         ),
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from minisgl_backend.cache.kv import KVCache, Lease, NaiveCache, RadixCache
+from minisgl_backend.cache.kv import KVCache, Lease, NaiveCache, RadixCache, Verified
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 
@@ -57,13 +57,13 @@ def test_a_released_lease_is_good_for_nothing(make: Callable[[int, int], KVCache
     with pytest.raises(InvariantError, match="after its release"):
         cache.grow_each([lease])
     with pytest.raises(InvariantError, match="after its release"):
-        cache.publish(lease, ints(1, 2))
+        cache.publish(lease, ints(1, 2), verified=Verified.ALL)
 
 
 def test_a_naive_cache_shares_nothing() -> None:
     cache = NaiveCache(4, 1)
     first = computed(cache, ints(1, 2))
-    assert not cache.publish(first, ints(1, 2))
+    assert not cache.publish(first, ints(1, 2), verified=Verified.ALL)
     assert cache.match_length(ints(1, 2, 3)) == 0
     second = cache.acquire(ints(1, 2, 3))
     assert (len(second.pages), cache.num_cached, cache.num_evictable) == (0, 0, 0)
@@ -72,7 +72,7 @@ def test_a_naive_cache_shares_nothing() -> None:
 def test_the_last_token_is_left_to_compute() -> None:
     cache = RadixCache(4, 1)
     lease = computed(cache, ints(1, 2, 3))
-    cache.publish(lease, ints(1, 2, 3))
+    cache.publish(lease, ints(1, 2, 3), verified=Verified.ALL)
     assert cache.match_length(ints(1, 2, 3)) == 2
     assert cache.acquire(ints(1, 2, 3)).pages == lease.pages[:2]
     assert cache.acquire(ints(1, 2, 3, 4)).pages == lease.pages
@@ -83,7 +83,7 @@ def test_what_is_not_published_is_not_shared() -> None:
     cache = RadixCache(8, 2)
     lease = computed(cache, ints(1, 2, 3, 4))
     assert cache.match_length(ints(1, 2, 3, 4, 5)) == 0
-    cache.publish(lease, ints(1, 2, 3))
+    cache.publish(lease, ints(1, 2, 3), verified=Verified.ALL)
     assert cache.match_length(ints(1, 2, 3, 4, 5)) == 2
     cache.check()
 
@@ -93,9 +93,9 @@ def test_a_duplicate_gives_way_to_the_pages_that_were_there_first() -> None:
     first = computed(cache, ints(1, 2, 3))
     second = computed(cache, ints(1, 2, 9))
     assert not set(first.pages) & set(second.pages)
-    assert cache.publish(first, ints(1, 2, 3)) == range(0)
+    assert cache.publish(first, ints(1, 2, 3), verified=Verified.ALL) == range(0)
     own = second.pages[2]
-    assert cache.publish(second, ints(1, 2, 9)) == range(2)
+    assert cache.publish(second, ints(1, 2, 9), verified=Verified.ALL) == range(2)
     assert second.pages.tolist() == [*first.pages[:2].tolist(), own]
     assert (cache.num_free, cache.num_cached, cache.num_evictable) == (4, 4, 0)
     cache.check()
@@ -111,7 +111,7 @@ def test_publishing_goes_on_where_it_ended() -> None:
     lease = computed(cache, ints(1, 2, 3, 4, 5))
     pages = lease.pages.tolist()
     for end in (1, 2, 3, 4, 4, 5):
-        assert not cache.publish(lease, ints(1, 2, 3, 4, 5)[:end])
+        assert not cache.publish(lease, ints(1, 2, 3, 4, 5)[:end], verified=Verified.ALL)
         cache.check()
     assert (lease.pages.tolist(), lease.num_shared) == (pages, 2)
 
@@ -120,16 +120,16 @@ def test_pages_that_are_not_leased_cannot_be_published() -> None:
     cache = RadixCache(8, 1)
     lease = computed(cache, ints(1, 2))
     with pytest.raises(InvariantError, match="3 pages are published, 2 are leased"):
-        cache.publish(lease, ints(1, 2, 3))
+        cache.publish(lease, ints(1, 2, 3), verified=Verified.ALL)
 
 
 def test_growth_evicts_what_nobody_uses() -> None:
     cache = RadixCache(4, 1)
     old = computed(cache, ints(1, 2))
-    cache.publish(old, ints(1, 2))
+    cache.publish(old, ints(1, 2), verified=Verified.ALL)
     cache.release(old)
     used = computed(cache, ints(3))
-    cache.publish(used, ints(3))
+    cache.publish(used, ints(3), verified=Verified.ALL)
     lease = cache.acquire(ints(9))
     assert cache.grow(lease, 3)
     assert (cache.num_free, cache.num_cached) == (0, 1)
@@ -141,7 +141,7 @@ def test_growth_evicts_what_nobody_uses() -> None:
 def test_salts_may_be_any_text() -> None:
     cache = RadixCache(4, 1)
     lease = computed(cache, ints(1), "\ud800")
-    cache.publish(lease, ints(1))
+    cache.publish(lease, ints(1), verified=Verified.ALL)
     assert cache.match_length(ints(1, 2), "\ud800") == 1
     assert cache.match_length(ints(1, 2), "é") == 0
 
@@ -167,7 +167,7 @@ def pin_more(cache: RadixCache, lease: Lease) -> None:
 def test_check_sees_broken_books(damage: Callable[[RadixCache, Lease], None]) -> None:
     cache = RadixCache(4, 1)
     lease = computed(cache, ints(1, 2))
-    cache.publish(lease, ints(1, 2))
+    cache.publish(lease, ints(1, 2), verified=Verified.ALL)
     cache.check()
     damage(cache, lease)
     with pytest.raises(InvariantError):

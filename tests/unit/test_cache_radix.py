@@ -117,6 +117,10 @@ def test_a_pinned_prefix_stays() -> None:
     assert tree.num_evictable == 2
 
 
+def trusted(pages: IntArray) -> bool:
+    return False
+
+
 def test_what_is_dropped_takes_along_what_follows_it() -> None:
     tree = RadixTree(page_size=1)
     add(tree, ints(1, 2, 3), first_page=10)
@@ -124,15 +128,53 @@ def test_what_is_dropped_takes_along_what_follows_it() -> None:
     add(tree, ints(1, 5), first_page=30)
     pinned, _ = tree.match(ints(1), b"")
     node, _ = tree.match(ints(1, 2), b"")
-    assert tree.drop(node).tolist() == [], "all of it is pinned"
-    tree.unpin(node)
-    assert sorted(tree.drop(node).tolist()) == [11, 12, 22]
+    other, _ = tree.match(ints(1, 2), b"")
+    assert tree.drop(other, trusted).tolist() == [], "all of it is pinned"
+    tree.check()
+    assert sorted(tree.drop(node, trusted).tolist()) == [11, 12, 22]
     tree.check()
     assert cached(tree, ints(1, 2, 3)) == [10]
     assert cached(tree, ints(1, 5)) == [10, 31]
-    tree.unpin(pinned)
-    assert sorted(tree.drop(pinned).tolist()) == [10, 31]
+    assert sorted(tree.drop(pinned, trusted).tolist()) == [10, 31]
     assert (tree.num_pages, tree.num_evictable) == (0, 0)
+
+
+def test_what_is_suspect_is_detached_at_once_and_leaves_with_its_last_pin() -> None:
+    tree = RadixTree(page_size=1)
+    add(tree, ints(1, 2, 3, 4), first_page=10)
+    add(tree, ints(1, 2, 3, 5), first_page=20)
+    failing, _ = tree.match(ints(1, 2, 3), b"")
+    other, _ = tree.match(ints(1, 2, 3), b"")
+    upper, _ = tree.match(ints(1, 2), b"")
+
+    def is_suspect(pages: IntArray) -> bool:
+        return bool((pages >= 12).any())
+
+    assert sorted(tree.drop(failing, is_suspect).tolist()) == [13, 23], "what nobody pins"
+    tree.check()
+    assert cached(tree, ints(1, 2, 3, 4)) == [10, 11]
+    assert add(tree, ints(1, 2, 3, 4), first_page=30) == [10, 11], "a new branch beside the old"
+    assert tree.insert(other, ints(6), ints(40), b"")[1].tolist() == []
+    tree.check()
+    (below,) = other.children.values()
+    assert cached(tree, ints(1, 2, 3, 6)) == [10, 11, 32]
+    assert tree.unpin(below).tolist() == [40, 12]
+    tree.check()
+    assert (tree.num_pages, tree.num_evictable) == (4, 2)
+    assert tree.unpin(upper).tolist() == []
+    assert cached(tree, ints(1, 2, 3, 4)) == [10, 11, 32, 33]
+
+
+def test_a_detached_path_is_dropped_without_touching_what_is_reachable() -> None:
+    tree = RadixTree(page_size=1)
+    add(tree, ints(1, 2), first_page=10)
+    first, _ = tree.match(ints(1, 2), b"")
+    second, _ = tree.match(ints(1, 2), b"")
+    assert tree.drop(first, lambda pages: True).tolist() == []
+    add(tree, ints(1, 2), first_page=20)
+    assert tree.drop(second, lambda pages: True).tolist() == [10, 11]
+    tree.check()
+    assert cached(tree, ints(1, 2)) == [20, 21]
 
 
 def test_a_split_keeps_the_pins_of_both_parts() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded, Recovering, Unsupported
 from minisgl_backend.runtime.engine import EngineInfo
-from minisgl_backend.runtime.stats import EngineStats, Recorder, Samples
-from minisgl_backend.scheduling.stats import SchedulerStats
+from minisgl_backend.runtime.recorder import EngineStats, Recorder, Samples
+from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
 from minisgl_backend.tritonserver.metrics import BucketCounts, Rejections
 from tests.fakes.pb_utils import Metric, MetricFamily

@@ -16,7 +16,7 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.plan_channel import PlanRing
 from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.plan import SampledTokens
-from tests.unit.test_execution_batch import make_plan
+from tests.fakes.plans import make_plan
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 0.05

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import HostArray
+from minisgl_backend.device.base import HostArray
 from minisgl_backend.build import build_engine, build_executor
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.config import EngineOptions

@@ -33,9 +33,9 @@ from minisgl_backend.request import (
     SamplingParams,
 )
 from minisgl_backend.runtime.engine import Engine, EngineInfo
-from minisgl_backend.runtime.inbox import Add, Stop
+from minisgl_backend.runtime.inbox import OpenRequest, Stop
 from minisgl_backend.runtime.loop import Loop
-from minisgl_backend.runtime.stats import Recorder
+from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.executor import FakeExecutor, Model, expected_tokens, tokens_of
@@ -145,11 +145,7 @@ class Bench:
         self.model = model or Model(vocabulary=100)
         self.executor = GatedExecutor(self.model)
         cache = RadixCache(NUM_PAGES, PAGE_SIZE)
-        config = SchedulerConfig(
-            max_running_requests=max_running,
-            max_prefill_tokens=16,
-            max_sequence_length=CONTEXT,
-        )
+        config = SchedulerConfig(max_running_requests=max_running, max_prefill_tokens=16)
         self.info = EngineInfo(
             model="fake",
             architecture="Fake",
@@ -635,24 +631,22 @@ def test_a_planner_that_finds_no_step_is_replaced(
     assert "has work but no plan" in caplog.text
 
 
-def test_a_request_that_only_the_loop_can_refuse(bench: Bench) -> None:
-    """One that never fits would be refused at the door; one may come in while the loop ends."""
-    config = SchedulerConfig(max_sequence_length=CONTEXT)
+def test_a_request_that_comes_in_while_the_loop_ends_is_refused(bench: Bench) -> None:
     loop = Loop(
-        Scheduler(RadixCache(NUM_PAGES, PAGE_SIZE), config),
+        Scheduler(RadixCache(NUM_PAGES, PAGE_SIZE), SchedulerConfig()),
         bench.executor,
         overlap=False,
         recorder=Recorder(),
         on_admitted=lambda request: None,
         on_ended=lambda request, admitted: None,
     )
-    large, late = Recording(), Recording()
-    loop.inbox.put(Add(bench.request([1], max_tokens=CONTEXT), large, 0.0))
+    early, late = Recording(), Recording()
+    loop.inbox.put(OpenRequest(bench.request([1]), early, 0.0))
     loop.inbox.put(Stop(Overloaded("the server is shutting down")))
-    loop.inbox.put(Add(bench.request([1]), late, 0.0))
+    loop.inbox.put(OpenRequest(bench.request([1]), late, 0.0))
     loop.inbox.put(Stop(Overloaded("once more")))
     loop.run()
-    assert isinstance(large.error(), InvalidRequest)
+    assert isinstance(early.error(), Overloaded)
     assert not late.events
     loop.refuse_rest(EngineFailure("the engine is down"))
     assert isinstance(late.error(), EngineFailure)

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from minisgl_backend.cache.kv import Lease, NaiveCache, RadixCache
-from minisgl_backend.errors import InvalidRequest, InvariantError
-from minisgl_backend.plan import NO_TOKEN, Completion, SampledTokens, StepPlan, StepResult
+from minisgl_backend.errors import EngineFailure, InvariantError
+from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
 from minisgl_backend.request import (
+    Failed,
+    Finished,
     FinishReason,
     IntArray,
     Request,
@@ -19,13 +21,13 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
 PAGE_SIZE = 4
 CONFIG = SchedulerConfig(
     max_running_requests=4,
     max_prefill_tokens=16,
-    max_sequence_length=64,
     reserve_tokens=0,
 )
 
@@ -96,6 +98,14 @@ def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
     return list(zip(*columns, strict=True))
 
 
+def failures(result: StepResult) -> list[int]:
+    """The requests that ended because their logits were not finite, and all that ended."""
+    for event in result.ended.values():
+        assert isinstance(event, Failed) and isinstance(event.error, EngineFailure)
+        assert str(event.error) == "the model's logits were not finite"
+    return list(result.ended)
+
+
 def admitted(plan: StepPlan) -> list[int]:
     return [admission.request_id for admission in plan.admissions]
 
@@ -157,11 +167,7 @@ def test_overlap_plans_ahead_without_tokens_and_stops_at_the_length() -> None:
     assert [plan.decode_positions.tolist() for plan in plans] == [[], [4], [5]]
     assert scheduler.plan() is None
     results = [commit(scheduler, plan) for plan in plans]
-    assert [result.completions for result in results] == [
-        [],
-        [],
-        [Completion(RequestId(0), FinishReason.LENGTH)],
-    ]
+    assert [result.ended for result in results] == [{}, {}, {0: Finished(FinishReason.LENGTH)}]
     assert not scheduler.has_work()
 
 
@@ -172,12 +178,12 @@ def test_a_stop_token_ends_the_request_and_what_is_in_flight_is_dropped() -> Non
     result = commit(scheduler, first, 7)
     assert result.request_ids == [0]
     assert result.token_ids.tolist() == [7]
-    assert result.completions == [Completion(RequestId(0), FinishReason.STOP, 7)]
+    assert result.ended == {0: Finished(FinishReason.STOP, 7)}
     assert not scheduler.has_work()
     assert scheduler.stats().num_running == 1, "its row waits for the step in flight"
     assert scheduler.plan() is None
     late = commit(scheduler, second, 3)
-    assert (late.request_ids, late.token_ids.tolist(), late.completions) == ([], [], [])
+    assert (late.request_ids, late.token_ids.tolist(), late.ended) == ([], [], {})
     assert scheduler.stats().num_running == 0
 
 
@@ -185,9 +191,9 @@ def test_a_stop_token_before_min_tokens_does_not_end() -> None:
     scheduler = make()
     sampling = SamplingParams(stop_token_ids=(9,), min_tokens=2)
     scheduler.add(request(0, 4, sampling=sampling))
-    assert step(scheduler, 9).completions == []
-    assert step(scheduler, 9).completions == []
-    assert step(scheduler, 9).completions == [Completion(RequestId(0), FinishReason.STOP, 9)]
+    assert step(scheduler, 9).ended == {}
+    assert step(scheduler, 9).ended == {}
+    assert step(scheduler, 9).ended == {0: Finished(FinishReason.STOP, 9)}
 
 
 def test_logits_that_are_not_finite_end_that_request_alone() -> None:
@@ -202,7 +208,7 @@ def test_logits_that_are_not_finite_end_that_request_alone() -> None:
     assert result.request_ids == [0, 2]
     assert result.token_ids.tolist() == [3, 4]
     assert result.logprobs == {1: TokenLogprobs(-1.5, 1)}
-    assert result.completions == [Completion(RequestId(1), None)]
+    assert failures(result) == [1]
     assert scheduler.stats().cached_pages == 2, "what the failed one computed is not shared"
     scheduler.check()
     plan = planned(scheduler)
@@ -220,7 +226,7 @@ def test_chunks_of_a_prompt_that_fails_are_not_shared_any_more() -> None:
     granted = plan.grant_pages.tolist()
     step(scheduler)
     assert scheduler.stats().cached_pages > 0
-    assert step(scheduler, NO_TOKEN).completions == [Completion(RequestId(0), None)]
+    assert failures(step(scheduler, NO_TOKEN)) == [0]
     stats = scheduler.stats()
     assert (stats.cached_pages, stats.used_pages) == (0, 0)
     scheduler.check()
@@ -242,11 +248,128 @@ def test_logits_that_break_after_the_end_taint_the_pages(ended_by: str) -> None:
     commit(scheduler, first, 9 if ended_by == "stop" else 5)
     if ended_by == "abort":
         assert scheduler.abort(RequestId(0))
-    assert commit(scheduler, second, NO_TOKEN).completions == []
+    assert commit(scheduler, second, NO_TOKEN).ended == {}
     scheduler.check()
     assert scheduler.stats().cached_pages == 0
     scheduler.add(request(1, 4))
     assert set(planned(scheduler).broken_pages.tolist()) == held
+
+
+def broken(scheduler: Scheduler, number: int = 99) -> set[int]:
+    """The pages that the next plan clears; it serves one more request, whose token is finite."""
+    scheduler.add(request(number, 1, max_tokens=1))
+    plan = planned(scheduler)
+    commit(scheduler, plan)
+    pages: list[int] = plan.broken_pages.tolist()
+    assert len(pages) == len(set(pages))
+    return set(pages)
+
+
+def test_a_request_that_ends_with_finite_tokens_leaves_clean_pages() -> None:
+    scheduler = make(num_pages=8, max_prefill_tokens=4)
+    for number in range(6):
+        scheduler.add(request(number, 10, max_tokens=5))
+    while scheduler.has_work():
+        plan = planned(scheduler)
+        assert plan.broken_pages.tolist() == []
+        commit(scheduler, plan)
+    assert scheduler.abort(RequestId(0)) is False
+    assert broken(scheduler) == set()
+
+
+def test_an_abort_between_chunks_leaves_pages_to_be_cleared() -> None:
+    """The page that is written in part, at once; those that are cached, once they are evicted."""
+    scheduler = make(num_pages=8, max_prefill_tokens=6)
+    scheduler.add(request(0, 20))
+    plan = planned(scheduler)
+    pages = plan.grant_pages.tolist()
+    commit(scheduler, plan)
+    assert scheduler.abort(RequestId(0))
+    assert scheduler.stats().cached_pages == 1
+    assert broken(scheduler, 98) == {pages[1]}, "no step has written to the others"
+    assert broken(scheduler, 97) == set(), "each once"
+    scheduler.add(request(1, 32, max_tokens=1))
+    plan = planned(scheduler)
+    assert pages[0] in plan.broken_pages.tolist()
+    assert set(plan.broken_pages.tolist()) <= set(plan.grant_pages.tolist())
+
+
+def test_an_abort_with_a_chunk_in_flight_waits_for_what_it_writes() -> None:
+    scheduler = make(max_prefill_tokens=5)
+    scheduler.add(request(0, 20))
+    plan = planned(scheduler)
+    assert scheduler.abort(RequestId(0))
+    assert scheduler.stats().num_running == 1
+    commit(scheduler, plan)
+    assert broken(scheduler) == {plan.grant_pages.tolist()[1]}
+
+
+def test_a_finite_token_verifies_the_chunks_that_others_left() -> None:
+    scheduler = make(num_pages=8, max_prefill_tokens=8)
+    scheduler.add(request(0, 20, first=1))
+    step(scheduler)
+    assert scheduler.abort(RequestId(0))
+    scheduler.add(request(1, 9, max_tokens=1, first=1))
+    plan = planned(scheduler)
+    assert plan.admissions[0].num_cached_tokens == 8
+    commit(scheduler, plan)
+    scheduler.add(request(2, 32, max_tokens=1))
+    assert planned(scheduler).broken_pages.tolist() == []
+
+
+def test_what_a_failed_request_has_read_is_not_found_again_though_others_hold_it() -> None:
+    """Request 0 is in the middle of its prompt, request 1 fails on the part that it has cached."""
+    scheduler = make(max_prefill_tokens=8)
+    scheduler.add(request(0, 20, first=1))
+    plan = planned(scheduler)
+    shared = plan.grant_pages.tolist()[:2]
+    commit(scheduler, plan)
+    scheduler.add(request(1, 9, first=1, priority=1))
+    plan = planned(scheduler)
+    assert [admission.num_cached_tokens for admission in plan.admissions] == [8]
+    assert failures(commit(scheduler, plan, NO_TOKEN)) == [1]
+    scheduler.add(request(2, 9, max_tokens=1, first=1, priority=1))
+    plan = planned(scheduler)
+    assert [admission.num_cached_tokens for admission in plan.admissions] == [0]
+    assert not set(shared) & set(plan.broken_pages.tolist()), "request 0 still uses them"
+    commit(scheduler, plan)
+    assert scheduler.abort(RequestId(0))
+    assert set(shared) <= broken(scheduler)
+
+
+def test_a_token_does_not_verify_pages_that_its_step_has_not_read() -> None:
+    """Two requests compute the same prompt. The younger is given the older one's first pages while
+    its last chunk, which reads its own, is in flight."""
+    scheduler = make(num_pages=16, max_prefill_tokens=12)
+    scheduler.add(request(0, 18, max_tokens=1, first=1))
+    scheduler.add(request(1, 13, max_tokens=1, first=1, priority=-1))
+    plans = [planned(scheduler) for _ in range(3)]
+    assert [chunks(plan) for plan in plans] == [
+        [(0, 0, 12, False)],
+        [(0, 12, 6, True), (1, 0, 6, False)],
+        [(1, 6, 7, True)],
+    ]
+    older = plans[0].grant_pages.tolist()
+    commit(scheduler, plans[0])
+    assert scheduler.abort(RequestId(0))
+    commit(scheduler, plans[1], NO_TOKEN)
+    assert scheduler.stats().cached_pages == 1, "the older one's, which the younger now has"
+    commit(scheduler, plans[2])
+    younger = plans[1].grant_pages[plans[1].grant_rows == 1].tolist()
+    assert broken(scheduler) == {*older, younger[0]}
+
+
+def test_what_is_replaced_before_its_token_is_sampled_is_cleared() -> None:
+    """Two requests compute the same prompt, and the older one is through first."""
+    scheduler = make(num_pages=16, max_prefill_tokens=16)
+    scheduler.add(request(0, 12, max_tokens=1, first=1, priority=1))
+    scheduler.add(request(1, 12, max_tokens=1, first=1))
+    plans = [planned(scheduler) for _ in range(2)]
+    assert chunks(plans[0]) == [(0, 0, 12, True), (1, 0, 4, False)]
+    for plan in plans:
+        commit(scheduler, plan)
+    replaced = plans[0].grant_pages[plans[0].grant_rows == 1].tolist()
+    assert broken(scheduler) == {replaced[0]}, "the others its own token has verified"
 
 
 def test_a_prompt_is_shared_as_soon_as_its_prefill_is_committed() -> None:
@@ -318,7 +441,7 @@ def test_the_youngest_is_retracted_and_comes_back_with_its_output() -> None:
         assert commit(scheduler, plan).request_ids == [0]
         plan = planned(scheduler)
     result = commit(scheduler, plan)
-    assert result.completions == [Completion(RequestId(0), FinishReason.LENGTH)]
+    assert result.ended == {0: Finished(FinishReason.LENGTH)}
     plan = planned(scheduler)
     assert admitted(plan) == [1]
     assert plan.released_rows.tolist() == [0]
@@ -327,9 +450,9 @@ def test_the_youngest_is_retracted_and_comes_back_with_its_output() -> None:
     start = plan.admissions[0].num_cached_tokens
     assert plan.prefill_tokens.tolist() == [1001, 1, 2, 3, 4, 5, 6, 12, 22][start:]
     for _ in range(3):
-        assert commit(scheduler, plan).completions == []
+        assert commit(scheduler, plan).ended == {}
         plan = planned(scheduler)
-    assert commit(scheduler, plan).completions == [Completion(RequestId(1), FinishReason.LENGTH)]
+    assert commit(scheduler, plan).ended == {1: Finished(FinishReason.LENGTH)}
 
 
 def test_a_lower_priority_is_retracted_before_a_younger_request() -> None:
@@ -374,8 +497,8 @@ def test_a_request_can_end_or_be_aborted_while_it_is_being_retracted() -> None:
             assert scheduler.abort(RequestId(1))
             assert not scheduler.abort(RequestId(1))
         result = commit(scheduler, in_flight, (5, token))
-        ended = [Completion(RequestId(1), FinishReason.STOP, 9)]
-        assert result.completions == ([] if aborts else ended)
+        ended = {1: Finished(FinishReason.STOP, 9)}
+        assert result.ended == ({} if aborts else ended)
         assert scheduler.stats().num_waiting == 0
         assert scheduler.stats().num_running == 1
 
@@ -462,13 +585,6 @@ def test_aborts_are_idempotent_at_every_moment() -> None:
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.free_pages + stats.evictable_pages == stats.total_pages
-
-
-def test_what_can_never_fit_is_refused_at_once() -> None:
-    scheduler = make(num_pages=2)
-    with pytest.raises(InvalidRequest, match="needs 3 pages of 4 tokens, the KV cache has 2"):
-        scheduler.add(request(0, 8, max_tokens=2))
-    assert not scheduler.has_work()
 
 
 def test_an_id_is_live_only_once() -> None:

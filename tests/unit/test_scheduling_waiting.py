@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minisgl_backend.cache.kv import RadixCache
+from minisgl_backend.cache.kv import RadixCache, Verified
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId
 from minisgl_backend.scheduling.sequence import Sequence
@@ -41,7 +41,7 @@ def cache_with(tokens: IntArray) -> RadixCache:
     cache = RadixCache(64, 1)
     lease = cache.acquire(tokens)
     cache.grow(lease, len(tokens))
-    cache.publish(lease, tokens)
+    cache.publish(lease, tokens, verified=Verified.ALL)
     cache.release(lease)
     return cache
 

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from tritonclient.grpc import model_config_pb2
 from minisgl_backend.cli.serve import located, options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.runtime_files import QUEUE_OPEN, Heartbeat, State
 from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.launch import ServerOptions, command_line, numeric, with_ports
@@ -63,6 +65,12 @@ def fake_server(folder: Path, body: str = "") -> Installation:
     binary.write_text(FAKE.format(python=sys.executable, body=textwrap.dedent(body)))
     binary.chmod(0o755)
     return Installation(binary)
+
+
+IGNORES_SIGTERM = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal = lambda *_: None
+"""
 
 
 OPTIONS = ServerOptions(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1)
@@ -180,6 +188,39 @@ def test_it_drains_before_it_is_told_to_stop(server: TritonServer) -> None:
     assert server.stop() == 0  # after the time granted, since nobody took the sign down
 
 
+def test_it_does_not_wait_for_a_step_that_answers_no_request(folder: Path) -> None:
+    """The engine is ending, nothing is inside its process, and a step keeps its sign up.
+
+    tritonserver ignores that it shall end, as while it waits to unload that engine. A server that
+    waited for either would be killed, and its code would tell.
+    """
+    options = replace(OPTIONS, exit_timeout_s=600)
+    server = start(fake_server(folder, IGNORES_SIGTERM), options)
+    server.wait_ready(30)
+    (server.directory / f"{QUEUE_OPEN}.engine").touch()
+    Heartbeat(server.directory, "llm_engine").beat(state=State.ENDING)
+    assert server.stop() == 0
+
+
+def test_it_waits_for_requests_inside_an_engine_that_is_ending(folder: Path) -> None:
+    options = replace(OPTIONS, exit_timeout_s=600)
+    server = start(fake_server(folder, IGNORES_SIGTERM), options)
+    server.wait_ready(30)
+    sign = server.directory / f"{QUEUE_OPEN}.engine"
+    sign.touch()
+    heartbeat = Heartbeat(server.directory, "llm_engine")
+    heartbeat.entered()
+    heartbeat.beat(state=State.ENDING)
+    stopping = threading.Thread(target=server.stop)
+    stopping.start()
+    stopping.join(2)
+    assert stopping.is_alive()
+    assert server.poll() is None
+    heartbeat.left()
+    stopping.join()
+    assert server.poll() == -signal.SIGKILL
+
+
 def test_a_start_that_hangs_ends_with_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,10 +260,7 @@ def test_stopped_once_it_signals_nobody_any_more(
     assert not signalled
 
 
-def test_a_server_that_does_not_stop_is_killed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("minisgl_backend.server.process._UNLOAD_S", 0.2)
+def test_a_server_that_does_not_stop_is_killed(folder: Path) -> None:
     server = start(fake_server(folder))
     server.wait_ready(30)
     server.signal(signal.SIGSTOP)

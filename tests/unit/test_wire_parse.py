@@ -16,7 +16,11 @@ from minisgl_backend.errors import InvalidRequest, RequestError, Unsupported
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.text.prompt import MessagesPrompt, TextPrompt, TokenPrompt
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
-from minisgl_backend.tritonserver.wire.parse import parse_generation, parse_token_generation
+from minisgl_backend.tritonserver.wire.parse import (
+    parse_generation,
+    parse_token_generation,
+    parse_values,
+)
 
 LIMITS = Limits()
 MANY_KEYS = "{" + "".join(f'"key {i}": 1, ' for i in range(300_000)) + '"key 299999": 1}'
@@ -126,6 +130,28 @@ def check_everything(generation: Generation) -> None:
         perf_metrics=True,
         logprobs=True,
     )
+
+
+def test_everything_as_values_in_process() -> None:
+    ids = np.array([[3, 4]])
+    generation = parse_values(
+        {**EVERYTHING, "input_ids": ids, "tools": None}, arrival_time_ns=7, limits=LIMITS
+    )
+    assert isinstance(generation, Generation)
+    check_everything(generation)
+    assert isinstance(generation.prompt, TokenPrompt)
+    assert generation.prompt.ids.tolist() == [3, 4]
+    assert not generation.fit_max_tokens
+    chat = parse_values(
+        {"messages": "[]", "tools": "[]", "max_tokens": None}, arrival_time_ns=7, limits=LIMITS
+    )
+    assert isinstance(chat, Generation)
+    assert chat.prompt == MessagesPrompt("[]", "[]")
+    assert chat.fit_max_tokens
+    with pytest.raises(InvalidRequest, match="unknown parameter 'priority'"):
+        parse_values(
+            {"text_input": "x", "priority": 3}, arrival_time_ns=7, limits=LIMITS
+        )  # Triton's own
 
 
 def test_everything_as_tensors() -> None:
@@ -349,7 +375,7 @@ def test_the_timeout_of_generate_is_a_deadline() -> None:
 
 @pytest.mark.parametrize("temperature", [-0.0, 1e-320, "-0", 1e-6])
 def test_greedy(temperature: Any) -> None:
-    assert str(parse({"temperature": temperature}).sampling.temperature) == "0.0"
+    assert parse({"temperature": temperature}).sampling.is_greedy
 
 
 def test_top_k_of_minus_one_is_off() -> None:

@@ -1,7 +1,7 @@
 # Source this on the GPU machine, in the repository's root, after carrying .gpu/ there:
 #     source tools/gpu/activate.sh
-# It unpacks what `python -m tools.gpu` packed; a second time it only sets the variables, also where
-# the archives are gone by then. MINISGL_GPU_SITE names the folder.
+# It unpacks what `python -m tools.gpu` packed; a second time it only sets the variables, even if the
+# archives are gone by then. MINISGL_GPU_SITE names the folder.
 #   kernels  goes on PYTHONPATH
 #   server   has a Python of its own, MINISGL_SERVER_PYTHON, which sees the machine's packages behind
 #            its own: tritonserver's stub reads no PYTHONPATH, and needs a numpy that is not theirs

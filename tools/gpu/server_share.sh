@@ -2,7 +2,7 @@
 # Throughput through tritonserver beside the engine's own. In the repository's root, on the GPU
 # machine, with .gpu/ packed by `python -m tools.gpu server` (and `kernels`, for FlashAttention-3):
 #     tools/gpu/server_share.sh [OPTION of bench server-share ...]
-# Where the two archives are too much for one transfer, bring the first by sourcing
+# If the two archives are too much for one transfer, bring the first by sourcing
 # tools/gpu/activate.sh, which unpacks it, and the second with this.
 source tools/gpu/activate.sh
 python=${MINISGL_SERVER_PYTHON:?needs .gpu/server.tar.xz}

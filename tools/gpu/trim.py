@@ -46,7 +46,7 @@ class Wanted:
 
 
 def trim(library: Path, wanted: Wanted) -> tuple[int, int]:
-    """Zero the images in ``library`` that nobody wants; bytes of device code kept and found."""
+    """Zero the images in ``library`` that are not wanted; bytes of device code kept and found."""
     kept = found = 0
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
         for image in _images(content):

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from minisgl_backend.parts import Parts
-from minisgl_backend.plan import SampledTokens, StepPlan, StepResult
+from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime import ports
+from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_kit.wrappers import SchedulerWrapper
 

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from minisgl_backend.cache.kv import RadixCache
+from minisgl_backend.cache.kv import RadixCache, Verified
 from minisgl_backend.execution.plan_words import encode_plan
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams
@@ -132,7 +132,7 @@ def _evict_spans(num_leaves: int, num_pages: int) -> list[float]:
         tokens = _prompt(index, page_size)
         lease = cache.acquire(tokens)
         cache.grow(lease, page_size)
-        cache.publish(lease, tokens)
+        cache.publish(lease, tokens, verified=Verified.ALL)
         cache.release(lease)
     assert (cache.num_free, cache.num_evictable) == (0, num_leaves)
     spans = []
@@ -148,7 +148,8 @@ def _match_spans(page_size: int, num_tokens: int) -> list[float]:
     lease = cache.acquire(tokens)
     cache.grow(lease, num_tokens)
     for end in range(2048, num_tokens + 2048, 2048):
-        cache.publish(lease, tokens[:end])
+        verified = Verified.ALL if end >= num_tokens else Verified.NONE
+        cache.publish(lease, tokens[:end], verified=verified)
     cache.release(lease)
     query = np.append(tokens, np.int32(0))  # the last token is always left to compute
     spans = []
@@ -177,10 +178,7 @@ def _decoding_scheduler(page_size: int, num_requests: int, num_steps: int) -> Sc
 
 
 def _scheduler(num_pages: int, page_size: int, max_prefill_tokens: int) -> Scheduler:
-    config = SchedulerConfig(
-        max_prefill_tokens=max_prefill_tokens,
-        max_sequence_length=num_pages * page_size,
-    )
+    config = SchedulerConfig(max_prefill_tokens=max_prefill_tokens)
     return Scheduler(RadixCache(num_pages, page_size), config)
 
 

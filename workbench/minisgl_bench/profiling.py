@@ -16,8 +16,9 @@ import click
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.parts import Parts
-from minisgl_backend.plan import Pending, SampledTokens, StepPlan, StepResult
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.runtime import ports
+from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_bench.trace_table import report_trace
 from minisgl_kit.wrappers import ExecutorWrapper, PendingWrapper, SchedulerWrapper
@@ -37,7 +38,8 @@ profile_option = click.option(
 nvtx_option = click.option(
     "--nvtx",
     is_flag=True,
-    help="mark planning, launches, waits and commits; layers and sampling of steps that are not captured",
+    help="mark planning, launches, waits and commits, and in steps that are not captured layers and"
+    " sampling",
 )
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl_backend.cache.kv import KVCache, Lease
+from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.execution.ranks import RankExecutor
-from minisgl_backend.plan import Pending, SampledTokens, StepPlan, StepResult
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime.ports import Scheduler
-from minisgl_backend.scheduling.stats import SchedulerStats
+from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 
 
 class SchedulerWrapper:
@@ -80,14 +80,17 @@ class CacheWrapper:
     def grow_each(self, leases: Sequence[Lease]) -> IntArray | None:
         return self.wrapped.grow_each(leases)
 
-    def publish(self, lease: Lease, tokens: IntArray) -> range:
-        return self.wrapped.publish(lease, tokens)
+    def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
+        return self.wrapped.publish(lease, tokens, verified=verified)
 
     def release(self, lease: Lease) -> None:
         self.wrapped.release(lease)
 
-    def discard(self, lease: Lease) -> IntArray:
-        return self.wrapped.discard(lease)
+    def discard(self, lease: Lease) -> None:
+        self.wrapped.discard(lease)
+
+    def take_broken(self) -> IntArray:
+        return self.wrapped.take_broken()
 
     def emptied(self) -> KVCache:
         self.wrapped = self.wrapped.emptied()

@@ -1,4 +1,4 @@
-"""`minisgl chat`: a conversation in the terminal.
+"""`minisgl chat`: a conversation in the terminal, with a server that runs or with one of its own.
 
 Enter sends, Alt-Enter begins a new line, Ctrl-C stops the answer (what came of it is remembered) or
 clears the line, Ctrl-D ends. Lines that begin with a slash are commands; ``_COMMANDS`` lists them.
@@ -12,23 +12,26 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from minisgl_client import Client, MinisglError, Result
 from minisgl_client.cli.conversation import Conversation
-from minisgl_client.cli.display import MarkdownDisplay
+from minisgl_client.cli.display import MarkdownDisplay, without_controls
+from minisgl_client.cli.own_server import OwnServer
 from minisgl_client.cli.request_options import (
     client_of,
     given,
@@ -39,6 +42,13 @@ from minisgl_client.cli.request_options import (
 
 
 @click.command()
+@click.argument("serve_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS...]")
+@click.option(
+    "--model",
+    metavar="CHECKPOINT",
+    help="start a server of this folder or id of the hub, with the OPTIONS of `minisgl serve` that "
+    "stand behind --, and end it with the chat",
+)
 @click.option("--system", metavar="TEXT", help="a system message")
 @click.option(
     "--history",
@@ -48,14 +58,17 @@ from minisgl_client.cli.request_options import (
 @parameter_options(max_tokens=512)
 @server_options
 def chat(
+    serve_options: tuple[str, ...],
+    model: str | None,
     system: str | None,
     history: Path | None,
     url: str,
-    model: str,
+    ensemble: str,
     timeout_s: float | None,
     **parameters: Any,
 ) -> None:
-    """Talk with the model."""
+    """Talk with a model."""
+    _check_place(model, serve_options)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what the locale's encoding lacks
     console = Console(highlight=False)
@@ -66,15 +79,45 @@ def chat(
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)  # not as Ctrl-C, which ends an answer alone
     try:
-        with client_of(Client, url=url, model=model, timeout_s=timeout_s) as client:
+        with ExitStack() as ending:
+            server = None
+            if model is not None:
+                server = ending.enter_context(OwnServer(model, serve_options))
+                url = _loaded(server, model, console)
+            client = ending.enter_context(
+                client_of(Client, url=url, model=ensemble, timeout_s=timeout_s)
+            )
             if not client.is_ready():
-                raise click.ClickException(f"no server with the model {model} at {url}")
-            console.print(f"{model} at {url}. /help lists commands, Ctrl-D ends.", style="dim")
-            _Shell(client, conversation, console, history or _default_history()).run()
+                raise click.ClickException(f"no server with the model {ensemble} at {url}")
+            name = ensemble if model is None else Path(model).name
+            console.print(
+                f"{escape(name)} at {url}. /help lists commands, Ctrl-D ends.", style="dim"
+            )
+            _Shell(client, conversation, console, history or _default_history(), server).run()
     except MinisglError as error:
         raise click.ClickException(f"{error.code}: {error}") from None
     except OSError as error:
         raise click.ClickException(f"the history cannot be kept: {error}") from None
+
+
+def _check_place(model: str | None, serve_options: Sequence[str]) -> None:
+    """Raise ``click.UsageError`` if options contradict each other about whom to talk with."""
+    if model is None and serve_options:
+        raise click.UsageError(f"{serve_options[0]} is for a server of its own: give --model, too")
+    context = click.get_current_context()
+    if model is not None and context.get_parameter_source("url") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--model starts a server of its own, and --url names another")
+
+
+def _loaded(server: OwnServer, model: str, console: Console) -> str:
+    """Show what the server says until it is ready; its address."""
+    with console.status(f"loading {escape(model)}") as status:
+
+        def show(line: str) -> None:
+            text = without_controls(f"loading {model}: {line}")
+            status.update(Text(text, no_wrap=True, overflow="ellipsis"))
+
+        return server.wait_ready(show)
 
 
 def _default_history() -> Path:
@@ -86,9 +129,15 @@ class _Shell:
     """Reads lines, and does or sends what they say."""
 
     def __init__(
-        self, client: Client, conversation: Conversation, console: Console, history: Path
+        self,
+        client: Client,
+        conversation: Conversation,
+        console: Console,
+        history: Path,
+        server: OwnServer | None,
     ) -> None:
         self._client = client
+        self._server = server
         self._conversation = conversation
         self._console = console
         history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -133,6 +182,8 @@ class _Shell:
                     display.push(delta.text)
         except MinisglError as error:
             self._complain(f"{error.code}: {error}")
+            for line in self._server.take_lines() if self._server is not None else ():
+                self._tell(without_controls(line))
             return
         result = stream.result
         if result.text:

@@ -59,7 +59,7 @@ def generate(
     jsonl: bool,
     concurrency: int,
     url: str,
-    model: str,
+    ensemble: str,
     timeout_s: float | None,
     **parameters: Any,
 ) -> None:
@@ -68,7 +68,7 @@ def generate(
         raise click.UsageError("give a prompt, or a file or standard input")
     if sys.stdout is None:
         raise click.ClickException("standard output is closed")
-    settings = {"url": url, "model": model, "timeout_s": timeout_s}
+    settings = {"url": url, "model": ensemble, "timeout_s": timeout_s}
     asked = {"fit_max_tokens": True, **given(**parameters)}
     template = _Template(asked, chat or system is not None, system)
     try:

@@ -17,11 +17,14 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def server_options(command: _Command) -> _Command:
-    """``url``, ``model`` and ``timeout_s``."""
+    """``url``, ``ensemble`` and ``timeout_s``."""
     for option in (
         click.option("--timeout-s", type=float, help="of an answer as a whole"),
         click.option(
-            "--model", default="minisgl", show_default=True, help="the ensemble, not a batched one"
+            "--ensemble",
+            default="minisgl",
+            show_default=True,
+            help="the model in Triton, not a batched one",
         ),
         click.option(
             "--url",

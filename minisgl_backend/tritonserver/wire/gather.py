@@ -1,8 +1,9 @@
 """The values that a request gives, from the three places in which it may give them.
 
-Those are tensors, request parameters and the JSON object ``sampling_parameters``. Each value is
-cast and checked by itself (``values``); what is unknown, not offered or said twice differently is
-refused. Must not know how values depend on each other: that is ``parse``'s.
+Those are tensors, request parameters and the JSON object ``sampling_parameters``; in process one
+mapping stands for all three. Each value is cast and checked by itself (``values``); what is
+unknown, not offered or said twice differently is refused. Must not know how values depend on each
+other: that is ``parse``'s.
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ def gather(
     if text := found.by_key.pop("sampling_parameters", ""):
         if len(text.encode()) > limits.prompt_bytes:
             raise InvalidRequest(f"sampling_parameters must be at most {limits.prompt_bytes} bytes")
-        found.put_all(_sampling_parameters(text))
+        found.put_all(_sampling_parameters(text), top_level=False)
+    return found.by_key
+
+
+def gather_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same from one mapping of values as JSON has them; None stands for nothing given."""
+    found = _Found()
+    found.put_all(given, top_level=True)
     return found.by_key
 
 
@@ -73,12 +81,12 @@ class _Found:
         self.by_key[key] = value
         self._given.setdefault(key, name)
 
-    def put_all(self, given: Mapping[str, Any]) -> None:
-        """Note the values of ``sampling_parameters``."""
+    def put_all(self, given: Mapping[str, Any], *, top_level: bool) -> None:
+        """Note values as JSON has them; without ``top_level`` those of ``sampling_parameters``."""
         for name, value in given.items():
             name, value = _logprobs_flag(name, value)
             if (entry := _known(name, value)) and value is not None:
-                if entry.top_level:
+                if entry.top_level and not top_level:
                     raise InvalidRequest(f"{name} may not stand in sampling_parameters")
                 self.put(name, entry, values.from_json(name, entry, value))
 

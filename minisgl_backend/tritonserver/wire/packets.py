@@ -38,7 +38,7 @@ from minisgl_backend.errors import (
     Unsupported,
 )
 from minisgl_backend.request import Failed, Finished, FinishReason, TokenId, TokenLogprobs
-from minisgl_backend.tritonserver.wire.generation import NOTHING, Wanted
+from minisgl_backend.tritonserver.wire.generation import NOTHING, Generation, Wanted
 
 _MOST_LOGPROB: Final = 1e30
 """What float32 holds, and sums of it too."""
@@ -89,6 +89,28 @@ class StreamStart:
     min_tokens: int = 0
     stop_token_ids: tuple[TokenId, ...] = ()
     prompt_text: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        generation: Generation,
+        *,
+        num_input_tokens: int,
+        eos_token_ids: tuple[TokenId, ...],
+    ) -> StreamStart:
+        """The start of a generation's stream; ``eos_token_ids`` are the model's own."""
+        sampling = generation.sampling
+        # ids that end the request show no text, even if they are no special tokens
+        own = () if sampling.ignore_eos else eos_token_ids
+        return cls(
+            num_input_tokens=num_input_tokens,
+            stream=generation.stream,
+            wanted=generation.wanted,
+            stop_strings=generation.stop_strings,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=(*sampling.stop_token_ids, *own),
+            prompt_text=generation.prompt_text,
+        )
 
 
 @dataclass(frozen=True, slots=True)

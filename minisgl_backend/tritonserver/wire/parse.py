@@ -1,4 +1,4 @@
-"""A request as Triton hands it over -> ``Generation`` or ``StopRequest``.
+"""A request as Triton or a caller in this process hands it over -> ``Generation``.
 
 ``gather`` finds the values that it gives; the rules that join values, and the limits, are applied
 here, by ``build``. ``record`` carries the gathered values between the models, so that both sides go
@@ -21,7 +21,7 @@ from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from minisgl_backend.tritonserver.wire import values
 from minisgl_backend.tritonserver.wire.entries import Input, Kind
-from minisgl_backend.tritonserver.wire.gather import gather
+from minisgl_backend.tritonserver.wire.gather import gather, gather_values
 from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
 from minisgl_backend.tritonserver.wire.parameters import BY_NAME, DEFAULTS
 
@@ -52,6 +52,17 @@ def parse_generation(
     return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
 
+def parse_values(
+    given: Mapping[str, Any], *, arrival_time_ns: int, limits: Limits
+) -> Generation | StopRequest:
+    """A request in this process: values as JSON has them by name, ``input_ids`` as an array."""
+    ids = given.get("input_ids")
+    found = gather_values({name: value for name, value in given.items() if name != "input_ids"})
+    if ids is not None:
+        found["input_ids"] = values.token_ids("input_ids", ids)
+    return build(_completed(found), arrival_time_ns=arrival_time_ns, limits=limits)
+
+
 def parse_token_generation(
     inputs: Mapping[str, npt.NDArray[Any]],
     parameters: Mapping[str, Any],
@@ -73,7 +84,10 @@ def _gathered(
     inputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any], limits: Limits
 ) -> dict[str, Any]:
     """What the request gives, and what follows from what it does not."""
-    found = gather(inputs, parameters, limits)
+    return _completed(gather(inputs, parameters, limits))
+
+
+def _completed(found: dict[str, Any]) -> dict[str, Any]:
     found.setdefault("fit_max_tokens", "max_tokens" not in found)
     return found
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, get_args
 
-from minisgl_backend.scheduling.stats import SchedulerStats
+from minisgl_backend.scheduling.report import SchedulerStats
 
 StepKind: TypeAlias = Literal["prefill", "decode", "mixed"]
 """What a step computes: chunks of prompts, decoding rows, or both."""
@@ -21,7 +21,7 @@ Refusal: TypeAlias = Literal["invalid", "unsupported", "queue_full", "draining",
 REFUSALS: Final[tuple[Refusal, ...]] = get_args(Refusal)
 
 MAX_SAMPLES: Final = 4096
-"""Samples kept between two readings; older ones are dropped where nobody reads."""
+"""Samples kept between two readings; older ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +79,12 @@ class Recorder:
             self._failed[code] += 1
 
     def request_cancelled(self) -> None:
-        """Count an accepted request that its caller gave up."""
+        """Count an accepted request that its caller cancelled."""
         with self._lock:
             self._num_cancelled += 1
 
     def request_admitted(self, num_prompt_tokens: int) -> None:
-        """Count a request that has got a row for the first time."""
+        """Count a request that has a row for the first time."""
         with self._lock:
             self._num_prompt_tokens += num_prompt_tokens
             self._samples.prompt_tokens.append(num_prompt_tokens)

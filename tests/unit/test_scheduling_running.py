@@ -9,7 +9,7 @@ import pytest
 
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams
-from minisgl_backend.scheduling.rows import Rows
+from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Sequence
 
 
@@ -17,7 +17,7 @@ def ints(*values: int) -> IntArray:
     return np.array(values, dtype=np.int32)
 
 
-def taken(rows: Rows, number: int, sampling: SamplingParams) -> Sequence:
+def taken(rows: RunningRows, number: int, sampling: SamplingParams) -> Sequence:
     """A sequence with a prompt of one token and a row."""
     request = Request(id=RequestId(number), prompt=ints(1), sampling=sampling)
     sequence = Sequence(request, (number, number), request.prompt)
@@ -26,7 +26,7 @@ def taken(rows: Rows, number: int, sampling: SamplingParams) -> Sequence:
 
 
 def test_output_is_kept_in_order_however_long() -> None:
-    rows = Rows(3)
+    rows = RunningRows(3)
     first = taken(rows, 0, SamplingParams(max_tokens=999))
     second = taken(rows, 1, SamplingParams(max_tokens=999))
     for token in range(600):
@@ -42,7 +42,7 @@ def test_output_is_kept_in_order_however_long() -> None:
 
 
 def test_stop_ids_are_those_of_the_row() -> None:
-    rows = Rows(3)
+    rows = RunningRows(3)
     for number, stop_ids in enumerate([(5,), (), tuple(range(10, 50))]):
         taken(rows, number, SamplingParams(max_tokens=99, stop_token_ids=stop_ids))
         rows.plan_prefill(number, 1)
@@ -58,7 +58,7 @@ def test_stop_ids_are_those_of_the_row() -> None:
 
 
 def test_stop_ids_leave_with_their_sequence() -> None:
-    rows = Rows(1)
+    rows = RunningRows(1)
     row = taken(rows, 0, SamplingParams(stop_token_ids=(5, 6))).row
     rows.give_back(row)
     taken(rows, 1, SamplingParams(stop_token_ids=(7,)))
@@ -69,7 +69,7 @@ def test_stop_ids_leave_with_their_sequence() -> None:
 
 
 def test_many_stop_ids_cost_only_while_their_sequence_is_there() -> None:
-    rows = Rows(2)
+    rows = RunningRows(2)
     for number, stop_ids in enumerate([(5,), tuple(range(10, 50))]):
         taken(rows, number, SamplingParams(max_tokens=99, stop_token_ids=stop_ids))
         rows.plan_prefill(number, 1)
@@ -81,7 +81,7 @@ def test_many_stop_ids_cost_only_while_their_sequence_is_there() -> None:
 
 
 def test_a_row_decodes_until_its_last_token_is_planned() -> None:
-    rows = Rows(1)
+    rows = RunningRows(1)
     sequence = taken(rows, 0, SamplingParams(max_tokens=3))
     rows.plan_prefill(sequence.row, 1)
     rows.start_decoding(sequence.row)
@@ -97,7 +97,7 @@ def test_a_row_decodes_until_its_last_token_is_planned() -> None:
 
 
 def test_a_row_with_steps_in_flight_is_not_given_back() -> None:
-    rows = Rows(1)
+    rows = RunningRows(1)
     sequence = taken(rows, 0, SamplingParams())
     rows.plan_prefill(sequence.row, 1)
     with pytest.raises(InvariantError, match="row 0 is given back with steps in flight"):
@@ -106,36 +106,36 @@ def test_a_row_with_steps_in_flight_is_not_given_back() -> None:
 
 def test_a_free_row_has_no_sequence() -> None:
     with pytest.raises(InvariantError, match="row 1 has no sequence"):
-        Rows(2).sequence(1)
+        RunningRows(2).sequence(1)
 
 
-def drop(rows: Rows) -> None:
+def drop(rows: RunningRows) -> None:
     rows.sequences[0] = None
 
 
-def free_twice(rows: Rows) -> None:
+def free_twice(rows: RunningRows) -> None:
     rows._free[0] = 0
 
 
-def revive(rows: Rows) -> None:
+def revive(rows: RunningRows) -> None:
     rows.decoding[1] = True
 
 
-def overcommit(rows: Rows) -> None:
+def overcommit(rows: RunningRows) -> None:
     rows.in_flight[0] = -1
 
 
-def linger(rows: Rows) -> None:
+def linger(rows: RunningRows) -> None:
     rows.retiring[0] = True
 
 
-def overplan(rows: Rows) -> None:
+def overplan(rows: RunningRows) -> None:
     rows.planned[0] = 2000
 
 
 @pytest.mark.parametrize("damage", [drop, free_twice, revive, overcommit, linger, overplan])
-def test_check_sees_contradictions(damage: Callable[[Rows], None]) -> None:
-    rows = Rows(2)
+def test_check_sees_contradictions(damage: Callable[[RunningRows], None]) -> None:
+    rows = RunningRows(2)
     taken(rows, 0, SamplingParams())
     rows.check()
     damage(rows)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.scheduling.capacity import check_fits, most_tokens
-
-in_context = partial(check_fits, max_sequence_length=4096)
+from minisgl_backend.runtime.capacity import Capacity
 
 
 @pytest.mark.parametrize(
@@ -32,27 +28,25 @@ in_context = partial(check_fits, max_sequence_length=4096)
 )
 def test_what_cannot_fit_is_refused(num_prompt_tokens: int, max_tokens: int, message: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        in_context(
-            num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, num_pages=193, page_size=16
+        Capacity(max_sequence_length=4096, num_pages=193, page_size=16).check(
+            num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens
         )
     assert str(refusal.value) == message
 
 
 @given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 40), st.sampled_from([1, 7, 16]))
 def test_the_most_tokens_just_fit(prompt: int, context: int, num_pages: int, size: int) -> None:
-    room: dict[str, int] = {
-        "max_sequence_length": context,
-        "num_pages": num_pages,
-        "page_size": size,
-    }
-    most = most_tokens(prompt, **room)
+    capacity = Capacity(max_sequence_length=context, num_pages=num_pages, page_size=size)
+    most = capacity.most_tokens(prompt)
     if most >= 1:
-        check_fits(num_prompt_tokens=prompt, max_tokens=most, **room)
+        capacity.check(num_prompt_tokens=prompt, max_tokens=most)
     with pytest.raises(InvalidRequest):
-        check_fits(num_prompt_tokens=prompt, max_tokens=max(most + 1, 1), **room)
+        capacity.check(num_prompt_tokens=prompt, max_tokens=max(most + 1, 1))
 
 
 def test_what_just_fits_is_accepted() -> None:
-    in_context(num_prompt_tokens=4095, max_tokens=1, num_pages=4095, page_size=1)
-    in_context(num_prompt_tokens=4000, max_tokens=96, num_pages=4095, page_size=1)
-    in_context(num_prompt_tokens=17, max_tokens=16, num_pages=2, page_size=16)
+    by_token = Capacity(max_sequence_length=4096, num_pages=4095, page_size=1)
+    by_token.check(num_prompt_tokens=4095, max_tokens=1)
+    by_token.check(num_prompt_tokens=4000, max_tokens=96)
+    by_page = Capacity(max_sequence_length=4096, num_pages=2, page_size=16)
+    by_page.check(num_prompt_tokens=17, max_tokens=16)

@@ -1,7 +1,7 @@
 """The numbers of all sequences that hold a row, as columns: one numpy array each, indexed by row.
 
-Columns make a steady decode step cheap: to plan and commit 256 rows takes a few array operations,
-and no line of Python runs per request.
+Columns make a steady decode step cheap: planning and committing 256 rows takes a few array
+operations, and no line of Python runs per request.
 
 Must not know pages, phases or the order of service.
 """
@@ -23,14 +23,14 @@ _TAIL: Final = 128  # output tokens of a row that are gathered before they move 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
-class Rows:
+class RunningRows:
     """Columns of the rows 0 .. num_rows - 1.
 
     The positions of a sequence are counted from 0, over the prompt and then the output:
-    - ``computed``: the first so many positions are computed by committed steps;
-    - ``planned``: the first so many will be computed once all steps in flight are done;
-    - ``capacity``: the first so many have a page;
-    - ``limit``: with so many tokens the sequence ends;
+    - ``computed``: number of leading positions computed by committed steps;
+    - ``planned``: number of leading positions computed once all steps in flight are done;
+    - ``capacity``: number of leading positions that have a page;
+    - ``limit``: number of tokens with which the sequence ends;
     - ``stop_from``: a stop token at this position or later ends the sequence.
 
     ``in_flight`` counts the steps that were planned with the row and are not committed yet.

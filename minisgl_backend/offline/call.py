@@ -1,0 +1,240 @@
+"""One call of ``LLM``: its requests go to the engine, their events come back as outputs.
+
+Knows the engine's requests and events, and the text of a stream. Must not know prompts or options.
+
+A ``Call`` belongs to the thread that iterates over it. The engine's thread only leaves events in
+the mailboxes, and wakes the caller no more often than a request needs it.
+
+Invariant: when the iteration ends, by whatever, none of the call's requests goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Final
+
+from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
+from minisgl_backend.offline.output import Output
+from minisgl_backend.offline.room import Room
+from minisgl_backend.request import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    Generated,
+    Request,
+    TokenId,
+    TokenLogprobs,
+)
+from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.text.vocabulary import Vocabulary
+from minisgl_backend.tritonserver.answer_stream import AnswerStream
+from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times
+
+_STOP_STRINGS_EVERY: Final = 8
+"""A request that is answered at its end shows that many tokens at a time to the stop strings."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """One prompt of a call: what the engine is asked, and what its text depends on."""
+
+    request: Request
+    start: StreamStart
+    arrival_time_ns: int
+
+
+class Mailbox:
+    """The sink of one request, and its text so far."""
+
+    __slots__ = (
+        "_answers",
+        "_arrival_ns",
+        "_events",
+        "_first_token_ns",
+        "_is_announced",
+        "_last_token_ns",
+        "_num_cached_tokens",
+        "_num_waiting_tokens",
+        "_ready",
+        "_room",
+        "_scheduled_ns",
+        "_untold_ids",
+        "_wake_after",
+        "has_ended",
+        "index",
+        "request",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        asked: Asked,
+        vocabulary: Vocabulary,
+        ready: SimpleQueue[Mailbox],
+        room: Room,
+    ) -> None:
+        self.index = index
+        self.request = asked.request
+        self.has_ended = False
+        """Whether the engine's last event has been read."""
+        self._answers = AnswerStream(vocabulary, asked.start)
+        self._ready = ready
+        self._room = room
+        self._num_waiting_tokens = len(asked.request.prompt)
+        self._wake_after = _tokens_per_wake(asked.start)
+        self._events: deque[Generated | Finished | Failed] = deque()
+        self._is_announced = False
+        self._num_cached_tokens: int | None = None
+        self._untold_ids: list[TokenId] = []
+        self._arrival_ns = asked.arrival_time_ns
+        self._scheduled_ns = self._first_token_ns = self._last_token_ns = 0
+
+    # --- the engine's thread -----------------------------------------------------------------
+
+    def put(self, event: Event) -> None:
+        """Take an event in, and announce it to the caller if it is time."""
+        if isinstance(event, Admitted):
+            self._scheduled_ns = time.time_ns()
+            self._num_cached_tokens = event.num_cached_tokens
+            self._room.admitted(self._num_waiting_tokens)
+            self._num_waiting_tokens = 0
+            return
+        self._events.append(event)
+        if isinstance(event, Generated):
+            if self._answers.start.wanted.perf_metrics:
+                self._last_token_ns = time.time_ns()
+                self._first_token_ns = self._first_token_ns or self._last_token_ns
+            if self._is_announced or len(self._events) < self._wake_after:
+                return
+        else:
+            self._room.left(self._num_waiting_tokens)
+        self._is_announced = True
+        self._ready.put(self)
+
+    # --- the caller's thread -----------------------------------------------------------------
+
+    def read(self) -> Output | None:
+        """What the events so far give rise to, if anything. Raises what the request failed with."""
+        packet = self._take()
+        self._untold_ids += packet.token_ids
+        answer = self._answers.push(packet)
+        if answer is None:
+            return None
+        count = answer.num_output_tokens
+        told_ids, self._untold_ids = self._untold_ids[:count], self._untold_ids[count:]
+        wanted = self._answers.start.wanted
+        return Output(
+            index=self.index,
+            text=answer.text or "",
+            token_ids=told_ids,
+            finish_reason=None if answer.finish is None else answer.finish.value,
+            stop_reason=answer.stop_reason,
+            num_input_tokens=answer.num_input_tokens,
+            num_output_tokens=count,
+            num_cached_tokens=answer.num_cached_tokens,
+            logprobs=answer.logprobs if wanted.logprobs else (),
+            cumulative_logprob=(
+                answer.cumulative_logprob if wanted.logprobs or wanted.cumulative_logprob else None
+            ),
+            times=answer.times,
+        )
+
+    def _take(self) -> Packet:
+        self._is_announced = False  # before the events are taken, or the last might go unnoticed
+        token_ids: list[TokenId] = []
+        logprobs: list[TokenLogprobs] = []
+        finish: Finished | None = None
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Finished):
+                finish, self.has_ended = event, True
+            else:
+                token_ids.append(event.token_id)
+                if event.logprobs is not None:
+                    logprobs.append(event.logprobs)
+        return Packet(
+            reply_to="",  # an address on the wire, as is the key
+            key=0,
+            index=0,
+            token_ids=token_ids,
+            num_cached_tokens=self._num_cached_tokens,
+            logprobs=tuple(logprobs),
+            terminal=finish,
+            times=self._times(),
+        )
+
+    def _times(self) -> Times | None:
+        if not self._answers.start.wanted.perf_metrics:
+            return None
+        return Times(
+            self._arrival_ns, self._scheduled_ns, self._first_token_ns, self._last_token_ns
+        )
+
+
+class Call:
+    """The requests of one call."""
+
+    def __init__(
+        self, engine: Engine, room: Room, vocabulary: Vocabulary, asked: Sequence[Asked]
+    ) -> None:
+        self._engine = engine
+        self._room = room
+        self._vocabulary = vocabulary
+        self._asked = asked
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def outputs(self) -> Generator[Output, None, None]:
+        """The outputs of all requests as they come; requests are submitted as there is room."""
+        waiting = deque(enumerate(self._asked))
+        open_: dict[int, Mailbox] = {}
+        ready: SimpleQueue[Mailbox] = SimpleQueue()
+        try:
+            while waiting or open_:
+                while waiting and self._enter(waiting[0][1], wait=not open_):
+                    index, asked = waiting.popleft()
+                    box = Mailbox(index, asked, self._vocabulary, ready, self._room)
+                    open_[index] = box
+                    self._submit(box)
+                box = ready.get()
+                if box.index not in open_:  # a stop string ended it; this was its end in the engine
+                    continue
+                output = box.read()
+                if output is None:
+                    continue
+                if output.finish_reason is not None:
+                    del open_[box.index]
+                    if not box.has_ended:
+                        self._engine.abort(box.request.id)
+                yield output
+        except MiniSGLError:
+            self._room.check_open()  # if it is closed, that is why
+            raise
+        finally:
+            for box in open_.values():
+                self._engine.abort(box.request.id)
+
+    def _enter(self, asked: Asked, *, wait: bool) -> bool:
+        return self._room.enter(len(asked.request.prompt), wait=wait)
+
+    def _submit(self, box: Mailbox) -> None:
+        try:
+            self._engine.submit(box.request, box.put)
+        except Overloaded as error:  # there is room for it, so the engine has broken down
+            self._room.left(len(box.request.prompt))
+            raise EngineFailure(str(error)) from None
+
+
+def _tokens_per_wake(start: StreamStart) -> float:
+    """How many tokens a request gathers before the caller has a look at them."""
+    if start.stream:
+        return 1
+    return _STOP_STRINGS_EVERY if start.stop_strings else float("inf")

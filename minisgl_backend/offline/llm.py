@@ -1,0 +1,214 @@
+"""``LLM``: the engine in this process, asked by prompts and answered by text.
+
+The same options, parameters, defaults and errors as those of the server; ``docs/offline.md`` has
+examples. An ``LLM`` may be used by several threads; each output iterator belongs to one of them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from minisgl_backend.build import build_engine
+from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
+from minisgl_backend.offline.call import Asked, Call
+from minisgl_backend.offline.output import Output
+from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts
+from minisgl_backend.offline.room import Room
+from minisgl_backend.precheck import context_of
+from minisgl_backend.progress import shown, unseen
+from minisgl_backend.request import IntArray, Request
+from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.runtime.recorder import EngineStats
+from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.tritonserver.wire.generation import Generation
+from minisgl_backend.tritonserver.wire.packets import StreamStart
+
+
+class LLM:
+    """A model and the engine that runs it, until ``close`` or the end of a ``with`` block.
+
+    ``model`` is a folder or an id of a hub, ``options`` are those of ``minisgl serve`` with
+    underscores. Raises ``ConfigError``.
+    """
+
+    def __init__(
+        self, model: str | Path = DEMO_MODEL, **options: str | int | float | bool | None
+    ) -> None:
+        self._options = EngineOptions.from_mapping({"model": str(model), **options})
+        self._limits = Limits()
+        self._encoder = _load_encoder(self._options, self._limits)
+        self._seeds = random.Random(self._options.seed)
+        self._engine = build_engine(self._options)
+        info = self._engine.info
+        self._room = Room(
+            most_requests=info.max_running_requests + info.max_queued_requests,
+            most_waiting_tokens=info.max_queued_tokens,
+        )
+        self._tokenizers = ThreadPoolExecutor(
+            self._options.num_tokenizers, thread_name_prefix="tokenizer"
+        )
+        # called by close, or when this object is collected
+        self._end = weakref.finalize(self, _end, self._engine, self._room, self._tokenizers)
+        # an interpreter that ends takes the engine's thread and the other ranks with it; its steps
+        # cannot be waited for then, as the executor's threads have ended
+        self._end.atexit = False
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is fixed once the model is loaded: context, dtype, device, number of pages, ..."""
+        return self._engine.info
+
+    def stats(self) -> EngineStats:
+        """The engine's counts at this moment."""
+        return self._engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Output]:
+        """One whole output for each prompt, in the order of the prompts.
+
+        ``params`` are those of every prompt, or a list with one mapping for each. If a prompt or a
+        parameter is wrong, nothing is computed. ``progress`` draws a bar on stderr if that is a
+        terminal, and else logs.
+
+        Raises ``RequestError``; ``Overloaded`` if a deadline passed before the first token;
+        ``EngineFailure``; ``Cancelled`` if the ``LLM`` is closed.
+        """
+        call = self._call(prompts, params, stream=False)
+        outputs: dict[int, Output] = {}
+        num_tokens, started_s = 0, time.perf_counter()
+        bar = shown if progress else unseen
+        with closing(self._outputs(call)) as each, bar("prompts", len(call)) as advance:
+            for output in each:
+                outputs[output.index] = output
+                num_tokens += output.num_output_tokens
+                advance(f"{num_tokens / (time.perf_counter() - started_s):,.0f} tokens/s")
+        return [outputs[index] for index in range(len(call))]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] | None = None,
+    ) -> Generator[Output, None, None]:
+        """Outputs as they come, each with the text that is new for the prompt of its ``index``.
+
+        The last one for a prompt has a ``finish_reason``. Closing the iterator ends the requests.
+        Errors are those of ``generate``; a wrong prompt or parameter raises at the call, before
+        the first output is asked for.
+        """
+        return self._outputs(self._call(prompts, params, stream=True))
+
+    def close(self) -> None:
+        """End all requests and the engine, and free its memory. Idempotent.
+
+        Calls of other threads raise ``Cancelled``.
+        """
+        self._end()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _outputs(self, call: Call) -> Generator[Output, None, None]:
+        """The call's outputs; an iterator in use keeps this object, whose end would end it."""
+        yield from call.outputs()
+
+    def _call(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] | None,
+        *,
+        stream: bool,
+    ) -> Call:
+        """All requests of a call, checked before the first of them is submitted."""
+        arrived_s, arrival_time_ns = time.monotonic(), time.time_ns()
+        self._room.check_open()
+        generations = read_prompts(
+            prompts,
+            params,
+            stream=stream,
+            arrival_time_ns=arrival_time_ns,
+            parse_special_tokens=self._options.parse_special_tokens,
+            limits=self._limits,
+        )
+        asked = []
+        several = len(generations) > 1
+        tokenized = self._tokenized(generations)
+        for index, generation in enumerate(generations):
+            with naming(index if several else None):
+                asked.append(self._asked(generation, next(tokenized), arrived_s))
+        return Call(self._engine, self._room, self._encoder.vocabulary, asked)
+
+    def _tokenized(self, generations: Sequence[Generation]) -> Iterator[IntArray]:
+        """int32[num_prompt_tokens] of each prompt; several are tokenized at a time."""
+        prompts = [generation.prompt for generation in generations]
+        if len(prompts) == 1:
+            yield self._encoder.encode(prompts[0])
+            return
+        try:
+            yield from self._tokenizers.map(self._encoder.encode, prompts)
+        except (RuntimeError, CancelledError):
+            self._room.check_open()  # if it is closed, the threads have ended, too
+            raise
+
+    def _asked(self, generation: Generation, ids: IntArray, arrived_s: float) -> Asked:
+        sampling = generation.sampling
+        self._encoder.check_token_ids("stop_token_ids", sampling.stop_token_ids)
+        if generation.fit_max_tokens:
+            sampling = self._engine.fitted(sampling, num_prompt_tokens=len(ids))
+        seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
+        timeout_ms = generation.timeout_ms
+        request = Request(
+            id=self._engine.new_id(),
+            prompt=ids,
+            sampling=replace(sampling, seed=seed),
+            priority=generation.priority,
+            deadline_s=None if timeout_ms is None else arrived_s + timeout_ms / 1000,
+            cache_salt=generation.cache_salt,
+        )
+        self._engine.check(request)
+        if not generation.exclude_input_in_output:
+            prompt_text = self._encoder.prompt_text(generation.prompt, ids)
+            generation = replace(generation, prompt_text=prompt_text)
+        start = StreamStart.of(
+            generation,
+            num_input_tokens=len(ids),
+            eos_token_ids=self._engine.info.eos_token_ids,
+        )
+        return Asked(request, start, generation.arrival_time_ns)
+
+
+def _load_encoder(options: EngineOptions, limits: Limits) -> PromptEncoder:
+    """The tokenizer and the chat template, which must fit the model."""
+    spec = load_spec(resolve_model(options.model, options.model_source))
+    folder = resolve_tokenizer(options.tokenizer or options.model, options.model_source)
+    encoder = PromptEncoder.load(folder, limits, context=context_of(options, spec))
+    encoder.vocabulary.check_fits(spec.vocab_size)
+    return encoder
+
+
+def _end(engine: Engine, room: Room, tokenizers: ThreadPoolExecutor) -> None:
+    room.close()
+    tokenizers.shutdown(cancel_futures=True)
+    engine.close(drain_s=0)

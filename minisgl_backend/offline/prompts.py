@@ -1,0 +1,156 @@
+"""What the caller of ``LLM`` gives -> one ``Generation`` a prompt, by the checks of the server.
+
+Knows the forms of prompts and parameters in Python. Must not know tokenizers or the engine. Raises
+``RequestError`` with the server's sentences, whatever comes in; of several prompts, the sentence
+begins with the one that is meant.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.config import Limits
+from minisgl_backend.errors import InvalidRequest, RequestError, Unsupported
+from minisgl_backend.request import EMPTY
+from minisgl_backend.tritonserver.wire.generation import Generation
+from minisgl_backend.tritonserver.wire.parse import parse_values
+from minisgl_backend.tritonserver.wire.values import quoted
+
+Message: TypeAlias = Mapping[str, Any]
+"""One message of a chat, as in OpenAI's schema: ``role``, ``content``, ``tool_calls``, ..."""
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""[num_prompt_tokens]"""
+Prompt: TypeAlias = str | TokenIds | Sequence[Message]
+Params: TypeAlias = Mapping[str, Any]
+"""Request parameters by the names of the wire."""
+
+_NOT_HERE: Final[Mapping[str, str]] = {
+    "text_input": "is the prompt, which is no parameter in process",
+    "messages": "are the prompt, which is no parameter in process",
+    "input_ids": "are the prompt, which is no parameter in process",
+    "sampling_parameters": "is not supported in process: give its values as parameters",
+    "stream": "is not supported in process: call LLM.stream",
+    "stop_request": "is not supported in process: close the stream",
+    "min_chunk_interval_ms": "is not supported in process",
+}
+_JSON: Final = ("messages", "tools", "chat_template_kwargs")
+"""What the wire carries as JSON texts."""
+
+
+def read_prompts(
+    prompts: Prompt | Sequence[Prompt],
+    params: Params | Sequence[Params] | None,
+    *,
+    stream: bool,
+    arrival_time_ns: int,
+    parse_special_tokens: bool,
+    limits: Limits,
+) -> list[Generation]:
+    """One generation a prompt, in order. ``parse_special_tokens`` is the parameter's default."""
+    each = [prompts] if _is_one(prompts) else list(prompts)
+    generations = []
+    for index, (prompt, own) in enumerate(zip(each, _one_each(params, len(each)), strict=True)):
+        with naming(index if len(each) > 1 else None):
+            given = {**_given(own), **_prompt(prompt), "stream": stream}
+            if parse_special_tokens and isinstance(prompt, str):
+                given.setdefault("parse_special_tokens", True)
+            generation = parse_values(given, arrival_time_ns=arrival_time_ns, limits=limits)
+            assert isinstance(generation, Generation)  # a stop_request is refused above
+            generations.append(generation)
+    return generations
+
+
+@contextmanager
+def naming(index: int | None) -> Iterator[None]:
+    """What is refused inside is about the prompt of this index, None for the only one."""
+    try:
+        yield
+    except RequestError as error:
+        if index is None:
+            raise
+        raise type(error)(f"prompts[{index}]: {error}") from None
+
+
+def _is_one(prompts: object) -> bool:
+    """Whether this is one prompt, and no list of prompts."""
+    if isinstance(prompts, str):
+        return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InvalidRequest(
+            "prompts must be a string, token ids, messages, or a list of these, "
+            f"got {quoted(prompts)}"
+        )
+    return len(prompts) > 0 and isinstance(prompts[0], int | float | np.number | Mapping)
+
+
+def _one_each(params: object, num_prompts: int) -> Sequence[Any]:
+    """The parameters of each prompt, not yet looked at."""
+    if params is None:
+        return [{}] * num_prompts
+    if isinstance(params, Mapping):
+        return [params] * num_prompts
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        raise InvalidRequest(f"params must be a mapping or a list of them, got {quoted(params)}")
+    if len(params) != num_prompts:
+        raise InvalidRequest(
+            f"params must be one mapping or one for each prompt, got {len(params)} "
+            f"for {num_prompts} prompts"
+        )
+    return params
+
+
+def _prompt(prompt: object) -> dict[str, Any]:
+    """The prompt under its name on the wire."""
+    if isinstance(prompt, str):
+        return {"text_input": prompt}
+    if isinstance(prompt, np.ndarray):
+        return {"input_ids": prompt}
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise InvalidRequest(
+            f"a prompt must be a string, token ids or messages, got {quoted(prompt)}"
+        )
+    if not len(prompt):
+        return {"input_ids": EMPTY}
+    if isinstance(prompt[0], Mapping):
+        return {"messages": _as_json("messages", prompt)}
+    try:
+        return {"input_ids": np.asarray(prompt)}
+    except ValueError:  # lists of different lengths
+        raise InvalidRequest("input_ids must be integers") from None
+
+
+def _given(params: object) -> dict[str, Any]:
+    """The parameters as JSON would have them."""
+    if not isinstance(params, Mapping):
+        raise InvalidRequest(f"params must be a mapping or a list of them, got {quoted(params)}")
+    given = {}
+    for name, value in params.items():
+        if not isinstance(name, str):
+            raise InvalidRequest(f"unknown parameter {quoted(name)}")
+        if value is None:
+            continue
+        if name in _NOT_HERE:
+            raise Unsupported(f"{name} {_NOT_HERE[name]}")
+        if name in _JSON and not isinstance(value, str):
+            value = _as_json(name, value)
+        elif isinstance(value, np.ndarray | np.generic):
+            value = value.tolist()
+        elif isinstance(value, tuple):
+            value = list(value)
+        given[name] = value
+    return given
+
+
+def _as_json(name: str, value: object) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidRequest(f"{name} must be valid JSON") from None

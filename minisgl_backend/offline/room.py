@@ -1,0 +1,75 @@
+"""How much of a call the engine may have at a time, over all threads that call.
+
+An engine refuses what its queue has no room for, since a server's clients can ask again. In process
+the caller waits instead: requests enter only as long as the engine would take them.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from minisgl_backend.errors import Cancelled
+
+
+class Room:
+    """Counts the requests that are open, and the prompt tokens of those that wait for a row.
+
+    Both counts are at least the engine's own, which it lowers before its events arrive.
+    """
+
+    def __init__(self, *, most_requests: int, most_waiting_tokens: int) -> None:
+        self._most_requests = most_requests
+        self._most_waiting_tokens = most_waiting_tokens
+        self._num_requests = 0
+        self._num_waiting_tokens = 0
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def enter(self, num_tokens: int, *, wait: bool) -> bool:
+        """Take up a request with a prompt of ``num_tokens``; False if there is no room.
+
+        With ``wait`` it returns when there is. Raises ``Cancelled`` once the room is closed.
+        """
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._is_closed or self._fits(num_tokens))
+            self._check_open()
+            if not self._fits(num_tokens):
+                return False
+            self._num_requests += 1
+            self._num_waiting_tokens += num_tokens
+            return True
+
+    def check_open(self) -> None:
+        """Raise ``Cancelled`` if the room is closed."""
+        with self._changed:
+            self._check_open()
+
+    def admitted(self, num_tokens: int) -> None:
+        """A request has got a row."""
+        with self._changed:
+            self._num_waiting_tokens -= num_tokens
+            self._changed.notify_all()
+
+    def left(self, num_tokens: int) -> None:
+        """A request has ended; ``num_tokens`` is 0 if it had got a row."""
+        with self._changed:
+            self._num_requests -= 1
+            self._num_waiting_tokens -= num_tokens
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nothing in any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Cancelled("this LLM is closed")
+
+    def _fits(self, num_tokens: int) -> bool:
+        waiting = self._num_waiting_tokens
+        return self._num_requests < self._most_requests and (
+            not waiting or waiting + num_tokens <= self._most_waiting_tokens
+        )

@@ -1,0 +1,49 @@
+"""Which requests can be served at all: checked once, at the engine's door.
+
+The planner relies on it: a request that fits the pool alone always makes progress.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minisgl_backend.cache.pages import num_pages_for
+from minisgl_backend.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The room for one request. The last sampled token needs none in the pages: nothing is computed
+    from it."""
+
+    max_sequence_length: int
+    num_pages: int
+    page_size: int
+
+    def most_tokens(self, num_prompt_tokens: int) -> int:
+        """The largest ``max_tokens`` that ``check`` accepts; below 1 if it accepts none."""
+        num_positions = self.num_pages * self.page_size + 1
+        return min(self.max_sequence_length, num_positions) - num_prompt_tokens
+
+    def check(self, *, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raise ``InvalidRequest`` if the request exceeds the context, or the pool when empty."""
+        if num_prompt_tokens < 1:
+            raise InvalidRequest("the prompt is empty")
+        if max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, got {max_tokens}")
+        if num_prompt_tokens + 1 > self.max_sequence_length:
+            raise InvalidRequest(
+                f"prompt of {num_prompt_tokens} tokens does not fit the context "
+                f"of {self.max_sequence_length}"
+            )
+        if num_prompt_tokens + max_tokens > self.max_sequence_length:
+            raise InvalidRequest(
+                f"max_tokens {max_tokens} with a prompt of {num_prompt_tokens} tokens exceeds the "
+                f"context of {self.max_sequence_length}"
+            )
+        needed = num_pages_for(num_prompt_tokens + max_tokens - 1, self.page_size)
+        if needed > self.num_pages:
+            raise InvalidRequest(
+                f"max_tokens {max_tokens} with a prompt of {num_prompt_tokens} tokens needs "
+                f"{needed} pages of {self.page_size} tokens, the KV cache has {self.num_pages}"
+            )

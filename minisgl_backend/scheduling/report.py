@@ -1,0 +1,48 @@
+"""What the planner tells the loop: what a commit made known, and how full the planner is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minisgl_backend.request import Failed, Finished, IntArray, RequestId, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What a commit made known: new tokens of live requests, and the requests that ended with it.
+
+    ``request_ids`` and ``token_ids``, int32[num_tokens], run in parallel; ``logprobs`` is keyed by
+    index in them. ``ended`` has the terminal events. Tokens of requests that were aborted meanwhile
+    do not appear.
+    """
+
+    request_ids: list[RequestId]
+    token_ids: IntArray
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    ended: dict[RequestId, Finished | Failed] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot of the planner. The last three only grow, the others go up and down.
+
+    Leased pages are the rest: free + cached + leased == total. Evictable pages are cached ones that
+    no lease uses.
+    """
+
+    num_waiting: int
+    num_running: int
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    evictable_pages: int
+    num_retractions: int
+    prefix_queries: int
+    """Number of tokens that were looked up in the prefix cache at admissions."""
+    prefix_hits: int
+    """Number of these that were found."""
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that the leases of sequences hold, private or shared."""
+        return self.total_pages - self.free_pages - self.evictable_pages

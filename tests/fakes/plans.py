@@ -1,0 +1,18 @@
+"""Plans by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl_backend.plan import StepPlan
+from minisgl_backend.request import IntArray
+
+
+def make_plan(**arrays: IntArray) -> StepPlan:
+    """A plan of these arrays; all others are empty."""
+    names = (
+        "released_rows broken_pages grant_rows grant_indices grant_pages prefill_rows "
+        "prefill_starts prefill_lengths prefill_samples prefill_tokens decode_rows decode_positions"
+    )
+    values = {name: np.empty(0, np.int32) for name in names.split()} | arrays
+    return StepPlan(step=0, admissions=(), **values)

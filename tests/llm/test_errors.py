@@ -1,0 +1,206 @@
+"""What `LLM` refuses, and what it does when a request or the engine fails."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend import LLM
+from minisgl_backend.config import DEMO_MODEL, Limits
+from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded, RequestError
+from minisgl_backend.tritonserver.wire.parse import parse_generation
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"num_pags": 3}, "unknown option 'num_pags'; did you mean 'num_pages'?"),
+        ({"num_pages": "many"}, "option num_pages must be an integer, got 'many'"),
+        ({"num_pages": 0}, "option num_pages must be at least 1, got 0"),
+        ({"cache": "none"}, "option cache must be one of radix, naive, got 'none'"),
+        ({"max_sequence_length": 10_000}, "max_sequence_length 10000 exceeds the model's context"),
+        ({"model": "/no/such/folder"}, "/no/such/folder is neither a folder nor a model id"),
+        ({"attention_backend": "fa", "device": "cpu"}, "option attention_backend=fa needs a GPU"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LLM(**options)
+    assert complaint in str(refused.value)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
+        LLM(DEMO_MODEL, tokenizer=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"tempreature": 1},
+        {"temperature": "hot"},
+        {"temperature": math.nan},
+        {"top_p": 0},
+        {"max_tokens": 0},
+        {"min_tokens": 5, "max_tokens": 4},
+        {"stop": "x" * 2000},
+        {"num_logprobs": 21},
+        {"logit_bias": '{"1": 101}'},
+        {"cache_salt": "?"},
+        {"n": 2},
+        {"seed": -1},
+        {"ignore_eos": "perhaps"},
+    ],
+    ids=lambda parameters: " ".join(parameters),
+)
+def test_bad_parameters_are_told_in_the_words_of_the_server(
+    llm: LLM, parameters: dict[str, Any]
+) -> None:
+    text = np.array([b"x"], dtype=np.object_)
+    with pytest.raises(RequestError) as theirs:
+        parse_generation({"text_input": text}, parameters, arrival_time_ns=0, limits=Limits())
+    with pytest.raises(RequestError) as ours:
+        llm.generate("x", parameters)
+    assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "complaint"),
+    [
+        ("", None, "text_input must not be empty"),
+        ([[]], None, "input_ids must not be empty"),
+        ([1, -2], None, "input_ids must be in 0 .. 2147483647"),
+        ([1, 2048], None, "input_ids must be in 0 .. 2047, got 2048"),
+        ([1.5], None, "input_ids must be integers, got float64"),
+        ([True], None, "input_ids must be integers, got bool"),
+        (list(range(2000)) * 5, None, "prompt of 10000 tokens does not fit the context of 8192"),
+        (
+            [1],
+            {"max_tokens": 8192},
+            "max_tokens 8192 with a prompt of 1 tokens exceeds the context",
+        ),
+        ([1], {"stop_token_ids": [2048]}, "stop_token_ids must be in 0 .. 2047, got 2048"),
+        ([1], {"logit_bias": {5000: 1}}, "logit_bias must be token ids in 0..2047, got 5000"),
+        ([{"role": "user"}], None, "messages[0].content must be a string or a list of text parts"),
+        ([{"role": {1}}], None, "messages must be valid JSON"),
+        (3, None, "prompts must be a string, token ids, messages, or a list of these, got 3"),
+        (["a", 3], None, "prompts[1]: a prompt must be a string, token ids or messages, got 3"),
+        (["a", [1, [2]]], None, "prompts[1]: input_ids must be integers"),
+        (["a", "b"], [{}, {"top_k": -2}], "prompts[1]: top_k must be >= -1, got -2"),
+        (["a", [2048]], None, "prompts[1]: input_ids must be in 0 .. 2047, got 2048"),
+        (["a", ""], None, "prompts[1]: text_input must not be empty"),
+        (["a", "b"], [{}], "params must be one mapping or one for each prompt, got 1 for 2"),
+        ("a", 3, "params must be a mapping or a list of them, got 3"),
+        ("a", [3], "params must be a mapping or a list of them, got 3"),
+        ("a", {3: 4}, "unknown parameter 3"),
+        ("a", {"messages": "[]"}, "messages are the prompt, which is no parameter in process"),
+        ("a", {"stream": True}, "stream is not supported in process: call LLM.stream"),
+        ("a", {"timeout": 3}, "unknown parameter 'timeout'; did you mean 'timeout_ms'?"),
+        ("a", {"tools": []}, "tools goes with messages"),
+    ],
+)
+def test_bad_prompts(llm: LLM, prompts: Any, params: Any, complaint: str) -> None:
+    before = llm.stats().num_prompt_tokens
+    with pytest.raises(RequestError) as refused:
+        llm.generate(prompts, params)
+    assert str(refused.value).startswith(complaint)
+    assert llm.stats().num_prompt_tokens == before  # nothing was computed
+
+
+def test_a_deadline_before_the_first_token() -> None:
+    with LLM(max_running_requests=1, num_pages=512) as llm:
+        running = llm.stream("one", {"max_tokens": 4000, "ignore_eos": True})
+        next(running)
+        with pytest.raises(Overloaded, match="the deadline passed after"):
+            llm.generate("two", {"timeout_ms": 1})
+        assert next(running).text is not None  # the others do not notice
+        running.close()
+
+
+def test_a_deadline_within_the_answer(llm: LLM) -> None:
+    (output,) = llm.generate("one", {"max_tokens": 8000, "ignore_eos": True, "timeout_ms": 500})
+    assert output.finish_reason == "timeout"
+    assert 0 < output.num_output_tokens < 8000
+
+
+def children(pid: int) -> list[int]:
+    """The child processes of a process."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def test_ranks_and_what_happens_when_one_is_lost(llm: LLM) -> None:
+    """With two ranks the tokens are the same; when one dies, callers learn of it."""
+    before = set(children(os.getpid()))
+    prompts = ["Count from 1 to 5.", "The capital of France is"]
+    with LLM(tensor_parallel_size=2, device="cpu", num_pages=512) as ranked:
+        (follower,) = set(children(os.getpid())) - before
+        params = {"temperature": 0, "max_tokens": 30}
+        expected = [output.token_ids for output in llm.generate(prompts, params)]
+        assert [output.token_ids for output in ranked.generate(prompts, params)] == expected
+        stream = ranked.stream("one", {"max_tokens": 4000, "ignore_eos": True})
+        next(stream)
+        os.kill(follower, signal.SIGKILL)
+        with pytest.raises(EngineFailure):
+            list(stream)
+        with pytest.raises(EngineFailure, match="the engine is down"):
+            ranked.generate("one")
+    assert follower not in children(os.getpid())
+
+
+def test_ctrl_c_ends_a_script_and_its_requests(tmp_path: Path) -> None:
+    """Without `if __name__ == "__main__"`; the engine is closed, and the exit code is Python's."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import threading
+            from minisgl_backend import LLM
+
+            with LLM(num_pages=512) as llm:
+                def tell():
+                    while not llm.stats().num_open:
+                        pass
+                    print("begun", flush=True)
+
+                threading.Thread(target=tell).start()
+                try:
+                    llm.generate("one", {"max_tokens": 4000, "ignore_eos": True})
+                except KeyboardInterrupt:
+                    while llm.stats().num_open:
+                        pass
+                    print(llm.stats().num_cancelled, "cancelled", flush=True)
+                    raise
+            """
+        )
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == "1 cancelled\n"
+        assert process.stderr.read().rstrip().endswith("KeyboardInterrupt")
+        assert process.wait(60) == -signal.SIGINT
+
+
+def test_an_llm_that_is_not_closed_ends_with_its_script() -> None:
+    code = (
+        "from minisgl_backend import LLM\n"
+        "llm = LLM(num_pages=512, tensor_parallel_size=2, device='cpu')\n"
+        "stream = llm.stream('one', {'max_tokens': 4000, 'ignore_eos': True})\n"
+        "print(next(stream).index)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    assert "Traceback" not in done.stderr

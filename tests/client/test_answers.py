@@ -97,7 +97,7 @@ def test_what_is_not_asked_for(server: TritonServer, way: Way) -> None:
         *(f"num_{what}_tokens" for what in ("input", "output")),
     )
     none: dict[str, Any] = {f"return_{name}": False for name in (*names, "num_cached_tokens")}
-    result = way.generate(server, prompt="a", max_tokens=2, **none)
+    result = way.generate(server, prompt="a", max_tokens=2, temperature=0.0, **none)
     assert result.text
     assert result.finish_reason is result.stop_reason is result.num_input_tokens is None
     assert result.num_output_tokens is result.num_cached_tokens is None

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.device.base import HostArray
 from minisgl_backend.build import build_engine, build_executor
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.device.base import HostArray
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.parts import Parts

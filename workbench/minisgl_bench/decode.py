@@ -1,8 +1,8 @@
 """`minisgl bench decode`: time of a decode step by batch size, in the engine and on the GPU alone.
 
-For each batch size so many requests of equal length decode together. A step of the engine is the
-time between two tokens of one of them, so scheduling, launching and delivering are in it. Where
-decode steps are captured the same graph is then replayed alone, over the same contexts: the ratio
+For each batch size, requests of equal length decode together. A step of the engine is the time
+between two tokens of one of them, so scheduling, launching and delivering are in it. If decode
+steps are captured, the same graph is then replayed alone, over the same contexts: the ratio
 says what the host costs.
 """
 
@@ -62,8 +62,8 @@ def step_times_ms(
 
 
 def replay_ms(executor: CudaExecutor, batch_size: int, *, context: int, steps: int) -> float | None:
-    """Milliseconds of one replay of a captured decode step and nothing else; None where no graph
-    has room for so many rows.
+    """Milliseconds of one replay of a captured decode step and nothing else; None if no graph
+    has room for that number of rows.
 
     Rows 0 .. batch_size - 1 advance from ``context`` positions by ``steps``, over pages of their
     own as far as there are enough. No request may be running.

@@ -68,7 +68,7 @@ def labelled(path: Path, label: str) -> Path:
 
 
 def nvtx_range() -> Range:
-    """NVTX's own; raises ``ConfigError`` where torch was built without."""
+    """NVTX's own; raises ``ConfigError`` if torch was built without."""
     import torch
 
     if not torch.cuda.is_available():

@@ -67,7 +67,7 @@ class Exchange:
 
     @property
     def texts(self) -> list[str]:
-        """The new text of each response; raises ``EngineFailure`` where one is an error."""
+        """The new text of each response; raises ``EngineFailure`` if one is an error."""
         return [_text(response) for response in self.responses]
 
     def num_tokens_between(self, begin_s: float, end_s: float) -> float:
@@ -116,7 +116,7 @@ def response_path(
 def summary(exchanges: list[list[Exchange]]) -> dict[str, Any]:
     """The figures of a run, by stream and turn.
 
-    Raises ``EngineFailure`` where a text is not the expected one.
+    Raises ``EngineFailure`` if a text is not the expected one.
     """
     flat = [exchange for stream in exchanges for exchange in stream]
     _check_texts(flat)

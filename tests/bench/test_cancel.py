@@ -14,8 +14,8 @@ from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import Event, Finished, Request, RequestId, SamplingParams
 from minisgl_bench.cancel import Ending, summary
-from minisgl_bench.journal import Entry, Journal, journaled
-from minisgl_bench.paced import paced_engine
+from minisgl_bench.journal import Entry, Journal
+from minisgl_bench.paced import journaled, paced_engine
 from tests.figures import figures_of
 
 

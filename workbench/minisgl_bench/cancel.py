@@ -127,7 +127,7 @@ def cancel(
 
 
 def summary(endings: list[Ending]) -> dict[str, Any]:
-    """The figures of one way and phase; times in milliseconds, ``-`` where nothing ended."""
+    """The figures of one way and phase; times in milliseconds, ``-`` if nothing ended."""
     ended_ms = [1e3 * ending.ended_s for ending in endings if ending.ended_s is not None]
     returned_ms = [1e3 * ending.returned_s for ending in endings if ending.returned_s is not None]
     return {

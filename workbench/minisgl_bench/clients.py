@@ -57,7 +57,7 @@ def requests_of(prompts: Sequence[Prompt], *, model: str, temperature: float) ->
 def ask_at_once(address: str, requests: Sequence[bytes], *, num_processes: int) -> list[Answer]:
     """What each request brought, process by process.
 
-    Raises ``EngineFailure`` where an answer is an error, or a process ends without one.
+    Raises ``EngineFailure`` if an answer is an error, or a process ends without one.
     """
     context = multiprocessing.get_context("spawn")
     shares = [share for n in range(num_processes) if (share := list(requests[n::num_processes]))]

@@ -99,7 +99,7 @@ class HttpExchange(Exchange):
 
     @property
     def texts(self) -> list[str]:
-        """The new text of each piece; raises ``EngineFailure`` where one is an error."""
+        """The new text of each piece; raises ``EngineFailure`` if one is an error."""
         return ["".join(_events(piece)) for piece in self.responses]
 
 

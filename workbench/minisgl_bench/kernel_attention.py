@@ -57,7 +57,7 @@ def attention_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Cas
 def _cuda_attention(
     shape: Shape, inputs: Sequence[tuple[Tensor, ...]], scales: dict[str, Tensor]
 ) -> list[Call]:
-    """This package's kernel in CUDA C++, where the GPU can run it."""
+    """This package's kernel in CUDA C++, if the GPU can run it."""
     try:
         from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
     except ImportError:
@@ -84,7 +84,7 @@ def _cuda_attention(
 def _flash_attention(
     q: Tensor, caches: Sequence[tuple[Tensor, Tensor]], table: Tensor, lengths: Tensor
 ) -> list[Call]:
-    """FlashAttention-3, where sgl_kernel is installed."""
+    """FlashAttention-3, if sgl_kernel is installed."""
     try:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
     except ImportError:

@@ -1,6 +1,6 @@
 """What `minisgl bench kernels` measures: calls over a model's shapes, some beside their twins.
 
-Here are the products, what stands between them, sampling and experts; ``kernel_attention`` has
+Here are the GEMMs, what stands between them, sampling and experts; ``kernel_attention`` has
 attention and a whole layer. Must not know how calls are timed.
 """
 
@@ -92,7 +92,7 @@ def each(function: Callable[..., object], buffers: Sequence[Any], **fixed: Any) 
 
 
 def linear_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
-    """The four products of a layer, with what is fused around them; the library's are alone."""
+    """The four GEMMs of a layer, with what is fused around them; the library's are alone."""
     plans = {
         "norm + qkv": (shape.qkv, shape.hidden, "norm"),
         "o + residual": (shape.hidden, shape.num_heads * shape.head_dim, "residual"),

@@ -70,7 +70,7 @@ def figures_of(
 
 
 def p50_and_p99(name: str, values_ms: Sequence[float]) -> dict[str, float]:
-    """``NAME_p50_ms`` and ``NAME_p99_ms``; none where there are no values."""
+    """``NAME_p50_ms`` and ``NAME_p99_ms``; none if there are no values."""
     if not values_ms:
         return {}
     return {f"{name}_p{q}_ms": float(np.percentile(values_ms, q)) for q in (50, 99)}

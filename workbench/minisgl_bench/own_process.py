@@ -19,7 +19,7 @@ from minisgl_backend.config import EngineOptions
 def run_bench(arguments: Sequence[str], *, timeout_s: float | None = None) -> dict[str, Any]:
     """Run the command, whose table is printed as ever, and return what it writes with ``--json``.
 
-    Raises ``click.ClickException`` where it fails, having said why, or takes longer than that.
+    Raises ``click.ClickException`` if it fails, having said why, or takes longer than that.
     """
     name = f"minisgl bench {arguments[0]}"
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:

@@ -8,6 +8,7 @@ that a private model repository has in place of the shipped `llm_engine`.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,12 +17,15 @@ import numpy as np
 from minisgl_backend.build import build_scheduler
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.parts import STANDARD, Parts
-from minisgl_backend.plan import SampledTokens, StepPlan
-from minisgl_backend.request import IntArray
+from minisgl_backend.plan import SampledTokens, StepPlan, StepResult
+from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
+from minisgl_backend.runtime import ports
 from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.text.prompt import TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
-from minisgl_bench.journal import journaled
+from minisgl_bench.journal import Entry, What
+from minisgl_kit.wrappers import SchedulerWrapper
 
 _TEXT: Final = (
     "The quick brown fox jumps over the lazy dog. Straße, café, naïve, 東京, こんにちは, 🙂👍🏽. "
@@ -120,3 +124,43 @@ def paced_model(*, step_s: float, text: str = _TEXT, journal: Path | None = None
             return paced_engine(options, step_s=step_s, text=text, parts=parts)
 
     return PacedModel
+
+
+def journaled(path: Path) -> Parts:
+    """The parts of an engine whose planner writes down what it does."""
+    return Parts(scheduler=lambda cache, config: JournaledScheduler(Scheduler(cache, config), path))
+
+
+class JournaledScheduler(SchedulerWrapper):
+    """A planner that writes down what it does; the engine's thread alone calls it."""
+
+    def __init__(self, scheduler: ports.Scheduler, path: Path) -> None:
+        super().__init__(scheduler)
+        self._path = path
+
+    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
+        super().add(request, generated)
+        self._note("added", [request.id])
+
+    def abort(self, request_id: RequestId) -> bool:
+        was_live = super().abort(request_id)
+        self._note("aborted", [request_id] if was_live else [])
+        return was_live
+
+    def plan(self) -> StepPlan | None:
+        plan = super().plan()
+        if plan is not None and plan.admissions:
+            self._note("admitted", [admission.request_id for admission in plan.admissions])
+        return plan
+
+    def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
+        result = super().commit(plan, tokens)
+        self._note("sampled", result.request_ids)
+        return result
+
+    def _note(self, what: What, request_ids: Iterable[int]) -> None:
+        stats = self.stats()
+        entry = Entry(
+            time.monotonic(), what, list(request_ids), stats.num_running, stats.used_pages
+        )
+        entry.append_to(self._path)

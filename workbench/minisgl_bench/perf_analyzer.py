@@ -41,7 +41,7 @@ _WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One run: so many requests in flight, or so many a second."""
+    """One run, at a number of requests in flight or a rate."""
 
     name: Literal["concurrency", "rate"]
     value: float

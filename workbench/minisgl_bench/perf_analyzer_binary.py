@@ -59,7 +59,7 @@ class PerfAnalyzer:
 def find_perf_analyzer(folder: Path, *, binary: str | None, wheel: Path | None) -> PerfAnalyzer:
     """The binary named, else the one in the wheel, else the one on PATH.
 
-    What has to be unpacked or linked goes to ``folder``. Raises ``ConfigError`` where there is none
+    What has to be unpacked or linked goes to ``folder``. Raises ``ConfigError`` if there is none
     or it does not run.
     """
     if wheel is not None:
@@ -107,6 +107,6 @@ def _linked_libraries(folder: Path) -> tuple[str, ...]:
 
 
 def _complaint(tool: PerfAnalyzer) -> str:
-    """Why the loader does not start it; empty where it does."""
+    """Why the loader does not start it; empty if it does."""
     done = tool.run(["--version"])
     return "" if done.returncode == 0 else (done.stderr or done.stdout).strip()[:200]

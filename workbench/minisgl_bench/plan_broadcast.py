@@ -32,7 +32,7 @@ _PAUSE_S: Final = 0.001
 
 def measure(plan: StepPlan, size: int, num_steps: int) -> dict[str, float]:
     """Figures of ``size`` ranks; see ``plan_broadcast``."""
-    place = Place.first(size, "127.0.0.1:1")  # no group is made, so nobody goes there
+    place = Place.first(size, "127.0.0.1:1")  # never used: no group is made
     followers = Followers(place, _COMMAND, b"none")
     try:
         followers.meet()

@@ -68,9 +68,9 @@ def run(
 def planner(json_path: Path | None) -> None:
     """Measure the planner without a model.
 
-    step: plan and commit with 256 decoding requests (page size 16 where not said otherwise).
-    encode: such a plan to the buffer that other ranks get. admit: from a queue of so many requests
-    to the end of each, per request. evict: 256 pages out of 40,000 leaves of one page. match: a
+    step: plan and commit with 256 decoding requests (page size 16 unless said otherwise).
+    encode: such a plan to the buffer that other ranks get. admit: from a queue of requests to the
+    end of each, per request. evict: 256 pages out of 40,000 leaves of one page. match: a
     cached prefix of 32,000 tokens, published in chunks of 2,048.
     """
     figures = run()
@@ -102,7 +102,7 @@ def _step_spans(page_size: int, num_requests: int, num_steps: int) -> list[float
 
 
 def decoding_plan(num_requests: int) -> StepPlan:
-    """A step in which so many requests decode."""
+    """A step in which ``num_requests`` decode."""
     return _planned(_decoding_scheduler(page_size=16, num_requests=num_requests, num_steps=1))
 
 

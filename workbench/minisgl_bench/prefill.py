@@ -19,7 +19,7 @@ from minisgl_kit.report import Report, json_option
 
 
 def prompt_of(length: int, num_shared: int, *, seed: int, vocab_size: int) -> IntArray:
-    """Random tokens, of which all prompts of that length share the first so many."""
+    """Random tokens, of which all prompts of a length share the first ones."""
     shared = np.random.default_rng(length).integers(0, vocab_size, num_shared)
     rest = np.random.default_rng(seed).integers(0, vocab_size, length - num_shared)
     prompt: IntArray = np.concatenate([shared, rest]).astype(np.int32)

@@ -31,7 +31,6 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.loopback import DIRECT, STREAM_INFER
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer import load_vocabulary
-from minisgl_bench.paced import script_of
 from minisgl_bench.servers import started_paced
 from minisgl_kit.report import Report, json_option
 
@@ -67,7 +66,7 @@ class Exchange:
 
     @property
     def texts(self) -> list[str]:
-        """The new text of each response; raises ``EngineFailure`` where one is an error."""
+        """The new text of each response; raises ``EngineFailure`` if one is an error."""
         return [_text(response) for response in self.responses]
 
     def num_tokens_between(self, begin_s: float, end_s: float) -> float:
@@ -116,7 +115,7 @@ def response_path(
 def summary(exchanges: list[list[Exchange]]) -> dict[str, Any]:
     """The figures of a run, by stream and turn.
 
-    Raises ``EngineFailure`` where a text is not the expected one.
+    Raises ``EngineFailure`` if a text is not the expected one.
     """
     flat = [exchange for stream in exchanges for exchange in stream]
     _check_texts(flat)
@@ -194,6 +193,8 @@ def _request(prompt: str, num_tokens: int) -> bytes:
 
 
 def _check_texts(exchanges: list[Exchange]) -> None:
+    from minisgl_bench.paced import script_of  # brings torch
+
     script = script_of(DEMO_MODEL)
     vocabulary = load_vocabulary(DEMO_MODEL)
     for exchange in exchanges:

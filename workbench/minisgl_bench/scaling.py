@@ -100,7 +100,7 @@ def scaling(
 def configurations(
     options: EngineOptions, sizes: Sequence[int], comms: Sequence[str]
 ) -> Iterator[EngineOptions]:
-    """The options of each run; one rank talks to nobody."""
+    """The options of each run; a single rank needs no library."""
     for size in sizes:
         for comm in comms if size > 1 else (None,):
             yield replace(options, tensor_parallel_size=size, comm=comm)

@@ -77,7 +77,7 @@ class TraceTable:
 def read_kernels(path: Path) -> Iterator[Kernel]:
     """The kernels of a trace, in no order; ``.gz`` is unpacked.
 
-    Raises ``click.ClickException`` where the file is no trace.
+    Raises ``click.ClickException`` if the file is no trace.
     """
     content = path.read_bytes()
     try:
@@ -91,7 +91,7 @@ def read_kernels(path: Path) -> Iterator[Kernel]:
 
 
 def tabulate(kernels: Iterable[Kernel]) -> TraceTable:
-    """Add up the kernels by name. Raises ``click.ClickException`` where there are none."""
+    """Add up the kernels by name. Raises ``click.ClickException`` if there are none."""
     ordered = sorted(kernels, key=lambda kernel: kernel.begin_us)
     if not ordered:
         raise click.ClickException("the trace has no kernels: was it made on a GPU?")
@@ -114,7 +114,7 @@ def middle_steps(kernels: Sequence[Kernel], first: str) -> tuple[list[Kernel], i
     """The kernels of the middle half of all steps, and how many steps these are.
 
     A step begins with each kernel named ``first``. What comes before and after, such as the prompts
-    of requests that decode, is left out. Raises ``click.ClickException`` where steps are too few.
+    of requests that decode, is left out. Raises ``click.ClickException`` if steps are too few.
     """
     begins_us = sorted(kernel.begin_us for kernel in kernels if kernel.name == first)
     begin, end = len(begins_us) // 4, 3 * len(begins_us) // 4

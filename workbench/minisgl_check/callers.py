@@ -201,7 +201,7 @@ FAULTS: Final = (
 
 @contextmanager
 def _rows_taken(stage: Stage, count: int | None = None) -> Iterator[Client]:
-    """Keeps so many requests open until the block ends, by default one for each row."""
+    """Keeps a number of requests open until the block ends, by default one for each row."""
     own = stage.own
     num = count or int(own.stats().info["max_running_requests"])
     with Client(own.grpc_address, retries=0) as client, ExitStack() as stack:

@@ -39,7 +39,7 @@ PROMPTS: Final[tuple[dict[str, Any], ...]] = (
 _PAUSE_S: Final = 0.05
 _PATIENCE_S: Final = 60.0
 REFUSALS: Final = frozenset({"UNAVAILABLE", "TIMEOUT"})
-"""What a canary may get where the server has more to do than it can."""
+"""What a canary may get if the server has more to do than it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Canary:
     def record(self) -> None:
         """Ask all prompts twice, with nothing else going on.
 
-        Raises ``EngineFailure`` where the second answers differ, ``MinisglError`` where one fails.
+        Raises ``EngineFailure`` if the second answers differ, ``MinisglError`` if one fails.
         """
         self._expected = [self._ask(prompt) for prompt in PROMPTS]
         for prompt, answer in zip(PROMPTS, self._expected, strict=True):

@@ -55,7 +55,7 @@ _NUM_RESTARTS: Final = 10
     "--gateway", "with_gateway", is_flag=True, help="bad inputs through a gateway in --short, too"
 )
 @click.option("--list", "is_list", is_flag=True, help="print the catalogue of faults")
-@click.option("--seed", type=int, help="of everything that is random; drawn where absent")
+@click.option("--seed", type=int, help="of everything that is random; drawn if absent")
 @tritonserver_option
 @json_option
 def check(
@@ -73,7 +73,7 @@ def check(
     tritonserver: str | None,
     json_path: Path | None,
 ) -> None:
-    """Try to break a server; exit code 1 where that succeeds."""
+    """Try to break a server; exit code 1 if that succeeds."""
     if is_list:
         _print_catalogue()
         return
@@ -132,7 +132,7 @@ def check(
 
 
 def _commit() -> str | None:
-    """What is checked out where this module is; None where that is no repository."""
+    """The commit that is checked out where this module is; None if that is no repository."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
@@ -147,7 +147,7 @@ def _print_catalogue() -> None:
 
 
 def _running(url: str, http_url: str, health_url: str) -> Target:
-    """A server that others started; ``ConfigError`` where it is not ready."""
+    """A server that others started; ``ConfigError`` if it is not ready."""
     target = Target(url.removeprefix("grpc://"), http_url.rstrip("/"), health_url.rstrip("/"))
     try:
         if target.is_ready() and target.stats().num_positions:

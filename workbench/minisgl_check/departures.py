@@ -1,7 +1,8 @@
 """Clients that leave, in each way, in each phase of their request: how long the engine goes on.
 
 Knows the phases as `/stats` shows them. Steps are slow meanwhile, so that each phase lasts long
-enough to be hit. Before the first response nobody leaves over HTTP: Triton 24.10 would not notice.
+enough to be hit. No client leaves over HTTP before the first response: Triton 24.10 would not
+notice.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Fault(Generic[Place]):
     has_figures: bool = False
 
     def tried(self, place: Place) -> Case:
-        """Provoke it; its case, which fails where the server breaks or something is left behind."""
+        """Provoke it; its case, which fails if the server breaks or something is left behind."""
         case = Case(f"{self.number} {self.sentence}")
         begin_s = time.perf_counter()
         try:
@@ -101,7 +101,7 @@ class Scene(Generic[Place]):
         return replace(self, faults=tuple(fault for fault in self.faults if fault.has_figures))
 
     def cases(self, settings: Settings) -> Iterator[Case]:
-        """The cases of all faults as they end, or one that failed where there is no such place."""
+        """The cases of all faults as they end, or one that failed if there is no such place."""
         try:
             with self.opened(settings) as place:
                 for fault in self.faults:

@@ -164,7 +164,7 @@ class FrailScheduler(SchedulerWrapper):
         return switch.is_on(Defect.NO_PAGES_TO_ADMIT if waits else Defect.NO_PAGES_TO_DECODE)
 
     def _plan_without_pages(self) -> StepPlan | None:
-        """A plan that is made while a lease of nobody's holds every page that can be had."""
+        """A plan that is made while another lease holds every page that can be had."""
         cache = self._cache
         hoard = cache.acquire(EMPTY)
         assert cache.grow(hoard, (cache.num_free + cache.num_evictable) * cache.page_size)

@@ -66,7 +66,7 @@ def paused(stage: Stage, case: Case) -> None:
 def killed(
     model: str, *, number: int = SIGKILL, num_streams: int = _NUM_STREAMS
 ) -> Callable[[Stage, Case], None]:
-    """A fault: a deadly signal for a model's process, with so many streams open."""
+    """A fault: a deadly signal for a model's process, with ``num_streams`` open."""
 
     def provoke(stage: Stage, case: Case) -> None:
         # callers of a tokenizer that has done its work need not notice

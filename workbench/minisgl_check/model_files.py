@@ -53,7 +53,7 @@ def damaged(damage: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def load_error(folder: Path) -> str | None:
-    """What the engine's process says of a folder; None where it can be loaded."""
+    """What the engine's process says of a folder; None if it can be loaded."""
     from minisgl_backend.build import build_executor  # brings torch
 
     try:
@@ -64,7 +64,7 @@ def load_error(folder: Path) -> str | None:
 
 
 def _serve_error(folder: Path, settings: Settings) -> str | None:
-    """What `minisgl serve` says at last; None where it serves."""
+    """What `minisgl serve` says at last; None if it serves."""
     said = ""
     with served("--model", str(folder), tritonserver=settings.tritonserver) as server:
         while (line := server.lines.get(timeout=settings.patience_s)) is not None:

@@ -50,7 +50,7 @@ class OwnServer(Target):
     supervisor: Supervisor
 
     def pid(self, model: str) -> int:
-        """The process id of a model; raises ``EngineFailure`` where it has none."""
+        """The process id of a model; raises ``EngineFailure`` if it has none."""
         process = self.stats().processes.get(model)
         if process is None:
             raise EngineFailure(f"{model} has no process")
@@ -100,7 +100,7 @@ def started(
         except MiniSGLError as error:
             errors.append(error)
         finally:
-            made.put(None)  # in case there is no supervisor; otherwise nobody takes it
+            made.put(None)  # in case there is no supervisor; otherwise it is never taken
 
     # the kernel ends a server with the thread that started it
     thread = threading.Thread(target=live, name="supervisor")

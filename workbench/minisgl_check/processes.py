@@ -1,4 +1,4 @@
-"""What the kernel says of the processes of this machine."""
+"""The processes of this machine, as the kernel shows them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_rank(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """State, parent and so on; None where there is no such process."""
+    """State, parent and so on; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -31,7 +31,7 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "BYTES": (str,),
 }
 _NOT_CARRIED: Final = (ValueError, OverflowError, struct.error)
-"""What is raised where a type of Triton's cannot hold a value."""
+"""What is raised if a type of Triton's cannot hold a value."""
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
 _END_HEADERS: Final = 4
 PATIENCE_S: Final = 60.0
@@ -141,7 +141,7 @@ class GrpcCaller:
 
 @contextmanager
 def half_a_message(grpc_address: str, num_bytes: int) -> Iterator[None]:
-    """A gRPC call says that it sends so many bytes, and sends one of them, until the block ends."""
+    """A gRPC call announces a number of bytes, and sends one of them, until the block ends."""
     host, port = grpc_address.rsplit(":", 1)
     fields = {
         ":method": "POST",
@@ -171,7 +171,7 @@ def _frame(kind: int, flags: int, payload: bytes, *, stream: int = 0) -> bytes:
 
 
 def grpc_message(values: Mapping[str, Any], *, request_id: str = "") -> Any:
-    """The ``ModelInferRequest`` of these values; raises ``_NOT_CARRIED`` where there is none."""
+    """The ``ModelInferRequest`` of these values; raises ``_NOT_CARRIED`` if there is none."""
     from tritonclient.grpc import service_pb2
 
     message = service_pb2.ModelInferRequest(model_name="minisgl", id=request_id)
@@ -205,7 +205,7 @@ def _content(datatype: str, items: list[Any]) -> bytes:
 
 
 def grpc_of(values: Mapping[str, Any]) -> bytes | None:
-    """The serialized message of these values; None where gRPC cannot carry them."""
+    """The serialized message of these values; None if gRPC cannot carry them."""
     try:
         data: bytes = grpc_message(values).SerializeToString()
     except _NOT_CARRIED:
@@ -214,7 +214,7 @@ def grpc_of(values: Mapping[str, Any]) -> bytes | None:
 
 
 def json_of(values: Mapping[str, Any]) -> bytes | None:
-    """The body of these values; None where one is a number that JSON does not have."""
+    """The body of these values; None if one is a number that JSON does not have."""
     try:
         return json.dumps(values, allow_nan=False).encode()
     except ValueError:

@@ -73,7 +73,7 @@ def send_largest(target: Target) -> None:
 
 
 def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
-    """Everything that is wrong or odd, each over HTTP and where it can be over gRPC.
+    """Everything that is wrong or odd, each over HTTP and, if it can be, over gRPC.
 
     ``is_timed``: slow refusals are failures too, as they are not on a busy machine.
     """

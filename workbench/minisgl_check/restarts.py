@@ -26,7 +26,7 @@ _GONE_WITHIN_S: Final = 10.0
 
 
 def restarts(count: int, *, tritonserver: str | None = None) -> Case:
-    """Start so many servers, one after the other; every fifth is killed, the others are stopped."""
+    """Start servers, one after the other; every fifth is killed, the others are stopped."""
     case = Case("start, serve, stop", count)
     for index in range(count):
         before = _held()

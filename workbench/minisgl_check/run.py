@@ -133,7 +133,7 @@ def _held(
     invariants: Invariants,
     beside: AbstractContextManager[None] | None = None,
 ) -> list[Case]:
-    """Do a job; returns its cases, of which the last fails where something is left behind."""
+    """Do a job; returns its cases, of which the last fails if something is left behind."""
     begin_s = time.perf_counter()
     try:
         with beside or nullcontext():

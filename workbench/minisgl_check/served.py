@@ -42,7 +42,7 @@ class Served:
     lines: queue.SimpleQueue[str | None]
 
     def line_with(self, text: str, timeout_s: float) -> str | None:
-        """The next line that it prints with the text in it; None where it ends or is silent."""
+        """The next line that it prints with the text in it; None if it ends or is silent."""
         try:
             while (line := self.lines.get(timeout=timeout_s)) is not None:
                 if text in line:
@@ -52,7 +52,7 @@ class Served:
         return None
 
     def target(self, timeout_s: float) -> Target | None:
-        """Where it listens, once it says that it is ready; None where it never does."""
+        """Where it listens, once it says that it is ready; None if it never does."""
         shown = (
             self.line_with(name, timeout_s) or "" for name in ("  HTTP ", "  gRPC ", "  health ")
         )

@@ -30,7 +30,7 @@ class Target:
     health_url: str
 
     def stats(self) -> Stats:
-        """Counts of all processes at this moment; raises ``OSError`` where nobody answers."""
+        """Counts of all processes at this moment; raises ``OSError`` if there is no answer."""
         with open_local(f"{self.health_url}/stats", timeout_s=_ANSWER_S) as response:
             return Stats(json.load(response))
 
@@ -60,7 +60,7 @@ class Stats:
     told: Mapping[str, Any]
 
     def process(self, model: str) -> Mapping[str, Any]:
-        """The counts of a model's process; empty where it has none that answers."""
+        """The counts of a model's process; empty if it has none that answers."""
         found = [one for one in self.told["models"] if one["model"] == model]
         return found[0] if len(found) == 1 and "error" not in found[0] else {}
 
@@ -72,7 +72,7 @@ class Stats:
 
     @property
     def engine(self) -> Mapping[str, Any]:
-        """The counts of the engine; empty where it does not answer."""
+        """The counts of the engine; empty if it does not answer."""
         return self.process("llm_engine")
 
     @property
@@ -93,7 +93,7 @@ class Stats:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Poll until the condition holds; False where it has not in time."""
+    """Poll until the condition holds; False if it has not in time."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:

@@ -1,1 +1,1 @@
-"""What benchmarks and checks share: calls, loads, targets, clients that leave, figures shown."""
+"""What benchmarks and checks share: calls and loads, targets, clients that leave, wrappers."""

@@ -88,7 +88,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One piece of a stream; counts are None where it does not tell.
+    """One piece of a stream; counts are None if it does not tell.
 
     ``num_output_tokens`` adds up over the chunks of an answer; the other two stand alone.
     """
@@ -104,7 +104,7 @@ class Outcome:
     """What became of one call; times are of ``time.perf_counter``.
 
     ``chunks_s`` are the arrivals of what brought text or tokens. ``error`` is a code, or None;
-    ``reason`` is the sentence that came with it. ``num_output_tokens`` is None where the server did
+    ``reason`` is the sentence that came with it. ``num_output_tokens`` is None if the server did
     not tell.
     """
 
@@ -130,7 +130,7 @@ class Outcome:
 
     @property
     def ttft_ms(self) -> float | None:
-        """None where nothing came."""
+        """None if nothing came."""
         return 1e3 * (self.chunks_s[0] - self.due_s) if self.chunks_s else None
 
     @property

@@ -22,7 +22,7 @@ class Leaving(Protocol):
     """A client with one streamed request, which was sent when it was made."""
 
     def next(self) -> None:
-        """Wait for the next response. Raises ``EngineFailure`` where there is none."""
+        """Wait for the next response. Raises ``EngineFailure`` if there is none."""
 
     def leave(self) -> None:
         """Go away."""

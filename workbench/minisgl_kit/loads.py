@@ -24,7 +24,7 @@ from minisgl_kit.targets import Refused, Target
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Calls and their moments: ``arrivals_s`` from the start on, or so many in flight at a time.
+    """Calls and their moments: ``arrivals_s`` from the start on, or a number in flight at a time.
 
     ``name`` and ``level`` are what plots and tables call it, as ``rate`` and 4.0.
     """
@@ -42,7 +42,7 @@ class Load:
 
 
 def closed_loop(calls: Sequence[Call], concurrency: int) -> Load:
-    """So many requests in flight until all are answered."""
+    """``concurrency`` requests in flight until all are answered."""
     return Load("concurrency", concurrency, calls, concurrency=concurrency)
 
 
@@ -111,7 +111,7 @@ async def _measure(target: Target, call: Call, due_s: float, on_done: OnDone) ->
 
 
 async def _together(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """All results; where one fails or this is cancelled, the others are cancelled, and awaited."""
+    """All results; if one fails or this is cancelled, the others are cancelled, and awaited."""
     tasks = [asyncio.ensure_future(one) for one in runs]
     try:
         return list(await asyncio.gather(*tasks))

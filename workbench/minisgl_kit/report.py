@@ -108,7 +108,7 @@ class Report:
         self.write(json_path)
 
     def write(self, json_path: Path | None) -> None:
-        """Write the file, where one is asked for."""
+        """Write the file, if one is asked for."""
         if json_path is not None:
             write_json(json_path, self.content())
 

@@ -160,7 +160,7 @@ class OpenAITarget:
 
 
 def chunk_of_event(data: str) -> Chunk:
-    """The chunk of an event's JSON; raises ``Refused`` where it is an error, or no JSON."""
+    """The chunk of an event's JSON; raises ``Refused`` if it is an error, or no JSON."""
     try:
         event = json.loads(data)
     except ValueError:

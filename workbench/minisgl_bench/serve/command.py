@@ -33,7 +33,7 @@ _count = click.IntRange(1)
 @click.option(
     "--protocol",
     type=click.Choice(["grpc", "http", "openai"]),
-    help="Triton's or OpenAI's; by default http where the URL begins with it, else grpc",
+    help="Triton's or OpenAI's; by default http if the URL begins with it, else grpc",
 )
 @click.option("--model", help="the ensemble; of an OpenAI endpoint the first that it offers")
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="of an OpenAI endpoint")

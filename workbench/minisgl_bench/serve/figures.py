@@ -160,7 +160,7 @@ def _print_table(measured: Sequence[Measured], info: Mapping[str, Any], title: s
 
 
 def check_answered(measured: Sequence[Measured]) -> None:
-    """End the command with code 1 where a load got no answer at all: its figures say nothing."""
+    """End the command with code 1 if a load got no answer at all: its figures say nothing."""
     silent = [one.load.label for one in measured if not one.is_answered]
     if silent:
         raise click.ClickException(f"no request was answered at {', '.join(silent)}")

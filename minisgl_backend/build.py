@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Final
 
 from torch._C._distributed_c10d import Store
 
@@ -25,19 +24,18 @@ from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.parallel.connect import connect, open_store
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.parallel.place import Place
+from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.resolve import Resolved, resolve
 from minisgl_backend.runtime.engine import Engine, EngineInfo
-from minisgl_backend.runtime.ports import Executor
-from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from minisgl_backend.runtime.ports import Executor, Scheduler
+from minisgl_backend.scheduling.scheduler import SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
-_FOLLOWER_COMMAND: Final = (sys.executable, "-m", "minisgl_backend.cli.rank")
 
-
-def build_engine(options: EngineOptions) -> Engine:
+def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Engine:
     """Load the model and start the engine. ``ConfigError`` says what the operator can correct."""
-    info, executor = build_executor(options)
+    info, executor = build_executor(options, parts)
     logger.info("engine: %s", info)
     num_positions = info.num_pages * info.page_size
     if num_positions + 1 < info.max_sequence_length:  # a last token needs no position
@@ -46,13 +44,14 @@ def build_engine(options: EngineOptions) -> Engine:
             num_positions,
             info.max_sequence_length,
         )
-    engine = Engine(info, build_scheduler(options, info), executor, overlap=options.overlap)
+    scheduler = build_scheduler(options, info, parts)
+    engine = parts.engine(info, scheduler, executor, overlap=options.overlap)
     if isinstance(executor, LeadingExecutor):
         executor.on_lost(engine.fail)
     return engine
 
 
-def build_executor(options: EngineOptions) -> tuple[EngineInfo, Executor]:
+def build_executor(options: EngineOptions, parts: Parts = STANDARD) -> tuple[EngineInfo, Executor]:
     """Load the model onto its devices, and make pages for its keys and values.
 
     With tensor parallelism this process is rank 0, and the executor owns the processes of the other
@@ -61,12 +60,12 @@ def build_executor(options: EngineOptions) -> tuple[EngineInfo, Executor]:
     place = Place.first(options.tensor_parallel_size, options.distributed_address)
     facts = resolve(options, place)
     if place.size > 1:
-        return _lead(facts)
-    rank = build_rank(facts, OneRank, meet=lambda: None)
+        return _lead(facts, parts)
+    rank = build_rank(facts, OneRank, lambda: None, parts)
     return rank.info, rank.executor
 
 
-def build_scheduler(options: EngineOptions, info: EngineInfo) -> Scheduler:
+def build_scheduler(options: EngineOptions, info: EngineInfo, parts: Parts = STANDARD) -> Scheduler:
     """The planner for an engine with this model and this number of pages."""
     cache_class = RadixCache if options.cache == "radix" else NaiveCache
     cache: KVCache = cache_class(info.num_pages, info.page_size)
@@ -76,24 +75,27 @@ def build_scheduler(options: EngineOptions, info: EngineInfo) -> Scheduler:
         max_sequence_length=info.max_sequence_length,
         policy=options.schedule_policy,
     )
-    return Scheduler(cache, config)
+    return parts.scheduler(cache, config)
 
 
-def build_follower(options: EngineOptions, place: Place, meet: Callable[[], None]) -> Rank:
+def build_follower(
+    options: EngineOptions, place: Place, meet: Callable[[], None], parts: Parts = STANDARD
+) -> Rank:
     """The part of a rank other than 0, in the rank's own process."""
     facts = resolve(options, place)
     # before the ranks meet, since it may take seconds
     _, store = open_store(place, options.distributed_timeout_s)
-    return build_rank(facts, lambda: _connect(facts, store), meet)
+    return build_rank(facts, lambda: _connect(facts, store), meet, parts)
 
 
-def _lead(facts: Resolved) -> tuple[EngineInfo, Executor]:
+def _lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, Executor]:
     """Start the processes of the other ranks, and build rank 0 together with them."""
     options, timeout_s = facts.options, facts.options.distributed_timeout_s
     place, store = open_store(facts.place, timeout_s)
     # the other ranks take the folder that this rank has fetched, and the library it has chosen
     told = replace(options, model=str(facts.folder), comm=facts.comm)
-    followers = Followers(place, _FOLLOWER_COMMAND, json.dumps(asdict(told)).encode())
+    command = (sys.executable, "-m", parts.follower)
+    followers = Followers(place, command, json.dumps(asdict(told)).encode())
 
     groups: list[Group] = []
 
@@ -104,7 +106,7 @@ def _lead(facts: Resolved) -> tuple[EngineInfo, Executor]:
         return group
 
     try:
-        rank = build_rank(facts, join, followers.meet)
+        rank = build_rank(facts, join, followers.meet, parts)
         leader = LeadingExecutor(
             rank.executor,
             rank.group,

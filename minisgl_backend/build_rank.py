@@ -21,6 +21,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.chunk_graphs import token_counts
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
+from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.build import build_model
@@ -28,6 +29,7 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
 from minisgl_backend.packages import CUDA_BINDINGS
 from minisgl_backend.parallel.group import Group, least_free_memory
+from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.progress import Progress, shown, unseen
 from minisgl_backend.resolve import Resolved
 from minisgl_backend.runtime.engine import EngineInfo
@@ -50,7 +52,7 @@ class Rank:
     """One rank's part of an engine."""
 
     info: EngineInfo
-    executor: ModelExecutor
+    executor: RankExecutor
     group: Group
 
 
@@ -58,7 +60,7 @@ def build_rank(
     facts: Resolved,
     join: Callable[[], Group],
     meet: Callable[[], None],
-    make_executor: Callable[..., ModelExecutor] = ModelExecutor,
+    parts: Parts = STANDARD,
 ) -> Rank:
     """Build one rank's part: every rank of an engine calls this, at the same time.
 
@@ -83,17 +85,19 @@ def build_rank(
     if isinstance(facts.device, CudaDevice):
         _use_tensor_cores(model, facts.device.torch_device)
         facts.device.catch_up()  # wait for the weights, the pages and what kernels keep
-    executor = make_executor(
+    executor = ModelExecutor(
         model,
         storage=storage,
         attention=attention,
         device=facts.device,
         limits=_limits(facts, attention, model, most),
+        watch_logits=parts.watch_logits,
         progress=progress,
     )
     _log_free_memory(facts, "when ready")
     meet()
-    return Rank(_info(facts, attention.name, storage.num_pages), executor, group)
+    info = _info(facts, attention.name, storage.num_pages)
+    return Rank(info, parts.executor(executor), group)
 
 
 def _log_free_memory(facts: Resolved, when: str) -> None:

@@ -54,7 +54,8 @@ class EngineOptions:
     )
     dtype: str | None = option(
         None,
-        "type of weights and activations; auto: float32 on a CPU, 16 bits on a GPU",
+        "type of weights and activations; auto: 16 bits on a GPU, and for large "
+        "models on CPUs that multiply them fast, else float32",
         choices=("float32", "bfloat16", "float16", "float64"),
     )
     kv_cache_dtype: str | None = option(
@@ -65,7 +66,7 @@ class EngineOptions:
     )
     page_size: int = option(16, "token positions per page of KV", minimum=1, maximum=1024)
     num_pages: int | None = option(
-        None, "pages of KV; auto: as many as fit the free memory", minimum=1
+        None, "pages of KV; auto: as many as fit the free memory, on a CPU 2 GiB", minimum=1
     )
     memory_ratio: float = option(
         0.9,

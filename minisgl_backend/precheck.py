@@ -15,14 +15,13 @@ from types import MappingProxyType
 from typing import Final
 
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.device.processor import default_dtype
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, tensor_files
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.place import Place, check_comm
 
-CPU_DTYPE: Final = "float32"
-"""The default of ``CpuDevice``, which cannot be imported without torch."""
 _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
     {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 )
@@ -60,7 +59,6 @@ def check_options(options: EngineOptions, device: str | None) -> None:
             raise ConfigError("option moe_backend=torch on a GPU needs cuda_graph_max_batch_size=0")
     if device == "cpu":
         for_gpus = {
-            "kv_cache_dtype": options.kv_cache_dtype is not None,
             "attention_backend": options.attention_backend not in (None, "sdpa", "sdpa,sdpa"),
             "moe_backend": options.moe_backend not in (None, "torch"),
             "cuda_graph_max_batch_size": bool(options.cuda_graph_max_batch_size),
@@ -102,7 +100,7 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     It is compared with all memory, not with what is free now. On a CPU all ranks share it.
     """
     context, num_ranks = context_of(options, spec), options.tensor_parallel_size
-    item_bytes = _ITEM_BYTES[options.dtype or CPU_DTYPE]
+    item_bytes = _ITEM_BYTES[options.dtype or default_dtype(spec.dtype, spec.num_parameters)]
     page_size, num_pages = options.page_size, options.num_pages or 1
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)

@@ -6,6 +6,8 @@ that the device or the model does not allow raises a ``ConfigError`` that names 
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.base import Device
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.device.cuda import CudaDevice
+from minisgl_backend.device.processor import LARGE_MODEL, default_dtype, has_bfloat16
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
 from minisgl_backend.models.hub import resolve_model
@@ -23,6 +26,8 @@ from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.connect import choose_comm
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.precheck import check_options, checked_spec, context_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,11 +54,12 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
 
     Raises ``ConfigError``.
     """
-    device = _device(options, place)
-    check_options(options, device.torch_device.type)
-    comm = choose_comm(options.comm, device.torch_device, place.size)
+    kind = _device_kind(options, place)
+    check_options(options, kind)
     folder = resolve_model(options.model, options.model_source)
-    spec = checked_spec(options, folder, device.torch_device.type)
+    spec = checked_spec(options, folder, kind)
+    device = CudaDevice(place.local_rank) if kind == "cuda" else _cpu(place, spec)
+    comm = choose_comm(options.comm, device.torch_device, place.size)
     dtype = _dtype(options, device, spec)
     return Resolved(
         options=options,
@@ -69,8 +75,9 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
     )
 
 
-def _device(options: EngineOptions, place: Place) -> CpuDevice | CudaDevice:
-    """The device asked for. By default a GPU, if there is one and Triton to compile kernels."""
+def _device_kind(options: EngineOptions, place: Place) -> str:
+    """``cuda`` or ``cpu``, as asked for. By default a GPU, if there is one and Triton to compile
+    kernels."""
     can_cuda = torch.cuda.is_available() and has_triton()
     if options.device == "cuda" and not can_cuda:
         missing = "Triton (pip install triton)" if torch.cuda.is_available() else "an NVIDIA GPU"
@@ -79,19 +86,41 @@ def _device(options: EngineOptions, place: Place) -> CpuDevice | CudaDevice:
         num_gpus = torch.cuda.device_count()
         if place.local_size > num_gpus:
             raise ConfigError(f"{place.local_size} ranks need a GPU each, and there are {num_gpus}")
-        return CudaDevice(place.local_rank)
-    if place.size == 1:
-        return CpuDevice()
-    return CpuDevice(max(1, torch.get_num_threads() // place.local_size))
+        return "cuda"
+    return "cpu"
+
+
+def _cpu(place: Place, spec: ModelSpec) -> CpuDevice:
+    """The CPU, with this rank's share of the threads.
+
+    A single rank leaves one core for planning, tokenizing and sending. On two cores that are busy
+    with these, a second computing thread makes a short step take half as long again, since the
+    first waits for it in every operation. Steps of large models gain by it. If the variable
+    OMP_NUM_THREADS is set, all threads that it allows are used.
+    """
+    num_threads = torch.get_num_threads()
+    if place.size > 1:
+        return CpuDevice(max(1, num_threads // place.local_size))
+    if "OMP_NUM_THREADS" in os.environ or spec.num_parameters >= LARGE_MODEL:
+        return CpuDevice(num_threads)
+    return CpuDevice(max(1, num_threads - 1))
 
 
 def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dtype:
-    """The type of weights and activations: the option's, else the device's, else the checkpoint's.
+    """The type of weights and activations: the option's, or what suits device and checkpoint.
 
     On a GPU a checkpoint of more than 16 bits is computed in bfloat16 unless asked otherwise.
     """
-    name = options.dtype or device.default_dtype or spec.dtype
-    if isinstance(device, CudaDevice):
+    if device.is_host:
+        name = options.dtype or default_dtype(spec.dtype, spec.num_parameters)
+        if name in ("bfloat16", "float16") and not has_bfloat16():
+            logger.warning(
+                "dtype=%s on a processor without AVX512-BF16 or AMX: a prompt can take minutes; "
+                "dtype=float32 is many times faster here",
+                name,
+            )
+    else:
+        name = options.dtype or spec.dtype
         if options.dtype is None and name not in ("bfloat16", "float16"):
             name = "bfloat16"
         if spec.head_dim & (spec.head_dim - 1):

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 from minisgl_backend.build import build_follower
 from minisgl_backend.config import EngineOptions
@@ -21,11 +22,12 @@ from minisgl_backend.execution.followers import Leader
 from minisgl_backend.execution.plan_channel import PlanReceiver
 from minisgl_backend.execution.ranks import Follower
 from minisgl_backend.parallel.place import Place
+from minisgl_backend.parts import STANDARD, Parts
 
 logger = logging.getLogger(__name__)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], parts: Parts = STANDARD) -> int:
     """Load this rank's part of the model and follow rank 0; the exit code."""
     connection, memory, parent = map(int, arguments)
     end_with(parent)
@@ -36,7 +38,7 @@ def main(arguments: list[str]) -> int:
     try:
         options = EngineOptions.from_mapping(json.loads(leader.greeting))
         place = Place.from_environment(os.environ)
-        executor = build_follower(options, place, leader.meet).executor
+        executor = build_follower(options, place, leader.meet, parts).executor
     except Exception as error:
         if not isinstance(error, MiniSGLError):
             logger.exception("this rank cannot start")
@@ -50,8 +52,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    # not by the interpreter's own end: threads of a broken collective could hold it up
-    code = main(sys.argv[1:])
+def run(parts: Parts = STANDARD) -> NoReturn:
+    """Be the rank that the process's arguments say, then end the process."""
+    code = main(sys.argv[1:], parts)
     logging.shutdown()
+    # not by the interpreter's own end: threads of a broken collective could hold it up
     os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

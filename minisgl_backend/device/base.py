@@ -52,10 +52,6 @@ class Device(Protocol):
         nothing has to be compiled before the first step."""
 
     @property
-    def default_dtype(self) -> str | None:
-        """The dtype that ``auto`` stands for, or None if it is that of the checkpoint."""
-
-    @property
     def kv_bytes_cap(self) -> int | None:
         """The most bytes that KV pages take if their number is ``auto``; None for no cap."""
 

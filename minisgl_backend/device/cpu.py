@@ -26,27 +26,16 @@ _KV_BYTES_CAP: Final = 2 * 2**30
 class CpuDevice:
     """Tensors in main memory, computed by one worker thread and PyTorch's own pool of threads.
 
-    The default dtype is float32 whatever the checkpoint says, since most CPUs emulate 16-bit
-    arithmetic, which is slower and less exact. The memory for KV pages is capped, since free memory
-    is shared with all other programs on the machine.
+    The memory for KV pages is capped, since free memory is shared with all other programs on the
+    machine.
     """
 
     torch_device = torch.device("cpu")
     is_host = True
-    default_dtype = "float32"
     kv_bytes_cap = _KV_BYTES_CAP
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        """``num_threads`` compute together; by default one less than PyTorch would use.
-
-        One core is left for planning, tokenizing and sending. On two cores that are busy with
-        these, a second computing thread makes a step take half as long again, since the first waits
-        for it in every operation. If the variable OMP_NUM_THREADS is set, PyTorch's number is used.
-        """
-        if num_threads is None:
-            num_threads = torch.get_num_threads()
-            if "OMP_NUM_THREADS" not in os.environ:
-                num_threads = max(1, num_threads - 1)
+    def __init__(self, num_threads: int = 1) -> None:
+        """``num_threads`` compute together."""
         self._queue = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="minisgl-cpu-device",

@@ -48,7 +48,6 @@ class CudaDevice:
     """Tensors in a GPU's memory, computed in the order of one stream."""
 
     is_host = False
-    default_dtype = None
     kv_bytes_cap = None
 
     def __init__(self, index: int = 0) -> None:

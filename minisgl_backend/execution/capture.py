@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -23,6 +24,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureCost:
+    """What a capture took: seconds, and bytes of the device's memory that the graphs keep."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured(Generic[T]):
+    """The graphs by size, and what they took."""
+
+    graphs: dict[int, Graph[T]]
+    cost: CaptureCost
+
+
 def capture(
     device: Device,
     what: str,
@@ -32,7 +50,7 @@ def capture(
     prepare: Callable[[int], None],
     option: str,
     progress: Progress,
-) -> dict[int, Graph[T]]:
+) -> Captured[T]:
     """A graph of ``work`` for each size.
 
     ``prepare`` enqueues what the host does before work of that size, and is not captured. The work
@@ -55,11 +73,16 @@ def capture(
                     f"or {option}"
                 ) from error
             advance(f"{what} {size}")
+    cost = CaptureCost(
+        num_graphs=len(graphs),
+        seconds=time.monotonic() - started_s,
+        num_bytes=free_bytes - device.free_memory(),
+    )
     logger.info(
         "captured %d CUDA graphs by %s in %.1f s, which take %.2f GiB",
-        len(graphs),
+        cost.num_graphs,
         what,
-        time.monotonic() - started_s,
-        (free_bytes - device.free_memory()) / 2**30,
+        cost.seconds,
+        cost.num_bytes / 2**30,
     )
-    return graphs
+    return Captured(graphs, cost)

@@ -71,7 +71,7 @@ class ChunkInputs:
 
     @classmethod
     def of(cls, buffer: Tensor, num_tokens: int, max_rows: int) -> ChunkInputs:
-        """The first part of ``buffer``, for so many tokens."""
+        """The first part of ``buffer``, for ``num_tokens``."""
         borders = [0, *accumulate(_lengths(num_tokens, max_rows))]
         return cls(buffer[: borders[-1]], *(buffer[a:b] for a, b in pairwise(borders)))
 
@@ -83,7 +83,7 @@ def _lengths(num_tokens: int, max_rows: int) -> list[int]:
 
 
 def max_chunks(num_tokens: int, max_rows: int) -> int:
-    """How many chunks a graph of so many tokens has room for."""
+    """How many chunks a graph of ``num_tokens`` has room for."""
     return min(-(-num_tokens // _TOKENS_A_CHUNK), max_rows)
 
 
@@ -112,7 +112,7 @@ def fill(num_tokens: int, max_rows: int, batch: FlatBatch, prefill_tokens: IntAr
 
 
 def fitting(sizes: Sequence[int], batch: FlatBatch) -> int | None:
-    """The smallest of ``sizes``, ascending, that holds ``batch``; None where none does."""
+    """The smallest of ``sizes``, ascending, that holds ``batch``; None if none does."""
     least_for_chunks = (len(batch.chunk_rows) - 1) * _TOKENS_A_CHUNK + 1
     index = bisect.bisect_left(sizes, max(len(batch.rows), least_for_chunks))
     return sizes[index] if index < len(sizes) else None
@@ -137,7 +137,7 @@ class ChunkGraphs:
         self._max_rows = max_rows
         most = sum(_lengths(self._sizes[-1], max_rows))
         self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
-        self._graphs = capture(
+        captured = capture(
             device,
             "number of tokens",
             self._sizes,
@@ -146,6 +146,8 @@ class ChunkGraphs:
             option="cuda_graph_max_tokens",
             progress=progress,
         )
+        self.cost = captured.cost
+        self._graphs = captured.graphs
 
     def fits(self, batch: FlatBatch) -> bool:
         """Whether there is a graph for this step."""

@@ -72,7 +72,7 @@ class DecodeGraphs:
         self._inputs.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
         self._schedule = schedule
-        self._graphs = capture(
+        captured = capture(
             device,
             "batch size",
             self._sizes,
@@ -81,9 +81,11 @@ class DecodeGraphs:
             option="cuda_graph_max_batch_size",
             progress=progress,
         )
+        self.cost = captured.cost
+        self._graphs = captured.graphs
 
     def fits(self, num_rows: int, num_grants: int) -> bool:
-        """Whether a step of so many rows and grants can be replayed."""
+        """Whether a step of these numbers of rows and grants can be replayed."""
         return num_rows <= self._sizes[-1] and num_grants <= self._inputs.max_grants
 
     def replay(self, rows: IntArray, positions: IntArray, grants: IntArray) -> StepOutput:

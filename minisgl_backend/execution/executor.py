@@ -14,13 +14,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
-from minisgl_backend.device.base import Device, Submission
+from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
 from minisgl_backend.execution.chunk_graphs import ChunkGraphs
 from minisgl_backend.execution.decode_graphs import DecodeGraphs
@@ -28,13 +29,18 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.rows import DeviceRows
-from minisgl_backend.execution.sampling import Sampler, StepOutput, WatchLogits
+from minisgl_backend.execution.sampling import Sampler, StepOutput
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rows import StepInbox, begin_decode
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.request import IntArray
+
+WatchLogits: TypeAlias = Callable[[Tensor, HostArray], Tensor]
+"""(logits [num_samples, vocab_size], their rows [num_samples]) -> the logits to sample from. Runs
+in the device's queue, at the end of forward passes that are not captured; what it raises, the step
+raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +85,10 @@ class ModelExecutor:
         self._storage = storage
         self._attention = attention
         self._limits = limits
+        self._watch_logits = watch_logits
         self._is_broken = False
         self._mark: Callable[[str], AbstractContextManager[object]] = nullcontext
-        device.submit(partial(self._prepare, watch_logits, progress)).result()
+        device.submit(partial(self._prepare, progress)).result()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue the step. What fails raises here, or in ``tokens`` of the result."""
@@ -99,14 +106,14 @@ class ModelExecutor:
                 graphs.close()
 
     def mark(self, mark: Callable[[str], AbstractContextManager[object]]) -> None:
-        """Put ``mark`` around each layer and the sampling of steps that are not captured, for
-        profilers."""
+        """Put ``mark`` around each layer, and around head and sampling, where they are launched
+        rather than replayed; for profilers."""
         self._model.mark = mark
         self._mark = mark
 
     # --- in the device's queue --------------------------------------------------------------------
 
-    def _prepare(self, watch_logits: WatchLogits | None, progress: Progress) -> None:
+    def _prepare(self, progress: Progress) -> None:
         model, storage, limits, device = self._model, self._storage, self._limits, self.device
         self.rows = DeviceRows(
             device,
@@ -117,7 +124,7 @@ class ModelExecutor:
             vocab_size=model.spec.vocab_size,
         )
         self._forward = ForwardPass(model, self.rows, self._attention, device)
-        self._sampler = Sampler(self.rows.table, device, model.group, watch_logits=watch_logits)
+        self._sampler = Sampler(self.rows.table, device, model.group)
         self._logits = torch.empty(
             (max([0, *limits.graph_sizes]), model.spec.vocab_size),
             dtype=model.dtype,
@@ -200,7 +207,9 @@ class ModelExecutor:
         samples, rows, positions = self.device.upload(numbers.astype(np.int32))
         with self._mark("sampling"):
             logits = self._model.logits(hidden.index_select(0, samples))
-            return self._sampler.sample(logits, rows, positions, host_rows=batch.sample_rows)
+            if self._watch_logits is not None:
+                logits = self._watch_logits(logits, batch.sample_rows)
+            return self._sampler.sample(logits, rows, positions)
 
     # --- at the start, on a GPU -------------------------------------------------------------------
 

@@ -1,25 +1,25 @@
 """Between logits and tokens: what a step does with the logits of its rows, on every device.
 
-The steps are, in this order: ``watch_logits``, if the engine was built with one; adjustment and
-choice (``kernels.sampling``), whose parameters stand in the row table; the broadcast of rank 0's
-tokens; keeping them in the row table for the next step. All of this may be captured in a CUDA
-graph. Log-probabilities are computed after it, for the rows that ask for them, from the logits that
-the step leaves; only the reader of the tokens waits for them.
+The steps are, in this order: adjustment and choice (``kernels.sampling``), whose parameters stand
+in the row table; the broadcast of rank 0's tokens; keeping them in the row table for the next step.
+All of this may be captured in a CUDA graph. Log-probabilities are computed after it, for the rows
+that ask for them, from the logits that the step leaves; only the reader of the tokens waits for
+them.
 
 Must not know pages, attention or models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.device.base import Device, HostArray
+from minisgl_backend.device.base import Device
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.kernels.rows import RowTable, keep_sampled
 from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
@@ -29,10 +29,6 @@ from minisgl_backend.request import IntArray
 
 _NOT_SAMPLED: Final = -2
 """What rank 0 tells the other ranks in place of tokens if it cannot sample."""
-
-WatchLogits: TypeAlias = Callable[[Tensor, HostArray], Tensor]
-"""(logits [num_samples, vocab_size], their rows int64 [num_samples] on the host) -> the logits to
-sample from. Called on rank 0 in steps that are not captured; for tests of broken engines."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,18 +43,10 @@ class StepOutput:
 class Sampler:
     """Samples for rows of a ``RowTable``. Rank 0 samples; the other ranks take its tokens."""
 
-    def __init__(
-        self,
-        table: RowTable,
-        device: Device,
-        group: Group,
-        *,
-        watch_logits: WatchLogits | None = None,
-    ):
+    def __init__(self, table: RowTable, device: Device, group: Group):
         self._table = table
         self._device = device
         self._group = group
-        self._watch = watch_logits
         num_rows = len(table.tokens)
         self._workspace = SamplingWorkspace(
             num_rows, table.sampling.vocab_size, device.torch_device
@@ -71,18 +59,11 @@ class Sampler:
             asked = admission.sampling.num_logprobs
             self._num_logprobs[admission.row] = -1 if asked is None else asked
 
-    def sample(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        *,
-        host_rows: HostArray | None = None,
-    ) -> StepOutput:
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> StepOutput:
         """Sample a token for each line of ``logits``, [num_samples, vocab_size], and keep it.
 
         ``rows`` and ``positions``, int32 [num_samples], are the row and the position of each new
-        token; ``host_rows`` are the rows on the host, and None in a step to be captured.
+        token.
         """
         group = self._group
         if group.rank > 0:
@@ -92,8 +73,6 @@ class Sampler:
                 raise RuntimeError("rank 0 could not sample")
         else:
             try:
-                if self._watch is not None and host_rows is not None:
-                    logits = self._watch(logits, host_rows)
                 tokens = sample(logits, self._table.sampling, rows, positions, self._workspace)
             except Exception:
                 if group.size > 1:

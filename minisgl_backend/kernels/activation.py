@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.dispatch import at_least_float32, use_jit
 
 
 def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
@@ -26,6 +26,6 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """The twin of ``silu_mul``."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    """The twin of ``silu_mul``; float64 stays so."""
+    gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
+    return F.silu(gate).mul_(up).to(gate_up.dtype)

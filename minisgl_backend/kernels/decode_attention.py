@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import num_processors, use_jit
+from minisgl_backend.kernels.dispatch import at_least_float32, num_processors, use_jit
 
 MAX_SPLITS = 32
 
@@ -35,7 +35,7 @@ class DecodeWorkspace:
 
 
 def num_splits(batch_size: int, num_kv_heads: int, processors: int, max_length: int = 0) -> int:
-    """How many splits a row gets: a power of two, 1 where rows alone fill the multiprocessors.
+    """How many splits a row gets: a power of two, 1 if rows alone fill the multiprocessors.
 
     More of them lose by merging what they win, except over rows of many thousand positions.
     """
@@ -68,9 +68,9 @@ def decode_attention(
     [num_pages, page_size, num_kv_heads, head_dim] with num_heads a multiple of num_kv_heads;
     ``page_table`` int32 [num_rows, max_pages]; ``lengths`` int32 [batch_size], the new token's
     position included, at least 1; ``rows`` int [batch_size]: which row of the page table belongs to
-    each query, by default its own index. ``window`` keeps the last so many positions. ``k_scale``,
-    ``v_scale`` float32 [1] multiply what an fp8 cache holds. Returns [batch_size, num_heads,
-    head_dim] in the dtype of ``q``, in ``out`` where that is given.
+    each query, by default its own index. With ``window`` only that number of positions, the last
+    ones, is attended to. ``k_scale``, ``v_scale`` float32 [1] multiply what an fp8 cache holds.
+    Returns [batch_size, num_heads, head_dim] in the dtype of ``q``, in ``out`` if that is given.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if out is None:
@@ -135,7 +135,7 @@ def decode_attention_reference(
     # [batch_size, longest, num_kv_heads, head_dim]
     k = k_cache.view(torch.uint8)[table].view(k_cache.dtype) if _is_fp8(k_cache) else k_cache[table]
     v = v_cache.view(torch.uint8)[table].view(v_cache.dtype) if _is_fp8(v_cache) else v_cache[table]
-    k, v = k.flatten(1, 2).float(), v.flatten(1, 2).float()
+    k, v = (at_least_float32(of.flatten(1, 2)) for of in (k, v))
     if k_scale is not None and v_scale is not None:
         k, v = k * k_scale, v * v_scale
     position = torch.arange(longest, device=q.device)
@@ -144,7 +144,7 @@ def decode_attention_reference(
         seen &= position >= lengths[:, None] - window
     num_kv_heads = k.shape[2]
     # [batch_size, num_kv_heads, group, head_dim]
-    grouped = q.float().reshape(len(q), num_kv_heads, -1, q.shape[-1])
+    grouped = at_least_float32(q).reshape(len(q), num_kv_heads, -1, q.shape[-1])
     scores = torch.einsum("bhgd,bnhd->bhgn", grouped, k) * scale
     scores = scores.masked_fill(~seen[:, None, None], -math.inf)
     # positions that are not seen may hold anything, NaN included

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import use_jit
@@ -26,7 +27,9 @@ def embedding(token_ids: Tensor, weight: Tensor, *, start: int = 0) -> Tensor:
 
 def embedding_reference(token_ids: Tensor, weight: Tensor, *, start: int = 0) -> Tensor:
     """The twin of ``embedding``."""
-    index = token_ids.long() - start
+    index = token_ids - start
     held = (index >= 0) & (index < len(weight))
-    rows = weight[index.clamp(0, len(weight) - 1)]
-    return torch.where(held[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+    if held.all():
+        return F.embedding(index, weight)
+    rows = F.embedding(index.clamp(0, len(weight) - 1), weight)
+    return rows.masked_fill_(~held[:, None], 0)

@@ -1,4 +1,4 @@
-"""Mixture of experts: each token through its top_k experts, as two grouped products.
+"""Mixture of experts: each token through its top_k experts, as two grouped GEMMs.
 
 Tokens are lined up by expert in blocks of equal size (a block never mixes experts), so that one
 kernel multiplies every block with its own expert's weight: first gate and up with the gate applied
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.activation import silu_mul_reference
+from minisgl_backend.kernels.dispatch import at_least_float32, use_jit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,11 +101,15 @@ def fused_experts_reference(
     expert_ids: Tensor,
     expert_weights: Tensor,
 ) -> Tensor:
-    """The twin of ``fused_experts``: one expert after another, in float32."""
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(len(gate_up)):
-        tokens, choices = (expert_ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[tokens].float(), gate_up[expert].float()).chunk(2, dim=-1)
-        y = F.linear(F.silu(gate) * up, down[expert].float())
-        out.index_add_(0, tokens, y * expert_weights[tokens, choices].float()[:, None])
+    """The twin of ``fused_experts``: one expert after another, summed in float32 or float64."""
+    top_k = expert_ids.shape[1]
+    experts = expert_ids.flatten()
+    by_expert = experts.argsort(stable=True).split(experts.bincount(minlength=len(down)).tolist())
+    out = torch.zeros_like(at_least_float32(x))
+    for expert, pairs in enumerate(by_expert):  # token * top_k + choice
+        if len(pairs):
+            tokens = pairs // top_k
+            inner = silu_mul_reference(F.linear(x[tokens], gate_up[expert]))
+            share = expert_weights.flatten()[pairs, None]
+            out.index_add_(0, tokens, F.linear(inner, down[expert]) * share)
     return out.to(x.dtype)

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_jit
+from minisgl_backend.kernels.dispatch import at_least_float32, use_jit
 
 
 def prefill_attention(
@@ -38,9 +38,10 @@ def prefill_attention(
     [num_pages, page_size, num_kv_heads, head_dim]; ``page_table`` int32 [num_rows, max_pages]. Per
     chunk, int32: ``rows`` [num_chunks] of the page table, ``offsets`` [num_chunks + 1] into the
     tokens, ``ends`` [num_chunks]: positions of the row up to the chunk's last, which is included; a
-    chunk may be empty. ``max_length`` is the most tokens of a chunk. ``window`` keeps the last so
-    many positions of each query; ``k_scale``, ``v_scale`` float32 [1] multiply what an fp8 cache
-    holds. Returns [num_tokens, num_heads, head_dim], in ``out`` where that is given.
+    chunk may be empty. ``max_length`` is the most tokens of a chunk. With ``window`` a query
+    attends to that number of positions, its own included; ``k_scale``, ``v_scale`` float32 [1]
+    multiply what an fp8 cache holds. Returns [num_tokens, num_heads, head_dim], in ``out`` if that
+    is given.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -103,11 +104,11 @@ def prefill_attention_reference(
     for chunk, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
         tokens = slice(borders[chunk], borders[chunk + 1])
         pages = page_table[row, : -(-end // page_size)].long()
-        k = k_cache[pages].flatten(0, 1)[:end].float()  # [end, num_kv_heads, head_dim]
-        v = v_cache[pages].flatten(0, 1)[:end].float()
+        k = at_least_float32(k_cache[pages].flatten(0, 1)[:end])  # [end, num_kv_heads, head_dim]
+        v = at_least_float32(v_cache[pages].flatten(0, 1)[:end])
         if k_scale is not None and v_scale is not None:
             k, v = k * k_scale, v * v_scale
-        grouped = grouped_q[tokens].float()
+        grouped = at_least_float32(grouped_q[tokens])
         scores = torch.einsum("thgd,nhd->hgtn", grouped, k) * scale
         key = torch.arange(end, device=q.device)
         query = key[end - grouped.shape[0] :, None]

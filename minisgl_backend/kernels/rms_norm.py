@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import use_jit
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, computed in float32.
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32 and rounded once.
 
     ``x`` [num_tokens, hidden_size], rows may be strided; ``weight`` [hidden_size]. Returns a new
     tensor of the shape and dtype of ``x``.
@@ -24,10 +25,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Ten
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The twin of ``rms_norm``."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale * weight.float()).to(x.dtype)
+    """The twin of ``rms_norm``, for weights in the dtype of ``x``; float64 stays so."""
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def fused_add_rms_norm(
@@ -48,5 +47,4 @@ def fused_add_rms_norm(
 
 def fused_add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The twin of ``fused_add_rms_norm``."""
-    residual.copy_((x.float() + residual.float()).to(residual.dtype))
-    return rms_norm_reference(residual, weight, eps)
+    return rms_norm_reference(residual.add_(x), weight, eps)

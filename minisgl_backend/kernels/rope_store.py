@@ -8,10 +8,10 @@ cache (arXiv 2309.06180).
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_jit
-from minisgl_backend.kernels.rms_norm import rms_norm_reference
+from minisgl_backend.kernels.dispatch import at_least_float32, use_jit
 
 FP8_MAX = 448.0
 """The largest finite value of float8_e4m3fn; larger ones are clamped to it when stored."""
@@ -39,7 +39,7 @@ def qk_norm_rope_store(
     ``positions`` and ``slots`` int32 or int64 [num_tokens]; a slot is page * page_size + offset,
     and a negative one stores nothing. ``cos_sin`` float32 [max_positions, head_dim]: cosines, then
     sines; dimension i of a head rotates with i + head_dim / 2. ``k_cache``, ``v_cache``
-    [num_pages, page_size, num_kv_heads, head_dim], of float8_e4m3fn where ``k_scale`` and
+    [num_pages, page_size, num_kv_heads, head_dim], of float8_e4m3fn if ``k_scale`` and
     ``v_scale`` (float32 [1]) are given: then they hold k / k_scale and v / v_scale.
     ``q_weight``, ``k_weight`` [head_dim], both or none. Returns q
     [num_tokens, num_heads, head_dim].
@@ -95,34 +95,45 @@ def qk_norm_rope_store_reference(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """The twin of ``qk_norm_rope_store``."""
+    """The twin of ``qk_norm_rope_store``; float64 stays so."""
     num_kv_heads, head_dim = k_cache.shape[-2:]
     heads = qkv.view(len(qkv), -1, head_dim)
-    q, k, v = heads.tensor_split([num_heads, num_heads + num_kv_heads], dim=1)
-    table = cos_sin[positions.long()][:, None]  # [num_tokens, 1, head_dim]
-    new_q = _norm_rope(q, q_weight, eps, table)
-    new_k = _norm_rope(k, k_weight, eps, table)
-    q.copy_(new_q)
-    stored = slots >= 0
-    where = slots[stored].long()
-    # indexing by page and offset, since a cache with other layers between pages has no flat view
-    pages, offsets = where // k_cache.shape[1], where % k_cache.shape[1]
-    k_cache[pages, offsets] = _to_cache(new_k[stored], k_cache.dtype, k_scale)
-    v_cache[pages, offsets] = _to_cache(v[stored], v_cache.dtype, v_scale)
-    return q
+    qk, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    qk = at_least_float32(qk)
+    if q_weight is not None and k_weight is not None:
+        qk = F.rms_norm(qk, (head_dim,), None, eps)
+        qk[:, :num_heads].mul_(q_weight)
+        qk[:, num_heads:].mul_(k_weight)
+    new_q, k = _rotated(qk, cos_sin[positions]).split([num_heads, num_kv_heads], dim=1)
+    is_kept = slots >= 0
+    if not is_kept.all():
+        slots, k, v = slots[is_kept], k[is_kept], v[is_kept]
+    _store(k_cache, slots.long(), k, k_scale)
+    _store(v_cache, slots.long(), v, v_scale)
+    return heads[:, :num_heads].copy_(new_q)
 
 
-def _norm_rope(x: Tensor, weight: Tensor | None, eps: float, table: Tensor) -> Tensor:
-    wide = x.float()  # [num_tokens, heads, head_dim]
-    if weight is not None:
-        wide = rms_norm_reference(wide, weight, eps)
-    cos, sin = table.chunk(2, dim=-1)
-    low, high = wide.chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """``x`` [num_tokens, num_heads, head_dim], by entries of the table [num_tokens, head_dim]."""
+    cos, sin = cos_sin[:, None].to(x.dtype).chunk(2, dim=-1)  # [num_tokens, 1, head_dim / 2]
+    low, high = x.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    new_low, new_high = out.chunk(2, dim=-1)
+    torch.mul(low, cos, out=new_low).addcmul_(high, sin, value=-1)
+    torch.mul(high, cos, out=new_high).addcmul_(low, sin)
+    return out
 
 
-def _to_cache(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    wide = x.float() if scale is None else x.float() / scale
-    if dtype == torch.float8_e4m3fn:
-        wide = wide.clamp(-FP8_MAX, FP8_MAX)
-    return wide.to(dtype)
+def _store(cache: Tensor, slots: Tensor, x: Tensor, scale: Tensor | None) -> None:
+    """Write ``x`` [num_tokens, num_kv_heads, head_dim] to slots int64 [num_tokens]."""
+    if scale is not None:
+        x = at_least_float32(x) / scale
+    if cache.dtype == torch.float8_e4m3fn:
+        # float8 tensors themselves cannot be indexed on every device, but their bytes can
+        x = at_least_float32(x).clamp(-FP8_MAX, FP8_MAX).to(cache.dtype).view(torch.uint8)
+        cache = cache.view(torch.uint8)
+    page_size = cache.shape[1]
+    if cache.stride(0) == page_size * cache.stride(1):
+        cache.flatten(0, 1).index_copy_(0, slots, x.to(cache.dtype))
+    else:  # other layers lie between the pages
+        cache[slots // page_size, slots % page_size] = x.to(cache.dtype)

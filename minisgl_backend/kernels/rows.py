@@ -1,9 +1,9 @@
 """What a step reads from the state of its rows before the layers, and writes back after.
 
-The state of a request lives on the GPU, one entry a row (``RowTable``): its last token, its length,
-its pages, and how it is sampled (``SamplingTable``). A step is told only which rows decode and
-which pages they were granted (``StepInbox``), and finds everything else itself: a captured graph
-needs no other input.
+The state of a request lives on the device, one entry a row (``RowTable``): its last token, its
+length, its pages, and how it is sampled (``SamplingTable``). A step is told only which rows decode
+and which pages they were granted (``StepInbox``), and finds everything else itself: a captured
+graph needs no other input.
 
 The last row of the table is the *dummy row*: padding decodes it at position 0 over and over.
 """
@@ -116,15 +116,15 @@ def begin_decode_reference(
 ) -> None:
     """The twin of the kernel of ``begin_decode``."""
     num_grants = int(inbox.buffer[0])
-    grants = inbox.buffer[1 + inbox.max_batch :].view(-1, 3)[:num_grants].long()
-    table.pages[grants[:, 0], grants[:, 1]] = grants[:, 2].int()
-    inbox.buffer[0] = 0
-    rows = inputs.rows.long()
-    inputs.tokens.copy_(table.tokens[rows])
-    inputs.positions.copy_(table.lengths[rows])
-    inputs.lengths.copy_(inputs.positions + 1)
-    pages = table.pages[rows, inputs.positions.long() // page_size]
-    inputs.slots.copy_(pages * page_size + inputs.positions % page_size)
+    if num_grants:
+        grants = inbox.buffer[1 + inbox.max_batch :].view(-1, 3)[:num_grants]
+        table.pages[grants[:, 0], grants[:, 1]] = grants[:, 2]
+        inbox.buffer[0] = 0
+    torch.index_select(table.tokens, 0, inputs.rows, out=inputs.tokens)
+    torch.index_select(table.lengths, 0, inputs.rows, out=inputs.positions)
+    torch.add(inputs.positions, 1, out=inputs.lengths)
+    pages = table.pages[inputs.rows, inputs.positions // page_size]
+    torch.add(inputs.positions % page_size, pages, alpha=page_size, out=inputs.slots)
 
 
 def keep_sampled(table: RowTable, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
@@ -145,9 +145,9 @@ def keep_sampled_reference(
     table: RowTable, rows: Tensor, positions: Tensor, sampled: Tensor
 ) -> None:
     """The twin of ``keep_sampled``."""
-    rows, tokens = rows.long(), sampled.clamp_min(0)
-    table.tokens[rows] = tokens
+    table.tokens[rows] = sampled.clamp_min(0)
     table.lengths[rows] = positions
     table.lengths[table.dummy_row] = 0
     counted = (table.sampling.column("marked")[rows] > 0) & (sampled >= 0)
-    table.sampling.marks[rows, tokens.long()] += ONCE * counted.int()
+    if counted.any():  # other lines are not even touched: they may have no memory yet
+        table.sampling.marks[rows[counted], sampled[counted]] += ONCE

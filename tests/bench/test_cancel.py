@@ -14,7 +14,7 @@ from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import Event, Finished, Request, RequestId, SamplingParams
 from minisgl_bench.cancel import Ending, summary
-from minisgl_bench.journal import Entry, Journal
+from minisgl_bench.journal import Entry, Journal, journaled
 from minisgl_bench.paced import paced_engine
 from tests.figures import figures_of
 
@@ -56,7 +56,7 @@ def test_a_paced_engine_keeps_a_journal(tmp_path: Path) -> None:
     """One request runs to its end, one is aborted; rows and pages are told, and given back."""
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
-    engine = paced_engine(EngineOptions(cache="naive"), step_s=0.001, journal=path)
+    engine = paced_engine(EngineOptions(cache="naive"), step_s=0.001, parts=journaled(path))
     ended: dict[int, threading.Event] = {}
 
     def submit(max_tokens: int) -> RequestId:

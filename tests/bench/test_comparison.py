@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from minisgl_backend.build import build_executor, build_scheduler
+from minisgl_backend.build import build_engine
 from minisgl_backend.cli.main import main
-from minisgl_backend.config import EngineOptions
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.request import SamplingParams
-from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import changed
 from minisgl_bench.offline import run_engine
-from minisgl_bench.profiling import MarkedExecutor, MarkedScheduler
+from minisgl_bench.profiling import marked
 from minisgl_bench.prompts import random_prompts
 
 SMALL = ["--device", "cpu", "--num-pages", "64", "--max-sequence-length", "128"]
@@ -68,7 +68,8 @@ def test_the_second_configuration_stands_beside_the_first(tmp_path: Path) -> Non
         assert "traceEvents" in json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_marks_name_the_phases_of_each_step() -> None:
+def test_marks_name_the_phases_layers_and_sampling_of_each_step() -> None:
+    """A worker thread marks layers and sampling, so only the order within each thread is fixed."""
     marks: list[str] = []
 
     @contextmanager
@@ -77,17 +78,19 @@ def test_marks_name_the_phases_of_each_step() -> None:
         yield
 
     options = EngineOptions(device="cpu", num_pages=64, max_sequence_length=128, overlap=False)
-    info, executor = build_executor(options)
-    scheduler = MarkedScheduler(build_scheduler(options, info), mark)
-    engine = Engine(info, scheduler, MarkedExecutor(executor, mark), overlap=False)
+    engine = build_engine(options, marked(mark))
     prompts = random_prompts(
-        1, input_length=(20, 20), output_length=(2, 2), vocab_size=info.vocab_size, seed=0
+        1, input_length=(20, 20), output_length=(2, 2), vocab_size=engine.info.vocab_size, seed=0
     )
     try:
         run_engine(engine, prompts, SamplingParams(temperature=0))
     finally:
         engine.close(drain_s=0)
+    in_step = [*(f"layer {index}" for index in range(load_spec(Path(DEMO_MODEL)).num_layers))]
+    in_step.append("sampling")
+    of_loop = [name for name in marks if name not in in_step]
     expected: list[str] = []
     for step in ("prefill 20", "decode 1"):
         expected += ["plan", f"launch {step}", f"wait {step}", f"commit {step}"]
-    assert marks[: len(expected)] == expected
+    assert of_loop[: len(expected)] == expected
+    assert [name for name in marks if name in in_step] == in_step * 2

@@ -15,7 +15,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
-from minisgl_bench import facts
+from minisgl_bench import engines
 from minisgl_bench.prompts import random_prompts
 from tests.figures import figures_of
 from tests.unit.test_telemetry import INFO
@@ -49,6 +49,16 @@ def test_commands_report_what_they_measured(
     assert figures["info"]["minisgl"] == version("minisgl-triton")
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_decode_steps_without_graphs_are_measured_if_asked_for(eager: bool, tmp_path: Path) -> None:
+    command = ["decode", "--batch-size", "1", "--batch-size", "2", "--context", "20"]
+    command += ["--steps", "3", *SMALL, *["--eager"] * eager]
+    rows = figures_of(command, tmp_path)["rows"]
+    assert [row["batch"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["eager_ms"] > 0 if eager else row["eager_ms"] == "-"
+
+
 @pytest.mark.parametrize(("num_ranks", "nccl"), [(1, None), (2, "2.28.9")])
 def test_versions_of_a_gpu_s_libraries(
     num_ranks: int, nccl: str | None, monkeypatch: pytest.MonkeyPatch
@@ -69,7 +79,7 @@ def test_versions_of_a_gpu_s_libraries(
     monkeypatch.setattr(torch.cuda, "device_memory_used", no_management_library, raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     options = EngineOptions(tensor_parallel_size=num_ranks)
-    found = facts.engine_facts(replace(INFO, device="cuda:0"), options)
+    found = engines.engine_facts(replace(INFO, device="cuda:0"), options)
     assert (found["minisgl"], found["cuda_bindings"]) == ("0.1.0", "13.5.0")
     assert "flashinfer" not in found
     assert found.get("nccl") == nccl

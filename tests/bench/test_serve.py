@@ -20,7 +20,7 @@ from pexpect.fdpexpect import fdspawn
 
 from minisgl_backend.cli.main import main
 from minisgl_backend.server.process import TritonServer
-from minisgl_kit.outcome import Chunk
+from minisgl_kit.calls import Chunk
 from minisgl_kit.targets import Refused, chunk_of_event
 from tests.bench.test_serve_parts import CONVERSATIONS
 from tests.gateway.conftest import gateway_of

@@ -15,14 +15,11 @@ from hypothesis import strategies as st
 
 from minisgl_backend.errors import ConfigError
 from minisgl_bench.serve import make_trace
-from minisgl_bench.serve.figures import figures_of, objectives_of
+from minisgl_bench.serve.figures import Measured, check_answered, emit, figures_of, objectives_of
 from minisgl_bench.serve.plots import write_plots
-from minisgl_bench.serve.show import Measured, check_answered, emit
-from minisgl_bench.serve.trace import TraceEntry, calls_of_trace, read_trace
-from minisgl_bench.serve.workload import Workload
-from minisgl_kit.calls import Call, calls_of_file, random_calls
+from minisgl_bench.serve.workload import TraceEntry, Workload, calls_of_trace, read_trace
+from minisgl_kit.calls import Call, Chunk, Outcome, calls_of_file, random_calls
 from minisgl_kit.loads import closed_loop, poisson, replay
-from minisgl_kit.outcome import Chunk, Outcome
 from minisgl_kit.report import percentiles
 
 CONVERSATIONS = Path(__file__).parents[2] / "docs" / "benchmarks" / "conversations.jsonl"

@@ -1,100 +1,117 @@
-"""The `model.py` of an `llm_engine` that breaks the promise that a file names, if it is there.
-
-It is copied into a repository of the test's own: it may import nothing but the package.
-"""
+"""The model `llm_engine` with a paced engine that breaks the promise of the moment (`promises`)."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any, ClassVar
-from unittest import mock
+import time
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 
-from minisgl_backend.cache.kv import Lease
+from minisgl_backend.cache.kv import KVCache, Lease
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure, InvalidRequest
-from minisgl_backend.plan import SampledTokens, StepPlan
-from minisgl_backend.request import EMPTY, FinishReason, RequestId
-from minisgl_backend.runtime.engine import Engine, EngineInfo
-from minisgl_backend.scheduling.rows import Rows
-from minisgl_backend.scheduling.scheduler import Scheduler
+from minisgl_backend.parts import Parts
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan
+from minisgl_backend.request import EMPTY, FinishReason, Request, RequestId, Sink
+from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from minisgl_backend.scheduling.stats import SchedulerStats
 from minisgl_backend.tritonserver import llm_engine
-from minisgl_backend.tritonserver.responder import Responder
-from minisgl_bench import paced
+from minisgl_backend.tritonserver.setup import runtime_directory
+from minisgl_bench.paced import paced_engine
+from minisgl_check.defect import Switch
+from minisgl_kit.triton_wrappers import TritonWrapper
+from minisgl_kit.wrappers import ExecutorWrapper, PendingWrapper, SchedulerWrapper
+from tests.check.promises import Broken
 
-DEFECT = Path(__file__).parents[2] / "defect"
-HELD_PROMPT = np.arange(40, dtype=np.int32)
+_HELD_PROMPT: Final = np.arange(40, dtype=np.int32)
 
 
-def is_broken(name: str) -> bool:
-    return DEFECT.exists() and DEFECT.read_text() == name
+def is_broken(promise: Broken) -> bool:
+    directory = runtime_directory()
+    assert directory is not None
+    return Switch(directory).is_on(promise)
 
 
-class BrokenScheduler(Scheduler):
-    kept: ClassVar[list[Lease]] = []
+class BrokenScheduler(SchedulerWrapper):
+    """Keeps pages, or counts rows that it does not have."""
+
+    def __init__(self, cache: KVCache, config: SchedulerConfig) -> None:
+        super().__init__(Scheduler(cache, config))
+        self._cache = cache
+        self._kept: list[Lease] = []
+        self._num_missing_rows = 0
 
     def abort(self, request_id: RequestId) -> bool:
         was_live = super().abort(request_id)
-        if is_broken("a page leaks"):
+        if is_broken(Broken.PAGE):
             lease = self._cache.acquire(EMPTY)
-            self._cache.grow(lease, 1)
-            self.kept.append(lease)
-        elif is_broken("a prefix stays locked"):
-            self.kept.append(self._cache.acquire(HELD_PROMPT))
+            assert self._cache.grow(lease, 1)
+            self._kept.append(lease)
+        elif is_broken(Broken.PREFIX):
+            self._kept.append(self._cache.acquire(_HELD_PROMPT))
+        elif is_broken(Broken.ROW):
+            self._num_missing_rows += 1
         else:
-            while self.kept:
-                self._cache.release(self.kept.pop())
+            self._num_missing_rows = 0
+            while self._kept:
+                self._cache.release(self._kept.pop())
         return was_live
 
-
-class BrokenRows(Rows):
-    def give_back(self, row: int) -> None:
-        super().give_back(row)
-        if is_broken("a row is freed twice"):
-            self._free.append(row)
-        else:
-            self._free = sorted(set(self._free), reverse=True)
+    def stats(self) -> SchedulerStats:
+        stats = super().stats()
+        return replace(stats, num_running=stats.num_running - self._num_missing_rows)
 
 
-class BrokenExecutor(paced.PacedExecutor):
-    def launch(self, plan: StepPlan) -> Any:
+class BrokenExecutor(ExecutorWrapper):
+    def launch(self, plan: StepPlan) -> Pending:
         step = super().launch(plan)
-        if is_broken("another token"):
-            tokens = SampledTokens(step.tokens().token_ids * 0 + 300)
-            return mock.Mock(spec_set=["tokens"], tokens=lambda: tokens)
-        return step
+        return _OtherTokens(step) if is_broken(Broken.ANOTHER_TOKEN) else step
+
+
+class _OtherTokens(PendingWrapper):
+    def tokens(self) -> SampledTokens:
+        return SampledTokens(np.full_like(super().tokens().token_ids, 300))
 
 
 class BrokenEngine(Engine):
-    def __init__(self, info: EngineInfo, scheduler: Any, executor: Any, *, overlap: bool) -> None:
-        scheduler.__class__ = BrokenScheduler
-        scheduler._rows.__class__ = BrokenRows
-        executor.__class__ = BrokenExecutor
-        super().__init__(info, scheduler, executor, overlap=overlap)
+    _descriptors: tuple[int, ...] = ()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        if is_broken(Broken.PATH):
+            raise InvalidRequest(f"cannot read {__file__}")
+        if is_broken(Broken.DESCRIPTORS):
+            self._descriptors = tuple(os.dup(0) for _ in range(10))
+        super().submit(request, sink)
 
     def abort(
         self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
     ) -> None:
-        if not is_broken("a cancel is ignored"):
+        if not is_broken(Broken.CANCEL):
             super().abort(request_id, why)
+
+
+_PARTS: Final = Parts(engine=BrokenEngine, scheduler=BrokenScheduler, executor=BrokenExecutor)
 
 
 class TritonPythonModel(llm_engine.TritonPythonModel):
     @staticmethod
     def make_engine(options: EngineOptions) -> Engine:
-        with mock.patch.object(paced, "Engine", BrokenEngine):
-            return paced.paced_engine(options, step_s=0.005)
+        return paced_engine(options, step_s=0.005, parts=_PARTS)
 
-    def _accept(self, request: Any, responder: Responder) -> None:
-        if is_broken("an answer is lost"):
-            self._lost = responder
-            return
-        if is_broken("an answer is found"):
-            self._lost.finish()
-        if is_broken("an error tells a path"):
-            raise InvalidRequest(f"cannot read {__file__}")
-        if is_broken("descriptors leak"):
-            self._kept = [os.dup(0) for _ in range(10)]
-        super()._accept(request, responder)
+    def execute(self, requests: list[Any]) -> None:
+        super().execute([_Held(request) for request in requests])
+
+
+class _Held(TritonWrapper):
+    def get_response_sender(self) -> _HoldingBack:
+        return _HoldingBack(self.wrapped.get_response_sender())
+
+
+class _HoldingBack(TritonWrapper):
+    def send(self, *response: Any, **flags: Any) -> None:
+        while is_broken(Broken.HELD):
+            time.sleep(0.01)
+        self.wrapped.send(*response, **flags)

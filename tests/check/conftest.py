@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Final
 
 import pytest
 
-from minisgl_backend.server.repository import shipped_repository
 from minisgl_check import bad_inputs, bad_wire, refusals
 from minisgl_check.bad_inputs import Bad
 from minisgl_check.own_server import OwnServer, started
+from minisgl_kit.repositories import repository_with
 
-HERE = Path(__file__).parent
+MODELS: Final = {
+    "llm_engine": "from tests.check.broken_engine import TritonPythonModel",
+    "tokenizer": "from tests.check.broken_text_models import Tokenizer as TritonPythonModel",
+    "detokenizer": "from tests.check.broken_text_models import Detokenizer as TritonPythonModel",
+}
 
 
 @pytest.fixture
@@ -30,14 +33,7 @@ def few_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
-    """Its engine takes 5 ms a step, and breaks what the file `defect` in its repository names."""
-    repository = tmp_path_factory.mktemp("broken") / "model_repository"
-    shutil.copytree(shipped_repository(), repository)
-    for model, source in (
-        ("llm_engine", "broken_engine.py"),
-        ("tokenizer", "broken_tokenizer.py"),
-        ("detokenizer", "broken_detokenizer.py"),
-    ):
-        shutil.copy(HERE / source, repository / model / "1" / "model.py")
+    """Its engine takes 5 ms a step, and breaks the promise that is switched to `Broken`."""
+    repository = repository_with(MODELS, tmp_path_factory.mktemp("broken"))
     with started(repository=repository) as server:
         yield server

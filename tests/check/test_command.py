@@ -22,6 +22,7 @@ from minisgl_check.leavers import Leavers
 from minisgl_check.mixes import Mixes
 from minisgl_check.own_server import OwnServer, started
 from minisgl_check.rates import Rates
+from tests.check.promises import Broken
 from tests.fakes.answers import answering
 
 pytestmark = pytest.mark.server
@@ -52,12 +53,8 @@ def test_a_server_of_others_gets_no_faults(
 
 def test_a_failure_is_the_exit_code(own: OwnServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "SHORT", Extent(0.1, 1, 4))
-    defect = own.server.repository / "defect"
-    defect.write_text("an error tells a path")
-    try:
+    with own.switch.on(Broken.PATH):
         result = CliRunner().invoke(main, ["check", *addresses(own)])
-    finally:
-        defect.unlink()
     assert result.exit_code == 1
     assert "FAIL canary: could not be recorded: cannot read" in result.output
 

@@ -13,6 +13,7 @@ import pytest
 
 from minisgl_check import breaks
 from minisgl_check.catalogue import SCENES
+from minisgl_check.defect import Switch
 from minisgl_check.fault import Fault, Settings, Stage
 from minisgl_check.model_files import DAMAGES, damaged, load_error
 
@@ -61,6 +62,6 @@ def test_a_damaged_model_is_not_loaded(name: str) -> None:
 def test_a_fault_that_did_not_happen_is_no_pass(
     frail: Stage, provoke: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaks, "switched_on", lambda defect, server: nullcontext())
+    monkeypatch.setattr(Switch, "on", lambda switch, defect: nullcontext())
     (fault,) = [fault for fault in FAULTS if fault.provoke is provoke]
     assert "0 failed" in fault.tried(frail).failures

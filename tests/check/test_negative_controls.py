@@ -1,16 +1,14 @@
 """A check that cannot fail proves nothing: each broken promise must turn it red.
 
-The engine under check is paced and breaks what a file in its repository names.
+The engine under check is paced, and breaks the promise that is switched to ``Broken``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
 from minisgl_client.client import Client
@@ -27,6 +25,7 @@ from minisgl_check.leavers import Leavers
 from minisgl_check.own_server import OwnServer
 from minisgl_check.records import Footprints
 from minisgl_check.target import Stats, Target, wait_until
+from tests.check.promises import Broken
 
 pytestmark = pytest.mark.server
 HELD_PROMPT = list(range(40))
@@ -39,16 +38,6 @@ def canary(own: OwnServer) -> Iterator[Canary]:
     canary.record()
     yield canary
     canary.close()
-
-
-@contextmanager
-def broken(own: OwnServer, promise: str) -> Iterator[None]:
-    defect = own.server.repository / "defect"
-    defect.write_text(promise)
-    try:
-        yield
-    finally:
-        defect.unlink()
 
 
 def cancel_one(own: OwnServer, *, max_tokens: int = 900) -> None:
@@ -80,7 +69,7 @@ def test_nothing_is_found_without_a_defect(own: OwnServer, canary: Canary) -> No
 
 
 def test_another_token(own: OwnServer, canary: Canary) -> None:
-    with broken(own, "another token"):
+    with own.switch.on(Broken.ANOTHER_TOKEN):
         canary.compare()
     (mismatch,) = canary.mismatches
     assert "is not" in mismatch
@@ -90,14 +79,14 @@ def test_another_token(own: OwnServer, canary: Canary) -> None:
 
 @pytest.mark.usefixtures("few_inputs")
 def test_an_error_that_tells_a_path(own: OwnServer) -> None:
-    with broken(own, "an error tells a path"):
+    with own.switch.on(Broken.PATH):
         for case in refusals.bad_inputs(own, is_timed=False):
             assert any(".py" in failure and "tells" in failure for failure in case.failures)
 
 
 @pytest.mark.usefixtures("few_inputs")
 def test_numbers_that_are_none(own: OwnServer) -> None:
-    with broken(own, "NaN passes"):
+    with own.switch.on(Broken.NAN):
         over_http, over_grpc = refusals.bad_inputs(own, is_timed=False)
     assert "temperature nan: was answered" in over_grpc.failures
     assert "NaN: was answered" in over_http.failures
@@ -105,14 +94,14 @@ def test_numbers_that_are_none(own: OwnServer) -> None:
 
 def test_a_cancel_that_is_ignored(own: OwnServer) -> None:
     extent = Extent(load_s=0.1, num_cut=1, num_churned=1, is_timed=True)
-    with broken(own, "a cancel is ignored"):
+    with own.switch.on(Broken.CANCEL):
         case = Leavers(own, extent, Random(0)).cancel_alone()
     assert any("freed after" in failure for failure in case.failures)
 
 
 def test_descriptors_that_leak(own: OwnServer) -> None:
     invariants = sound(own)
-    with broken(own, "descriptors leak"), Client(own.grpc_address) as client:
+    with own.switch.on(Broken.DESCRIPTORS), Client(own.grpc_address) as client:
         client.generate(input_ids=[1], max_tokens=1)
     assert any("descriptors" in one for one in invariants.violations())
 
@@ -132,26 +121,24 @@ def test_shared_memory_that_stays(own: OwnServer, num_bytes: int, violation: str
         region.unlink()
 
 
-def test_an_answer_that_is_lost(own: OwnServer) -> None:
+def test_an_answer_that_is_held_back(own: OwnServer) -> None:
     invariants = sound(own)
-    with broken(own, "an answer is lost"):
+    with own.switch.on(Broken.HELD):
         with Client(own.grpc_address, retries=0) as client, pytest.raises(MinisglError):
             client.generate(input_ids=[1], max_tokens=1, timeout_ms=100)
         assert "llm_engine has num_inside = 1" in invariants.violations()
-    with broken(own, "an answer is found"), Client(own.grpc_address) as client:
-        client.generate(input_ids=[1], max_tokens=1)
     sound(own)
 
 
 def test_two_ends_of_one_answer(own: OwnServer) -> None:
-    with broken(own, "two ends"):
+    with own.switch.on(Broken.TWO_ENDS):
         case = endings(own)
     assert "whole: ended 2 times: ['length', 'length']" in case.failures
 
 
 def test_a_row_that_is_freed_twice(own: OwnServer) -> None:
     sound(own)  # what still ran would be freed twice, too
-    with broken(own, "a row is freed twice"):
+    with own.switch.on(Broken.ROW):
         cancel_one(own)
         assert wait_until(lambda: own.stats().engine["scheduler"]["num_running"] < 0, PATIENCE_S)
         found = Invariants(own, settles_within_s=0.5).violations()
@@ -163,18 +150,28 @@ def test_a_row_that_is_freed_twice(own: OwnServer) -> None:
 @pytest.mark.parametrize(
     ("promise", "violation"),
     [
-        ("a page leaks", "1 of 64 pages are neither free nor cached"),
-        ("a prefix stays locked", "cached pages are still held"),
+        (Broken.PAGE, "1 of 64 pages are neither free nor cached"),
+        (Broken.PREFIX, "cached pages are still held"),
     ],
 )
-def test_pages_that_do_not_come_back(own: OwnServer, promise: str, violation: str) -> None:
-    with broken(own, promise):
+def test_pages_that_do_not_come_back(own: OwnServer, promise: Broken, violation: str) -> None:
+    with own.switch.on(promise):
         cancel_one(own)
         assert wait_until(lambda: own.stats().engine["num_open"] == 0, PATIENCE_S)
     found = Invariants(own, settles_within_s=0.5).violations()
     assert any(violation in one for one in found)
     cancel_one(own)
     sound(own)
+
+
+@dataclass(frozen=True)
+class Saying(Target):
+    """No server: it only tells these counts."""
+
+    told: Mapping[str, object]
+
+    def stats(self) -> Stats:
+        return Stats(self.told)
 
 
 @pytest.mark.parametrize(
@@ -191,11 +188,10 @@ def test_what_grows_in_a_long_run(kind: str, grown: int, failure: str) -> None:
     counts = ("free_pages", "cached_pages", "num_running", "num_retractions")
     engine = {"model": "llm_engine", "scheduler": dict.fromkeys(counts, 0)}
 
-    def saying(process: dict[str, int]) -> Any:
-        told = {"tritonserver": process, "models": [engine], "shared_memory_bytes": 0}
-        target = create_autospec(Target, instance=True)
-        target.stats.return_value = Stats(told)
-        return target
+    def saying(process: dict[str, int]) -> Target:
+        return Saying(
+            "", "", "", {"tritonserver": process, "models": [engine], "shared_memory_bytes": 0}
+        )
 
     footprints = Footprints(saying(sound))
     for _ in range(11):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -16,24 +17,23 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import (
-    AttentionBackend,
+    AttentionSetting,
     AttentionShape,
-    Batch,
-    ForwardContext,
-    HostArray,
+    Chunks,
+    DecodeRows,
+    LayerAttention,
+    PagedAttention,
 )
-from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.attention.choose import choose_attention
+from minisgl_backend.device.base import HostArray
 from minisgl_backend.execution.storage import KVStorage
 
 CPU: Final = torch.device("cpu")
+MAX_SEQUENCES: Final = 128
+MAX_POSITIONS: Final = 2048
 
-
-def _sdpa(shape: AttentionShape, page_size: int, dtype: torch.dtype) -> AttentionBackend:
-    return SdpaAttention(shape, page_size=page_size, dtype=dtype, device=CPU)
-
-
-BACKENDS: Final[Mapping[str, Callable[[AttentionShape, int, torch.dtype], AttentionBackend]]] = (
-    MappingProxyType({"sdpa": _sdpa})
+BACKENDS: Final[Mapping[str, Callable[[AttentionSetting], PagedAttention]]] = MappingProxyType(
+    {"sdpa": partial(choose_attention, "sdpa")}
 )
 
 
@@ -75,12 +75,22 @@ class World:
             windows=windows,
         )
         self.page_size, self.dtype = page_size, dtype
-        self.backend = BACKENDS[backend](self.shape, page_size, dtype)
+        self.setting = AttentionSetting(
+            shape=self.shape,
+            page_size=page_size,
+            max_sequence_length=MAX_POSITIONS,
+            dtype=dtype,
+            kv_dtype=dtype,
+            max_batch_size=MAX_SEQUENCES,
+            max_captured_batch_size=0,
+            device=CPU,
+        )
+        self.backend = BACKENDS[backend](self.setting)
         self.num_pages = 4096 // page_size
         self.kv = KVStorage(
             self.shape, num_pages=self.num_pages, page_size=page_size, dtype=dtype, device=CPU
         )
-        self.kv.pages[:, :, : self.num_pages] = 1e4  # loud where it is read by mistake
+        self.kv.pages[:, :, : self.num_pages] = 1e4  # loud if it is read by mistake
         self.random = torch.Generator().manual_seed(0)
         self.free = torch.randperm(self.num_pages, generator=self.random).tolist()
         self.sequences: list[Sequence] = []
@@ -95,54 +105,78 @@ class World:
         return torch.randn(shape, generator=self.random, dtype=torch.float64).to(self.dtype)
 
     def step(self, runs: list[tuple[int, int]]) -> None:
-        """Compute the next ``length`` positions of each (sequence, length), and check all of it."""
-        chosen = [self.sequences[index] for index, _ in runs]
-        lengths = np.array([length for _, length in runs])
-        starts = np.array([sequence.computed for sequence in chosen])
-        spans = [slice(start, start + n) for start, n in zip(starts, lengths, strict=True)]
-        queries = [self.draw((n, self.shape.num_heads, self.shape.head_dim)) for n in lengths]
-        q = torch.cat(queries)
-        batch = self._batch(chosen, starts, lengths)
-        ctx = ForwardContext(
-            batch=batch,
-            kv=self.kv,
-            attention=self.backend,
-            metadata=self.backend.prepare(batch),
-        )
-        k = torch.cat([s.keys[span] for s, span in zip(chosen, spans, strict=True)])
-        v = torch.cat([s.values[span] for s, span in zip(chosen, spans, strict=True)])
-        tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.03}[self.dtype]
-        for layer, window in enumerate(self.shape.windows):
-            out = self.backend.forward(q, k, v, layer, ctx)
-            expected = [
-                self._expected(run, s, span, window)
-                for run, s, span in zip(queries, chosen, spans, strict=True)
-            ]
-            torch.testing.assert_close(
-                out.double(), torch.cat(expected), atol=tolerance, rtol=tolerance
-            )
-        for sequence, span in zip(chosen, spans, strict=True):
-            sequence.computed = span.stop
+        """Compute the next ``length`` positions of each (sequence, length), and check all of it.
 
-    def _batch(self, chosen: list[Sequence], starts: HostArray, lengths: HostArray) -> Batch:
-        ends = starts + lengths
-        most = int(max(-(-ends // self.page_size)))
-        table = np.full((len(chosen), most), self.kv.dummy_page)
-        positions, slots = [], []
-        for index, sequence in enumerate(chosen):
-            held = -(-int(ends[index]) // self.page_size)
-            table[index, :held] = sequence.pages[:held]
-            for position in range(starts[index], ends[index]):
-                page = sequence.pages[position // self.page_size]
-                positions.append(position)
-                slots.append(page * self.page_size + position % self.page_size)
-        return Batch(
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
-            starts=starts,
-            lengths=lengths,
-            offsets=np.cumsum(lengths) - lengths,
-            page_table=table,
+        All runs are prompt chunks; then those of one position are decoding rows, too.
+        """
+        rows = np.array([index for index, _ in runs])
+        lengths = np.array([length for _, length in runs])
+        starts = np.array([self.sequences[row].computed for row in rows])
+        shape, ends = self.shape, starts + lengths
+        q = self.draw((int(lengths.sum()), shape.num_heads, shape.head_dim))
+        queries = q.split(lengths.tolist())
+        self._store(rows, starts, ends)
+        attend_chunks = self.backend.prefill.plan_chunks(self._chunks(rows, lengths, ends))
+        single = np.flatnonzero(lengths == 1)
+        attend_rows = None
+        if len(single):
+            attend_rows = self.backend.decode.plan_rows(self._decodes(rows[single], ends[single]))
+        for layer in range(shape.num_layers):
+            expected = [
+                self._expected(run, self.sequences[row], slice(start, end), shape.windows[layer])
+                for run, row, start, end in zip(queries, rows, starts, ends, strict=True)
+            ]
+            self._check(attend_chunks, q, layer, expected)
+            if attend_rows is not None:
+                of_rows = torch.cat([queries[index] for index in single])
+                self._check(attend_rows, of_rows, layer, [expected[index] for index in single])
+        for row, end in zip(rows, ends, strict=True):
+            self.sequences[row].computed = int(end)
+
+    def _store(self, rows: HostArray, starts: HostArray, ends: HostArray) -> None:
+        """Put the keys and values of these positions into their pages, in all layers."""
+        for row, start, end in zip(rows, starts, ends, strict=True):
+            sequence = self.sequences[row]
+            position = torch.arange(start, end)
+            pages = torch.tensor(sequence.pages)[position // self.page_size]
+            for kv in self.kv.layers:
+                kv.keys[pages, position % self.page_size] = sequence.keys[start:end]
+                kv.values[pages, position % self.page_size] = sequence.values[start:end]
+
+    def _chunks(self, rows: HostArray, lengths: HostArray, ends: HostArray) -> Chunks:
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return Chunks(
+            rows=_int32(rows),
+            offsets=_int32(offsets),
+            ends=_int32(ends),
+            page_table=self._page_table(),
+            max_length=int(lengths.max()),
+            max_end=int(ends.max()),
+            host_offsets=offsets,
+            host_ends=ends.astype(np.int32),
+        )
+
+    def _decodes(self, rows: HostArray, ends: HostArray) -> DecodeRows:
+        return DecodeRows(
+            rows=_int32(rows),
+            lengths=_int32(ends),
+            page_table=self._page_table(),
+            host_lengths=ends.astype(np.int32),
+        )
+
+    def _page_table(self) -> Tensor:
+        """int32 [num_sequences, max_pages]; unused entries point to the dummy page."""
+        table = torch.full((len(self.sequences), self.setting.max_pages), self.kv.dummy_page)
+        for row, sequence in enumerate(self.sequences):
+            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
+        return table.int()
+
+    def _check(self, attend: LayerAttention, q: Tensor, layer: int, expected: list[Tensor]) -> None:
+        out = torch.full_like(q, torch.nan)
+        attend(out, q, self.kv.layers[layer], layer)
+        tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.03}[self.dtype]
+        torch.testing.assert_close(
+            out.double(), torch.cat(expected), atol=tolerance, rtol=tolerance
         )
 
     def _expected(self, q: Tensor, sequence: Sequence, span: slice, window: int | None) -> Tensor:
@@ -157,6 +191,10 @@ class World:
             hidden |= key <= query - window
         products = products.masked_fill(hidden, float("-inf"))
         return torch.einsum("hqk,khd->qhd", products.softmax(dim=-1), values)
+
+
+def _int32(values: HostArray) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32))
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

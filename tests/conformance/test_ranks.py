@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minisgl_backend.attention.base import Batch, ForwardContext
+from minisgl_backend.attention.base import AttentionSetting, Chunks, PagedKV
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
@@ -45,22 +45,41 @@ def _logits(folder: Path, group: Group) -> Tensor:
     model = build_model(
         spec, folder, dtype=torch.float32, device=CPU, group=group, max_sequence_length=64
     )
-    backend = SdpaAttention(shape, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU)
-    kv = KVStorage(shape, num_pages=4, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU)
     length = 40
-    batch = Batch(
-        positions=torch.arange(length),
-        slots=torch.arange(length),
-        starts=np.array([0]),
-        lengths=np.array([length]),
-        offsets=np.array([0]),
-        page_table=np.array([[0, 1, 2]]),
+    setting = AttentionSetting(
+        shape=shape,
+        page_size=PAGE_SIZE,
+        max_sequence_length=64,
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+        max_batch_size=1,
+        max_captured_batch_size=0,
+        device=CPU,
     )
-    kv.clear(torch.arange(3))
-    ctx = ForwardContext(batch=batch, kv=kv, attention=backend, metadata=backend.prepare(batch))
+    kv = KVStorage(shape, num_pages=4, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU)
+    model.bind_pages(kv.layers)
+    offsets, ends = np.array([0, length], np.int32), np.array([length], np.int32)
+    attend_chunks = SdpaAttention(setting).plan_chunks(
+        Chunks(
+            rows=torch.zeros(1, dtype=torch.int32),
+            offsets=torch.from_numpy(offsets),
+            ends=torch.from_numpy(ends),
+            page_table=torch.arange(4, dtype=torch.int32)[None],
+            max_length=length,
+            max_end=length,
+            host_offsets=offsets,
+            host_ends=ends,
+        )
+    )
+
+    def attend(q: Tensor, pages: PagedKV, layer: int) -> Tensor:
+        out = torch.empty_like(q)
+        attend_chunks(out, q, pages, layer)
+        return out
+
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, spec.vocab_size, length))
     with torch.inference_mode():
-        return model.logits(model(tokens, ctx))
+        return model.logits(model(tokens, torch.arange(length), torch.arange(length), attend))
 
 
 def _drop_last_token(folder: Path) -> None:

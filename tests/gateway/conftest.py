@@ -18,18 +18,18 @@ import httpx
 import pytest
 
 from minisgl_backend.server.process import TritonServer
+from minisgl_kit.repositories import repository_with
 from tests.server.client import PATIENCE_S
-from tests.server.conftest import repository_with, running
+from tests.server.conftest import running
 
 COMMAND = [sys.executable, "-m", "minisgl_backend.cli", "gateway"]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bogotá 🌧"}}\n</tool_call>'
 SCRIPT = f"I will look it up.\n{CALL}\n"
 """What the paced engine says, again and again."""
-_PACED = """\
-from minisgl_bench import paced
+_TALKER = f"""\
+from minisgl_bench.paced import paced_model
 
-paced._TEXT = {text!r}
-TritonPythonModel = paced.paced_model(step_s=0.003)
+TritonPythonModel = paced_model(step_s=0.003, text={SCRIPT!r})
 """
 LIMITS = {"max_running_requests": "4", "max_queued_requests": "4", "max_prefill_tokens": "64"}
 KEYS = ("first-key", "second-key")
@@ -113,7 +113,7 @@ def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """A server whose engine says ``SCRIPT`` for ever, a token each 3 ms, to four at a time."""
-    repository = repository_with(tmp_path_factory.mktemp("talker"), _PACED.format(text=SCRIPT))
+    repository = repository_with({"llm_engine": _TALKER}, tmp_path_factory.mktemp("talker"))
     # many a stream is cancelled here, and 24.10 now and then leaks one, so that it cannot unload
     with running(repository, options=LIMITS, exit_code=None) as started:
         yield started

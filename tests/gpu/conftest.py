@@ -11,7 +11,7 @@ from minisgl_backend.kernels.dispatch import has_triton, is_interpreted
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder carries the mark, and says why where it cannot run."""
+    """Everything in this folder carries the mark, and says why it cannot run, if so."""
     runnable = has_triton() and (torch.cuda.is_available() or is_interpreted())
     for item in items:
         if Path(__file__).parent in item.path.parents:
@@ -28,5 +28,5 @@ def device() -> torch.device:
 
 @pytest.fixture
 def dtype() -> torch.dtype:
-    """The interpreter computes with numpy, which has no bfloat16 products."""
+    """The interpreter computes with numpy, which cannot multiply in bfloat16."""
     return torch.float32 if is_interpreted() else torch.bfloat16

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.attention.base import AttentionShape, KVScale
-from minisgl_backend.attention.paged import (
+from minisgl_backend.attention.base import (
     AttentionSetting,
+    AttentionShape,
     Chunks,
     DecodeRows,
+    KVScale,
     PagedAttention,
     PagedKV,
 )
@@ -33,7 +34,7 @@ SCALE = KVScale(0.25, 2.0)
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes that attention is tried with: 8 query heads, or two groups where 8 are no multiple."""
+    """Shapes that attention is tried with: 8 query heads, or two groups if 8 are no multiple."""
 
     page_size: int
     group: int
@@ -82,13 +83,13 @@ class Paged:
 
     @classmethod
     def of(cls, lengths: Sequence[int], setting: AttentionSetting) -> Paged:
-        """Random keys and values of so many positions a row."""
+        """Random keys and values of ``lengths`` positions, one length a row."""
         shape, page_size, device = setting.shape, setting.page_size, setting.device
         is_fp8 = setting.kv_dtype == FP8
         scale = SCALE if is_fp8 else KVScale()
         num_pages = setting.max_pages * len(lengths)
         table = torch.randperm(num_pages, device=device).view(len(lengths), -1)
-        # what nobody has written is finite, whatever else it is
+        # what was never written is finite, whatever else it is
         dims = (num_pages, page_size, shape.num_kv_heads, shape.head_dim)
         caches = [torch.full(dims, 7.0, device=device) for _ in range(2)]
         in_order: list[list[Tensor]] = [[], []]
@@ -168,9 +169,8 @@ class Prompts:
             max_length=int(np.diff(self.offsets).max()),
             max_end=max(self.ends),
         )
-        prefill = backend.prefill
         out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
-        prefill.prefill(out, self.q, self.paged.kv, 0, prefill.plan_chunks(chunks))
+        backend.prefill.plan_chunks(chunks)(out, self.q, self.paged.kv, 0)
         return out
 
     def attend_as_captured(self, backend: PagedAttention, between: Tensor) -> Tensor:
@@ -191,8 +191,7 @@ class Prompts:
             max_end=self.paged.setting.max_pages * self.paged.setting.page_size,
         )
         out = torch.cat([between, torch.full_like(self.q, torch.nan), between])
-        prefill = backend.prefill
-        prefill.prefill(out, q, self.paged.kv, 0, prefill.plan_chunks(chunks))
+        backend.prefill.plan_chunks(chunks)(out, q, self.paged.kv, 0)
         return out
 
     def expected(self) -> Tensor:
@@ -237,7 +236,7 @@ class Decoding:
         return Inputs(paged.int32(rows), paged.int32(lengths), lengths, paged.queries(len(rows)))
 
     def take(self, inputs: Inputs) -> None:
-        """Put them where the step reads; this does not wait for the device."""
+        """Put them into what the step reads; this does not wait for the device."""
         self._now.rows.copy_(inputs.rows)
         self._now.lengths.copy_(inputs.lengths)
         self._now.q.copy_(inputs.q)
@@ -252,10 +251,10 @@ class Decoding:
 
     def attend(self, backend: PagedAttention, host_lengths: IntArray | None) -> Tensor:
         """Without ``host_lengths`` as in a step to be captured."""
-        metadata = backend.decode.plan_rows(self.rows(host_lengths))
+        attend_rows = backend.decode.plan_rows(self.rows(host_lengths))
         q = self._now.q
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        backend.decode.decode(out, q, self.paged.kv, 0, metadata)
+        attend_rows(out, q, self.paged.kv, 0)
         return out
 
     def expected(self, inputs: Inputs) -> Tensor:

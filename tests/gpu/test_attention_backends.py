@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
 from minisgl_backend.attention.choose import choose_attention
-from minisgl_backend.attention.paged import PagedAttention, ScheduledDecode
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.request import IntArray
@@ -60,6 +60,7 @@ BACKENDS = {
     "trtllm": [*FEWEST, *FEWEST_FP8],
     "sdpa": [*WHOLE, *UNEVEN, *FP8],
     "fa,triton": FEWEST,
+    "fa,fi": FEWEST,
 }
 
 CASES = [
@@ -78,7 +79,7 @@ def make_backend(name: str, case: Case, dtype: torch.dtype, device: torch.device
 
 
 def limit_of(name: str, case: Case) -> float:
-    """XQA rounds queries and weights to float8 where keys and values are."""
+    """XQA rounds queries and weights to float8 if keys and values are."""
     return 0.12 if name == "trtllm" and case.fp8 else 0.015
 
 
@@ -160,10 +161,10 @@ def test_replays_far_ahead_of_the_device(
 
 @pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
-    "name", ["cuda", "triton", "fa", "fi", "trtllm", "sdpa", "fi,triton", "sdpa,fi"]
+    "name", ["cuda", "triton", "fa", "fi", "trtllm", "sdpa", "fa,fi", "fi,triton", "sdpa,fi"]
 )
 def test_engines_answer_alike(name: str, tmp_path: Path) -> None:
-    """Greedy tokens of a checkpoint in bf16, by graphs where there are some, with and without
+    """Greedy tokens of a checkpoint in bf16, by graphs if there are some, with and without
     prompts in between."""
     reference = write_broad_checkpoint(tmp_path).bfloat16().float()
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)

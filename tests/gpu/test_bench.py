@@ -29,8 +29,17 @@ def test_kernels_are_timed_beside_their_twins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most", ["4", "0"])
 def test_a_captured_step_is_timed_beside_its_replay(most: str, tmp_path: Path) -> None:
-    command = ["decode", "--batch-size", "2", "--context", "20", "--steps", "5"]
+    """And beside the same step without graphs; what capturing took is told."""
+    command = ["decode", "--batch-size", "2", "--context", "20", "--steps", "5", "--eager"]
     command += ["--num-pages", "256", "--max-running-requests", "4"]
-    (row,) = figures_of([*command, "--cuda-graph-max-batch-size", most], tmp_path)["rows"]
+    figures = figures_of([*command, "--cuda-graph-max-batch-size", most], tmp_path)
+    (row,), info = figures["rows"], figures["info"]
     assert row["step_ms"] > 0
+    assert row["eager_ms"] > 0
     assert (row["replay_ms"] == "-") == (most == "0")
+    if most == "0":
+        assert "decode_graphs" not in info
+    else:
+        assert info["decode_graphs"] == 3  # of 1, 2 and 4 rows
+        assert info["decode_capture_s"] > 0
+        assert info["decode_graphs_gib"] > 0

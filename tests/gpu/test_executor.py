@@ -1,6 +1,6 @@
 """The engine on a GPU: its tokens against transformers on a CPU, and against itself.
 
-Greedy tokens in bf16 may differ from those in fp32 where two logits nearly tie; so each token is
+Greedy tokens in bf16 may differ from those in fp32 if two logits nearly tie; so each token is
 held against the fp32 logits of what came before it: it must be the best one within a tolerance.
 """
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from minisgl_backend.build import build_engine, build_executor, build_scheduler
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
-from minisgl_backend.execution.cuda_executor import CudaExecutor, CudaPending
+from minisgl_backend.execution.executor import LaunchedStep, ModelExecutor
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.rows import StepInbox
 from minisgl_backend.plan import StepPlan
@@ -115,7 +115,8 @@ def prompts() -> list[IntArray]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_of_every_architecture(case: str, prompts: list[IntArray], tmp_path: Path) -> None:
-    """In fp32 (products of attention in tf32), where rounding moves no token that does not tie."""
+    """In fp32 (attention's matrix products in tf32), in which rounding moves no token that does not
+    tie."""
     reference = write_checkpoint(case, tmp_path).float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, dtype="float32")
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
@@ -186,12 +187,12 @@ def test_prompts_beside_decoding_rows(
         cuda_graph_max_tokens=most,
     )
     info, executor = build_executor(options)
-    assert isinstance(executor, CudaExecutor)
+    assert isinstance(executor, ModelExecutor)
     assert (executor.chunk_graphs is None) == (most == 0)
     mixed = []
     launch = executor.launch
 
-    def watched(plan: StepPlan) -> CudaPending:
+    def watched(plan: StepPlan) -> LaunchedStep:
         if len(plan.decode_rows) and len(plan.prefill_rows):
             mixed.append(plan.num_tokens)
         return launch(plan)
@@ -385,7 +386,7 @@ def test_pages_of_a_failed_request_are_cleared(tmp_path: Path) -> None:
         num_pages=64,
     )
     info, executor = build_executor(options)
-    assert isinstance(executor, CudaExecutor)
+    assert isinstance(executor, ModelExecutor)
     engine = Engine(info, build_scheduler(options, info), executor, overlap=options.overlap)
     try:
         poisoned = submitted(engine, np.full(100, POISON, np.int32), GREEDY)

@@ -1,4 +1,4 @@
-"""Norms, gate, embedding and small-batch products against their twins."""
+"""Norms, gate, embedding and small-batch GEMMs against their twins."""
 
 from __future__ import annotations
 

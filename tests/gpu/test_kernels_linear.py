@@ -1,4 +1,4 @@
-"""Products on Hopper's tensor cores against plain torch."""
+"""GEMMs on Hopper's tensor cores against plain torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normal(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:
 
 
 def rows(x: Tensor, norm: Tensor | None = None) -> Normalized:
-    """``x``, whose norm is to be taken where there is a weight of one."""
+    """``x``, whose norm is to be taken if there is a weight of it."""
     from minisgl_backend.kernels.cuda.linear import Normalized
 
     if norm is None:
@@ -66,7 +66,7 @@ EVEN_CUTS = [
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("pdl", [False, True])
-def test_products(device: torch.device, batch: int, pdl: bool) -> None:
+def test_gemms(device: torch.device, batch: int, pdl: bool) -> None:
     """Several in a row, so that each starts while another runs."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
@@ -80,7 +80,7 @@ def test_products(device: torch.device, batch: int, pdl: bool) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_gated_products_of_what_is_to_be_normalized(device: torch.device, batch: int) -> None:
+def test_gated_gemms_of_rows_to_be_normalized(device: torch.device, batch: int) -> None:
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     x, norm = normal(batch, 1024, device=device, scale=3.0), normal(1024, device=device)
@@ -91,7 +91,7 @@ def test_gated_products_of_what_is_to_be_normalized(device: torch.device, batch:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_products_of_the_residual_stream(device: torch.device, batch: int) -> None:
+def test_gemms_added_to_the_residual_stream(device: torch.device, batch: int) -> None:
     from minisgl_backend.kernels.cuda.linear import ResidualKernel
 
     x, norm = normal(batch, 3072, device=device), normal(1024, device=device)
@@ -103,7 +103,7 @@ def test_products_of_the_residual_stream(device: torch.device, batch: int) -> No
 
 @pytest.mark.parametrize("cut", CUTS + EVEN_CUTS, ids=str)
 @pytest.mark.parametrize("batch", [40, 100, 192, 256])
-def test_ways_to_cut_a_product(device: torch.device, cut: Cut, batch: int) -> None:
+def test_ways_to_cut_a_gemm(device: torch.device, cut: Cut, batch: int) -> None:
     from minisgl_backend.kernels.cuda.linear import ResidualKernel
 
     x, norm = normal(batch, 2048, device=device), normal(1024, device=device)
@@ -115,7 +115,7 @@ def test_ways_to_cut_a_product(device: torch.device, cut: Cut, batch: int) -> No
 
 
 @pytest.mark.parametrize(("height", "in_features"), [(7168, 5120), (34816, 5120), (5120, 17408)])
-def test_products_of_large_weights(device: torch.device, height: int, in_features: int) -> None:
+def test_gemms_of_large_weights(device: torch.device, height: int, in_features: int) -> None:
     """Those of Qwen3-14B, cut as they are there."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
@@ -128,7 +128,7 @@ def test_products_of_large_weights(device: torch.device, height: int, in_feature
 
 @pytest.mark.parametrize("cut", EVEN_CUTS, ids=str)
 @pytest.mark.parametrize("batch", [5, 256])
-def test_gated_products_in_equal_parts(device: torch.device, cut: Cut, batch: int) -> None:
+def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) -> None:
     """Several at once on their way, each with parts of tiles for other thread blocks."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 

@@ -20,9 +20,11 @@ from torch import Tensor
 from minisgl_backend.build import build_executor
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
-from minisgl_backend.execution.cpu_executor import CpuExecutor
+from minisgl_backend.execution import sampling
 from minisgl_backend.execution.followers import Followers
-from minisgl_backend.execution.sampler import Sample, Sampler
+from minisgl_backend.execution.forward import ForwardPass
+from minisgl_backend.execution.sampling import Sampler
+from minisgl_backend.kernels.sampling import sample
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.plan import Admission
 from minisgl_backend.request import SamplingParams
@@ -106,22 +108,23 @@ def test_a_request_that_breaks_a_step_of_all_ranks_fails_alone(
 
 
 def break_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    admit, sample = Sampler.admit, Sampler.sample
+    admit = Sampler.admit
     poisoned: set[int] = set()
 
-    def admit_and_look(self: Sampler, admission: Admission) -> None:
-        poisoned.discard(admission.row)
-        if admission.sampling.seed == POISON:
-            poisoned.add(admission.row)
-        admit(self, admission)
+    def admit_and_look(self: Sampler, admissions: Sequence[Admission]) -> None:
+        for admission in admissions:
+            poisoned.discard(admission.row)
+            if admission.sampling.seed == POISON:
+                poisoned.add(admission.row)
+        admit(self, admissions)
 
-    def sample_or_break(self: Sampler, logits: Tensor, rows: Any, positions: Any) -> Sample:
+    def sample_or_break(logits: Tensor, table: Any, rows: Tensor, *others: Any) -> Tensor:
         if poisoned & set(rows.tolist()):
             raise ValueError("poisoned")
-        return sample(self, logits, rows, positions)
+        return sample(logits, table, rows, *others)
 
     monkeypatch.setattr(Sampler, "admit", admit_and_look)
-    monkeypatch.setattr(Sampler, "sample", sample_or_break)
+    monkeypatch.setattr(sampling, "sample", sample_or_break)
 
 
 def test_a_step_that_breaks_on_one_rank_only_ends_the_engine(
@@ -134,7 +137,7 @@ def test_a_step_that_breaks_on_one_rank_only_ends_the_engine(
         def broken(*_: object) -> None:
             raise ValueError("no forward pass")
 
-        monkeypatch.setattr(CpuExecutor, "_forward", broken)
+        monkeypatch.setattr(ForwardPass, "launched", broken)
         check_all_failed(ranked, [ranked.submit(PROMPT, ENDLESS)])
 
 

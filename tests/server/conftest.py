@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
+from minisgl_kit.repositories import repository_with
 
 PACED_STEP_S = 0.02
 _PACED = """\
@@ -59,14 +59,6 @@ def running(
     assert not server.directory.exists()
 
 
-def repository_with(folder: Path, model_py: str) -> Path:
-    """A model repository whose `llm_engine` is this Python text."""
-    repository = folder / "model_repository"
-    shutil.copytree(shipped_repository(), repository)
-    (repository / "llm_engine" / "1" / "model.py").write_text(model_py)
-    return repository
-
-
 def paced_repository(folder: Path, *, step_s: float = PACED_STEP_S) -> Path:
     """A model repository with a paced engine."""
-    return repository_with(folder, _PACED.format(step_s=step_s))
+    return repository_with({"llm_engine": _PACED.format(step_s=step_s)}, folder)

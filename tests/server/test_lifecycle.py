@@ -15,8 +15,9 @@ import pytest
 
 from minisgl_backend.server.process import TritonServer
 from minisgl_check.processes import runs
+from minisgl_kit.repositories import repository_with
 from tests.server.client import Call, Metrics, Refused, generate, post, wait_for
-from tests.server.conftest import paced_repository, repository_with, running
+from tests.server.conftest import paced_repository, running
 
 ENDLESS: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 4000, "stream": True}
 SHORT: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 20, "stream": True}
@@ -199,7 +200,7 @@ def test_kill_of_the_server_leaves_no_process(tmp_path: Path) -> None:
 def test_kill_of_the_server_ends_a_model_that_is_stuck_while_it_is_loaded(tmp_path: Path) -> None:
     """As it is where tritonserver owes it an answer: none of its Python threads can run."""
     sign = tmp_path / "stuck"
-    repository = repository_with(tmp_path, STUCK.format(sign=sign))
+    repository = repository_with({"llm_engine": STUCK.format(sign=sign)}, tmp_path)
     with running(repository, exit_code=None, is_ready=False) as server:
         wait_for(sign.exists, "the model's process")
         (pid,) = stubs(server, "llm_engine")

@@ -20,8 +20,9 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from minisgl_backend.server.process import TritonServer
+from minisgl_kit.repositories import repository_with
 from tests.server.client import Metrics, generate, open_stream, tensors, wait_for
-from tests.server.conftest import repository_with, running
+from tests.server.conftest import running
 
 NUM_REQUESTS = 10_000
 _EAGER = """\
@@ -36,7 +37,7 @@ TritonPythonModel = paced_model(step_s=0.001)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[TritonServer]:
-    repository = repository_with(tmp_path, _EAGER)
+    repository = repository_with({"llm_engine": _EAGER}, tmp_path)
     with running(repository, options={"max_running_requests": "64"}, exit_code=None) as server:
         yield server
         # Triton 24.10 does not unload a model whose requests were cancelled in its own queue,

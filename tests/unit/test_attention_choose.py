@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from minisgl_backend.attention.paged import AttentionSetting, PagedAttention
-from minisgl_backend.attention.paged_sdpa import PagedSdpa
 
 from minisgl_backend import packages
 from minisgl_backend.attention import choose, flash_infer
-from minisgl_backend.attention.base import AttentionShape
+from minisgl_backend.attention.base import AttentionSetting, AttentionShape, PagedAttention
+from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 
@@ -31,6 +30,9 @@ SETTING = AttentionSetting(
     device=torch.device("cpu"),
 )
 
+ACCELERATOR = torch.device("meta")
+"""Stands for a device that is no CPU and has no library's kernels."""
+
 
 def choice(option: str | None, **changes: Any) -> PagedAttention:
     return choose.choose_attention(option, replace(SETTING, **changes))
@@ -43,7 +45,7 @@ def pretend_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("option", [None, "triton", "triton,triton", "triton, triton"])
 def test_own_kernels_need_nothing(option: str | None) -> None:
-    attention = choice(option)
+    attention = choice(option, device=ACCELERATOR)
     assert attention.name == "triton"
     assert attention.can_capture
     assert attention.captures_chunks
@@ -51,11 +53,15 @@ def test_own_kernels_need_nothing(option: str | None) -> None:
     assert isinstance(attention.decode, TritonDecode)
 
 
+def test_a_cpu_takes_the_reference() -> None:
+    assert choice(None).name == "sdpa"
+
+
 def test_the_reference_needs_nothing_and_is_not_captured() -> None:
     attention = choice("sdpa")
     assert attention.name == "sdpa"
     assert not attention.can_capture
-    assert isinstance(attention.decode, PagedSdpa)
+    assert isinstance(attention.decode, SdpaAttention)
     assert choice("sdpa,triton").can_capture
     assert not choice("sdpa,triton").captures_chunks
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from minisgl_backend.attention.paged import PagedAttention, ScheduledDecode
-from minisgl_backend.attention.paged_sdpa import PagedSdpa
 from torch import Tensor
 
+from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
 from minisgl_backend.attention.flash_infer import FlashInferDecode, FlashInferPrefill
+from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.attention.triton import TritonDecode
 from tests.gpu.paged import Case, Decoding, Prompts, assert_tokens_close
 
@@ -111,7 +111,7 @@ LIBRARY.decode = SimpleNamespace(fast_decode_plan=fast_decode_plan)
 
 
 class Event:
-    """A CUDA event where there is no CUDA."""
+    """A CUDA event if there is no CUDA."""
 
     def record(self) -> None:
         pass
@@ -130,7 +130,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks(case: Case) -> None:
     prompts = Prompts.of(case.setting(torch.float32, CPU))
     setting = prompts.paged.setting
-    backend = PagedAttention("fi", FlashInferPrefill(LIBRARY, setting), PagedSdpa(setting.shape))
+    backend = PagedAttention("fi", FlashInferPrefill(LIBRARY, setting), SdpaAttention(setting))
     assert_tokens_close(prompts.attend(backend), prompts.expected(), limit=1e-5)
 
 
@@ -139,7 +139,7 @@ def test_rows_eagerly_and_as_captured(case: Case) -> None:
     step = Decoding(case.setting(torch.float32, CPU), 5)
     setting = step.paged.setting
     decode = FlashInferDecode(LIBRARY, setting)
-    backend = PagedAttention("fi", PagedSdpa(setting.shape), decode)
+    backend = PagedAttention("fi", SdpaAttention(setting), decode)
     for seed in range(2):
         inputs = step.inputs(seed)
         step.take(inputs)
@@ -153,15 +153,26 @@ def test_each_window_has_its_own_schedule() -> None:
     setting = Case(16, 2, 64).setting(torch.float32, CPU)
     setting = replace(setting, shape=replace(setting.shape, windows=(20, None, 20)))
     step = Decoding(setting, 5)
-    decode = FlashInferDecode(LIBRARY, setting)
-    backend = PagedAttention("fi", PagedSdpa(setting.shape), decode)
+    captured: list[Wrapper] = []
+
+    class Recorded(Wrapper):
+        def __init__(self, workspace: Tensor, layout: str, **options: Any):
+            super().__init__(workspace, layout, **options)
+            if options.get("use_cuda_graph"):
+                captured.append(self)
+
+    library: Any = SimpleNamespace(
+        **{**vars(LIBRARY), "BatchDecodeWithPagedKVCacheWrapper": Recorded}
+    )
+    decode = FlashInferDecode(library, setting)
+    backend = PagedAttention("fi", SdpaAttention(setting), decode)
     inputs = step.inputs(seed=0)
     step.take(inputs)
     decode.schedule_rows(inputs.host_lengths)
     assert_tokens_close(step.attend(backend, None), step.expected(inputs), limit=1e-5)
-    wrappers = decode.plan_rows(step.rows(None)).wrappers
-    assert set(wrappers) == {20, None}
-    assert wrappers[20].schedule.data_ptr() != wrappers[None].schedule.data_ptr()
+    assert [wrapper.planned["window_left"] for wrapper in captured] == [19, -1]
+    first, second = captured
+    assert first.schedule.data_ptr() != second.schedule.data_ptr()
 
 
 def test_only_scheduled_backends_are_told_of_lengths() -> None:

@@ -16,7 +16,6 @@ from minisgl_backend.attention.base import AttentionSetting, AttentionShape, Pag
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.build_rank import graph_sizes, max_captured_batch_size
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
-from minisgl_backend.device.base import Graph
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution import capture
 from minisgl_backend.execution.storage import bytes_per_page
@@ -151,7 +150,7 @@ def captured(
     sizes: Sequence[int],
     work: Callable[[int], str],
     progress: Progress = unseen,
-) -> dict[int, Graph[str]]:
+) -> capture.Captured[str]:
     device: Any = gpu
     return capture.capture(
         device,
@@ -169,7 +168,7 @@ def test_graphs_are_captured_largest_first_after_a_run_that_is_not_captured(gpu:
         gpu.done.append(f"work {size}")
         return f"output {size}"
 
-    graphs = captured(gpu, [16, 64, 32], work)
+    graphs = captured(gpu, [16, 64, 32], work).graphs
     assert {size: graph.output for size, graph in graphs.items()} == {
         64: "output 64",
         32: "output 32",
@@ -193,9 +192,13 @@ def test_progress_of_captures_is_their_sizes(gpu: FakeGpu) -> None:
     assert reports == ["number of tokens 64", "number of tokens 32"]
 
 
-def test_the_log_says_what_captures_took(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_captures_took_is_kept_and_logged(
+    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
-        captured(gpu, [32, 64], str)
+        cost = captured(gpu, [32, 64], str).cost
+    assert (cost.num_graphs, cost.num_bytes) == (2, 2 * 2**30)
+    assert cost.seconds >= 0
     assert "captured 2 CUDA graphs by number of tokens" in caplog.text
     assert "take 2.00 GiB" in caplog.text
 

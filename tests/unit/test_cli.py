@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from functools import partial
 
@@ -92,3 +93,15 @@ def test_signals_count_as_ctrl_c_though_that_is_ignored(request: pytest.FixtureR
 def test_every_command_is_there() -> None:
     result = CliRunner().invoke(main, ["--help"], terminal_width=200)
     assert result.exit_code == 0 and "(needs" not in result.output
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "gateway"])
+def test_serving_and_asking_need_no_benchmarks_or_checks(command: str) -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; import minisgl_backend.cli.serve; "
+        "from minisgl_backend.cli.main import main; "
+        f"assert CliRunner().invoke(main, [{command!r}, '--help']).exit_code == 0; "
+        "packages = {name.partition('.')[0] for name in sys.modules}; "
+        "assert not packages & {'minisgl_bench', 'minisgl_check', 'minisgl_kit', 'unittest'}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

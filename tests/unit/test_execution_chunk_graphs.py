@@ -12,26 +12,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from minisgl_backend.attention.paged import AttentionSetting
-from minisgl_backend.execution.flat_layers import FlatLayers
-from minisgl_backend.models.fused import FusedDecoder
 from torch import Tensor
 
 from minisgl_backend.attention import choose
+from minisgl_backend.attention.base import AttentionSetting
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution import cuda_executor
+from minisgl_backend.execution import executor
 from minisgl_backend.execution.chunk_graphs import (
     LAST_TOKEN,
-    ChunkInbox,
+    ChunkInputs,
     fill,
     fitting,
     max_chunks,
     token_counts,
 )
 from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.rows import DeviceRows
-from minisgl_backend.execution.storage import KVStorage, zeroed_layers
+from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.parallel.group import OneRank
@@ -124,34 +123,34 @@ def test_room_for_chunks() -> None:
 
 
 @given(plans(), st.integers(0, 200))
-def test_an_inbox_holds_the_step_and_padding(plan: StepPlan, more: int) -> None:
+def test_inputs_hold_the_step_and_padding(plan: StepPlan, more: int) -> None:
     batch = FlatBatch.of(plan)
     num_decodes, num_chunks = len(plan.decode_rows), len(plan.prefill_rows)
     size = max(plan.num_tokens, 16 * num_chunks, 1) + more
     content = fill(size, MAX_ROWS, batch, plan.prefill_tokens)
     assert content.dtype == np.int32
-    inbox = ChunkInbox.of(torch.from_numpy(np.append(content, ints(7, 7))), size, MAX_ROWS)
-    assert inbox.buffer.tolist() == content.tolist()
+    inputs = ChunkInputs.of(torch.from_numpy(np.append(content, ints(7, 7))), size, MAX_ROWS)
+    assert inputs.buffer.tolist() == content.tolist()
 
     def padded(values: list[int], padding: int, length: int) -> list[int]:
         return values + [padding] * (length - len(values))
 
     tokens = [LAST_TOKEN] * num_decodes + plan.prefill_tokens.tolist()
-    assert inbox.tokens.tolist() == padded(tokens, 0, size)
-    assert inbox.rows.tolist() == padded(batch.rows.tolist(), MAX_ROWS, size)
-    assert inbox.positions.tolist() == padded(batch.positions.tolist(), 0, size)
+    assert inputs.tokens.tolist() == padded(tokens, 0, size)
+    assert inputs.rows.tolist() == padded(batch.rows.tolist(), MAX_ROWS, size)
+    assert inputs.positions.tolist() == padded(batch.positions.tolist(), 0, size)
 
     room = max_chunks(size, MAX_ROWS)
-    assert inbox.chunk_rows.tolist() == padded(plan.prefill_rows.tolist(), MAX_ROWS, room)
+    assert inputs.chunk_rows.tolist() == padded(plan.prefill_rows.tolist(), MAX_ROWS, room)
     ends = (plan.prefill_starts + plan.prefill_lengths).tolist()
-    assert inbox.chunk_ends.tolist() == padded(ends, 0, room)
-    assert int(inbox.chunk_offsets[0]) == num_decodes
+    assert inputs.chunk_ends.tolist() == padded(ends, 0, room)
+    assert int(inputs.chunk_offsets[0]) == num_decodes
     lengths = padded(plan.prefill_lengths.tolist(), 0, room)
-    assert inbox.chunk_offsets.diff().tolist() == lengths
+    assert inputs.chunk_offsets.diff().tolist() == lengths
 
     room = min(size, MAX_ROWS)
-    assert inbox.decode_rows.tolist() == padded(plan.decode_rows.tolist(), MAX_ROWS, room)
-    assert inbox.decode_lengths.tolist() == padded((plan.decode_positions + 1).tolist(), 1, room)
+    assert inputs.decode_rows.tolist() == padded(plan.decode_rows.tolist(), MAX_ROWS, room)
+    assert inputs.decode_lengths.tolist() == padded((plan.decode_positions + 1).tolist(), 1, room)
 
 
 # --- what is captured, by the kernels' twins ---------------------------------------------------
@@ -173,6 +172,7 @@ class Layers:
             device=cpu,
             group=OneRank(),
             max_sequence_length=CONTEXT,
+            fused=True,
         )
         self.storage = KVStorage(
             shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=torch.float32, device=cpu
@@ -198,15 +198,15 @@ class Layers:
             device=cpu,
         )
         self.attention = choose.choose_attention("triton", setting)
-        decoder = FusedDecoder(self.model, zeroed_layers(self.storage))
-        self.flat = FlatLayers(decoder, self.rows, self.attention, self.device)
+        self.model.bind_pages(self.storage.layers)
+        self.forward = ForwardPass(self.model, self.rows, self.attention, self.device)
 
-    def launched(self, plan: StepPlan) -> torch.Tensor:
-        return self.flat.launched(FlatBatch.of(plan), plan.prefill_tokens)
+    def launched(self, plan: StepPlan) -> Tensor:
+        return self.forward.launched(FlatBatch.of(plan), plan.prefill_tokens)
 
-    def over_inbox(self, size: int, plan: StepPlan) -> torch.Tensor:
+    def over_inputs(self, size: int, plan: StepPlan) -> Tensor:
         content = fill(size, MAX_ROWS, FlatBatch.of(plan), plan.prefill_tokens)
-        return self.flat.over(ChunkInbox.of(torch.from_numpy(content), size, MAX_ROWS))
+        return self.forward.over_chunks(ChunkInputs.of(torch.from_numpy(content), size, MAX_ROWS))
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_padding_changes_nothing(
     assert not torch.equal(pages, before)
     for size in (22, 32, 100):
         layers.storage.pages.copy_(before)
-        hidden = layers.over_inbox(size, plan)
+        hidden = layers.over_inputs(size, plan)
         assert hidden.shape == (size, expected.shape[1])
         torch.testing.assert_close(hidden[:22], expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(
@@ -261,13 +261,13 @@ def test_steps_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     write_checkpoint("qwen3", tmp_path)
     layers = Layers(tmp_path)
     prompts = plan_of([(2, 0, 20, 1), (0, 0, 3, 1)], [])
-    hidden = layers.over_inbox(64, prompts)
+    hidden = layers.over_inputs(64, prompts)
     torch.testing.assert_close(hidden[:23], layers.launched(prompts), atol=1e-4, rtol=1e-4)
     decodes = plan_of([], [(0, 3), (2, 20)])
-    hidden = layers.over_inbox(16, decodes)
+    hidden = layers.over_inputs(16, decodes)
     torch.testing.assert_close(hidden[:2], layers.launched(decodes), atol=1e-4, rtol=1e-4)
     content: IntArray = fill(16, MAX_ROWS, FlatBatch.empty(), ints())
-    hidden = layers.flat.over(ChunkInbox.of(torch.from_numpy(content), 16, MAX_ROWS))
+    hidden = layers.forward.over_chunks(ChunkInputs.of(torch.from_numpy(content), 16, MAX_ROWS))
     assert hidden.isfinite().all()
 
 
@@ -291,33 +291,35 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
     num_chunks = -(-max_prefill_tokens // CONTEXT)
     num_tokens = max_prefill_tokens + MAX_ROWS - num_chunks
     monkeypatch.setattr(choose, "has_triton", lambda: True)
-    monkeypatch.setattr(cuda_executor, "ChunkGraphs", NoGraphs)
+    monkeypatch.setattr(executor, "ChunkGraphs", NoGraphs)
     write_checkpoint("qwen3", tmp_path)
     layers = Layers(tmp_path)
     device: Any = layers.device
-    device.queue = torch.inference_mode
+    device.is_host = False
     device.free_memory = lambda: 3 * 2**29
-    launched = FlatLayers.launched
+    launched = ForwardPass.launched
     lengths = []
 
-    def short_of_memory(self: FlatLayers, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+    def short_of_memory(self: ForwardPass, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
         lengths.append(len(batch.rows))
         if len(lengths) == 5:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return launched(self, batch, prefill_tokens)
 
-    monkeypatch.setattr(FlatLayers, "launched", short_of_memory)
+    monkeypatch.setattr(ForwardPass, "launched", short_of_memory)
     too_long = f"a step of {num_tokens} tokens does not fit .*, with 1.5 GiB free: lower memory_"
     with pytest.raises(ConfigError, match=too_long):
-        cuda_executor.CudaExecutor(
+        executor.ModelExecutor(
             layers.model,
             storage=layers.storage,
             attention=layers.attention,
             device=device,
-            max_rows=MAX_ROWS,
-            max_sequence_length=CONTEXT,
-            max_prefill_tokens=max_prefill_tokens,
-            graph_sizes=[],
-            chunk_graph_sizes=[16],
+            limits=executor.ExecutorLimits(
+                max_rows=MAX_ROWS,
+                max_sequence_length=CONTEXT,
+                max_prefill_tokens=max_prefill_tokens,
+                chunk_graph_sizes=(16,),
+            ),
         )
+    device.close()
     assert lengths == [num_tokens, 64, 1, 1, num_tokens]

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
-from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import tensor_files
-from minisgl_backend.precheck import CPU_DTYPE, check_options, checked_spec, device_type
+from minisgl_backend.precheck import check_options, checked_spec, device_type
 
 
 @pytest.fixture
@@ -28,10 +27,6 @@ def folder(tmp_path: Path) -> Path:
 def test_it_needs_no_torch() -> None:
     code = "import sys, minisgl_backend.cli.serve; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_it_knows_what_a_cpu_takes() -> None:
-    assert CpuDevice.default_dtype == CPU_DTYPE
 
 
 def test_the_device_is_known_where_it_is_named() -> None:

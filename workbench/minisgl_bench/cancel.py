@@ -39,8 +39,8 @@ from minisgl_backend.loopback import open_local
 from minisgl_backend.server.process import TritonServer
 from minisgl_bench.journal import Entry, Journal
 from minisgl_bench.servers import started_paced
-from minisgl_kit.gateways import Gateway, gateway_of
 from minisgl_kit.leaving import EventStreamClose, GrpcCancel, GrpcKill, Leaving
+from minisgl_kit.own_gateway import Gateway, gateway_of
 from minisgl_kit.report import Report, json_option
 
 WAYS: Final = ("grpc-cancel", "grpc-kill", "http-close", "gateway-close")

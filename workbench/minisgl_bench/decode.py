@@ -1,31 +1,31 @@
 """`minisgl bench decode`: time of a decode step by batch size, in the engine and on the GPU alone.
 
-For each batch size so many requests of equal length decode together. A step of the engine is the
-time between two tokens of one of them, so scheduling, launching and delivering are in it. Where
-decode steps are captured the same graph is then replayed alone, over the same contexts: the ratio
-says what the host costs.
+For each batch size as many requests of equal length decode together. A step of the engine is the
+time between two tokens of one of them, so scheduling, launching and delivering are in it. If decode
+steps are captured, the same graph is then replayed alone, over the same contexts: the ratio says
+what the host costs. ``--eager`` measures the same steps in an engine without CUDA graphs, too.
 """
 
 from __future__ import annotations
 
 import statistics
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 import numpy as np
 import torch
-from minisgl_backend.execution.cuda_executor import CudaExecutor
 
 from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.ports import Executor
 from minisgl_bench.comparison import compare_option, measure_both
-from minisgl_bench.engines import running_engine, submitted
-from minisgl_bench.facts import engine_facts
+from minisgl_bench.engines import engine_facts, running_engine, submitted
 from minisgl_bench.profiling import labelled, nvtx_option, profile_option, profiled
 from minisgl_kit.report import Report, json_option
 
@@ -35,61 +35,100 @@ _FIRST_KERNEL: Final = "_begin_decode"
 """Begins each captured decode step."""
 
 
-def step_times_ms(
-    engine: Engine,
-    batch_size: int,
-    *,
-    context: int,
-    steps: int,
-    temperature: float,
-    max_prefill_tokens: int,
-) -> list[float]:
-    """Milliseconds of each of ``steps`` steps in which all requests decode."""
-    rng = np.random.default_rng(batch_size)
-    sinks = []
-    # the first requests decode while the last ones are still prefilled, and must outlast these
-    margin = -(-batch_size * context // max_prefill_tokens) + 2 * _SETTLING
-    for index in range(batch_size):
-        prompt = rng.integers(0, engine.info.vocab_size, context).astype(np.int32)
-        sampling = SamplingParams(
-            max_tokens=steps + margin, temperature=temperature, seed=index, ignore_eos=True
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """What is measured: requests of ``context`` prompt tokens, over ``steps`` decode steps."""
+
+    context: int
+    steps: int
+    temperature: float
+    max_prefill_tokens: int
+
+    def step_times_ms(self, engine: Engine, batch_size: int) -> list[float]:
+        """Milliseconds of each step in which all requests decode."""
+        rng = np.random.default_rng(batch_size)
+        sinks = []
+        # the first requests decode while the last ones are still prefilled, and must outlast these
+        margin = -(-batch_size * self.context // self.max_prefill_tokens) + 2 * _SETTLING
+        for index in range(batch_size):
+            prompt = rng.integers(0, engine.info.vocab_size, self.context).astype(np.int32)
+            sampling = SamplingParams(
+                max_tokens=self.steps + margin,
+                temperature=self.temperature,
+                seed=index,
+                ignore_eos=True,
+            )
+            sinks.append(submitted(engine, prompt, sampling))
+        for sink in sinks:
+            sink.wait()
+        # The last request to begin decodes with all others until the first one ends.
+        times = np.array(sinks[-1].times_s[_SETTLING : _SETTLING + self.steps + 1]) * 1e3
+        return [float(duration) for duration in np.diff(times)]
+
+    def settled_times_ms(self, engine: Engine, batch_size: int) -> list[float]:
+        """The same after a short run, which compiles what is still to be compiled."""
+        replace(self, steps=4).step_times_ms(engine, batch_size)
+        return self.step_times_ms(engine, batch_size)
+
+    def eager_ms(self, options: EngineOptions, sizes: tuple[int, ...]) -> dict[int, float]:
+        """The median step of each batch size in an engine without CUDA graphs."""
+        eager = replace(
+            options,
+            cuda_graph_max_batch_size=0,
+            cuda_graph_batch_sizes=None,
+            cuda_graph_max_tokens=None,
         )
-        sinks.append(submitted(engine, prompt, sampling))
-    for sink in sinks:
-        sink.wait()
-    # The last request to begin decodes with all others until the first one ends.
-    times = np.array(sinks[-1].times_s[_SETTLING : _SETTLING + steps + 1]) * 1e3
-    return [float(duration) for duration in np.diff(times)]
+        with running_engine(eager) as (engine, _):
+            return {size: statistics.median(self.settled_times_ms(engine, size)) for size in sizes}
+
+    def replay_ms(self, executor: Executor, batch_size: int) -> float | None:
+        """Milliseconds of one replay of a captured decode step and nothing else; None if there is
+        no graph for ``batch_size`` rows, and with several ranks.
+
+        Rows 0 .. batch_size - 1 advance from where steps are counted, over pages of their own as
+        far as there are enough. No request may be running.
+        """
+        if not isinstance(executor, ModelExecutor):
+            return None
+        graphs, table = executor.graphs, executor.rows.table
+        if graphs is None or not graphs.fits(batch_size, 0):
+            return None
+        page_size, begin = executor.rows.page_size, self.context + _SETTLING
+
+        def replay() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+            needed = -(-(begin + self.steps + 1) // page_size)
+            pages = torch.arange(batch_size * needed, device=table.pages.device)
+            pages = (pages % int(table.pages[table.dummy_row, 0])).view(batch_size, needed)
+            table.pages[:batch_size, : min(needed, table.pages.shape[1])] = pages.to(torch.int32)
+            table.lengths[:batch_size] = begin
+            rows = np.arange(batch_size, dtype=np.int32)
+            positions = np.full(batch_size, begin, np.int32)
+            no_grants = np.empty((3, 0), np.int32)
+            graphs.replay(rows, positions, no_grants)
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            for step in range(1, self.steps + 1):
+                graphs.replay(rows, positions + np.int32(step), no_grants)
+            last.record()
+            return first, last
+
+        first, last = executor.device.submit(replay).result()
+        return float(first.elapsed_time(last)) / self.steps
 
 
-def replay_ms(executor: CudaExecutor, batch_size: int, *, context: int, steps: int) -> float | None:
-    """Milliseconds of one replay of a captured decode step and nothing else; None where no graph
-    has room for so many rows.
-
-    Rows 0 .. batch_size - 1 advance from ``context`` positions by ``steps``, over pages of their
-    own as far as there are enough. No request may be running.
-    """
-    graphs, table = executor.graphs, executor.rows.table
-    if graphs is None or not graphs.fits(batch_size, 0):
-        return None
-    dummy, max_pages = table.dummy_row, table.pages.shape[1]
-    with executor.device.queue():
-        needed = -(-(context + steps + 1) // executor.rows.page_size)
-        pages = torch.arange(batch_size * needed, device=table.pages.device)
-        pages = (pages % int(table.pages[dummy, 0])).view(batch_size, needed)
-        table.pages[:batch_size, : min(needed, max_pages)] = pages.to(torch.int32)
-        table.lengths[:batch_size] = context
-        rows = np.arange(batch_size, dtype=np.int32)
-        positions = np.full(batch_size, context, np.int32)
-        no_grants = np.empty((3, 0), np.int32)
-        graphs.replay(rows, positions, no_grants)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record(executor.device.stream)
-        for step in range(1, steps + 1):
-            graphs.replay(rows, positions + np.int32(step), no_grants)
-        last.record(executor.device.stream)
-        last.synchronize()
-    return float(first.elapsed_time(last)) / steps
+def graph_facts(executor: Executor) -> dict[str, Any]:
+    """What capturing CUDA graphs took, for the ``info`` of a report; nothing if there are none, and
+    with several ranks."""
+    if not isinstance(executor, ModelExecutor):
+        return {}
+    facts: dict[str, Any] = {}
+    for name, graphs in (("decode", executor.graphs), ("chunk", executor.chunk_graphs)):
+        if graphs is not None:
+            cost = graphs.cost
+            facts[f"{name}_graphs"] = cost.num_graphs
+            facts[f"{name}_capture_s"] = round(cost.seconds, 2)
+            facts[f"{name}_graphs_gib"] = round(cost.num_bytes / 2**30, 3)
+    return facts
 
 
 @click.command()
@@ -112,6 +151,7 @@ def replay_ms(executor: CudaExecutor, batch_size: int, *, context: int, steps: i
     help="steps to measure a batch size",
 )
 @click.option("--temperature", type=TEMPERATURE, default=0.6, show_default=True, help="0 is greedy")
+@click.option("--eager", is_flag=True, help="also measure the steps without CUDA graphs")
 @compare_option
 @nvtx_option
 @profile_option
@@ -122,6 +162,7 @@ def decode(
     context: int,
     steps: int,
     temperature: float,
+    eager: bool,
     compare: str | None,
     nvtx: bool,
     profile_path: Path | None,
@@ -133,23 +174,22 @@ def decode(
         raise ConfigError(f"a batch of {max(sizes)} needs max_running_requests of as many")
 
     def measure(options: EngineOptions, trace: Path | None) -> Report:
+        decoding = Decoding(
+            context=context,
+            steps=steps,
+            temperature=temperature,
+            max_prefill_tokens=options.max_prefill_tokens,
+        )
+        eager_ms = decoding.eager_ms(options, sizes) if eager else {}
         with running_engine(options, nvtx=nvtx) as (engine, executor):
-            facts = {**engine_facts(engine.info, options), "temperature": temperature}
+            facts = engine_facts(engine.info, options) | graph_facts(executor)
+            facts["temperature"] = temperature
             report = Report("decode, milliseconds a step", info=facts)
             for size in sizes:
-                times_of = partial(
-                    step_times_ms,
-                    engine,
-                    size,
-                    context=context,
-                    temperature=temperature,
-                    max_prefill_tokens=options.max_prefill_tokens,
-                )
-                times_of(steps=4)
-                times = times_of(steps=steps)
-                replay = None
-                if isinstance(executor, CudaExecutor):
-                    replay = replay_ms(executor, size, context=context + _SETTLING, steps=steps)
+                times = decoding.settled_times_ms(engine, size)
+                # other ranks would have to replay their graphs at the same time
+                is_alone = options.tensor_parallel_size == 1
+                replay = decoding.replay_ms(executor, size) if is_alone else None
                 mean = statistics.fmean(times)
                 report.add(
                     batch=size,
@@ -158,12 +198,13 @@ def decode(
                     mean_ms=round(mean, 3),
                     replay_ms=round(replay, 3) if replay else "-",
                     of_replay=round(mean / replay, 3) if replay else "-",
+                    eager_ms=round(eager_ms[size], 3) if eager_ms else "-",
                     tokens_per_s=round(size / mean * 1e3),
                 )
                 if trace is not None:
                     path = labelled(trace, f"batch-{size}") if len(sizes) > 1 else trace
                     with profiled(path, step=None if replay is None else _FIRST_KERNEL):
-                        times_of(steps=steps)
+                        decoding.step_times_ms(engine, size)
         return report
 
     measure_both(

@@ -1,19 +1,25 @@
-"""Engines of a benchmark's own, in this process, one after the other, and what they are asked.
+"""Engines of a benchmark's own, in this process: how to start, ask and describe one.
 
-Knows how to start and end one, and how to wait for an answer; must not know what is measured.
+Must not know what is measured.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.metadata
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
 
+from minisgl_backend.cli.serve import options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import MiniSGLError
+from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.request import (
     Admitted,
     Event,
@@ -25,43 +31,36 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from minisgl_backend.runtime.engine import Engine
-from minisgl_backend.runtime.ports import Executor
-from minisgl_bench.profiling import MarkedExecutor, MarkedScheduler, nvtx_range
+from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_bench.profiling import marked, nvtx_range
 
 
 @contextmanager
 def running_engine(
     options: EngineOptions, *, nvtx: bool = False
-) -> Iterator[tuple[Engine, Executor]]:
-    """An engine and its executor for as long as the block lasts; ``nvtx`` marks its phases."""
+) -> Iterator[tuple[Engine, RankExecutor]]:
+    """An engine and the executor of its rank 0 for as long as the block lasts.
+
+    ``nvtx`` marks its phases.
+    """
     import torch
 
-    from minisgl_backend.build import build_executor, build_scheduler
-    from minisgl_backend.execution.executor import ModelExecutor
-    from minisgl_backend.execution.ranks import LeadingExecutor
+    from minisgl_backend.build import build_engine
+    from minisgl_backend.parts import STANDARD
 
     if torch.cuda.is_available():  # what an engine before this one held
         gc.collect()
         torch.cuda.empty_cache()
-    mark = nvtx_range() if nvtx else None
-    info, executor = build_executor(options)
-    scheduler = build_scheduler(options, info)
-    if mark is None:
-        engine = Engine(info, scheduler, executor, overlap=options.overlap)
-    else:
-        if isinstance(executor, ModelExecutor):
-            executor.mark(mark)
-        engine = Engine(
-            info,
-            MarkedScheduler(scheduler, mark),
-            MarkedExecutor(executor, mark),
-            overlap=options.overlap,
-        )
-    if isinstance(executor, LeadingExecutor):
-        executor.on_lost(engine.fail)
+    parts = marked(nvtx_range()) if nvtx else STANDARD
+    built: list[RankExecutor] = []
+
+    def executor(of_rank: RankExecutor) -> RankExecutor:
+        built.append(of_rank)
+        return parts.executor(of_rank)
+
+    engine = build_engine(options, replace(parts, executor=executor))
     try:
-        yield engine, executor
+        yield engine, built[0]
     finally:
         engine.close(drain_s=0)
 
@@ -103,3 +102,58 @@ def submitted(engine: Engine, prompt: IntArray, sampling: SamplingParams) -> Col
     sink = Collector()
     engine.submit(Request(id=engine.new_id(), prompt=prompt, sampling=sampling), sink)
     return sink
+
+
+_PACKAGES: Final = {
+    "minisgl": "minisgl-triton",
+    "triton": "triton",
+    "flashinfer": "flashinfer-python",
+    "sgl_kernel": "sglang-kernel",
+    "cuda_bindings": "cuda-bindings",
+    "numpy": "numpy",
+}
+_DRIVER: Final = Path("/proc/driver/nvidia/version")
+
+
+def engine_facts(info: EngineInfo, options: EngineOptions) -> dict[str, Any]:
+    """By name, for the ``info`` of a report. To be called while the engine runs."""
+    import torch
+
+    given = {**options_as_text(options), "model": Path(info.model).name}
+    facts: dict[str, Any] = {
+        "architecture": info.architecture,
+        "dtype": info.dtype,
+        "attention": info.attention_backend,
+        "page_size": info.page_size,
+        "pages": info.num_pages,
+        "options": " ".join(f"{name}={value}" for name, value in given.items()),
+        "torch": torch.__version__,
+    }
+    for name, distribution in _PACKAGES.items():
+        try:
+            facts[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if info.device.startswith("cuda"):
+        facts |= _gpu_facts(options.tensor_parallel_size)
+    if options.tensor_parallel_size > 1:
+        facts["ranks"] = options.tensor_parallel_size
+    return facts
+
+
+def _gpu_facts(num_gpus: int) -> dict[str, Any]:
+    """Of the GPUs of all ranks; the memory that is taken on each, by this engine or by others."""
+    import torch
+
+    facts: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
+    if _DRIVER.exists() and (found := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", _DRIVER.read_text())):
+        facts["driver"] = found.group()
+    if num_gpus > 1:
+        facts["gpus"] = ", ".join(map(torch.cuda.get_device_name, range(num_gpus)))
+        nccl: Any = torch.cuda.nccl
+        facts["nccl"] = ".".join(map(str, nccl.version()))
+    try:
+        taken = [torch.cuda.device_memory_used(index) / 2**30 for index in range(num_gpus)]
+    except (ModuleNotFoundError, RuntimeError):  # needs NVIDIA's management library
+        return facts
+    return {**facts, "gpu_memory_gib": ", ".join(f"{gib:.1f}" for gib in taken)}

@@ -35,7 +35,7 @@ from minisgl_bench.response_path import (
     tokens_option,
 )
 from minisgl_bench.servers import started_paced
-from minisgl_kit.gateways import gateway_of
+from minisgl_kit.own_gateway import gateway_of
 from minisgl_kit.report import Report, json_option
 
 _END: Final = b"0\r\n\r\n"

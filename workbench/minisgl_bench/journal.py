@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from minisgl_backend.parts import Parts
 from minisgl_backend.plan import SampledTokens, StepPlan, StepResult
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
-from minisgl_backend.runtime.ports import Scheduler
-from minisgl_backend.scheduling.stats import SchedulerStats
+from minisgl_backend.runtime import ports
+from minisgl_backend.scheduling.scheduler import Scheduler
+from minisgl_kit.wrappers import SchedulerWrapper
 
 What: TypeAlias = Literal["added", "aborted", "admitted", "sampled"]
 
@@ -35,47 +37,43 @@ class Entry:
     num_used_pages: int
 
 
-class JournaledScheduler:
+def journaled(path: Path) -> Parts:
+    """The parts of an engine whose planner writes down what it does."""
+    return Parts(scheduler=lambda cache, config: JournaledScheduler(Scheduler(cache, config), path))
+
+
+class JournaledScheduler(SchedulerWrapper):
     """A planner that writes down what it does; the engine's thread alone calls it."""
 
-    def __init__(self, scheduler: Scheduler, path: Path) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: ports.Scheduler, path: Path) -> None:
+        super().__init__(scheduler)
         self._path = path
 
     def add(self, request: Request, generated: IntArray = EMPTY) -> None:
-        self._scheduler.add(request, generated)
+        super().add(request, generated)
         self._note("added", [request.id])
 
     def abort(self, request_id: RequestId) -> bool:
-        was_live = self._scheduler.abort(request_id)
+        was_live = super().abort(request_id)
         self._note("aborted", [request_id] if was_live else [])
         return was_live
 
     def plan(self) -> StepPlan | None:
-        plan = self._scheduler.plan()
+        plan = super().plan()
         if plan is not None and plan.admissions:
             self._note("admitted", [admission.request_id for admission in plan.admissions])
         return plan
 
     def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
-        result = self._scheduler.commit(plan, tokens)
+        result = super().commit(plan, tokens)
         self._note("sampled", result.request_ids)
         return result
 
-    def has_work(self) -> bool:
-        return self._scheduler.has_work()
-
-    def stats(self) -> SchedulerStats:
-        return self._scheduler.stats()
-
-    def renewed(self) -> JournaledScheduler:
-        return JournaledScheduler(self._scheduler.renewed(), self._path)
-
     def _note(self, what: What, request_ids: Iterable[int]) -> None:
         now_s = time.monotonic()
-        stats = self._scheduler.stats()
+        stats = self.stats()
         entry = Entry(now_s, what, list(request_ids), stats.num_running, stats.used_pages)
-        # opened for each line: nobody tells a planner that it is over
+        # opened for each line, since a planner is not told of its end
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(entry)) + "\n")
 

@@ -21,8 +21,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import compare_option, measure_both
-from minisgl_bench.engines import Collector, running_engine, submitted
-from minisgl_bench.facts import engine_facts
+from minisgl_bench.engines import Collector, engine_facts, running_engine, submitted
 from minisgl_bench.profiling import nvtx_option, profile_option, profiled
 from minisgl_bench.prompts import Prompt, RandomRequests, request_options
 from minisgl_kit.report import Report, json_option

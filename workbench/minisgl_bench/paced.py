@@ -1,28 +1,29 @@
-"""An engine whose model is faked: every step takes the same time and says what was to be expected.
+"""An engine with a fake model: every step takes the same time, and the tokens are known in advance.
 
 Knows the real loop and planner, which it runs; only the executor is replaced. It serves to measure
 everything around a model: planning, the response path, clients. ``paced_model`` makes the class
-that a private model repository names instead of the real `llm_engine`.
+that a private model repository has in place of the shipped `llm_engine`.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from minisgl_backend.build import build_scheduler
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import IntArray
 from minisgl_backend.runtime.engine import Engine, EngineInfo
-from minisgl_backend.runtime.ports import Scheduler
 from minisgl_backend.text.prompt import TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
-from minisgl_bench.journal import JournaledScheduler
+from minisgl_bench.journal import journaled
 
-_TEXT = (
+_TEXT: Final = (
     "The quick brown fox jumps over the lazy dog. Straße, café, naïve, 東京, こんにちは, 🙂👍🏽. "
     "Paris is the capital of France; 1 + 2 = 3, and 10 - 4 = 6.\n"
 )
@@ -66,23 +67,23 @@ class PacedExecutor:
         self._due_s += self._step_s
         return _Paced(self._script[(positions - starts) % len(self._script)], self._due_s)
 
+    def renew(self) -> None:
+        """No step breaks."""
+
     def close(self) -> None:
         """Nothing is held."""
 
 
-def script_of(model: str) -> IntArray:
+def script_of(model: str, text: str = _TEXT) -> IntArray:
     """The tokens that a paced engine repeats, by the tokenizer in a model's folder."""
-    return PromptEncoder.load(model).encode(TextPrompt(_TEXT))
+    return PromptEncoder.load(model).encode(TextPrompt(text))
 
 
-def paced_engine(options: EngineOptions, *, step_s: float, journal: Path | None = None) -> Engine:
-    """An engine of these options in which each step takes ``step_s`` seconds.
-
-    What its planner does is written to the file ``journal``.
-    """
-    from minisgl_backend.build import build_scheduler
-
-    script = script_of(options.model)
+def paced_engine(
+    options: EngineOptions, *, step_s: float, text: str = _TEXT, parts: Parts = STANDARD
+) -> Engine:
+    """An engine that says ``text`` again and again, at ``step_s`` seconds a step."""
+    script = script_of(options.model, text)
     info = EngineInfo(
         model=options.model,
         architecture="paced",
@@ -99,19 +100,23 @@ def paced_engine(options: EngineOptions, *, step_s: float, journal: Path | None 
         max_queued_tokens=options.max_queued_tokens,
         max_queue_time_s=options.max_queue_time_s,
     )
-    scheduler: Scheduler = build_scheduler(options, info)
-    if journal is not None:
-        scheduler = JournaledScheduler(scheduler, journal)
-    return Engine(info, scheduler, PacedExecutor(script, step_s=step_s), overlap=options.overlap)
+    scheduler = build_scheduler(options, info, parts)
+    executor = parts.executor(PacedExecutor(script, step_s=step_s))
+    return parts.engine(info, scheduler, executor, overlap=options.overlap)
 
 
-def paced_model(*, step_s: float, journal: Path | None = None) -> type[Any]:
-    """The class for model.py of an `llm_engine` with a paced engine."""
+def paced_model(*, step_s: float, text: str = _TEXT, journal: Path | None = None) -> type[Any]:
+    """The class for model.py of an `llm_engine` with a paced engine.
+
+    What its planner does is written to the file ``journal``.
+    """
     from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
+
+    parts = STANDARD if journal is None else journaled(journal)
 
     class PacedModel(TritonPythonModel):
         @staticmethod
         def make_engine(options: EngineOptions) -> Engine:
-            return paced_engine(options, step_s=step_s, journal=journal)
+            return paced_engine(options, step_s=step_s, text=text, parts=parts)
 
     return PacedModel

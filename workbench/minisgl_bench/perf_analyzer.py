@@ -21,11 +21,9 @@ from minisgl_backend.cli.options import numbers, refusing
 from minisgl_backend.errors import ConfigError
 from minisgl_bench.perf_analyzer_binary import PerfAnalyzer, find_perf_analyzer
 from minisgl_bench.serve.command import address_of
-from minisgl_bench.serve.figures import figures_of, objectives_of
-from minisgl_bench.serve.show import Measured, check_answered, emit
-from minisgl_kit.calls import Call, calls_of_file
+from minisgl_bench.serve.figures import Measured, check_answered, emit, figures_of, objectives_of
+from minisgl_kit.calls import Call, Chunk, Outcome, calls_of_file
 from minisgl_kit.loads import Load
-from minisgl_kit.outcome import Chunk, Outcome
 from minisgl_kit.report import json_option
 
 Style: TypeAlias = Literal["vllm", "tensorrtllm"]

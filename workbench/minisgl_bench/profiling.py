@@ -1,7 +1,7 @@
 """Traces of what is measured: ``--profile`` writes a Chrome trace, ``--nvtx`` marks phases.
 
-Neither costs anything where it is not asked for: a trace is made of one more run, after the figures
-were taken, and marks are set by stand-ins for planner and executor (``running_engine``).
+Neither costs anything unless it is asked for: a trace is made of one more run, after the figures
+were taken, and marks are set by wrappers of planner and executor (``running_engine``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import TypeAlias
 import click
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.ranks import RankExecutor
+from minisgl_backend.parts import Parts
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan, StepResult
-from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
-from minisgl_backend.runtime.ports import Executor, Scheduler
-from minisgl_backend.scheduling.stats import SchedulerStats
+from minisgl_backend.runtime import ports
+from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_bench.trace_table import report_trace
+from minisgl_kit.wrappers import ExecutorWrapper, PendingWrapper, SchedulerWrapper
 
 Range: TypeAlias = Callable[[str], AbstractContextManager[object]]
 """Marks what runs inside it with a name."""
@@ -35,7 +37,7 @@ profile_option = click.option(
 nvtx_option = click.option(
     "--nvtx",
     is_flag=True,
-    help="mark planning, launches, waits and commits; with a single rank layers, too",
+    help="mark planning, launches, waits and commits; layers and sampling of steps that are not captured",
 )
 
 
@@ -66,7 +68,7 @@ def labelled(path: Path, label: str) -> Path:
 
 
 def nvtx_range() -> Range:
-    """NVTX's own; raises ``ConfigError`` where torch was built without."""
+    """NVTX's own; raises ``ConfigError`` if torch was built without."""
     import torch
 
     if not torch.cuda.is_available():
@@ -74,63 +76,61 @@ def nvtx_range() -> Range:
     return torch.cuda.nvtx.range
 
 
-class MarkedScheduler:
-    """A planner whose work is marked (``Scheduler``)."""
+def marked(mark: Range) -> Parts:
+    """The parts of an engine whose planner and steps are marked, and in steps that are not captured
+    layers and sampling."""
+    from minisgl_backend.execution.executor import ModelExecutor
 
-    def __init__(self, scheduler: Scheduler, mark: Range) -> None:
-        self._scheduler = scheduler
+    def executor(of_rank: RankExecutor) -> RankExecutor:
+        if isinstance(of_rank, ModelExecutor):
+            of_rank.mark(mark)
+        return MarkedExecutor(of_rank, mark)
+
+    return Parts(
+        scheduler=lambda cache, config: MarkedScheduler(Scheduler(cache, config), mark),
+        executor=executor,
+    )
+
+
+class MarkedScheduler(SchedulerWrapper):
+    """A planner whose work is marked."""
+
+    def __init__(self, scheduler: ports.Scheduler, mark: Range) -> None:
+        super().__init__(scheduler)
         self._mark = mark
-
-    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
-        self._scheduler.add(request, generated)
-
-    def abort(self, request_id: RequestId) -> bool:
-        return self._scheduler.abort(request_id)
 
     def plan(self) -> StepPlan | None:
         with self._mark("plan"):
-            return self._scheduler.plan()
+            return super().plan()
 
     def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
         with self._mark(f"commit {described(plan)}"):
-            return self._scheduler.commit(plan, tokens)
-
-    def has_work(self) -> bool:
-        return self._scheduler.has_work()
-
-    def stats(self) -> SchedulerStats:
-        return self._scheduler.stats()
-
-    def renewed(self) -> Scheduler:
-        return MarkedScheduler(self._scheduler.renewed(), self._mark)
+            return super().commit(plan, tokens)
 
 
-class MarkedExecutor:
-    """An executor whose launches and waits are marked (``Executor``)."""
+class MarkedExecutor(ExecutorWrapper):
+    """An executor whose launches and waits are marked."""
 
-    def __init__(self, executor: Executor, mark: Range) -> None:
-        self._executor = executor
+    def __init__(self, executor: RankExecutor, mark: Range) -> None:
+        super().__init__(executor)
         self._mark = mark
 
     def launch(self, plan: StepPlan) -> Pending:
         with self._mark(f"launch {described(plan)}"):
-            return _MarkedStep(self._executor.launch(plan), f"wait {described(plan)}", self._mark)
-
-    def close(self) -> None:
-        self._executor.close()
+            return _MarkedStep(super().launch(plan), f"wait {described(plan)}", self._mark)
 
 
-class _MarkedStep:
-    """A launched step (``Pending``)."""
+class _MarkedStep(PendingWrapper):
+    """A launched step of which the wait is marked."""
 
     def __init__(self, step: Pending, name: str, mark: Range) -> None:
-        self._step = step
+        super().__init__(step)
         self._name = name
         self._mark = mark
 
     def tokens(self) -> SampledTokens:
         with self._mark(self._name):
-            return self._step.tokens()
+            return super().tokens()
 
 
 def described(plan: StepPlan) -> str:

@@ -5,7 +5,6 @@ Knows how to start one; must not know what is measured.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
+from minisgl_kit.repositories import repository_with
 
 _STARTS_WITHIN_S: Final = 300.0
 """The demo model loads in seconds; a server that hangs must not keep a benchmark for ever."""
@@ -57,11 +57,8 @@ def started_paced(
 ) -> Iterator[TritonServer]:
     """A server whose engine takes ``step_s`` seconds a step and writes to ``journal``."""
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
-        repository = Path(folder) / "model_repository"
-        shutil.copytree(shipped_repository(), repository)
         place = None if journal is None else f"Path({str(journal)!r})"
-        (repository / "llm_engine" / "1" / "model.py").write_text(
-            _PACED_MODEL.format(step_s=step_s, journal=place), encoding="utf-8"
-        )
+        model = _PACED_MODEL.format(step_s=step_s, journal=place)
+        repository = repository_with({"llm_engine": model}, Path(folder))
         with started(options, tritonserver=tritonserver, repository=repository) as server:
             yield server

@@ -18,10 +18,8 @@ from minisgl_client.errors import MinisglError
 
 from minisgl_check.case import Case
 from minisgl_check.target import Target
-from minisgl_kit.calls import Call
-from minisgl_kit.loads import Load
-from minisgl_kit.outcome import Outcome
-from minisgl_kit.run import run
+from minisgl_kit.calls import Call, Outcome
+from minisgl_kit.loads import Load, run
 from minisgl_kit.targets import Sampling, TritonTarget
 
 NUM_TOKENS: Final = 16

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from minisgl_check.bad_inputs import Expected
-from minisgl_check.calls import GENERATE, grpc_message
+from minisgl_check.raw_calls import GENERATE, grpc_message
 
 _GOOD: Final = {"text_input": "Hello", "max_tokens": 2}
 _GOOD_BODY: Final = json.dumps(_GOOD).encode()

@@ -20,22 +20,17 @@ from minisgl_client.errors import MinisglError
 from minisgl_check.asking import Extent
 from minisgl_check.canary import PROMPTS
 from minisgl_check.case import Case
-from minisgl_check.defect import (
-    MARK,
-    STEP_S,
-    Defect,
-    frail_repository,
-    switched_on,
-    was_met,
-)
+from minisgl_check.defect import MARK, STEP_S, Defect
 from minisgl_check.departures import departures
 from minisgl_check.fault import Fault, Settings, Stage, stage
 from minisgl_check.leavers import Leavers
 from minisgl_check.own_server import OPTIONS
 from minisgl_check.target import wait_until
+from minisgl_kit.repositories import repository_with
 
 LONGEST_WAIT_S: Final = 3.0
 """The longest wait in the queue of the impatient server."""
+_FRAIL_MODEL: Final = "from minisgl_check.frail_model import TritonPythonModel\n"
 _NUM_STREAMS: Final = 8
 _NUM_TOKENS: Final = 40
 _NUM_ABORTS: Final = 500
@@ -62,11 +57,10 @@ _LONG: Final[dict[str, Any]] = {
 @contextmanager
 def frail_stage(settings: Settings, **options: str) -> Iterator[Stage]:
     """A server whose engine breaks when it is told to."""
-    with (
-        tempfile.TemporaryDirectory(prefix="minisgl-check-") as folder,
-        stage(settings, {**OPTIONS, **options}, repository=frail_repository(Path(folder))) as place,
-    ):
-        yield place
+    with tempfile.TemporaryDirectory(prefix="minisgl-check-") as folder:
+        repository = repository_with({"llm_engine": _FRAIL_MODEL}, Path(folder))
+        with stage(settings, {**OPTIONS, **options}, repository=repository) as place:
+            yield place
 
 
 def impatient_stage(settings: Settings) -> AbstractContextManager[Stage]:
@@ -82,9 +76,9 @@ def small_stage(settings: Settings) -> Iterator[Stage]:
 
 
 def one_forward_raises(stage: Stage, case: Case) -> None:
-    """Nobody may notice: requests come back with the tokens that they have."""
+    """No client may notice: requests come back with the tokens that they have."""
     expected = _alone(stage)
-    with switched_on(Defect.ONE_FORWARD, stage.own.server):
+    with stage.own.switch.on(Defect.ONE_FORWARD):
         texts = _ask(stage, case, [_GREEDY] * _NUM_STREAMS)
     case.expect(texts == Counter({expected: _NUM_STREAMS}), f"the answers became {texts}")
     stage.expect_canary(case)
@@ -95,7 +89,7 @@ def every_forward_raises(stage: Stage, case: Case) -> None:
     """Each request gets one error, and the engine's model is loaded again."""
     own = stage.own
     server, pid = own.server, own.pid("llm_engine")
-    with switched_on(Defect.EVERY_FORWARD, server):
+    with own.switch.on(Defect.EVERY_FORWARD):
         texts = _ask(stage, case, [_GREEDY] * _NUM_STREAMS)
         noticed = wait_until(lambda: not own.is_ready(), stage.settings.patience_s)
     case.expect(not case.ended["answered"], f"some were answered: {texts}")
@@ -127,9 +121,9 @@ def pages_vanish(defect: Defect) -> Callable[[Stage, Case], None]:
         before = own.stats().engine["scheduler"]["num_retractions"]
         # with salts of their own none finds the others' prompt in the cache
         requests = [{**_LONG, "cache_salt": f"{number}"} for number in range(_NUM_STREAMS)]
-        with switched_on(defect, own.server):
+        with own.switch.on(defect):
             texts = _ask(stage, case, requests)
-        case.expect(was_met(own.server), "there were pages all the time")
+        case.expect(own.switch.was_met, "there were pages all the time")
         case.expect(texts == Counter({expected: _NUM_STREAMS}), f"the answers became {texts}")
         retractions = own.stats().engine["scheduler"]["num_retractions"] - before
         case.what = f"{case.ended['answered']} of {case.count} as alone, {retractions} retractions"
@@ -163,7 +157,7 @@ def waits_for_too_long(stage: Stage, case: Case) -> None:
     num_rows = int(own.stats().info["max_running_requests"])
     longest = int(LONGEST_WAIT_S / STEP_S * 1.5)
     with (
-        switched_on(Defect.SLOW, own.server),
+        own.switch.on(Defect.SLOW),
         Client(own.grpc_address, retries=0) as client,
     ):
         streams = [
@@ -191,7 +185,7 @@ def all_is_late(stage: Stage, case: Case) -> None:
     """Pauses of up to 50 ms at eight points of a request's way, and clients that leave."""
     extent = Extent(load_s=0.0, num_cut=_NUM_ABORTS, num_churned=0)
     leavers = Leavers(stage.own, extent, stage.settings.rng)
-    with switched_on(Defect.PAUSES, stage.own.server):
+    with stage.own.switch.on(Defect.PAUSES):
         storm = leavers.cancel_storm()
     case.count, case.ended, case.what = storm.count, storm.ended, storm.what
     case.failures += storm.failures
@@ -225,7 +219,7 @@ SMALL_FAULTS: Final = (Fault("F11", f"{_FEW_PAGES} pages, {_FEW_PAGES} requests"
 
 def _one_is_poisoned(stage: Stage, case: Case, defect: Defect) -> None:
     expected = _alone(stage)
-    with switched_on(defect, stage.own.server):
+    with stage.own.switch.on(defect):
         texts = _ask(stage, case, [*[_GREEDY] * (_NUM_STREAMS - 1), {**_GREEDY, "seed": MARK}])
     others = Counter({expected: _NUM_STREAMS - 1})
     case.expect(texts == others, f"the others' answers became {texts}")

@@ -27,8 +27,8 @@ from minisgl_check.case import Case
 from minisgl_check.fault import Fault, Stage
 from minisgl_check.rates import REFUSED_WITHIN_MS
 from minisgl_check.target import wait_until
-from minisgl_kit.gateways import gateway_of
 from minisgl_kit.leaving import GrpcCancel
+from minisgl_kit.own_gateway import gateway_of
 
 _LONG: Final = 480
 """The pages that ``OPTIONS`` has hold two of such answers."""

@@ -1,37 +1,25 @@
-"""Defects that can be switched on in an engine that was made for it (``frail_model``), by a file.
+"""Defects of engines that are made to break, and the file that switches one of them on.
 
-Knows the file's place: the server's private directory. Must not import the engine.
+Knows the file and the names of the defects. Must not import the engine: both sides read this, the
+check, which switches defects on, and the processes that have them.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from minisgl_backend.server.process import TritonServer
-from minisgl_backend.server.repository import shipped_repository
-
 MARK: Final = 666_013
 """The seed of a poisoned request."""
 STEP_S: Final = 0.02
-"""What a step takes at least where steps are slow."""
-FILE: Final = "defect"
-MET: Final = "defect-met"
-"""A file that exists once a defect has taken effect; for defects that may not show otherwise."""
-
-_MODEL: Final = """\
-from minisgl_check.frail_model import FrailModel
-
-TritonPythonModel = FrailModel
-"""
+"""What a step takes at least while steps are slow."""
 
 
 class Defect(Enum):
-    """What is broken."""
+    """What ``frail`` can break."""
 
     ONE_FORWARD = "the next forward pass raises"
     EVERY_FORWARD = "every forward pass raises"
@@ -45,26 +33,43 @@ class Defect(Enum):
     PAUSES = "pauses everywhere"
 
 
-@contextmanager
-def switched_on(defect: Defect, server: TritonServer) -> Iterator[None]:
-    """The server's engine has the defect until the block ends, or the server does."""
-    file = server.directory / FILE
-    (server.directory / MET).unlink(missing_ok=True)
-    file.write_text(defect.value, encoding="utf-8")
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
+class Switch:
+    """Switches one defect at a time on, in all processes that look into the same folder.
 
+    ``was_met`` becomes true once a defect has taken effect; only defects that may not show
+    otherwise say so.
+    """
 
-def was_met(server: TritonServer) -> bool:
-    """Whether the last defect took effect; only some defects report it."""
-    return (server.directory / MET).exists()
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "defect"
+        self._met = folder / "defect-met"
 
+    @contextmanager
+    def on(self, defect: Enum) -> Iterator[None]:
+        """The defect is there until the block ends, or ``off`` is called."""
+        self._met.unlink(missing_ok=True)
+        self._file.write_text(defect.value, encoding="utf-8")
+        try:
+            yield
+        finally:
+            self.off()
 
-def frail_repository(folder: Path) -> Path:
-    """A model repository whose engine breaks when it is told to."""
-    repository = folder / "model_repository"
-    shutil.copytree(shipped_repository(), repository)
-    (repository / "llm_engine" / "1" / "model.py").write_text(_MODEL, encoding="utf-8")
-    return repository
+    def off(self) -> None:
+        """No defect from now on."""
+        self._file.unlink(missing_ok=True)
+
+    def is_on(self, defect: Enum) -> bool:
+        """Whether this is the defect of the moment."""
+        try:
+            return self._file.read_text(encoding="utf-8") == str(defect.value)
+        except OSError:
+            return False
+
+    def meet(self) -> None:
+        """Say that the defect took effect."""
+        self._met.touch()
+
+    @property
+    def was_met(self) -> bool:
+        """Whether the last defect took effect."""
+        return self._met.exists()

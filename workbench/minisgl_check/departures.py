@@ -16,12 +16,12 @@ from minisgl_client.request import build
 
 from minisgl_backend.errors import EngineFailure
 from minisgl_check.case import Case
-from minisgl_check.defect import Defect, switched_on
+from minisgl_check.defect import Defect
 from minisgl_check.fault import Stage
 from minisgl_check.leavers import FREED_WITHIN_MS
 from minisgl_check.target import wait_until
-from minisgl_kit.gateways import Gateway, gateway_of
 from minisgl_kit.leaving import EventStreamClose, GrpcCancel, Leaving
+from minisgl_kit.own_gateway import Gateway, gateway_of
 
 WAYS: Final = ("gRPC", "HTTP", "gateway")
 _WAYS_BEFORE: Final = ("gRPC", "gateway")
@@ -41,7 +41,7 @@ def departures(stage: Stage, case: Case) -> None:
     """Clients leave in each way and phase a few times, at random moments within the phase."""
     freed_ms: dict[str, list[float]] = {}
     with (
-        switched_on(Defect.SLOW, stage.own.server),
+        stage.own.switch.on(Defect.SLOW),
         gateway_of(stage.own.grpc_address) as gateway,
     ):
         leaver = _Leaver(stage, gateway)

@@ -14,8 +14,8 @@ from typing import Any, Final
 from minisgl_client.client import Client
 from minisgl_client.request import build
 
-from minisgl_check.calls import GrpcCaller
 from minisgl_check.case import Case
+from minisgl_check.raw_calls import GrpcCaller
 from minisgl_check.target import Target
 
 _PROMPT: Final = {"text_input": "What is the capital of Spain?", "temperature": 0.0}

@@ -1,187 +1,205 @@
-"""The engine that breaks as a file tells it: the real one, with a few of its classes extended.
+"""The parts of an engine that breaks when it is told to (``defect``).
 
-Knows the classes that it extends. Must not know who asks, or what must come of a defect: that is
-for ``breaks``. Runs in the processes of the engine's ranks; without a defect all is as ever.
+Knows the real parts, which it wraps, and goes into an engine as an argument of ``build_engine``.
+Must not know who asks, or what must come of a defect: that is for ``breaks`` and ``ranks``. Runs in
+the processes of the engine's ranks. Without a defect the engine works as any other.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-from minisgl_backend.execution.batch import StepIndices
-from minisgl_backend.execution.cpu_executor import CpuExecutor, CpuPending
-from minisgl_backend.execution.sampler import Sample, Sampler
 from torch import Tensor
 
-from minisgl_backend.attention.base import HostArray
-from minisgl_backend.cache.kv import Lease, RadixCache
-from minisgl_backend.plan import Admission, SampledTokens, StepPlan
-from minisgl_backend.request import RequestId
-from minisgl_backend.runtime.loop import Loop
-from minisgl_backend.scheduling.scheduler import Scheduler
-from minisgl_backend.tritonserver.setup import runtime_directory
-from minisgl_check.defect import FILE, MARK, MET, STEP_S, Defect
+from minisgl_backend.cache.kv import KVCache, Lease
+from minisgl_backend.device.base import HostArray
+from minisgl_backend.execution.ranks import RankExecutor
+from minisgl_backend.parts import Parts
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan
+from minisgl_backend.request import EMPTY, IntArray, Request, RequestId, Sink
+from minisgl_backend.runtime import ports
+from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from minisgl_check.defect import MARK, STEP_S, Defect, Switch
+from minisgl_kit.wrappers import CacheWrapper, ExecutorWrapper, PendingWrapper, SchedulerWrapper
 
 _LONGEST_PAUSE_S: Final = 0.05
 _PAUSED: Final = 0.1
 """Share of the moments at which there is a pause."""
-_HIDDEN: Final = 0.5
+_SCARCE: Final = 0.5
 """Share of the steps of a phase, after the first, in which there are no pages."""
 
 
-def _is_on(defect: Defect) -> bool:
-    directory = runtime_directory()
-    try:
-        return directory is not None and (directory / FILE).read_text("utf-8") == defect.value
-    except OSError:
-        return False
+class Frailty:
+    """What the parts of one rank share: the switch, and the rows of marked requests."""
+
+    def __init__(self, switch: Switch, *, raises_once: Defect = Defect.ONE_FORWARD) -> None:
+        """``raises_once`` is the defect by which a single forward pass of this rank raises."""
+        self.switch = switch
+        self.marked: set[int] = set()
+        self._raises_once = raises_once
+
+    def parts(self) -> Parts:
+        """The parts of an engine, or of another rank than 0."""
+
+        def engine(
+            info: EngineInfo, scheduler: ports.Scheduler, executor: ports.Executor, *, overlap: bool
+        ) -> Engine:
+            return FrailEngine(self, info, scheduler, executor, overlap=overlap)
+
+        def scheduler(cache: KVCache, config: SchedulerConfig) -> ports.Scheduler:
+            cache = FrailCache(self, cache)
+            return FrailScheduler(self, Scheduler(cache, config), cache)
+
+        def executor(wrapped: RankExecutor) -> RankExecutor:
+            return FrailExecutor(self, wrapped)
+
+        return Parts(
+            engine=engine,
+            scheduler=scheduler,
+            executor=executor,
+            watch_logits=self.break_logits,
+            follower="minisgl_check.frail_rank",
+        )
+
+    def pause(self) -> None:
+        """Sleep now and then; called at eight points between a request's arrival and its end."""
+        if self.switch.is_on(Defect.PAUSES) and random.random() < _PAUSED:
+            time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
+
+    def break_logits(self, logits: Tensor, rows: HostArray) -> Tensor:
+        """The end of a forward pass: it raises, or its logits, [num_samples, vocab_size], are bad.
+
+        ``rows`` [num_samples] are the rows that they are of.
+        """
+        if self.switch.is_on(self._raises_once):
+            self.switch.off()
+            raise RuntimeError("a forward pass breaks")
+        if self.switch.is_on(Defect.EVERY_FORWARD):
+            raise RuntimeError("forward passes break")
+        marked = [index for index, row in enumerate(rows.tolist()) if row in self.marked]
+        if marked and self.switch.is_on(Defect.SAMPLING):
+            raise RuntimeError("this row cannot be sampled")
+        if marked and self.switch.is_on(Defect.NAN):
+            return logits.index_fill(0, torch.tensor(marked), float("nan"))
+        return logits
 
 
-def mark_met() -> None:
-    """Say that a defect came to bear."""
-    _met().touch()
+class FrailEngine(Engine):
+    """Takes requests late."""
+
+    def __init__(
+        self,
+        frailty: Frailty,
+        info: EngineInfo,
+        scheduler: ports.Scheduler,
+        executor: ports.Executor,
+        *,
+        overlap: bool,
+    ) -> None:
+        self._frailty = frailty
+        super().__init__(info, scheduler, executor, overlap=overlap)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        self._frailty.pause()
+        super().submit(request, sink)
 
 
-def _met() -> Path:
-    directory = runtime_directory()
-    assert directory is not None
-    return directory / MET
+class FrailCache(CacheWrapper):
+    """Gives pages back late."""
 
-
-def pause() -> None:
-    """Sleep now and then; called at eight points between a request's arrival and its end."""
-    if _is_on(Defect.PAUSES) and random.random() < _PAUSED:
-        time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
-
-
-class FrailCache(RadixCache):
-    """Some of its pages may be hidden, as if others held them."""
-
-    hidden = 0
-
-    @property
-    def num_free(self) -> int:
-        return max(0, super().num_free - self.hidden)
-
-    @property
-    def num_evictable(self) -> int:
-        hidden = max(0, self.hidden - super().num_free)
-        return max(0, super().num_evictable - hidden)
+    def __init__(self, frailty: Frailty, cache: KVCache) -> None:
+        super().__init__(cache)
+        self._frailty = frailty
 
     def release(self, lease: Lease) -> None:
-        pause()
+        self._frailty.pause()
         super().release(lease)
 
-    def _make_room(self, num_pages: int) -> bool:
-        is_there = num_pages <= self.num_free + self.num_evictable
-        return is_there and super()._make_room(num_pages)
 
-
-class FrailScheduler(Scheduler):
+class FrailScheduler(SchedulerWrapper):
     """Finds no pages in some of the steps of a phase; and takes its time."""
 
-    def plan(self) -> StepPlan | None:
-        pause()
-        if not self._is_scarce() or (_met().exists() and random.random() >= _HIDDEN):
-            return super().plan()
-        mark_met()
-        self._hide(self._cache.num_pages)
-        plan = super().plan()
-        self._hide(0)
-        # if nothing could be planned at all, the loop would think that the planner is broken
-        return super().plan() if plan is None else plan
+    def __init__(self, frailty: Frailty, scheduler: ports.Scheduler, cache: KVCache) -> None:
+        super().__init__(scheduler)
+        self._frailty = frailty
+        self._cache = cache
+        self._prefilling: set[int] = set()
+        """Rows of which a chunk was planned, and the last one was not."""
+
+    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
+        self._frailty.pause()
+        super().add(request, generated)
 
     def abort(self, request_id: RequestId) -> bool:
-        pause()
+        self._frailty.pause()
         return super().abort(request_id)
 
-    def renewed(self) -> Scheduler:
-        scheduler = super().renewed()
-        scheduler.__class__ = type(self)
-        return scheduler
+    def plan(self) -> StepPlan | None:
+        self._frailty.pause()
+        switch = self._frailty.switch
+        plan = None
+        if self._is_scarce() and not (switch.was_met and random.random() >= _SCARCE):
+            switch.meet()
+            plan = self._plan_without_pages()
+        # if nothing could be planned at all, the loop would think that the planner is broken
+        plan = super().plan() if plan is None else plan
+        if plan is not None:
+            self._prefilling.difference_update(plan.released_rows.tolist())
+            self._prefilling.update(plan.prefill_rows.tolist())
+            self._prefilling.difference_update(plan.sample_rows.tolist())
+        return plan
 
     def _is_scarce(self) -> bool:
-        """Whether the phase has come in which pages vanish; somebody holds a row by then."""
-        if not self._rows.num_used:
+        """Whether the phase has come in which pages vanish; some request holds a row by then."""
+        stats, switch = self.stats(), self._frailty.switch
+        if not stats.num_running:
             return False
-        if self._life.prefilling:
-            return _is_on(Defect.NO_PAGES_BETWEEN_CHUNKS)
-        return _is_on(Defect.NO_PAGES_TO_ADMIT if len(self._queue) else Defect.NO_PAGES_TO_DECODE)
+        if self._prefilling:
+            return switch.is_on(Defect.NO_PAGES_BETWEEN_CHUNKS)
+        waits = stats.num_waiting > 0
+        return switch.is_on(Defect.NO_PAGES_TO_ADMIT if waits else Defect.NO_PAGES_TO_DECODE)
 
-    def _hide(self, num_pages: int) -> None:
-        assert isinstance(self._cache, FrailCache)
-        self._cache.hidden = num_pages
-
-
-class FrailSampler(Sampler):
-    """Cannot sample for the rows of marked requests, or finds no number in their logits."""
-
-    def __init__(self, **facts: Any) -> None:
-        super().__init__(**facts)
-        self._marked: set[int] = set()
-
-    def admit(self, admission: Admission) -> None:
-        super().admit(admission)
-        if admission.sampling.seed == MARK:
-            self._marked.add(admission.row)
-
-    def release(self, row: int) -> None:
-        super().release(row)
-        self._marked.discard(row)
-
-    def sample(self, logits: Tensor, rows: HostArray, positions: HostArray) -> Sample:
-        marked = [index for index, row in enumerate(rows.tolist()) if row in self._marked]
-        if marked and _is_on(Defect.SAMPLING):
-            raise RuntimeError("this row cannot be sampled")
-        if marked and _is_on(Defect.NAN):
-            logits = logits.index_fill(0, torch.tensor(marked), float("nan"))
-        return super().sample(logits, rows, positions)
+    def _plan_without_pages(self) -> StepPlan | None:
+        """A plan that is made while a lease of nobody's holds every page that can be had."""
+        cache = self._cache
+        hoard = cache.acquire(EMPTY)
+        assert cache.grow(hoard, (cache.num_free + cache.num_evictable) * cache.page_size)
+        plan = super().plan()
+        cache.release(hoard)
+        return plan
 
 
-class FrailPending(CpuPending):
+class FrailExecutor(ExecutorWrapper):
+    """Knows the rows of marked requests; steps begin late, and may be slow."""
+
+    def __init__(self, frailty: Frailty, executor: RankExecutor) -> None:
+        super().__init__(executor)
+        self._frailty = frailty
+
+    def launch(self, plan: StepPlan) -> Pending:
+        self._frailty.pause()
+        # rows change hands only between steps in which they are, so this is in time for each
+        self._frailty.marked.difference_update(plan.released_rows.tolist())
+        for admission in plan.admissions:
+            self._frailty.marked.discard(admission.row)
+            if admission.sampling.seed == MARK:
+                self._frailty.marked.add(admission.row)
+        return FrailPending(self._frailty, super().launch(plan))
+
+
+class FrailPending(PendingWrapper):
     """Its copy back to the host takes its time."""
 
+    def __init__(self, frailty: Frailty, step: Pending) -> None:
+        super().__init__(step)
+        self._frailty = frailty
+
     def tokens(self) -> SampledTokens:
-        pause()
-        return super().tokens()
-
-
-class FrailExecutor(CpuExecutor):
-    """Forward passes raise, or are slow."""
-
-    raises_once = Defect.ONE_FORWARD
-
-    def launch(self, plan: StepPlan) -> CpuPending:
-        pause()
-        return FrailPending(self._device.submit(partial(self._run_unless_broken, plan)))
-
-    def _forward(self, plan: StepPlan, indices: StepIndices) -> Tensor:
-        if _is_on(self.raises_once):
-            directory = runtime_directory()
-            assert directory is not None
-            (directory / FILE).unlink()
-            raise RuntimeError("a forward pass breaks")
-        if _is_on(Defect.EVERY_FORWARD):
-            raise RuntimeError("forward passes break")
-        if _is_on(Defect.SLOW):
+        self._frailty.pause()
+        if self._frailty.switch.is_on(Defect.SLOW):
             time.sleep(STEP_S)
-        return super()._forward(plan, indices)
-
-
-class FrailFollower(FrailExecutor):
-    """The same on another rank than 0."""
-
-    raises_once = Defect.ONE_FORWARD_OF_RANK_1
-
-
-class FrailLoop(Loop):
-    """Looks late into its inbox."""
-
-    def _drain_inbox(self, *, block: bool) -> bool:
-        pause()
-        return super()._drain_inbox(block=block)
+        return super().tokens()

@@ -1,67 +1,60 @@
-"""The model `llm_engine` that breaks as a file tells it.
+"""The model `llm_engine` with an engine that breaks when it is told to.
 
-Knows the engine that breaks (``frail``) and how the model puts one together. Runs in the model's
-process only, where Triton's module is.
+Knows the parts of that engine (``frail``) and Triton's requests. Runs in the model's process only,
+where Triton's module is.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from typing import Any, Final
-from unittest import mock
+from typing import Any
 
-from minisgl_backend import build, build_rank
+from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.execution import cpu_executor
-from minisgl_backend.runtime import engine
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.tritonserver import llm_engine
-from minisgl_backend.tritonserver.dispatch import Dispatcher
-from minisgl_backend.tritonserver.responder import Responder
-from minisgl_backend.tritonserver.stream import Stream
-from minisgl_check.frail import (
-    FrailCache,
-    FrailExecutor,
-    FrailLoop,
-    FrailSampler,
-    FrailScheduler,
-    pause,
-)
-
-_FOLLOWER_COMMAND: Final = (sys.executable, "-m", "minisgl_check.frail_rank")
+from minisgl_backend.tritonserver.setup import runtime_directory
+from minisgl_check.defect import Defect, Switch
+from minisgl_check.frail import Frailty
+from minisgl_kit.triton_wrappers import TritonWrapper
 
 
-class FrailDispatcher(Dispatcher):
-    """Sends late."""
+def own_frailty(*, raises_once: Defect = Defect.ONE_FORWARD) -> Frailty:
+    """Of this process; its switch lies in the private directory of its server."""
+    directory = runtime_directory()
+    assert directory is not None, "only a server of the check's own has such a model"
+    return Frailty(Switch(directory), raises_once=raises_once)
 
-    def _send(self, stream: Stream) -> None:
-        pause()
-        super()._send(stream)
 
-
-class FrailModel(llm_engine.TritonPythonModel):
-    """The model `llm_engine`, put together from the classes of ``frail``."""
+class TritonPythonModel(llm_engine.TritonPythonModel):
+    """What Triton loads in place of the shipped model."""
 
     @staticmethod
     def make_engine(options: EngineOptions) -> Engine:
-        with (
-            mock.patch.multiple(
-                build,
-                RadixCache=FrailCache,
-                Scheduler=FrailScheduler,
-                _FOLLOWER_COMMAND=_FOLLOWER_COMMAND,
-            ),
-            mock.patch.object(build_rank, "CpuExecutor", FrailExecutor),
-            mock.patch.object(cpu_executor, "Sampler", FrailSampler),
-            mock.patch.object(engine, "Loop", FrailLoop),
-        ):
-            return build.build_engine(options)
+        return build_engine(options, own_frailty().parts())
 
-    def initialize(self, args: Mapping[str, str]) -> None:
-        with mock.patch.object(llm_engine, "Dispatcher", FrailDispatcher):
-            super().initialize(args)
+    def execute(self, requests: list[Any]) -> None:
+        frailty = own_frailty()
+        super().execute([_Request(request, frailty) for request in requests])
 
-    def _accept(self, request: Any, responder: Responder) -> None:
-        pause()
-        super()._accept(request, responder)
+
+class _Request(TritonWrapper):
+    """One of Triton's requests, whose responses are sent late."""
+
+    def __init__(self, request: Any, frailty: Frailty) -> None:
+        super().__init__(request)
+        self._frailty = frailty
+
+    def get_response_sender(self) -> _Sender:
+        return _Sender(self.wrapped.get_response_sender(), self._frailty)
+
+
+class _Sender(TritonWrapper):
+    """One of Triton's response senders, which is slow."""
+
+    def __init__(self, sender: Any, frailty: Frailty) -> None:
+        super().__init__(sender)
+        self._frailty = frailty
+
+    def send(self, *response: Any, **flags: Any) -> None:
+        self._frailty.pause()
+        self.wrapped.send(*response, **flags)

@@ -1,18 +1,10 @@
-"""The process of a rank that breaks as a file tells it: ``cli.rank`` with a class of ``frail``."""
+"""The process of a rank other than 0 of an engine that breaks when it is told to."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-from unittest import mock
-
-from minisgl_backend import build_rank
-from minisgl_backend.cli import rank
-from minisgl_check.frail import FrailFollower
+from minisgl_backend.cli.rank import run
+from minisgl_check.defect import Defect
+from minisgl_check.frail_model import own_frailty
 
 if __name__ == "__main__":
-    with mock.patch.object(build_rank, "CpuExecutor", FrailFollower):
-        code = rank.main(sys.argv[1:])
-    logging.shutdown()
-    os._exit(code)  # as ``cli.rank`` ends
+    run(own_frailty(raises_once=Defect.ONE_FORWARD_OF_RANK_1).parts())

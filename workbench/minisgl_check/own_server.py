@@ -26,6 +26,7 @@ from minisgl_backend.server.options import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.supervisor import Supervisor
+from minisgl_check.defect import Switch
 from minisgl_check.target import Target, wait_until
 
 OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
@@ -65,6 +66,11 @@ class OwnServer(Target):
     def server(self) -> TritonServer:
         """The tritonserver of this moment."""
         return self.supervisor.server
+
+    @property
+    def switch(self) -> Switch:
+        """Switches defects of its engine on, if that has any."""
+        return Switch(self.server.directory)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.server.process import TritonServer
 from minisgl_check.breaks import frail_stage
 from minisgl_check.case import Case
-from minisgl_check.defect import Defect, switched_on
+from minisgl_check.defect import Defect
 from minisgl_check.fault import Fault, Settings, Stage
 from minisgl_check.processes import children_of, is_rank, runs
 from minisgl_check.target import wait_until
@@ -63,7 +63,7 @@ def forward_raises(defect: Defect) -> Callable[[Stage, Case], None]:
             ended = _struck(
                 stage,
                 case,
-                lambda: stack.enter_context(switched_on(defect, stage.own.server)),
+                lambda: stack.enter_context(stage.own.switch.on(defect)),
             )
         case.expect(ended == Counter(INTERNAL=_NUM_STREAMS), f"the streams ended so: {ended}")
         _expect_another(stage, case, server, rank)

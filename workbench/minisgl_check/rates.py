@@ -13,10 +13,9 @@ from typing import Final
 from minisgl_check.asking import Asker, Extent
 from minisgl_check.case import Case
 from minisgl_check.target import Target
-from minisgl_kit.loads import Load, poisson
-from minisgl_kit.outcome import Outcome
+from minisgl_kit.calls import Outcome
+from minisgl_kit.loads import Load, poisson, run
 from minisgl_kit.report import percentiles
-from minisgl_kit.run import run
 from minisgl_kit.targets import TritonTarget
 
 _MANY: Final = 64

@@ -14,7 +14,9 @@ from typing import Final
 
 from minisgl_check.bad_inputs import Expected, catalogue
 from minisgl_check.bad_wire import bodies, largest, messages, odd_messages
-from minisgl_check.calls import (
+from minisgl_check.case import Case
+from minisgl_check.gateway_inputs import Asked, own_inputs, translated, without_a_key
+from minisgl_check.raw_calls import (
     Ending,
     GrpcCaller,
     HttpCaller,
@@ -22,10 +24,8 @@ from minisgl_check.calls import (
     half_a_message,
     json_of,
 )
-from minisgl_check.case import Case
-from minisgl_check.gateway_inputs import Asked, own_inputs, translated, without_a_key
 from minisgl_check.target import Target
-from minisgl_kit.gateways import gateway_of
+from minisgl_kit.own_gateway import gateway_of
 
 _INSIDE: Final = re.compile(
     r"Traceback|File \"|\.py\b|\bshm\b|/dev/|/(?:tmp|home|root|usr|opt|var|proc)/|0x[0-9a-f]{6}|\n"

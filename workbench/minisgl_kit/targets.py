@@ -16,8 +16,7 @@ from minisgl_client.client import AsyncClient
 from minisgl_client.errors import MinisglError
 
 from minisgl_backend.errors import ConfigError
-from minisgl_kit.calls import Call
-from minisgl_kit.outcome import Chunk
+from minisgl_kit.calls import Call, Chunk
 
 _MOST_SHOWN: Final = 300
 """Characters of an answer that are shown as a reason."""

@@ -16,14 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from minisgl_backend.cli.options import numbers, refusing
 from minisgl_backend.errors import ConfigError
-from minisgl_bench.serve.figures import figures_of, objectives_of
-from minisgl_bench.serve.show import Measured, check_answered, emit
+from minisgl_bench.serve.figures import Measured, check_answered, emit, figures_of, objectives_of
 from minisgl_bench.serve.workload import Workload
 from minisgl_bench.servers import started
-from minisgl_kit.loads import Load
-from minisgl_kit.outcome import Outcome
+from minisgl_kit.calls import Outcome
+from minisgl_kit.loads import Load, run
 from minisgl_kit.report import json_option
-from minisgl_kit.run import run
 from minisgl_kit.targets import OpenAITarget, Sampling, Target, TritonTarget
 
 _file = click.Path(exists=True, dir_okay=False, path_type=Path)

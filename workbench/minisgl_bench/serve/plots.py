@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from minisgl_bench.serve.show import Measured
+from minisgl_bench.serve.figures import Measured
 from minisgl_kit.report import PERCENTILES
 
 LATENCY: str = "latency.png"

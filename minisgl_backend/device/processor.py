@@ -1,0 +1,37 @@
+"""What this machine's processor is good at, read from Linux. Needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+LARGE_MODEL: Final = 10**8
+"""Weights. A step of a larger model takes so long that the time for planning, tokenizing and
+sending beside it does not count; and most of it is reading weights."""
+
+CPU_INFO: Final = Path("/proc/cpuinfo")
+_BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16"})
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself; one that does not takes minutes for what
+    takes seconds in float32."""
+    try:
+        with CPU_INFO.open(encoding="ascii", errors="replace") as lines:
+            flags = next((line for line in lines if line.startswith("flags")), "")
+    except OSError:
+        return False
+    return not _BFLOAT16_FLAGS.isdisjoint(flags.split())
+
+
+def default_dtype(checkpoint_dtype: str, num_weights: int) -> str:
+    """The type of weights and activations on a CPU, if none is asked for.
+
+    float32, in which the rounding of a GEMM hardly ever changes a token; but bfloat16 for large
+    models whose checkpoint is of 16 bits, where the processor has it: it halves the bytes to read
+    and multiplies several times as fast.
+    """
+    is_16_bit = checkpoint_dtype in ("bfloat16", "float16")
+    if is_16_bit and num_weights >= LARGE_MODEL and has_bfloat16():
+        return "bfloat16"
+    return "float32"

@@ -1,0 +1,74 @@
+"""What takes the place of an engine's parts is used, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import HostArray
+from minisgl_backend.build import build_engine, build_executor
+from minisgl_backend.cache.kv import KVCache
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import EngineFailure
+from minisgl_backend.execution.ranks import RankExecutor
+from minisgl_backend.parts import Parts
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.runtime import ports
+from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from minisgl_bench.engines import submitted
+from tests.fakes.executor import tokens_of
+
+OPTIONS = EngineOptions(device="cpu", num_pages=16, max_sequence_length=128)
+
+
+def answer(parts: Parts) -> list[int]:
+    engine = build_engine(OPTIONS, parts)
+    try:
+        sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+        sink = submitted(engine, tokens_of([5, 6, 7]), sampling)
+        sink.wait()
+    finally:
+        engine.close(drain_s=0)
+    return sink.tokens
+
+
+def test_each_part_is_made_as_it_is_told() -> None:
+    made: list[str] = []
+
+    def engine(
+        info: EngineInfo, scheduler: ports.Scheduler, executor: ports.Executor, *, overlap: bool
+    ) -> Engine:
+        made.append("engine")
+        return Engine(info, scheduler, executor, overlap=overlap)
+
+    def scheduler(cache: KVCache, config: SchedulerConfig) -> ports.Scheduler:
+        made.append("scheduler")
+        return Scheduler(cache, config)
+
+    def executor(of_rank: RankExecutor) -> RankExecutor:
+        made.append("executor")
+        return of_rank
+
+    parts = Parts(engine=engine, scheduler=scheduler, executor=executor)
+    assert answer(parts) == answer(Parts())
+    assert made == ["executor", "scheduler", "engine"]
+
+
+def test_tokens_are_sampled_from_the_logits_that_the_watch_returns() -> None:
+    seen: list[tuple[tuple[int, ...], int]] = []
+
+    def prefer_9(logits: Tensor, rows: HostArray) -> Tensor:
+        seen.append((tuple(logits.shape), len(rows)))
+        return torch.zeros_like(logits).index_fill(1, torch.tensor([9]), 1.0)
+
+    assert answer(Parts(watch_logits=prefer_9)) == [9] * 5
+    vocab_size = seen[0][0][1]
+    assert seen[:5] == [((1, vocab_size), 1)] * 5
+
+
+def test_a_follower_runs_the_module_that_is_named() -> None:
+    options = EngineOptions(device="cpu", num_pages=16, tensor_parallel_size=2)
+    with pytest.raises(EngineFailure, match="rank 1"):
+        build_executor(options, Parts(follower="minisgl_backend.is_not_there"))

@@ -1,0 +1,72 @@
+"""What a processor is good at, and which type of numbers follows from it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl_backend import resolve as resolving
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.device import processor
+from minisgl_backend.device.processor import LARGE_MODEL, default_dtype, has_bfloat16
+from minisgl_backend.parallel.place import Place
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu avx2 avx512f avx512_bf16 avx512_vnni", True),
+        ("fpu amx_tile amx_bf16", True),
+        ("fpu avx2 avx512f avx512_vnni", False),
+    ],
+)
+def test_bfloat16_is_a_flag_of_the_processor(
+    flags: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu_info = tmp_path / "cpuinfo"
+    cpu_info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(processor, "CPU_INFO", cpu_info)
+    assert has_bfloat16() is expected
+
+
+def test_without_proc_there_is_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "CPU_INFO", Path("/nowhere/cpuinfo"))
+    assert not has_bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "num_weights", "is_native", "expected"),
+    [
+        ("bfloat16", LARGE_MODEL, True, "bfloat16"),
+        ("float16", LARGE_MODEL, True, "bfloat16"),
+        ("bfloat16", LARGE_MODEL, False, "float32"),
+        ("bfloat16", LARGE_MODEL - 1, True, "float32"),
+        ("float32", LARGE_MODEL, True, "float32"),
+    ],
+)
+def test_the_type_follows_from_checkpoint_size_and_processor(
+    checkpoint: str,
+    num_weights: int,
+    is_native: bool,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: is_native)
+    assert default_dtype(checkpoint, num_weights) == expected
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_sixteen_bits_on_a_slow_processor_are_one_warning(
+    is_native: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resolving, "has_bfloat16", lambda: is_native)
+    options = EngineOptions(model=DEMO_MODEL, device="cpu", dtype="bfloat16")
+    with caplog.at_level(logging.WARNING):
+        facts = resolving.resolve(options, Place.first(1, None))
+    facts.device.close()
+    assert facts.dtype == torch.bfloat16
+    warnings = [record for record in caplog.records if "float32 is many times" in record.message]
+    assert len(warnings) == (0 if is_native else 1)

@@ -1,0 +1,18 @@
+"""Wrappers of what Triton hands to a model: the same, but for the methods that a subclass changes.
+
+Must not know what subclasses change. Triton's own classes have no types.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TritonWrapper:
+    """A request or a response sender of Triton's."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)

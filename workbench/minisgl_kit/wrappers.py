@@ -1,0 +1,123 @@
+"""Parts of an engine that wrap the real ones: they do the same, but for what a subclass changes.
+
+They go into an engine as ``parts.Parts`` says. Know the protocols of planner, cache and executor.
+Must not know what subclasses mark, write down or break.
+
+An engine may ask a planner or a cache for an empty one like itself. A wrapper then stays the same
+object, and wraps the empty one from there on: what a subclass has noted outlives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minisgl_backend.cache.kv import KVCache, Lease
+from minisgl_backend.execution.ranks import RankExecutor
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan, StepResult
+from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
+from minisgl_backend.runtime.ports import Scheduler
+from minisgl_backend.scheduling.stats import SchedulerStats
+
+
+class SchedulerWrapper:
+    """A planner (``runtime.ports.Scheduler``)."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.wrapped = scheduler
+
+    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
+        self.wrapped.add(request, generated)
+
+    def abort(self, request_id: RequestId) -> bool:
+        return self.wrapped.abort(request_id)
+
+    def plan(self) -> StepPlan | None:
+        return self.wrapped.plan()
+
+    def commit(self, plan: StepPlan, tokens: SampledTokens) -> StepResult:
+        return self.wrapped.commit(plan, tokens)
+
+    def has_work(self) -> bool:
+        return self.wrapped.has_work()
+
+    def stats(self) -> SchedulerStats:
+        return self.wrapped.stats()
+
+    def renewed(self) -> Scheduler:
+        self.wrapped = self.wrapped.renewed()
+        return self
+
+
+class CacheWrapper:
+    """The planner's view of the pages (``cache.kv.KVCache``)."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.wrapped = cache
+        self.page_size = cache.page_size
+        self.num_pages = cache.num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self.wrapped.num_free
+
+    @property
+    def num_cached(self) -> int:
+        return self.wrapped.num_cached
+
+    @property
+    def num_evictable(self) -> int:
+        return self.wrapped.num_evictable
+
+    def match_length(self, tokens: IntArray, salt: str = "") -> int:
+        return self.wrapped.match_length(tokens, salt)
+
+    def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
+        return self.wrapped.acquire(tokens, salt)
+
+    def grow(self, lease: Lease, num_tokens: int) -> bool:
+        return self.wrapped.grow(lease, num_tokens)
+
+    def grow_each(self, leases: Sequence[Lease]) -> IntArray | None:
+        return self.wrapped.grow_each(leases)
+
+    def publish(self, lease: Lease, tokens: IntArray) -> range:
+        return self.wrapped.publish(lease, tokens)
+
+    def release(self, lease: Lease) -> None:
+        self.wrapped.release(lease)
+
+    def discard(self, lease: Lease) -> IntArray:
+        return self.wrapped.discard(lease)
+
+    def emptied(self) -> KVCache:
+        self.wrapped = self.wrapped.emptied()
+        return self
+
+    def check(self) -> None:
+        self.wrapped.check()
+
+
+class ExecutorWrapper:
+    """The executor of a rank (``execution.ranks.RankExecutor``)."""
+
+    def __init__(self, executor: RankExecutor) -> None:
+        self.wrapped = executor
+
+    def launch(self, plan: StepPlan) -> Pending:
+        return self.wrapped.launch(plan)
+
+    def renew(self) -> None:
+        self.wrapped.renew()
+
+    def close(self) -> None:
+        self.wrapped.close()
+
+
+class PendingWrapper:
+    """A launched step (``plan.Pending``)."""
+
+    def __init__(self, step: Pending) -> None:
+        self.wrapped = step
+
+    def tokens(self) -> SampledTokens:
+        return self.wrapped.tokens()

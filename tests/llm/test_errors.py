@@ -29,7 +29,7 @@ from minisgl_backend.tritonserver.wire.parse import parse_generation
         ({"cache": "none"}, "option cache must be one of radix, naive, got 'none'"),
         ({"max_sequence_length": 10_000}, "max_sequence_length 10000 exceeds the model's context"),
         ({"model": "/no/such/folder"}, "/no/such/folder is neither a folder nor a model id"),
-        ({"kv_cache_dtype": "fp8_e4m3", "device": "cpu"}, "kv_cache_dtype=fp8_e4m3 needs a GPU"),
+        ({"attention_backend": "fa", "device": "cpu"}, "option attention_backend=fa needs a GPU"),
     ],
 )
 def test_bad_options(options: dict[str, Any], complaint: str) -> None:

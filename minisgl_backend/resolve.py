@@ -58,7 +58,11 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
     check_options(options, kind)
     folder = resolve_model(options.model, options.model_source)
     spec = checked_spec(options, folder, kind)
-    device = CudaDevice(place.local_rank) if kind == "cuda" else _cpu(place, spec)
+    device = (
+        CudaDevice(place.local_rank)
+        if kind == "cuda"
+        else CpuDevice(num_cpu_threads(place, spec.num_parameters))
+    )
     comm = choose_comm(options.comm, device.torch_device, place.size)
     dtype = _dtype(options, device, spec)
     return Resolved(
@@ -90,8 +94,8 @@ def _device_kind(options: EngineOptions, place: Place) -> str:
     return "cpu"
 
 
-def _cpu(place: Place, spec: ModelSpec) -> CpuDevice:
-    """The CPU, with this rank's share of the threads.
+def num_cpu_threads(place: Place, num_weights: int) -> int:
+    """How many threads of a CPU compute a rank's steps.
 
     A single rank leaves one core for planning, tokenizing and sending. On two cores that are busy
     with these, a second computing thread makes a short step take half as long again, since the
@@ -100,10 +104,10 @@ def _cpu(place: Place, spec: ModelSpec) -> CpuDevice:
     """
     num_threads = torch.get_num_threads()
     if place.size > 1:
-        return CpuDevice(max(1, num_threads // place.local_size))
-    if "OMP_NUM_THREADS" in os.environ or spec.num_parameters >= LARGE_MODEL:
-        return CpuDevice(num_threads)
-    return CpuDevice(max(1, num_threads - 1))
+        return max(1, num_threads // place.local_size)
+    if "OMP_NUM_THREADS" in os.environ or num_weights >= LARGE_MODEL:
+        return num_threads
+    return max(1, num_threads - 1)
 
 
 def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dtype:

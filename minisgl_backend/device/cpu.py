@@ -7,8 +7,11 @@ With one thread, the steps run in the order of their submission.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
 import numpy.typing as npt
@@ -36,12 +39,18 @@ class CpuDevice:
 
     def __init__(self, num_threads: int = 1) -> None:
         """``num_threads`` compute together."""
-        self._queue = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="minisgl-cpu-device",
-            initializer=torch.set_num_threads,
-            initargs=(num_threads,),
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # a daemon, so that the process can end even while a long step runs
+        self._worker = threading.Thread(
+            target=self._run, args=(num_threads,), name="minisgl-cpu-device", daemon=True
         )
+        self._worker.start()
+
+    def _run(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # or it would keep what it refers to until the next comes
 
     def free_memory(self) -> int:
         """Bytes of main memory: those that Linux reports as available, or else those unused."""
@@ -56,7 +65,9 @@ class CpuDevice:
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Queue ``work``, which runs in inference mode."""
-        return self._queue.submit(_in_inference_mode, work)
+        future: Future[T] = Future()
+        self._work.put(partial(_complete, future, work))
+        return future
 
     def capture(self, work: Callable[[], T]) -> Graph[T]:
         raise InvariantError("a CPU has no graphs")
@@ -72,9 +83,15 @@ class CpuDevice:
         return tensor
 
     def close(self) -> None:
-        self._queue.shutdown(wait=True)
+        self._work.put(None)
+        self._worker.join()
 
 
-def _in_inference_mode(work: Callable[[], T]) -> T:
-    with torch.inference_mode():
-        return work()
+def _complete(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        with torch.inference_mode():
+            result = work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

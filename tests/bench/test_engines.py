@@ -127,7 +127,7 @@ def test_a_batch_beyond_the_rows_is_refused() -> None:
 
 
 def test_options_of_a_gpu_are_refused_on_a_cpu() -> None:
-    for name, value in (("kv_cache_dtype", "fp8_e4m3"), ("attention_backend", "fa")):
+    for name, value in (("moe_backend", "fused"), ("attention_backend", "fa")):
         with pytest.raises(ConfigError, match=name):
             build_engine(EngineOptions.from_mapping({"device": "cpu", name: value}))
 

@@ -13,6 +13,7 @@ from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.device import processor
 from minisgl_backend.device.processor import LARGE_MODEL, default_dtype, has_bfloat16
 from minisgl_backend.parallel.place import Place
+from minisgl_backend.resolve import num_cpu_threads
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,26 @@ def test_sixteen_bits_on_a_slow_processor_are_one_warning(
     assert facts.dtype == torch.bfloat16
     warnings = [record for record in caplog.records if "float32 is many times" in record.message]
     assert len(warnings) == (0 if is_native else 1)
+
+
+@pytest.mark.parametrize(
+    ("variable", "num_weights", "num_ranks", "expected"),
+    [
+        ("", LARGE_MODEL - 1, 1, 7),  # one is left for planning and sending
+        ("", LARGE_MODEL, 1, 8),
+        ("8", LARGE_MODEL - 1, 1, 8),
+        ("", LARGE_MODEL, 2, 4),
+    ],
+)
+def test_threads_follow_from_model_and_ranks(
+    variable: str,
+    num_weights: int,
+    num_ranks: int,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert num_cpu_threads(Place.first(num_ranks, None), num_weights) == expected

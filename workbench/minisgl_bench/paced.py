@@ -17,10 +17,11 @@ import numpy as np
 from minisgl_backend.build import build_scheduler
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.parts import STANDARD, Parts
-from minisgl_backend.plan import SampledTokens, StepPlan, StepResult
+from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime import ports
 from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.text.prompt import TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary

@@ -49,6 +49,41 @@ def test_files_that_are_named_exist(page: Page) -> None:
             assert not places or any((folder / code).exists() for folder in places), code
 
 
+_CLASS_OR_METHOD: Final = re.compile(r"([A-Z][a-z]\w*)(?:\.(\w+))?")
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "extending.md", "differences.md"])
+def test_classes_that_are_named_exist(name: str) -> None:
+    """In the text and in diagrams; a method is defined in the file of its class."""
+    (page,) = [page for page in PAGES if page.path.name == name]
+    words = {*page.inline, *_diagram_classes(page)}
+    sources = [path.read_text("utf-8") for path in (ROOT / "minisgl_backend").rglob("*.py")]
+    for named in filter(None, map(_CLASS_OR_METHOD.fullmatch, sorted(words))):
+        of_class, method = named.groups()
+        pattern = rf"^(class {of_class}\b|{of_class}: TypeAlias)"
+        homes = [source for source in sources if re.search(pattern, source, re.M)]
+        assert homes, of_class
+        if method is not None:
+            assert any(re.search(rf"def {method}\(", home) for home in homes), named.group()
+
+
+def test_the_diagram_names_classes() -> None:
+    (page,) = [page for page in PAGES if page.path.name == "architecture.md"]
+    assert {"ModelExecutor", "ResponseStream", "TextStream"} <= _diagram_classes(page)
+
+
+def _diagram_classes(page: Page) -> set[str]:
+    """The CamelCase words in the labels of a page's diagrams."""
+    labels = [
+        label
+        for block in page.blocks
+        if block.language == "mermaid"
+        for label in re.findall(r'"([^"]*)"', block.text)
+    ]
+    words = re.findall(r"\w+", " ".join(labels))
+    return {word for word in words if re.search(r"[a-z][A-Z]", word)}
+
+
 def calls(page: Page) -> Iterator[list[str]]:
     """The words of every command in console blocks, in indented blocks and in the text."""
     texts = [call.command for call in page.calls]

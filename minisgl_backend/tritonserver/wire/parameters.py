@@ -92,7 +92,7 @@ INPUTS: Final[tuple[Input, ...]] = (
     Input(
         name="seed",
         kind=Kind.SEED,
-        meaning="seed of the random numbers: on a CPU in float32 it repeats an answer; drawn if absent",
+        meaning="of the random numbers; a CPU in float32 repeats answers by it; drawn if absent",
         synonyms=("random_seed",),
         minimum=0,
         maximum=2**64 - 1,

@@ -125,7 +125,7 @@ def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, launch: Launch, group
 
 
 class TensorCoreGemm(Protocol):
-    """``Matrix.gemm`` of a dense weight by a compiled kernel (``layers.tensor_core``)."""
+    """``Matrix.gemm`` of a dense weight by a compiled kernel (``models.tensor_core``)."""
 
     def __call__(self, x: Normed, weight: Tensor, *, bias: Tensor | None, pdl: bool) -> Tensor: ...
 

@@ -118,10 +118,10 @@ def fused_experts_reference(
     ends = experts.bincount(minlength=len(down)).cumsum(0)
     by_expert = experts.argsort(stable=True).tensor_split(ends[:-1].cpu())
     out = torch.zeros_like(at_least_float32(x))
-    for expert, pairs in enumerate(by_expert):  # token * top_k + choice
+    for expert, pairs in enumerate(by_expert):  # [count], token * top_k + choice
         if len(pairs):
             tokens = pairs // top_k
-            inner = silu_mul_reference(F.linear(x[tokens], gate_up[expert]))
-            share = expert_weights.flatten()[pairs, None]
+            inner = silu_mul_reference(F.linear(x[tokens], gate_up[expert]))  # [count, inner size]
+            share = expert_weights.flatten()[pairs, None]  # [count, 1]
             out.index_add_(0, tokens, F.linear(inner, down[expert]) * share)
     return out.to(x.dtype)

@@ -64,7 +64,7 @@ class Normed:
     norm: RMSNorm | None = None
     squares: Tensor | None = None
 
-    def taken(self, *, pdl: bool) -> Tensor:
+    def normalized(self, *, pdl: bool) -> Tensor:
         """The normalized hidden states, [num_tokens, hidden_size]."""
         assert self.squares is None
         if self.norm is None:
@@ -125,7 +125,7 @@ def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, launch: Launch, group
 
 
 class TensorCoreGemm(Protocol):
-    """``Matrix.gemm`` of a dense weight by a compiled kernel (``layers.tensor_core``)."""
+    """``Matrix.gemm`` of a dense weight by a compiled kernel (``models.tensor_core``)."""
 
     def __call__(self, x: Normed, weight: Tensor, *, bias: Tensor | None, pdl: bool) -> Tensor: ...
 
@@ -170,10 +170,12 @@ class DenseMatrix(Matrix):
         if form is Form.TENSOR_CORE:
             assert self.tensor_core_gemm is not None
             return self.tensor_core_gemm(x, weight, bias=bias, pdl=pdl)
-        if form is not Form.PLAIN and self._gains_by_small_batch(len(x.x), gated=gated):
+        if form is not Form.PLAIN and small_batch.is_faster(
+            len(x.x), self.in_features, gated=gated
+        ):
             norm = x.norm if form is Form.SMALL else None
             return small_batch.small_batch_linear(
-                x.taken(pdl=launch.pdl) if norm is None else x.x,
+                x.normalized(pdl=pdl) if norm is None else x.x,
                 weight,
                 bias=bias,
                 norm_weight=None if norm is None else norm.weight,
@@ -181,7 +183,7 @@ class DenseMatrix(Matrix):
                 gated=gated,
                 pdl=pdl,
             )
-        rows = x.taken(pdl=launch.pdl)
+        rows = x.normalized(pdl=pdl)
         width = self.out_features // 2 if gated else self.out_features
         if form is Form.WIDE and wide_linear.is_faster(
             len(rows), width, self.in_features, gated=gated
@@ -216,7 +218,7 @@ class DenseMatrix(Matrix):
             )
             summed = group.all_reduce(part)
             return summed, Normed(summed, norm)
-        if form is Form.WIDE and group.size == 1 and self._gains_by_parts(len(x)):
+        if form is Form.WIDE and group.size == 1 and self._can_split(len(x)):
             parts = wide_linear.linear_parts(x, weight, pdl=pdl)
             normed_x = wide_linear.add_rms_norm_parts(
                 parts, residual, norm.weight, norm.eps, bias=bias, pdl=pdl
@@ -224,12 +226,8 @@ class DenseMatrix(Matrix):
             return residual, Normed(normed_x)
         return super().add_gemm(residual, x, norm, launch, bias=bias, group=group)
 
-    def _gains_by_small_batch(self, num_tokens: int, *, gated: bool) -> bool:
-        if gated:
-            return small_batch.is_faster(num_tokens, self.in_features, gated=True)
-        return num_tokens <= small_batch.MAX_BATCH_SIZE
-
-    def _gains_by_parts(self, num_tokens: int) -> bool:
+    def _can_split(self, num_tokens: int) -> bool:
+        """Whether cutting the GEMM along in_features is faster than the library."""
         sizes = num_tokens, self.out_features, self.in_features
         return wide_linear.is_faster(*sizes, parts=True)
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.kernels.rows import RowTable, keep_sampled
-from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
+from minisgl_backend.kernels.sampling import sample
+from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.plan import Admission
 from minisgl_backend.request import IntArray

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.sampling_cpu import sample_on_cpu
-from minisgl_backend.kernels.sampling_rule import NO_TOKEN, sample_reference
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
-
-__all__ = ["NO_TOKEN", "SamplingWorkspace", "sample", "sample_reference"]
 
 
 def sample(

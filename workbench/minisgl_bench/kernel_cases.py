@@ -25,8 +25,10 @@ from minisgl_backend.kernels.rms_norm import (
     rms_norm_reference,
 )
 from minisgl_backend.kernels.rope_store import qk_norm_rope_store
-from minisgl_backend.kernels.sampling import SamplingWorkspace, sample, sample_reference
+from minisgl_backend.kernels.sampling import sample
+from minisgl_backend.kernels.sampling_rule import sample_reference
 from minisgl_backend.kernels.sampling_table import SamplingTable
+from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.kernels.small_batch import (
     MAX_BATCH_SIZE,
     small_batch_linear,

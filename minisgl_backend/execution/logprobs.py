@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens under the model's raw logits.
 
-Raw means before temperature, penalties and filters: they tell what the model predicted, however
-the request is sampled.
+Raw means before temperature, penalties and filters: what the model predicted, however the request
+is sampled.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RawLogprobs:
         )
 
     def by_sample(self, token_ids: IntArray) -> dict[int, TokenLogprobs]:
-        """The log-probabilities by index of the sample, without those that have no valid token.
+        """The log-probabilities by index of the sample, without samples that have no valid token.
 
         All tensors must be on the host.
         """

@@ -1,4 +1,4 @@
-"""The state of all rows on the device, as the host writes it.
+"""Writes the state of rows on the device: admissions and page grants.
 
 An admission overwrites the whole state of a row, except lines of the sampling table that it does
 not need: these are never read. Knows ``kernels.rows.RowTable``. Must not know models or attention.
@@ -22,8 +22,8 @@ from minisgl_backend.request import IntArray, SamplingParams
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 _LEAST_FACTOR: Final = 1e-30
-"""A repetition penalty is kept between this and its inverse: beyond, it could make logits infinite,
-which means broken ones."""
+"""Repetition penalties are clamped between this and its inverse: others could make logits infinite,
+which counts as broken."""
 
 
 class DeviceRows:
@@ -92,9 +92,9 @@ class DeviceRows:
 
 
 def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray] | None:
-    """Tokens int64[n] and their marks int32[n]; all others have none. None if none is needed.
+    """Tokens int64[n] and their marks int32[n]; None if the row needs no marks.
 
-    Ids that the model cannot produce need neither a mark nor a bias.
+    Ids beyond the vocabulary get neither a mark nor a bias.
     """
     params = admission.sampling
     stops = _held_back(params, vocab_size)
@@ -109,7 +109,7 @@ def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray
 
 
 def bias_of(params: SamplingParams, vocab_size: int) -> tuple[HostArray, FloatArray] | None:
-    """Tokens int64[n] and what is added to their logits, float32[n]. None if there are none."""
+    """Tokens int64[n] and the biases of their logits, float32[n]; None if there are none."""
     known = range(vocab_size)
     bias = [(token, value) for token, value in params.logit_bias if token in known]
     if not bias:

@@ -202,7 +202,7 @@ class Layers:
         self.forward = ForwardPass(self.model, self.rows, self.attention, self.device)
 
     def launched(self, plan: StepPlan) -> Tensor:
-        return self.forward.launched(FlatBatch.of(plan), plan.prefill_tokens)
+        return self.forward.over_batch(FlatBatch.of(plan), plan.prefill_tokens)
 
     def over_inputs(self, size: int, plan: StepPlan) -> Tensor:
         content = fill(size, MAX_ROWS, FlatBatch.of(plan), plan.prefill_tokens)

@@ -1,11 +1,11 @@
 """The table of angles of the rotary position embedding (RoFormer, arXiv 2104.09864).
 
-An entry of the table depends on its position only, not on the sequence, so that a cached page means
-the same to every request that shares it. For this, ``dynamic`` scaling rotates position p as
-transformers does when p is the last position of the sequence.
+An entry of the table depends on its position only, not on the sequence, so that cached pages are
+valid for every request that shares them. For this, ``dynamic`` scaling rotates position p as
+transformers does if p is the last position of the sequence.
 
-All frequencies are computed in float32 and with the operations in the order of transformers, so
-that the tables are equal bit by bit.
+All frequencies are computed in float32, with the operations in the order of transformers, so that
+the tables are equal bit by bit.
 """
 
 from __future__ import annotations

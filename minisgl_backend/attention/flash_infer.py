@@ -1,12 +1,12 @@
-"""The backend ``fi``: FlashInfer (arXiv 2501.01005), its wrappers for prompts and for decoding.
+"""The backend ``fi``: FlashInfer's wrappers for prompts and for decoding (arXiv 2501.01005).
 
 Its kernels follow a schedule: which part of which sequence a thread block takes. The host makes it
 from the lengths, in pinned memory, and copies it to the GPU in the order of the stream. That memory
 is not written again before the copy has run, so the host is never more than one step ahead.
 
 A captured decode step has a wrapper for each batch size and window. Pages and lengths are read on
-the GPU: the graph gathers the rows of the page table into a buffer that the kernels read, so that
-the schedule is all that the host writes before a replay. Kernels are compiled at first use.
+the GPU: the graph gathers the rows of the page table into a buffer that the kernels read, so before
+a replay the host writes only the schedule. Kernels are compiled at first use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LAYOUT: Final = "NHD"  # [num_pages, page_size, num_kv_heads, head_dim]
 
 
 class Wrapper(Protocol):
-    """What is used of a wrapper of FlashInfer's, for prompts or for decoding."""
+    """A wrapper of FlashInfer's, for prompts or for decoding, as far as it is used here."""
 
     def plan(self, *arguments: object, **options: object) -> None:
         """Write the schedule of a step."""
@@ -125,9 +125,9 @@ class FlashInferDecode:
         def zeros(size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=setting.device)
 
-        # What captured kernels read. To them a row's length is (pages - 1) * page_size + (length of
-        # the last page). So every row is given, in a place of its own, as many pages as it can ever
-        # have, and the excess is subtracted from the length of the last page.
+        # Inputs of captured kernels, which take a row's length as (pages - 1) * page_size + (length
+        # of the last page). Every row gets max_pages in a place of its own, and the excess is
+        # subtracted from the length of the last page, which may become negative.
         self._host_offsets = torch.arange(most + 1, dtype=torch.int32) * max_pages
         self._offsets = self._host_offsets.to(setting.device)
         self._pages = zeros(most * max_pages, torch.int32)
@@ -148,7 +148,7 @@ class FlashInferDecode:
         last_lengths = torch.from_numpy(lengths - (counts - 1) * setting.page_size)
         self._copied.synchronize()
         for window, wrapper in self._captured[size].items():
-            # Unlike ``plan`` it writes the schedule only, and not what the kernels read beside it.
+            # unlike ``plan`` it writes the schedule only, not the kernels' other inputs
             self._library.decode.fast_decode_plan(
                 wrapper,
                 offsets,
@@ -232,7 +232,7 @@ class FlashInferDecode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PageLists:
-    """The pages of sequences, one list after another, as plans take them; int32.
+    """The pages of sequences, one list after another, as wrappers take them; int32.
 
     ``indices`` are on the device. On the host are ``offsets`` [num_sequences + 1] into them, and
     ``last_lengths`` [num_sequences]: how many positions of the last page are taken.

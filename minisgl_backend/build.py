@@ -1,8 +1,8 @@
 """The composition root: from options to a running engine.
 
 Chooses the concrete classes of planner, executor and ranks; all other modules are given what they
-need. What the operator asked for is checked first (``resolve``), before anything is loaded or
-started. What one rank consists of is put together in ``build_rank``.
+need. Options are checked first (``resolve``), before anything is loaded or started. One rank's part
+is put together in ``build_rank``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Engine:
 
 
 def build_executor(options: EngineOptions, parts: Parts = STANDARD) -> tuple[EngineInfo, Executor]:
-    """Load the model onto its devices, and make pages for its keys and values.
+    """Load the model onto its devices, and allocate pages for its keys and values.
 
     With tensor parallelism this process is rank 0, and the executor owns the processes of the other
     ranks. Raises ``ConfigError``.
@@ -101,7 +101,7 @@ def _lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, Executor]:
     def join() -> Group:
         group = _connect(facts, store)
         groups.append(group)
-        followers.on_lost(lambda failure: group.leave())  # or this rank might wait in it for ever
+        followers.on_lost(lambda failure: group.leave())  # else a collective might never return
         return group
 
     try:

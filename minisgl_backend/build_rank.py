@@ -38,13 +38,11 @@ logger = logging.getLogger(__name__)
 
 _LARGE_MEMORY: Final = 80 * 2**30
 """Bytes. On GPUs with more, decode steps of up to 256 rows are captured, on others up to 160."""
-
-
 _CAPTURED_TOKENS: Final = 1024
 _CAPTURED_MULTIPLICATIONS: Final = 4 * 10**12
 """Steps with prompts are captured up to this many tokens or, if that allows more, up to this many
-multiplications (tokens times weights): beyond, a GPU takes longer than a host needs to launch all
-kernels (some 20 ms)."""
+multiplications (tokens times weights): a larger step takes the GPU longer than the host needs to
+launch its kernels (some 20 ms)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,11 +76,11 @@ def build_rank(
     storage = _storage(facts, _num_pages(facts, group))
     _log_free_memory(facts, f"after making {storage.num_pages} KV pages")
     model.bind_pages(storage.layers)
-    most = 0
+    max_captured = 0
     if isinstance(facts.device, CudaDevice):
         _warn_if_slower(facts.device)
-        most = max_captured_batch_size(facts.options, facts.device.total_memory)
-    attention = _attention(facts, most)
+        max_captured = max_captured_batch_size(facts.options, facts.device.total_memory)
+    attention = _attention(facts, max_captured)
     if isinstance(facts.device, CudaDevice):
         _use_tensor_cores(model, facts.device.torch_device)
         facts.device.catch_up()  # wait for the weights, the pages and what kernels keep
@@ -91,7 +89,7 @@ def build_rank(
         storage=storage,
         attention=attention,
         device=facts.device,
-        limits=_limits(facts, attention, model, most),
+        limits=_limits(facts, attention, model, max_captured),
         watch_logits=parts.watch_logits,
         progress=progress,
     )
@@ -114,8 +112,7 @@ def _warn_if_slower(device: CudaDevice) -> None:
 
 
 def _use_tensor_cores(model: Decoder, device: torch.device) -> None:
-    """Have the model's layers computed by this package's GEMMs for Hopper, if there are any for
-    them."""
+    """Use this package's GEMMs for Hopper in the layers that have them."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return
     if import_error("cuda.bindings") is None:
@@ -160,12 +157,12 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
     except torch.OutOfMemoryError as error:
         gpu, num_weights = facts.device.torch_device, facts.spec.num_parameters
         num_bytes = num_weights * facts.dtype.itemsize // group.size
-        # with what PyTorch took for those weights that did fit
+        # PyTorch still reserves the memory of the weights that did fit
         free_bytes = torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu)
         raise ConfigError(
-            f"the weights, as config.json has them ({num_weights:,} numbers), would take some "
+            f"the weights, as config.json has them ({num_weights:,} numbers), would take about "
             f"{num_bytes:,} bytes of {gpu}, which has {free_bytes:,} free: use more GPUs "
-            "(tensor_parallel_size), or end what else runs there"
+            "(tensor_parallel_size), or end other processes on it"
         ) from error
 
 
@@ -216,14 +213,15 @@ def max_captured_batch_size(options: EngineOptions, total_memory: int) -> int:
 
 
 def _limits(
-    facts: Resolved, attention: PagedAttention, model: Decoder, most: int
+    facts: Resolved, attention: PagedAttention, model: Decoder, max_captured_batch_size: int
 ) -> ExecutorLimits:
-    """``most`` is the largest batch to be captured."""
     options = facts.options
     sizes: tuple[list[int], list[int]] = ([], [])
     if not facts.device.is_host:
         num_weights = sum(weight.numel() for weight in model.model.layers.parameters())
-        sizes = graph_sizes(options, attention, max_batch_size=most, num_weights=num_weights)
+        sizes = graph_sizes(
+            options, attention, max_batch_size=max_captured_batch_size, num_weights=num_weights
+        )
     return ExecutorLimits(
         max_rows=options.max_running_requests,
         max_sequence_length=facts.context,
@@ -236,7 +234,7 @@ def _limits(
 def graph_sizes(
     options: EngineOptions, attention: PagedAttention, *, max_batch_size: int, num_weights: int
 ) -> tuple[list[int], list[int]]:
-    """What to capture: numbers of rows of decode steps, numbers of tokens of steps with prompts.
+    """What to capture: decode steps by number of rows, steps with prompts by number of tokens.
 
     ``num_weights`` counts the weights of this rank's layers. Raises ``ConfigError`` if an option
     asks for graphs that are impossible.
@@ -280,7 +278,7 @@ def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:
 def _num_pages(facts: Resolved, group: Group) -> int:
     """How many pages each rank gets: as many as the rank with the least free memory can hold.
 
-    It is a collective: all ranks call it.
+    A collective: all ranks call it.
     """
     device, options = facts.device, facts.options
     free_bytes, cap_bytes = least_free_memory(group, device.free_memory()), device.kv_bytes_cap

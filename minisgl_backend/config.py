@@ -1,4 +1,4 @@
-"""What the operator asks for (``EngineOptions``), and how much one request may bring (``Limits``).
+"""The operator's options (``EngineOptions``) and the limits on one request (``Limits``).
 
 Knows names, types, defaults and ranges. Must not know devices, model files or Triton: what depends
 on those is decided later, the dtype in ``resolve``, the number of pages and the attention backend
@@ -170,11 +170,11 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much one request may bring: one table, which every way in uses."""
+    """The largest request, by each of its parts. Server, gateway and ``LLM`` share this table."""
 
     prompt_bytes: int = 8 * 2**20
     other_bytes: int = 4 * 2**20
-    """What a whole request may have beyond ``prompt_bytes``."""
+    """All of a request but its prompt."""
     messages: int = 1024
     message_depth: int = 32
     stop_strings: int = 16
@@ -207,7 +207,7 @@ def _plain_types() -> Mapping[str, type]:
 
 _TYPES: Final = _plain_types()
 _GROUPED: Final = re.compile(r"-?[0-9]{1,3}(,[0-9]{3})+")
-"""A number whose thousands are set apart, as in 4,000,000; other commas are mistakes."""
+"""A number with thousands separators, as in 4,000,000; other commas are mistakes."""
 _KIND_WORDS: Final = MappingProxyType(
     {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 )

@@ -1,4 +1,4 @@
-"""Optional packages of which one version fits: how to install them, and what runs slower without.
+"""Optional packages, each pinned to one version: how to install them, and what is slower without.
 
 The versions are those of the extra ``gpu`` in pyproject.toml, and of CUDA in its PyTorch. Must not
 know tensors or devices.
@@ -16,7 +16,7 @@ FLASH_INFER: Final = "pip install flashinfer-python==0.6.12"
 FLASH_INFER_KERNELS: Final = (
     "pip install flashinfer-jit-cache==0.6.12 --index-url https://flashinfer.ai/whl/cu130"
 )
-"""Compiled ahead; of the same version as FlashInfer, and from its authors' index alone."""
+"""Compiled ahead of time. Needs FlashInfer's version, and is only in its authors' index."""
 
 _SPEEDING: Final = (
     (
@@ -32,14 +32,15 @@ _SPEEDING: Final = (
         "attention to prompts runs on Triton kernels, which use Hopper's tensor cores less well",
     ),
 )
-"""Modules that auto takes, the compute capabilities that gain, the command, and the cost."""
+"""Modules that ``auto`` uses if they are there: name, major compute capabilities of the GPUs that
+gain, command to install it, cost of its absence."""
 
 
 def import_error(module: str) -> str | None:
-    """Why a module cannot be imported; None if it can be, and then it is."""
+    """Import a module; returns the error's text, or None if the import succeeded."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a library finds at its import
+            warnings.simplefilter("ignore")  # some libraries warn when imported
             importlib.import_module(module)
     except ImportError as error:
         return str(error)
@@ -47,9 +48,9 @@ def import_error(module: str) -> str | None:
 
 
 def slower_without(major: int) -> str | None:
-    """One line for the log about the packages that a GPU of this compute capability lacks.
+    """One log line about missing packages that a GPU of this major compute capability would use.
 
-    None if it lacks none. Each part names the package, its error, the cost and the command.
+    None if none is missing. For each: the package, its error, the cost and the command.
     """
     parts = [
         f"without {module.partition('.')[0]} ({error}) {cost}: {command}"

@@ -1,8 +1,8 @@
-"""What may take the place of an engine's own parts: an argument of ``build_engine``.
+"""Replacements for an engine's parts: an argument of ``build_engine``.
 
-Benchmarks mark what an engine does, checks break it on purpose, and both need the real one around
-what they replace. Knows how each part is made, and by which protocol the others use it. Must not
-know who replaces a part, or why: without the argument an engine has no code of theirs in it.
+Benchmarks trace an engine and checks break it on purpose; in both, the rest of the engine must be
+the real one. Knows how each part is made, and by which protocol the others use it. Must not know
+who replaces a part, or why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
 
 class MakeEngine(Protocol):
-    """Makes what joins planner and executor, as the class ``Engine`` does."""
+    """Joins planner and executor to an engine, as the class ``Engine`` does."""
 
     def __call__(
         self, info: EngineInfo, scheduler: SchedulerPort, executor: Executor, *, overlap: bool
@@ -34,10 +34,10 @@ def _unchanged(executor: RankExecutor) -> RankExecutor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """How the parts of an engine are made; what is not given is as in every engine.
+    """How the parts of an engine are made.
 
-    ``executor`` gets the executor of this rank, with its model loaded, and returns what runs the
-    steps. ``watch_logits`` looks at the logits of each step that is not captured, before they are
+    ``executor`` gets this rank's executor, with its model loaded, and returns the one that runs the
+    steps. ``watch_logits`` gets the logits of each step that is not captured, before they are
     sampled. ``follower`` is the module that the processes of the other ranks run.
     """
 

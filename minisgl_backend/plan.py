@@ -1,4 +1,4 @@
-"""The one value that crosses from the planner to the executor, and the tokens that come back.
+"""``StepPlan``, which the planner sends to the executor, and the tokens that come back.
 
 A ``StepPlan`` says what one forward pass does: which requests take a row, which pages the rows are
 granted, which prompt tokens are prefilled, and which rows decode. A plan never holds a sampled
@@ -24,12 +24,12 @@ import numpy as np
 from minisgl_backend.request import IntArray, RequestId, SamplingParams, TokenLogprobs
 
 NO_TOKEN: Final = -1
-"""In ``SampledTokens`` it stands in for the token of a row whose logits were not finite."""
+"""In ``SampledTokens``: the logits of the row were not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Admission:
-    """A request takes a row: all that the executor has to know of the request, sent once.
+    """A request takes a row: all that the executor has to know of it, sent once.
 
     ``history``, int32[num_tokens], holds the tokens known so far if ``sampling`` has penalties, and
     is empty if not. The known tokens are the prompt, followed by the output so far if the request

@@ -1,8 +1,8 @@
-"""What can be refused before anything starts: options, a model's files, too little memory.
+"""Checks before anything starts: options, a model's files, memory.
 
 Knows options, the files of a checkpoint and the size of this machine. Needs no torch, so a command
-can say at once what the engine would find out only after half a minute. The engine makes the same
-checks (``resolve``), and then those for which it needs the device.
+can report at once what the engine would find half a minute later. The engine makes the same checks
+(``resolve``), and then those that need the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def device_type(options: EngineOptions) -> str | None:
     except OSError:
         has_driver = False
     if options.device == "cuda" and not has_driver:
-        raise ConfigError("device cuda needs an NVIDIA GPU, and this machine has no driver of one")
+        raise ConfigError("device cuda needs an NVIDIA GPU, and this machine has no driver for one")
     return options.device or (None if has_driver else "cpu")
 
 
@@ -97,7 +97,7 @@ def context_of(options: EngineOptions, spec: ModelSpec) -> int:
 def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     """Raise ``ConfigError`` if weights, pages and tables exceed the memory of the machine.
 
-    It is compared with all memory, not with what is free now. On a CPU all ranks share it.
+    Compares with all memory, not with what is free now. On a CPU all ranks share it.
     """
     context, num_ranks = context_of(options, spec), options.tensor_parallel_size
     item_bytes = _ITEM_BYTES[options.dtype or default_dtype(spec.dtype, spec.num_parameters)]

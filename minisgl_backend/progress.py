@@ -1,6 +1,6 @@
-"""How far long work at start-up has come: a bar on a terminal, else lines of the log.
+"""Progress of long work: a bar on a terminal, else log lines.
 
-Work calls what it is given for each item that is done; it must not know where that is shown.
+The work calls a function for each finished item, and must not know where that is shown.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from rich.progress import Progress as Bar
 logger = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[str], None]]]
-"""(what is done, number of items) -> a context whose value is called with each item's name."""
+"""(kind of work, number of items) -> a context whose value is called with each item's name."""
 
 
 @contextmanager
 def unseen(what: str, num_items: int) -> Iterator[Callable[[str], None]]:
-    """Progress of work that no one watches, as on ranks other than 0."""
+    """Shows nothing; for ranks other than 0, and for callers who ask for no bar."""
     yield lambda item: None
 
 
 @contextmanager
 def shown(what: str, num_items: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr if it is a terminal; else a line in the log, and one of DEBUG an item."""
+    """A bar on stderr if it is a terminal; else one log line, and one at DEBUG for each item."""
     if not sys.stderr.isatty():
         logger.info("%s: %d", what, num_items)
         yield lambda item: logger.debug("%s: %s", what, item)

@@ -1,7 +1,8 @@
-"""From options to facts: what the operator's choices amount to for this model on this machine.
+"""Resolves options into facts: device, dtype, model and context of one rank on this machine.
 
-Nothing is loaded and no process is started here, so what is wrong is refused at once: an option
-that the device or the model does not allow raises a ``ConfigError`` that names the option.
+Loads nothing and starts no process, so mistakes are found at once: an option that the device or the
+model does not allow raises a ``ConfigError`` that names it. ``precheck`` makes the checks that need
+no torch; the rest are here.
 """
 
 from __future__ import annotations
@@ -95,12 +96,12 @@ def _device_kind(options: EngineOptions, place: Place) -> str:
 
 
 def num_cpu_threads(place: Place, num_weights: int) -> int:
-    """How many threads of a CPU compute a rank's steps.
+    """How many CPU threads compute a rank's steps.
 
-    A single rank leaves one core for planning, tokenizing and sending. On two cores that are busy
-    with these, a second computing thread makes a short step take half as long again, since the
-    first waits for it in every operation. Steps of large models gain by it. If the variable
-    OMP_NUM_THREADS is set, all threads that it allows are used.
+    A single rank leaves one core for planning, tokenizing and sending. If these keep both of two
+    cores busy, a second compute thread makes short steps 1.5 times as long, since the first waits
+    for it in every operation; steps of large models get shorter. If the variable OMP_NUM_THREADS is
+    set, all threads that it allows are used.
     """
     num_threads = torch.get_num_threads()
     if place.size > 1:
@@ -113,7 +114,7 @@ def num_cpu_threads(place: Place, num_weights: int) -> int:
 def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dtype:
     """The type of weights and activations: the option's, or what suits device and checkpoint.
 
-    On a GPU a checkpoint of more than 16 bits is computed in bfloat16 unless asked otherwise.
+    On a GPU, by default, checkpoints of more than 16 bits are computed in bfloat16.
     """
     if device.is_host:
         name = options.dtype or default_dtype(spec.dtype, spec.num_parameters)
@@ -128,6 +129,6 @@ def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dty
         if options.dtype is None and name not in ("bfloat16", "float16"):
             name = "bfloat16"
         if spec.head_dim & (spec.head_dim - 1):
-            raise ConfigError(f"head_dim {spec.head_dim} is not a power of two, as GPUs need it")
+            raise ConfigError(f"head_dim must be a power of two on a GPU, it is {spec.head_dim}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype

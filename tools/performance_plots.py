@@ -29,7 +29,7 @@ Files = Mapping[str, dict[str, Any]]
 
 _KINDS = {
     "attention": "tab:blue",
-    "products": "tab:orange",
+    "gemm": "tab:orange",
     "norms": "tab:green",
     "sampling": "tab:red",
     "communication": "tab:purple",

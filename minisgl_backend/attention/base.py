@@ -1,11 +1,11 @@
-"""What a step tells attention, and what an attention backend offers, on every device.
+"""The protocols of attention over pages, and their inputs, on every device.
 
-Keys and values of a step stand in their pages before attention is computed. Prompt chunks and
-decoding rows are two protocols, and a pair of them makes a backend (``PagedAttention``): they may
+A step's keys and values are in their pages before attention is computed. Prompt chunks and decoding
+rows are two protocols, and a backend is a pair of implementations (``PagedAttention``), which may
 come from different libraries. Each plans a step once and returns a function for its layers.
 
-A step that is captured in a CUDA graph brings no host arrays: what it does may depend on values on
-the device only.
+A step to be captured in a CUDA graph has no host arrays: its kernels may depend on values on the
+device only.
 
 Knows positions, pages and shapes. Must not know requests, plans or how pages are given out.
 """
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from minisgl_backend.request import IntArray
 
-if TYPE_CHECKING:  # what a model is can be known without torch
+if TYPE_CHECKING:  # ``models.spec`` imports this module and needs no torch
     import torch
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Heads of one rank. ``windows`` has an entry a layer: how many positions, its own included, a
-    token sees; None for all before it. ``scale`` multiplies the scores, q k^T."""
+    """Heads of one rank. ``windows`` has an entry a layer: the number of positions that a token
+    sees, its own included; None for all up to its own. ``scale`` multiplies the scores, q k^T."""
 
     num_heads: int
     num_kv_heads: int
@@ -40,7 +40,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class KVScale:
-    """What multiplies the keys and the values of a layer if its pages hold float8."""
+    """Factors of the keys and of the values of a layer if its pages hold float8."""
 
     k: float = 1.0
     v: float = 1.0
@@ -48,7 +48,7 @@ class KVScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSetting:
-    """What a backend is made for.
+    """The model, pages, batches and device that a backend is made for.
 
     ``dtype`` is that of queries and results, ``kv_dtype`` that of pages: the same, or float8_e4m3.
     Batches of more than ``max_captured_batch_size`` rows are not captured in a graph.
@@ -79,7 +79,7 @@ class PagedKV:
     """Keys and values of one layer, [num_pages + 1, page_size, num_kv_heads, head_dim].
 
     If they are float8, ``k_scale`` and ``v_scale`` (float32 [1]) multiply them; ``scale`` holds
-    the same two numbers on the host. What lies behind a row's end is finite.
+    the same two numbers on the host. Positions beyond a row's end are finite.
     """
 
     keys: Tensor
@@ -93,12 +93,14 @@ class PagedKV:
 class Chunks:
     """Prompt chunks of a step, one after another in the flat batch; int32 on the device.
 
-    ``rows`` [num_chunks] of ``page_table`` [num_rows, max_pages]; ``offsets`` [num_chunks + 1] into
-    the tokens, some of which may stand before the first chunk or behind the last; ``ends``
-    [num_chunks]: positions of the row up to the chunk's last, included. The host knows the largest
-    length, the largest end, and copies of the offsets and ends, ``host_offsets`` and ``host_ends``.
-    In a step to be captured these copies are None, the two maxima are the largest possible ones,
-    and chunks may be empty.
+        flat batch   other tokens | chunk 0 | chunk 1 | other tokens
+                                  offsets[0] offsets[1] offsets[2]
+        chunk i      positions ends[i] - (offsets[i + 1] - offsets[i]) .. ends[i] of rows[i]
+
+    ``rows`` [num_chunks] of ``page_table`` [num_rows, max_pages]; ``offsets`` [num_chunks + 1];
+    ``ends`` [num_chunks]. The host knows the largest length, the largest end, and copies of offsets
+    and ends, ``host_offsets`` and ``host_ends``. In a step to be captured these copies are None,
+    the two maxima are the largest possible ones, and chunks may be empty.
     """
 
     rows: Tensor
@@ -133,8 +135,8 @@ class LayerAttention(Protocol):
     def __call__(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
         """Fill ``out``, [num_tokens, num_heads, head_dim] as ``q`` is.
 
-        Of chunks only their own tokens are filled; of decoding rows ``q`` has just their tokens.
-        Heads of ``q`` may be strided by token.
+        For chunks, ``q`` has all tokens of the flat batch, of which only the chunks' are filled;
+        for decoding rows it has theirs alone. Heads of ``q`` may be strided by token.
         """
 
 
@@ -154,7 +156,7 @@ class DecodeAttention(Protocol):
 
 @runtime_checkable
 class ScheduledDecode(DecodeAttention, Protocol):
-    """Decode attention by kernels that follow a schedule, which the host makes of the lengths."""
+    """Decode attention whose kernels follow a schedule, which the host makes from the lengths."""
 
     def schedule_rows(self, lengths: IntArray) -> None:
         """Write the schedule of the captured step of ``len(lengths)`` rows that is enqueued next.
@@ -168,8 +170,8 @@ class ScheduledDecode(DecodeAttention, Protocol):
 class PagedAttention:
     """A backend: ``name`` is the option that chooses it.
 
-    ``can_capture``: whether a decode step can be captured in a CUDA graph; ``captures_chunks``:
-    whether a step with prompt chunks can be, too.
+    ``can_capture``: decode steps can be captured in CUDA graphs; ``captures_chunks``: so can steps
+    with prompt chunks.
     """
 
     name: str

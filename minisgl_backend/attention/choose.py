@@ -1,8 +1,8 @@
 """From the option ``attention_backend`` to a backend. A CPU has ``sdpa`` only.
 
-A name stands for prefill and decode both; two names joined by a comma for one each. What is unknown
-or cannot run here is refused by a ``ConfigError`` that says what to do. ``cuda`` and ``trtllm``
-only decode: given alone, each is joined by whatever ``auto`` takes for prefill.
+One name stands for prefill and decode, two with a comma for one each. Names that are unknown or
+cannot run here raise a ``ConfigError`` that says what to do. ``cuda`` and ``trtllm`` only decode:
+given alone, each is paired with the prefill that ``auto`` takes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class _Kind(Generic[T_co]):
-    """One way to compute attention: how to make it, and why it cannot be (None where it can)."""
+    """One implementation: how to make it, and why it cannot run (None if it can)."""
 
     make: Callable[[AttentionSetting], T_co]
     why_not: Callable[[AttentionSetting], str | None]
@@ -52,9 +52,9 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
 
     For decode that is ``cuda`` from Hopper on, else ``triton``: on an H200 each is faster than
     ``fa`` and ``fi``, and nothing is planned on the host. For prefill it is ``fa`` on Hopper over
-    16-bit pages where sgl_kernel is installed, since its kernels use the tensor cores there better,
-    and else ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so
-    they are only taken where they are asked for.
+    16-bit pages if sgl_kernel is installed, since its kernels use the tensor cores better, and else
+    ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so ``auto``
+    never takes them.
     """
     prefill_name, decode_name = _auto(setting) if option is None else _parse(option, setting)
     prefill = _made(_PREFILL[prefill_name], prefill_name, setting)
@@ -144,7 +144,7 @@ def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
 
 
 def _why_not_flash_infer(setting: AttentionSetting) -> str | None:
-    """FlashInfer's own limits, whichever of its kernels are taken."""
+    """The limits that all of FlashInfer's kernels share."""
     head_dim = setting.shape.head_dim
     if setting.dtype not in (torch.bfloat16, torch.float16):
         return f"needs dtype bfloat16 or float16, not {_name(setting.dtype)}"
@@ -194,7 +194,7 @@ def _flash_attn(setting: AttentionSetting) -> FlashAttention:
 
 
 def _cuda(setting: AttentionSetting) -> DecodeAttention:
-    # imports the CUDA driver's bindings, which are only there where there is a GPU
+    # imports the CUDA driver's bindings, which only installations for GPUs have
     module = importlib.import_module("minisgl_backend.attention.cuda")
     decode: DecodeAttention = module.CudaDecode(setting)
     return decode

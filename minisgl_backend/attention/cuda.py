@@ -1,6 +1,6 @@
 """The backend ``cuda``: this package's kernel in CUDA C++.
 
-It streams keys and values at the rate of the memory however ragged the rows are, also from fp8.
+It streams keys and values at memory bandwidth, however ragged the rows are, fp8 pages included.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The backend ``fi``: FlashInfer (arXiv 2501.01005), its wrappers for prompts and for decoding.
+"""The backend ``fi``: FlashInfer's wrappers for prompts and for decoding (arXiv 2501.01005).
 
 Its kernels follow a schedule: which part of which sequence a thread block takes. The host makes it
 from the lengths, in pinned memory, and copies it to the GPU in the order of the stream. That memory
 is not written again before the copy has run, so the host is never more than one step ahead.
 
 A captured decode step has a wrapper for each batch size and window. Pages and lengths are read on
-the GPU: the graph gathers the rows of the page table into a buffer that the kernels read, so that
-the schedule is all that the host writes before a replay. Kernels are compiled at first use.
+the GPU: the graph gathers the rows of the page table into a buffer that the kernels read, so before
+a replay the host writes only the schedule. Kernels are compiled at first use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, TypeAlias
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -32,20 +32,32 @@ from minisgl_backend.attention.base import (
     LayerAttention,
     PagedKV,
 )
+from minisgl_backend.device.base import HostArray
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.request import IntArray
 
 HEAD_DIMS: Final = (64, 128, 256)
 
 TENSOR_CORE_GROUP: Final = 4
-"""From this many query heads per KV head on, a row's products fill a tensor core well enough."""
+"""From this many query heads per KV head on, the GEMMs of a row fill a tensor core well enough."""
 
 _SCHEDULE_BYTES: Final = 2**20
 """Of a captured step: less than 32 bytes a row and a thread block."""
 
 _LAYOUT: Final = "NHD"  # [num_pages, page_size, num_kv_heads, head_dim]
 
-Wrapper: TypeAlias = Any
+
+class Wrapper(Protocol):
+    """A wrapper of FlashInfer's, for prompts or for decoding, as far as it is used here."""
+
+    def plan(self, *arguments: object, **options: object) -> None:
+        """Write the schedule of a step."""
+
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], **options: object) -> Tensor:
+        """Attention of one layer."""
+
+    def reset_workspace_buffer(self, partial_results: Tensor, schedule: Tensor) -> None:
+        """Use this memory from now on."""
 
 
 def why_no_kernels() -> str | None:
@@ -100,7 +112,7 @@ class FlashInferPrefill:
 
 
 class FlashInferDecode:
-    """``ScheduledDecode`` by ``BatchDecodeWithPagedKVCacheWrapper``, by tensor cores where enough
+    """``ScheduledDecode`` by ``BatchDecodeWithPagedKVCacheWrapper``, on tensor cores if enough
     query heads share a KV head."""
 
     def __init__(self, library: ModuleType, setting: AttentionSetting):
@@ -113,9 +125,9 @@ class FlashInferDecode:
         def zeros(size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=setting.device)
 
-        # What captured kernels read. To them a row's length is (pages - 1) * page_size + (length of
-        # the last page). So every row is given, in a place of its own, as many pages as it can ever
-        # have, and the excess is subtracted from the length of the last page.
+        # Inputs of captured kernels, which take a row's length as (pages - 1) * page_size + (length
+        # of the last page). Every row gets max_pages in a place of its own, and the excess is
+        # subtracted from the length of the last page, which may become negative.
         self._host_offsets = torch.arange(most + 1, dtype=torch.int32) * max_pages
         self._offsets = self._host_offsets.to(setting.device)
         self._pages = zeros(most * max_pages, torch.int32)
@@ -136,7 +148,7 @@ class FlashInferDecode:
         last_lengths = torch.from_numpy(lengths - (counts - 1) * setting.page_size)
         self._copied.synchronize()
         for window, wrapper in self._captured[size].items():
-            # Unlike ``plan`` it writes the schedule only, and not what the kernels read beside it.
+            # unlike ``plan`` it writes the schedule only, not the kernels' other inputs
             self._library.decode.fast_decode_plan(
                 wrapper,
                 offsets,
@@ -195,7 +207,7 @@ class FlashInferDecode:
                 paged_kv_last_page_len_buffer=self._last_lengths[:size],
             )
             wrapper.reset_workspace_buffer(self._workspace, schedule)
-            # Chooses the kernels, and leaves the offsets as they are.
+            # chooses the kernels, and leaves the offsets as they are
             wrapper.plan(
                 self._host_offsets[: size + 1],
                 self._pages[:0],
@@ -206,20 +218,21 @@ class FlashInferDecode:
             wrappers[window] = wrapper
         return wrappers
 
-    def _wrapper(self, **options: Any) -> Wrapper:
+    def _wrapper(self, **options: Tensor | bool) -> Wrapper:
         shape = self._setting.shape
-        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+        wrapper: Wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             _LAYOUT,
             use_tensor_cores=shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP,
             backend="fa2",
             **options,
         )
+        return wrapper
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PageLists:
-    """The pages of sequences, one list after another, as plans take them; int32.
+    """The pages of sequences, one list after another, as wrappers take them; int32.
 
     ``indices`` are on the device. On the host are ``offsets`` [num_sequences + 1] into them, and
     ``last_lengths`` [num_sequences]: how many positions of the last page are taken.
@@ -234,7 +247,7 @@ class _PageLists:
         """Sequences of ``ends`` positions, whose pages are the rows of ``page_table``."""
         counts = _num_pages(ends, setting.page_size)
         offsets = _offsets(counts)
-        starts = np.arange(len(ends)) * page_table.shape[1] - offsets[:-1].numpy()
+        starts: HostArray = np.arange(len(ends)) * page_table.shape[1] - offsets[:-1].numpy()
         taken = np.repeat(starts, counts) + np.arange(counts.sum())
         index = _to_host(taken, setting).to(setting.device, non_blocking=True)
         return cls(
@@ -253,7 +266,7 @@ def _offsets(counts: IntArray) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
 
 
-def _to_host(array: Any, setting: AttentionSetting) -> Tensor:
+def _to_host(array: IntArray | HostArray, setting: AttentionSetting) -> Tensor:
     """A copy in pinned memory, so that copying it to the GPU need not wait for the GPU."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if setting.device.type == "cuda" else tensor
@@ -264,7 +277,7 @@ def _heads(setting: AttentionSetting) -> tuple[int, int, int, int]:
     return shape.num_heads, shape.num_kv_heads, shape.head_dim, setting.page_size
 
 
-def _options(setting: AttentionSetting, window: int | None) -> dict[str, Any]:
+def _options(setting: AttentionSetting, window: int | None) -> dict[str, object]:
     return {
         "window_left": -1 if window is None else window - 1,
         "sm_scale": setting.shape.scale,
@@ -273,10 +286,9 @@ def _options(setting: AttentionSetting, window: int | None) -> dict[str, Any]:
     }
 
 
-def _run(wrapper: Wrapper, out: Tensor, q: Tensor, kv: PagedKV, **options: Any) -> None:
-    scale = kv.scale
-    pages = (kv.keys, kv.values)
-    wrapper.run(q, pages, out=out, k_scale=scale.k, v_scale=scale.v, **options)
+def _run(wrapper: Wrapper, out: Tensor, q: Tensor, kv: PagedKV, *, enable_pdl: bool) -> None:
+    pages, scale = (kv.keys, kv.values), kv.scale
+    wrapper.run(q, pages, out=out, k_scale=scale.k, v_scale=scale.v, enable_pdl=enable_pdl)
 
 
 def _workspace(setting: AttentionSetting) -> Tensor:

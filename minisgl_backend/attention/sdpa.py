@@ -1,12 +1,11 @@
 """The backend ``sdpa``: gather the pages of each run, then PyTorch's scaled dot product.
 
-The only one of a CPU, and on a GPU the reference of the others: every dtype, page size, window and
-head count. Needs lengths on the host, so its steps are never captured.
+The only backend on a CPU, and on a GPU the reference for the others: it takes every dtype, page
+size, window and head count. Needs lengths on the host, so its steps are never captured.
 
-A *run* is what a step computes of one row: a chunk, or one decoded token. Runs are padded into a
-few *segments*, each one gather and one SDPA call a layer: all decoding rows are normally one
-segment; chunks are cut into blocks of queries, so that masks stay small, and blocks of like size
-share a segment.
+A *run* is a row's part of the step: a chunk, or one decoded token. Runs are cut into *blocks* of
+queries, so that masks stay small. Blocks of similar size are padded into a *segment*, which takes
+one gather and one SDPA call a layer; all decoding rows are normally one segment.
 """
 
 from __future__ import annotations
@@ -68,18 +67,18 @@ class SdpaAttention:
         assert chunks.host_offsets is not None  # such steps are not captured
         assert chunks.host_ends is not None
         offsets = chunks.host_offsets.astype(np.int64)
-        runs = _Blocks.of_runs(
+        blocks = _Blocks.of_runs(
             offsets[:-1], np.diff(offsets), chunks.host_ends.astype(np.int64), self._heads_per_kv
         )
-        return self._planned(runs, chunks.rows, chunks.page_table)
+        return self._planned(blocks, chunks.rows, chunks.page_table)
 
     def plan_rows(self, rows: DecodeRows) -> LayerAttention:
         assert rows.host_lengths is not None
         ends = rows.host_lengths.astype(np.int64)
-        runs = _Blocks.of_runs(
+        blocks = _Blocks.of_runs(
             np.arange(len(ends)), np.ones(len(ends), np.int64), ends, self._heads_per_kv
         )
-        return self._planned(runs, rows.rows, rows.page_table)
+        return self._planned(blocks, rows.rows, rows.page_table)
 
     def _planned(self, blocks: _Blocks, rows: Tensor, page_table: Tensor) -> LayerAttention:
         segments = [
@@ -168,7 +167,11 @@ def _gather(pages: Tensor, segment: _Segment, dtype: torch.dtype, scale: Tensor 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blocks:
-    """int64[num_blocks] each: run, first flat token, number of queries, end of context."""
+    """Blocks of queries; int64[num_blocks] each.
+
+    ``runs``: the index of the block's run; ``tokens``: the flat index of its first token;
+    ``lengths``: its number of queries; ``ends``: the end of their context.
+    """
 
     runs: HostArray
     tokens: HostArray
@@ -189,8 +192,8 @@ class _Blocks:
             return whole
         counts = -(-lengths // most)
         runs = np.repeat(np.arange(len(ends)), counts)
-        index = np.arange(len(runs)) - np.repeat(np.cumsum(counts) - counts, counts)
-        begins = index * most[runs]
+        index = np.arange(len(runs)) - np.repeat(np.cumsum(counts) - counts, counts)  # in its run
+        begins = index * most[runs]  # [num_blocks], the queries of the run before the block
         of_blocks = np.minimum(most[runs], lengths[runs] - begins)
         block_ends = (ends - lengths)[runs] + begins + of_blocks
         return cls(runs, offsets[runs] + begins, of_blocks, block_ends)

@@ -46,7 +46,7 @@ class TritonPrefill:
 
 
 class TritonDecode:
-    """``DecodeAttention`` by ``kernels.decode_attention``: a fixed grid, nothing to plan."""
+    """``DecodeAttention`` by ``kernels.decode_attention``, whose grid needs no plan."""
 
     def __init__(self, shape: AttentionShape, *, max_batch_size: int, device: torch.device):
         self._shape = shape

@@ -1,8 +1,8 @@
-"""The backend ``trtllm``: decoding by kernels of TensorRT-LLM, as FlashInfer brings them.
+"""The backend ``trtllm``: decoding by TensorRT-LLM's kernels, which FlashInfer ships.
 
 On Hopper those are XQA. Page table and lengths are read on the GPU and nothing is planned. For
 decoding only; kernels are compiled at first use, for one page size and ratio of heads. Over float8
-pages the queries and the weights of the values are rounded to float8 as well.
+pages the queries and the softmax weights are rounded to float8 as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORKSPACE_BYTES: Final = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """What each layer passes on: the page table of the rows, [batch_size, max_pages]."""
+    """The arguments that all layers of a step share; ``page_table`` [batch_size, max_pages]."""
 
     page_table: Tensor
     lengths: Tensor
@@ -39,7 +39,7 @@ class TrtllmDecode:
         """``library`` is the module flashinfer."""
         self._library = library
         self._setting = setting
-        # The kernels count in it and leave the counters at zero.
+        # the kernels count in it and leave the counters at zero
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=setting.device)
 
     def plan_rows(self, rows: DecodeRows) -> LayerAttention:

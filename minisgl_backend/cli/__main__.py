@@ -9,7 +9,7 @@ from minisgl_backend.cli.interrupt import end_in_time, ended_by_ctrl_c
 
 
 def main() -> None:
-    """Run the command that the arguments say."""
+    """Run the command that the arguments name."""
     with ended_by_ctrl_c():
         from minisgl_backend.cli.main import main as command
     end_in_time(_takes_over)
@@ -17,10 +17,10 @@ def main() -> None:
 
 
 def _takes_over(number: int) -> bool:
-    """Whether the command does something else than to end at once.
+    """Whether the command handles this signal itself, and does not end at once.
 
-    `serve` and `gateway` answer open requests first, from when they have handlers of their own;
-    Ctrl-C in `chat` ends an answer.
+    `serve` and `gateway` answer open requests first, once their own handlers are installed; Ctrl-C
+    in `chat` ends an answer.
     """
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in ("serve", "gateway"):

@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Final
 
 INTERRUPTED: Final = 130
-"""The exit code, as shells have it."""
+"""The exit code, by the convention of shells."""
 _OTHERS: Final = (signal.SIGTERM, signal.SIGHUP)
 _CLEAN_UP_S: Final = 1.0
-"""From a signal to the end of the process, if nothing else ends it before."""
+"""From a signal to the forced end of the process."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def ended_by_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def signals_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP do once what Ctrl-C does while the block runs, and give its exit code.
+    """While the block runs, SIGTERM and SIGHUP act once as Ctrl-C, with the signal's exit code.
 
     So a command cleans up, whatever ends it. A command that has handlers of its own keeps them, and
     a signal that is to be ignored, as under nohup, still is.
@@ -50,11 +50,11 @@ def signals_as_ctrl_c() -> Iterator[None]:
     came: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if came:  # what is being cleaned up must not be left half-way
+        if came:  # do not interrupt the clean-up
             return
         came.append(number)
         on_ctrl_c = signal.getsignal(signal.SIGINT)
-        if not callable(on_ctrl_c):  # Ctrl-C is ignored, as by what a shell runs in the background
+        if not callable(on_ctrl_c):  # Ctrl-C is ignored, as in a shell's background jobs
             raise KeyboardInterrupt
         on_ctrl_c(number, frame)
 
@@ -76,8 +76,8 @@ def end_in_time(
     """From now on a signal ends the process within ``clean_up_s``, whatever its threads do.
 
     For calls that may take minutes, such as a step of a large model on a CPU: Python runs no signal
-    handler while the main thread is in one, and waits at exit for other threads that are. Whatever
-    could not be cleaned up by then is left; child processes get SIGTERM.
+    handler while the main thread is in one, and waits at exit for other threads that are. Clean-up
+    that takes longer is cut off; child processes get SIGTERM.
 
     ``takes_over`` is asked with the signal's number, on another thread: True leaves that signal to
     the command's own handler. To be called on the main thread, once.

@@ -1,6 +1,6 @@
-"""A command group whose commands live in modules that are imported only when they are called.
+"""A command group whose commands are in modules that are imported only when they are called.
 
-Knows commands by their names only; which there are is for the groups to say.
+Knows commands by their names only, which each group lists.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; what the operator can mend is one line, not a traceback.
+        """Run the command. A ``ConfigError`` becomes one line, not a traceback.
 
-        Ctrl-C that the command leaves to others ends it with code 130, other signals likewise.
+        Ctrl-C that the command does not handle ends it with code 130, other signals likewise.
         """
         with signals_as_ctrl_c():
             try:
@@ -63,8 +63,8 @@ class LazyGroup(click.Group):
 
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> click.Command:
-    """Stands for a command whose packages are not installed, so that the help lists it all the
-    same; called, it says what to install."""
+    """In place of a command whose packages are not installed: the help lists it, and when called it
+    says what to install."""
     extras = [extra for module, extra in _EXTRAS.items() if error.name == module]
     extra = extras[0] if extras else "server"
     advice = f"needs {error.name}: pip install '.[{extra}]' in a clone"
@@ -91,4 +91,4 @@ _EXTRAS: Final = {
     "uvicorn": "gateway",
     "matplotlib": "bench",
 }
-"""The extra of pyproject.toml that brings a package; `server` brings the others."""
+"""The extra of pyproject.toml that installs a package; `server` installs the others."""

@@ -1,4 +1,4 @@
-"""The command `minisgl`: its commands by name, whatever package they are of."""
+"""The command `minisgl`: its commands by name, of all packages."""
 
 from __future__ import annotations
 

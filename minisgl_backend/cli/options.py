@@ -1,7 +1,7 @@
-"""Options that several commands have, the engine's among them.
+"""Options that several commands share, the engine's among them.
 
-Those are generated from ``EngineOptions``: every option of the configuration is one of the commands
-that start an engine, under the same name with dashes; nothing has to be listed twice.
+The engine's are generated from ``EngineOptions``, under the same names with dashes, so that they
+are listed once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from minisgl_backend.errors import ConfigError
 
 
 class Refused(click.ClickException):
-    """What the operator must mend before anything starts: one line, and code 2 as for any usage."""
+    """An error that the operator must fix before anything starts: one line, and exit code 2."""
 
     exit_code = 2
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What is refused inside ends the command."""
+    """A ``ConfigError`` inside ends the command."""
     try:
         yield
     except ConfigError as error:
@@ -36,7 +36,7 @@ def refusing() -> Iterator[None]:
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a click callback, which then gets an ``EngineOptions`` as its first argument.
 
-    Values are checked by ``EngineOptions.from_mapping``; what is wrong is ``Refused``.
+    Values are checked by ``EngineOptions.from_mapping``; errors are ``Refused``.
     """
     names = [spec.name for spec in fields(EngineOptions)]
 
@@ -45,7 +45,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         given = {name: kwargs.pop(name) for name in names}
         chosen = {name: value for name, value in given.items() if value is not None}
         for name in chosen:
-            if not chosen[name]:  # as of a shell's variable that is not set
+            if not chosen[name]:  # perhaps a shell variable that is not set
                 raise Refused(f"--{name.replace('_', '-')} must not be empty")
         with refusing():
             options = EngineOptions.from_mapping(chosen)

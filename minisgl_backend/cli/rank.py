@@ -1,7 +1,8 @@
 """The process of a tensor-parallel rank: ``python -m minisgl_backend.cli.rank``.
 
-Started by rank 0 with the numbers of a socket, of a piece of shared memory and of its own process;
-its place is in the environment, in torchrun's variables, its options come through the socket.
+Rank 0 starts it with three numbers: the descriptors of a socket and of shared memory, and its own
+process id. The rank's place is in the environment, in torchrun's variables; its options come
+through the socket.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def main(arguments: list[str], parts: Parts = STANDARD) -> int:
 
 
 def run(parts: Parts = STANDARD) -> NoReturn:
-    """Be the rank that the process's arguments say, then end the process."""
+    """Run as the rank that the process's arguments name, then end the process."""
     code = main(sys.argv[1:], parts)
     logging.shutdown()
-    # not by the interpreter's own end: threads of a broken collective could hold it up
+    # not by sys.exit: threads of a broken collective could block the interpreter's end
     os._exit(code)
 
 

@@ -45,7 +45,7 @@ _PORT = click.IntRange(0, 65535)
 @click.option(
     "--allow-remote",
     is_flag=True,
-    help="let --host be an address that other machines can reach: Triton asks nobody for a key",
+    help="let --host be an address that other machines can reach: Triton has no authentication",
 )
 @tritonserver_option
 @click.option(
@@ -89,8 +89,8 @@ def serve(
     )
     if not (server_options.is_local or allow_remote):
         raise Refused(
-            f"other machines can reach --host {host}, and Triton serves whoever asks: put a proxy"
-            " that authenticates in front, or say --allow-remote"
+            f"other machines can reach --host {host}, and Triton has no authentication: put a proxy"
+            " that authenticates in front, or pass --allow-remote"
         )
     with refusing():
         installation = find_installation(tritonserver)
@@ -108,7 +108,7 @@ def serve(
 
     def welcome(server: TritonServer) -> None:
         seconds = time.monotonic() - started
-        with suppress(OSError):  # nobody reads
+        with suppress(OSError):  # stdout is closed
             click.echo(_welcome(server, health.port, Path(options.model).name, seconds))
 
     with refusing():
@@ -127,7 +127,7 @@ def serve(
 
 
 def checked(options: EngineOptions) -> EngineOptions:
-    """The options, ``located``; ``ConfigError`` where the engine could not start with them."""
+    """The options, ``located``; ``ConfigError`` if the engine could not start with them."""
     device = device_type(options)
     check_options(options, device)
     options = located(options)
@@ -137,9 +137,9 @@ def checked(options: EngineOptions) -> EngineOptions:
 
 
 def located(options: EngineOptions) -> EngineOptions:
-    """The options with absolute folders, fetched from their hub where they are ids.
+    """The options with absolute folders; models given by id are downloaded.
 
-    The server runs elsewhere, and here the operator sees how far a download has come.
+    The server runs in another folder, and a download here shows its progress to the operator.
     """
     source = options.model_source
     model = str(resolve_model(options.model, source).resolve())
@@ -148,7 +148,7 @@ def located(options: EngineOptions) -> EngineOptions:
 
 
 def options_as_text(options: EngineOptions) -> dict[str, str]:
-    """What differs from the defaults, as the parameters of a config.pbtxt."""
+    """The options that differ from the defaults, as the parameters of a config.pbtxt."""
     given = {spec.name: getattr(options, spec.name) for spec in fields(options)}
     defaults = {spec.name: spec.default for spec in fields(options)}
     return {
@@ -159,9 +159,9 @@ def options_as_text(options: EngineOptions) -> dict[str, str]:
 
 
 def _stop_on_signals(supervisors: Sequence[Supervisor], console: Console) -> threading.Event:
-    """Take SIGINT, SIGTERM and SIGHUP: the first lets requests drain, a second one does not wait.
+    """Handle SIGINT, SIGTERM and SIGHUP: the first drains requests, a second one kills the server.
 
-    ``supervisors`` is filled later: a start, too, may be stopped without leaving anything behind.
+    ``supervisors`` is filled later, so that a start can be stopped too.
     """
     stopping = threading.Event()
 
@@ -175,7 +175,7 @@ def _stop_on_signals(supervisors: Sequence[Supervisor], console: Console) -> thr
 
     signal.signal(signal.SIGINT, forward)
     signal.signal(signal.SIGTERM, forward)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
         signal.signal(signal.SIGHUP, forward)
     return stopping
 

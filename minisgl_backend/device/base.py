@@ -1,7 +1,7 @@
-"""What an executor needs from a device: the few things in which a CPU and a GPU differ.
+"""A device as the executor sees it: the few operations in which a CPU and a GPU differ.
 
 A device has memory and one queue. Work runs in the order in which it was submitted, and submitting
-never waits for the work. A device may offer graphs: work that is recorded once and then replayed.
+never waits for the work. A device may have graphs: work that is recorded once and then replayed.
 Must not know models, plans or requests.
 """
 
@@ -26,11 +26,11 @@ class Submission(Protocol[T_co]):
     """Work in the queue of a device."""
 
     def result(self) -> T_co:
-        """Wait until the device has done the work; what the work returned or raised."""
+        """Wait until the device has done the work; returns or raises what the work did."""
 
 
 class Graph(Protocol[T_co]):
-    """Recorded work. ``output`` is what it returned: tensors that each replay fills anew."""
+    """Recorded work. ``output`` is what it returned: tensors that each replay overwrites."""
 
     @property
     def output(self) -> T_co: ...
@@ -59,15 +59,15 @@ class Device(Protocol):
         """How many bytes can still be allocated."""
 
     def submit(self, work: Callable[[], T]) -> Submission[T]:
-        """Queue ``work``, in inference mode. On a GPU that launches its kernels at once, and what
-        fails to launch raises here; on a CPU a worker thread runs it."""
+        """Queue ``work``, in inference mode. On a GPU this launches its kernels at once, and launch
+        errors raise here; on a CPU a worker thread runs it."""
 
     def capture(self, work: Callable[[], T]) -> Graph[T]:
         """Record ``work``, whose kernels must have run before. All graphs of a device share one
         memory pool. Only within submitted work, and not on a CPU."""
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """Copy an array to the device. It must not be written to until the queue has used it."""
+        """Copy an array to the device. The array must not change until the queue has used it."""
 
     def overwrite(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
         """Copy an array into a contiguous tensor of the device, in the order of the queue."""

@@ -38,7 +38,7 @@ class CpuDevice:
     kv_bytes_cap = _KV_BYTES_CAP
 
     def __init__(self, num_threads: int = 1) -> None:
-        """``num_threads`` compute together."""
+        """``num_threads`` compute each operation."""
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # a daemon, so that the process can end even while a long step runs
         self._worker = threading.Thread(
@@ -50,10 +50,10 @@ class CpuDevice:
         torch.set_num_threads(num_threads)
         while (work := self._work.get()) is not None:
             work()
-            del work  # or it would keep what it refers to until the next comes
+            del work  # else it would keep its tensors alive until the next work comes
 
     def free_memory(self) -> int:
-        """Bytes of main memory: those that Linux reports as available, or else those unused."""
+        """Bytes of main memory: those that Linux reports as available, else those unused."""
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:
                 for line in lines:

@@ -1,8 +1,8 @@
 """An NVIDIA GPU as a device: its queue is one CUDA stream.
 
-Work is queued on the thread that launches it: that takes as long as its launches take, and never
-waits for the GPU. Copies to and from the host go through pinned memory of PyTorch's caching
-allocator, which hands a block out again only after the copies that use it have run.
+Work is launched on the thread that submits it, which takes as long as the launches and never waits
+for the GPU. Copies to and from the host go through pinned memory of PyTorch's caching allocator,
+which hands a block out again only after the copies that use it have run.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class CudaDevice:
         return _CudaGraph(graph, output)
 
     def catch_up(self) -> None:
-        """Let the stream wait for what this thread has launched outside of ``submit``."""
+        """Make the stream wait for all that this thread has launched outside of ``submit``."""
         self.stream.wait_stream(torch.cuda.current_stream(self.torch_device))
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What this machine's processor is good at, read from Linux. Needs no torch."""
+"""Facts about this machine's processor, read from Linux. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Final
 
 LARGE_MODEL: Final = 10**8
-"""Weights. A step of a larger model takes so long that the time for planning, tokenizing and
-sending beside it does not count; and most of it is reading weights."""
+"""Number of weights. A step of a larger model takes so long that planning, tokenizing and sending
+beside it do not count, and mostly waits for weights from memory."""
 
 CPU_INFO: Final = Path("/proc/cpuinfo")
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 def has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself; one that does not takes minutes for what
+    """Whether the processor has instructions for bfloat16; without them a GEMM takes minutes that
     takes seconds in float32."""
     try:
         with CPU_INFO.open(encoding="ascii", errors="replace") as lines:
@@ -27,9 +27,9 @@ def has_bfloat16() -> bool:
 def default_dtype(checkpoint_dtype: str, num_weights: int) -> str:
     """The type of weights and activations on a CPU, if none is asked for.
 
-    float32, in which the rounding of a GEMM hardly ever changes a token; but bfloat16 for large
-    models whose checkpoint is of 16 bits, where the processor has it: it halves the bytes to read
-    and multiplies several times as fast.
+    float32, in which the rounding of a GEMM hardly ever changes a token. For large models with
+    16-bit checkpoints bfloat16, if the processor has it: half the bytes to read, and several times
+    as fast.
     """
     is_16_bit = checkpoint_dtype in ("bfloat16", "float16")
     if is_16_bit and num_weights >= LARGE_MODEL and has_bfloat16():

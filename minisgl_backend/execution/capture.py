@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CaptureCost:
-    """What a capture took: seconds, and bytes of the device's memory that the graphs keep."""
+    """Cost of a capture: seconds, and bytes of the device's memory that the graphs keep."""
 
     num_graphs: int
     seconds: float
@@ -35,7 +35,7 @@ class CaptureCost:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured(Generic[T]):
-    """The graphs by size, and what they took."""
+    """The graphs by size, and their cost."""
 
     graphs: dict[int, Graph[T]]
     cost: CaptureCost
@@ -53,10 +53,10 @@ def capture(
 ) -> Captured[T]:
     """A graph of ``work`` for each size.
 
-    ``prepare`` enqueues what the host does before work of that size, and is not captured. The work
-    is then enqueued once uncaptured, which compiles kernels and makes libraries allocate, and then
-    captured. For messages to the operator ``what`` names the sizes, and ``option`` the option that
-    limits them. Raises ``ConfigError`` if the remaining memory is too small.
+    ``prepare`` enqueues what the host does before work of that size, and is not captured. Then the
+    work runs once uncaptured, which compiles kernels and makes libraries allocate, and is captured.
+    In messages ``what`` names the sizes, and ``option`` the option that limits them. Raises
+    ``ConfigError`` if the remaining memory is too small.
     """
     started_s, free_bytes = time.monotonic(), device.free_memory()
     graphs = {}

@@ -1,10 +1,10 @@
-"""CUDA graphs of the layers of steps with prompt chunks, decoding rows beside them or not.
+"""CUDA graphs of the layers of steps with prompt chunks, with or without decoding rows.
 
-Launching the kernels of all layers one by one takes a host longer than a GPU needs to compute some
-hundreds of tokens, or thousands with a small model. So the layers are captured for several numbers
+Launching the kernels of all layers one by one takes the host longer than the GPU needs to compute a
+few hundred tokens, or thousands with a small model. So the layers are captured for several numbers
 of tokens. A step takes the smallest graph that holds it; the dummy row fills the rest of the graph.
 Head and sampling depend on how many tokens are sampled: they are launched while the layers run.
-Every rank finds the same graphs and takes the same one: that depends on nothing but the plan.
+All ranks have the same graphs and replay the same one, since the plan alone decides.
 
 Must not know models or attention: what is captured is a function of a ``ChunkInputs``.
 """
@@ -27,10 +27,10 @@ from minisgl_backend.progress import Progress
 from minisgl_backend.request import IntArray
 
 LAST_TOKEN = -1
-"""In place of a token id, it stands for the token that the row sampled last."""
+"""In place of a token id: the token that the row sampled last, which only the device knows."""
 
 _TOKENS_A_CHUNK = 16
-"""A graph has room for one chunk per this many tokens; more chunks need a larger graph."""
+"""A graph has room for one chunk per 16 tokens; a step with more chunks needs a larger graph."""
 
 
 def token_counts(whole_step: int, most: int) -> list[int]:
@@ -52,11 +52,15 @@ def token_counts(whole_step: int, most: int) -> list[int]:
 class ChunkInputs:
     """What the host tells the layers of such a step, in one buffer; int32 on the device.
 
+        buffer: tokens | rows | positions | chunk_rows | chunk_offsets | chunk_ends
+                | decode_rows | decode_lengths
+
     As in ``FlatBatch`` the tokens of decoding rows come first, then those of chunks: ``tokens``
     [num_tokens], a token id or ``LAST_TOKEN``, with their ``rows`` and ``positions``;
     ``chunk_rows`` [max_chunks], ``chunk_offsets`` [max_chunks + 1] and ``chunk_ends`` [max_chunks];
     and again the decoding rows alone, ``decode_rows`` [max_decodes] and their ``decode_lengths``,
-    the new position included. The unused end of each is padding: the dummy row, or empty chunks.
+    the new position included. The unused end of each part is padding: the dummy row, or empty
+    chunks.
     """
 
     buffer: Tensor
@@ -77,7 +81,7 @@ class ChunkInputs:
 
 
 def _lengths(num_tokens: int, max_rows: int) -> list[int]:
-    """How long the parts of a ``ChunkInputs`` are."""
+    """The lengths of the parts of a ``ChunkInputs``, in the order of its fields."""
     chunks, decodes = max_chunks(num_tokens, max_rows), min(num_tokens, max_rows)
     return [num_tokens] * 3 + [chunks, chunks + 1, chunks] + [decodes] * 2
 
@@ -91,7 +95,7 @@ def fill(num_tokens: int, max_rows: int, batch: FlatBatch, prefill_tokens: IntAr
     """The content of a ``ChunkInputs`` for ``batch``; the dummy row is row ``max_rows``."""
     num_decodes, end = batch.num_decodes, len(batch.rows)
     last = np.full(num_decodes, LAST_TOKEN, np.int32)
-    parts = (
+    parts = (  # padding and values, in the order of the fields
         (0, np.concatenate([last, prefill_tokens])),
         (max_rows, batch.rows),
         (0, batch.positions),
@@ -119,7 +123,7 @@ def fitting(sizes: Sequence[int], batch: FlatBatch) -> int | None:
 
 
 class ChunkGraphs:
-    """The captured layers, and the buffer they read. To be used in submitted work only."""
+    """The captured layers, and the buffer that they read. For use in submitted work only."""
 
     def __init__(
         self,

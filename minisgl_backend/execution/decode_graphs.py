@@ -1,11 +1,11 @@
-"""CUDA graphs of decode steps: from the rows' state to the rows' state, sampling included.
+"""CUDA graphs of whole decode steps, sampling included.
 
-A graph holds a whole step for one batch size: look up the rows, run the layers, sample, write
-tokens and lengths back (``kernels.rows``). Between two replays the host writes nothing but the
-step's inputs, and that only when rows changed or pages were granted.
+A graph is made for one batch size: look up the rows, run the layers, sample, write tokens and
+lengths back (``kernels.rows``). Between two replays the host writes the step's inputs, and only if
+rows changed or pages were granted.
 
-Batches are padded to the next captured size with the dummy row. If kernels follow a schedule of the
-host's (``attention.base.ScheduledDecode``), it is written before each replay.
+Batches are padded to the next captured size with the dummy row. If the attention kernels need a
+schedule from the host (``attention.base.ScheduledDecode``), it is written before each replay.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def batch_sizes(most: int, chosen: str | None) -> list[int]:
 
 
 class DecodeGraphs:
-    """The captured steps, and the inputs they read. To be used in submitted work only."""
+    """The captured steps, and the inputs that they read. For use in submitted work only."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Runs plans on a device: for each a forward pass, and a token for each row that gets one.
+"""Runs plans on a device: a forward pass for each, and a token for each row that gets one.
 
 What outlives a step is on the device, by row or page (``rows``, ``storage``), so a step is queued
 without knowing what the one before it sampled. Everything runs in the order of the device's queue.
-If the device offers graphs, decode steps are captured whole, and other steps up to a size have
-their layers captured.
+If the device has graphs, decode steps are captured whole; other steps, up to a number of tokens,
+have their layers captured.
 
 Must not know requests that wait, the cache, or why rows and pages are granted.
 """
@@ -38,17 +38,17 @@ from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.request import IntArray
 
 WatchLogits: TypeAlias = Callable[[Tensor, HostArray], Tensor]
-"""(logits [num_samples, vocab_size], their rows [num_samples]) -> the logits to sample from. Runs
-in the device's queue, at the end of forward passes that are not captured; what it raises, the step
-raises."""
+"""(logits [num_samples, vocab_size], their rows [num_samples]) -> the logits to sample from. Called
+in the device's queue, at the end of forward passes that are not captured; its errors are the
+step's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorLimits:
     """The sizes that an executor is made for.
 
-    ``graph_sizes`` are the batch sizes of decode steps to capture, ``chunk_graph_sizes`` the
-    numbers of tokens of steps with prompt chunks, both ascending; without any there are no graphs.
+    To capture, ascending, empty for no graphs: ``graph_sizes``, batch sizes of decode steps;
+    ``chunk_graph_sizes``, numbers of tokens of steps with prompt chunks.
     """
 
     max_rows: int
@@ -76,8 +76,8 @@ class ModelExecutor:
         watch_logits: WatchLogits | None = None,
         progress: Progress = unseen,
     ):
-        """Raises ``ConfigError`` if the remaining memory cannot hold the graphs, and beside them a
-        step of ``max_prefill_tokens``."""
+        """Raises ``ConfigError`` if the remaining memory cannot hold both the graphs and a step of
+        ``max_prefill_tokens``."""
         self.device = device
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
@@ -91,7 +91,7 @@ class ModelExecutor:
         device.submit(partial(self._prepare, progress)).result()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue the step. What fails raises here, or in ``tokens`` of the result."""
+        """Queue the step. Errors raise here, or in ``tokens`` of the result."""
         return LaunchedStep(self.device.submit(partial(self._run, plan)))
 
     def renew(self) -> None:
@@ -106,8 +106,8 @@ class ModelExecutor:
                 graphs.close()
 
     def mark(self, mark: Callable[[str], AbstractContextManager[object]]) -> None:
-        """Put ``mark`` around each layer, and around head and sampling, where they are launched
-        rather than replayed; for profilers."""
+        """Put ``mark`` around each layer, and around head and sampling, in steps that are not
+        replayed; for profilers."""
         self._model.mark = mark
         self._mark = mark
 
@@ -152,10 +152,10 @@ class ModelExecutor:
                 progress=progress,
             )
         if self.graphs or self.chunk_graphs:
-            self._warm_up_largest()  # again, since it has to fit beside the graphs
+            self._warm_up_largest()  # again: it has to fit beside the graphs
 
     def _run(self, plan: StepPlan) -> _HostOutput:
-        """Run a step, but with several ranks none after a step that broke.
+        """Run a step. With several ranks, refuse all steps after one that broke, until ``renew``.
 
         Other ranks may still be in the middle of the broken step: they would mix their sums of it
         with this rank's sums of the next step.
@@ -188,9 +188,9 @@ class ModelExecutor:
         )
 
     def _decode_step(self, inputs: StepInbox, batch_size: int) -> StepOutput:
-        """A whole decode step of the first rows of ``inputs``; this is what graphs hold."""
+        """A whole decode step of the first ``batch_size`` rows of ``inputs``, to be captured."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
-        hidden = self._forward.over_decodes(step)
+        hidden = self._forward.over_decodes(step)  # [batch_size, hidden_size]
         logits = self._model.logits(hidden, out=self._logits[:batch_size])
         return self._sampler.sample(logits, step.rows, step.lengths)
 
@@ -199,7 +199,7 @@ class ModelExecutor:
         if self.chunk_graphs is not None and self.chunk_graphs.fits(batch):
             hidden = self.chunk_graphs.replay(batch, prefill_tokens)
         else:
-            hidden = self._forward.launched(batch, prefill_tokens)
+            hidden = self._forward.over_batch(batch, prefill_tokens)
         if not len(batch.samples):
             nothing = torch.empty(0, dtype=torch.int32, device=self.device.torch_device)
             return StepOutput(nothing, self._logits[:0])
@@ -214,7 +214,7 @@ class ModelExecutor:
     # --- at the start, on a GPU -------------------------------------------------------------------
 
     def _warm_up_all(self) -> None:
-        """Compile the kernels of steps of all kinds, and see whether the largest has memory."""
+        """Compile the kernels of steps of all kinds, and check that the largest step fits."""
         self._warm_up_largest()
         for length in (min(self._longest_chunk, 64), 1):
             self._warm_up([length], 0)
@@ -247,7 +247,7 @@ class ModelExecutor:
             ) from error
 
     def _dummy_plan(self, chunks: list[int], num_decodes: int) -> StepPlan:
-        """A plan whose chunks and decodes are all of the dummy row: only its page is written."""
+        """A plan with the dummy row in all places, so that only the dummy page is written."""
         row, empty = self.rows.table.dummy_row, np.empty(0, np.int32)
         return StepPlan(
             step=-1,

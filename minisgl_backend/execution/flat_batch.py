@@ -18,6 +18,10 @@ from minisgl_backend.request import IntArray
 class FlatBatch:
     """Where each token, chunk and sample of a step is.
 
+        tokens         one of each decoding row | chunk 0         | chunk 1         | ...
+        flat index     0                        chunk_offsets[0]  chunk_offsets[1]  chunk_offsets[2]
+        in its row     position                 ends[0] - length  ends[1] - length
+
     int64[num_tokens]: ``rows``, ``positions``.
     int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one.
     int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then
@@ -38,11 +42,11 @@ class FlatBatch:
 
     @classmethod
     def of(cls, plan: StepPlan) -> FlatBatch:
-        lengths = plan.prefill_lengths.astype(np.int64)
-        ends = plan.prefill_starts + lengths
+        lengths = plan.prefill_lengths.astype(np.int64)  # [num_chunks]
+        ends = plan.prefill_starts + lengths  # [num_chunks]
         decodes = np.arange(len(plan.decode_rows))
-        offsets = len(decodes) + np.concatenate([[0], np.cumsum(lengths)])
-        chunked = np.arange(offsets[0], offsets[-1])
+        offsets = len(decodes) + np.concatenate([[0], np.cumsum(lengths)])  # [num_chunks + 1]
+        chunked = np.arange(offsets[0], offsets[-1])  # flat indices, which become positions
         chunked += np.repeat(plan.prefill_starts - offsets[:-1], lengths)
         sampled = plan.prefill_samples != 0
         return cls(

@@ -1,7 +1,7 @@
 """The processes of ranks 1 .. size - 1 on this host, and how they start together with rank 0.
 
-Rank 0 sends each follower its options. Then all ranks meet a few times, so that no rank waits in a
-collective for another that is not there yet. After that the same sockets carry plans
+Rank 0 sends each follower its options. Then all ranks meet at a few barriers, so that no rank waits
+in a collective for another that is not there yet. After that the same sockets carry plans
 (``plan_channel``). Knows processes and sockets. Must not know models, or what the options mean.
 
 Invariants: followers never outlive the process of rank 0, however it ends. A lost follower is not
@@ -40,7 +40,7 @@ _LOOK_EVERY_S: Final = 0.5
 
 
 class Followers:
-    """Starts the processes of ranks 1 .. size - 1 on this host, meets, watches and ends them."""
+    """The processes of ranks 1 .. size - 1 on this host: starts, watches and ends them."""
 
     def __init__(self, place: Place, command: Sequence[str], greeting: bytes):
         """Start each follower by ``command``, and send it ``greeting``.
@@ -77,7 +77,7 @@ class Followers:
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
         """Call ``report`` once, on another thread, when a follower has ended or hangs.
 
-        It replaces what was given before. If a follower is lost already, it is called at once.
+        Replaces the function given before. If a follower is lost already, it is called at once.
         """
         with self._lock:
             self._report_loss = report
@@ -86,11 +86,12 @@ class Followers:
             report(failure)
 
     def watch_for(self, complaint: Callable[[], str | None]) -> None:
-        """Call ``complaint`` now and then, on another thread; if it gives a cause, ``lose`` all."""
+        """Call ``complaint`` twice a second, on another thread; a cause that it returns ends all
+        followers (``lose``)."""
         self._complaint = complaint
 
     def meet(self) -> None:
-        """Wait until every follower has called its own ``meet``, and let all of them go on.
+        """Wait until every follower has called its own ``meet``, then let all of them go on.
 
         Raises ``ConfigError``, with the cause, if a follower has failed, and ``EngineFailure`` if
         it is gone.
@@ -127,7 +128,7 @@ class Followers:
         return failure
 
     def close(self, *, patience_s: float = _END_S) -> None:
-        """Let the processes end by themselves, and kill those that have not after ``patience_s``.
+        """Wait ``patience_s`` for the processes to end by themselves, then kill the others.
 
         Idempotent.
         """
@@ -216,7 +217,7 @@ class Leader:
         self.greeting = connection.recv(_MOST_BYTES)
 
     def meet(self) -> None:
-        """Tell rank 0 that this rank has come here, and wait until all ranks have."""
+        """Tell rank 0 that this rank is here, and wait until all ranks are."""
         self.connection.send(_HERE)
         if self.connection.recv(len(_GO)) != _GO:
             raise EngineFailure("rank 0 is gone")

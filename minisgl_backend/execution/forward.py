@@ -1,9 +1,9 @@
-"""The layers over the tokens of a step, in each of the three ways in which a step gives its tokens.
+"""Runs the layers over the tokens of a step, which come in one of three forms.
 
-``launched``: any step, from arrays of the host. ``over_chunks``: the same to be captured, from
+``over_batch``: any step, from arrays on the host. ``over_chunks``: the same to be captured, from
 inputs on the device. ``over_decodes``: a decode step to be captured, from the state of its rows.
-All give the same residual stream for the tokens of the step. Knows the model's forward pass, the
-row table and attention. Must not know plans, graphs or sampling.
+All return the same residual stream for the same tokens. Knows the model's forward pass, the row
+table and attention. Must not know plans, graphs or sampling.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class ForwardPass:
         # PyTorch's operations take indices of 64 bits, the kernels of a GPU those of 32
         self._index_dtype = torch.int64 if device.is_host else torch.int32
 
-    def launched(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+    def over_batch(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
         """The residual stream after the layers, [num_tokens, hidden_size]."""
         upload, rows, num_decodes = self._device.upload, self._rows, batch.num_decodes
-        token_rows, positions = upload(np.stack([batch.rows, batch.positions]))
-        last = rows.table.tokens[token_rows[:num_decodes]]
+        token_rows, positions = upload(np.stack([batch.rows, batch.positions]))  # [num_tokens] each
+        last = rows.table.tokens[token_rows[:num_decodes]]  # [num_decodes]
         tokens = torch.cat([last, upload(prefill_tokens)])  # int32 [num_tokens]
-        slots = rows.slots(token_rows, positions)
+        slots = rows.slots(token_rows, positions)  # [num_tokens]
         chunks = decodes = None
         if len(batch.chunk_rows):
             chunks = Chunks(
@@ -70,7 +70,7 @@ class ForwardPass:
         return hidden
 
     def over_chunks(self, inputs: ChunkInputs) -> Tensor:
-        """The same for whatever stands in ``inputs``, and rows of padding."""
+        """The same for the tokens of ``inputs``, padding included."""
         table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
         tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
         slots = self._rows.slots(rows, positions.long()).to(torch.int32)
@@ -108,10 +108,9 @@ class ForwardPass:
         return hidden
 
     def _attend_to(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
-        """Attention of the decoding rows, which stand first, then of the chunks.
+        """Attention of the decoding rows, whose tokens come first, then of the chunks.
 
-        There may be more decoding rows than the flat batch has: then the chunks overwrite what the
-        padding left.
+        ``decodes`` may end with padding, which covers tokens of chunks: the chunks overwrite it.
         """
         prefill, decode = self._attention.prefill, self._attention.decode
         attend_chunks = None if chunks is None else prefill.plan_chunks(chunks)

@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens under the model's raw logits.
 
-Raw means before temperature, penalties and filters: they tell what the model predicted, however
-the request is sampled.
+Raw means before temperature, penalties and filters: what the model predicted, however the request
+is sampled.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
+from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.request import IntArray, TokenLogprobs
 
 
@@ -52,14 +52,11 @@ class RawLogprobs:
             return None
         counts = num_logprobs[samples]
         index = upload(samples)
-        raw = logits[index]
-        logprobs = (raw if raw.dtype == torch.float64 else raw.float()).log_softmax(
-            dim=-1
-        )  # [n, vocab_size]
+        logprobs = at_least_float32(logits[index]).log_softmax(dim=-1)  # [n, vocab_size]
         chosen = logprobs.gather(1, tokens[index].long().clamp_min(0).unsqueeze(1))  # [n, 1]
         ranks = (logprobs > chosen).sum(dim=-1) + 1  # [n]
         most = min(int(counts.max()), logits.shape[1])
-        alternatives, ids = logprobs.topk(most, dim=-1)
+        alternatives, ids = logprobs.topk(most, dim=-1)  # [n, most] each
         return cls(samples, counts, chosen.squeeze(1), ranks, alternatives, ids)
 
     def download(self, device: Device) -> RawLogprobs:
@@ -74,7 +71,7 @@ class RawLogprobs:
         )
 
     def by_sample(self, token_ids: IntArray) -> dict[int, TokenLogprobs]:
-        """The log-probabilities by index of the sample, without those that have no valid token.
+        """The log-probabilities by index of the sample, without samples that have no valid token.
 
         All tensors must be on the host.
         """

@@ -1,17 +1,17 @@
-"""How a plan gets from rank 0 to the other ranks of its host: once a step, in a few dozen µs.
+"""Sends plans from rank 0 to the other ranks of its host: one a step, in a few dozen µs.
 
 Rank 0 writes the plan's words once, into a ring of cells in shared memory. Then it sends each rank
-a short message that says where they are, on a socket per rank. A rank answers when it has copied
-the words. So a waiting rank sleeps in the kernel, each side sees the end of the other's process as
-the end of the stream, and a cell is written again only when every rank is done with it.
+their place in a short message, on a socket per rank. A rank answers when it has copied the words.
+So a waiting rank sleeps in the kernel, each side sees the end of the other's process as the end of
+the stream, and a cell is reused only after every rank has copied it.
 
-A message about zero words is a question: the rank answers with the number of steps that it has run.
+A message with zero words is a question: the rank answers with the number of steps that it has run.
 
 The memory has no name in any folder and is inherited together with the socket. So no other process
 can reach it, and nothing is left behind. Before the first plan, the same socket carries the
 messages of the start (``followers``).
 
-Nothing else in the engine assumes that the ranks share a host.
+Only this module assumes that the ranks share a host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import IntArray
 
 _NUM_CELLS: Final = 4
-"""An overlapping loop has two steps in flight; two more cells are to spare."""
+"""An overlapping loop has two steps in flight; two more cells are spare."""
 _CELL_WORDS: Final = 2**16
 _WORD_BYTES: Final = 4
 _WHERE: Final = struct.Struct("<QQQ")  # words per cell, number of the cell, words of the plan
@@ -62,7 +62,7 @@ class PlanRing:
         return PlanRing(self.descriptor, cell_words)
 
     def close(self) -> None:
-        """Give the memory up. It stays until the last process that has it mapped ends."""
+        """Give the memory up. It exists until the last process that has it mapped ends."""
         os.close(self.descriptor)
 
     def write(self, cell: int, words: IntArray) -> None:
@@ -77,8 +77,8 @@ class PlanRing:
 class Peer:
     """Another rank, as seen by rank 0.
 
-    ``num_untaken`` plans are sent that it has not copied, and ``num_unanswered`` questions that it
-    has not answered. ``num_done`` is its last answer: how many steps it had run.
+    ``num_untaken``: plans sent that it has not copied. ``num_unanswered``: questions that it has
+    not answered. ``num_done``: its last answer, how many steps it had run.
     """
 
     rank: int

@@ -1,12 +1,12 @@
-"""A step plan as words of 32 bits, in which form it is sent to the other tensor-parallel ranks.
+"""Encodes a step plan as 32-bit words, to be sent to the other tensor-parallel ranks.
 
     header       step; numbers of releases, broken pages, grants, chunks, chunk tokens, decodes and
                  admissions
     arrays       those of the plan, in the order in which ``StepPlan`` declares them
     admissions   one after the other: a record of fixed size, stop ids, logit bias, history
 
-Numbers of 64 bits take two words, and floats are sent as their bits, so nothing is lost. Must not
-know who sends a plan, or how (``plan_channel``).
+64-bit numbers take two words, and floats are sent as their bits, so nothing is lost. Must not know
+who sends a plan, or how (``plan_channel``).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def encode_plan(plan: StepPlan) -> IntArray:
 
 
 def decode_plan(buffer: IntArray) -> StepPlan:
-    """The plan at the front of a buffer by ``encode_plan``. Its arrays are views of the buffer."""
+    """The plan that ``encode_plan`` made the buffer of. Its arrays are views of the buffer."""
     header = buffer[:_NUM_HEADER_WORDS].view(np.int64).tolist()
     step, num_released, num_broken, num_grants, num_chunks, num_tokens, *rest = header
     num_decodes, num_admissions = rest

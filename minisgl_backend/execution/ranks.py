@@ -2,14 +2,15 @@
 
 Every rank runs the same plans, with the same executor, over its part of the model. Only rank 0
 plans and samples: the followers get plans by a ``plan_channel``, and tokens by a broadcast of the
-group. (If every rank sampled for itself, the logits of all would have to be equal. In practice they
-are, but no library promises it, and a token that differs would spoil its row for good, unnoticed.)
+group. (If every rank sampled for itself, the logits of all would have to be equal bit by bit. In
+practice they are, but no library promises it, and a token that differs would corrupt its row
+silently.)
 
 A step may break on a rank. Then the rank runs no further step until rank 0 has asked how many steps
 it has run. If all ranks have run the same number, they go on together, and the error goes to the
-caller. If not, some ranks wait in the middle of a sum for ever, as they do when a rank dies or is
-silent for too long. A rank cannot be replaced, so the followers are ended, and the leader's steps
-raise ``EngineFailure`` from then on.
+caller. If not, some ranks hang in a collective, as they do when a rank dies or is silent for too
+long. A rank cannot be replaced, so the followers are ended, and the leader's steps raise
+``EngineFailure`` from then on.
 
 While there are no steps, the answer to the same question is a follower's sign of life.
 """
@@ -35,9 +36,9 @@ from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 logger = logging.getLogger(__name__)
 
 _LEAVE_S: Final = 10.0
-"""How long libraries have to end their communicators."""
+"""Time for libraries to end their communicators."""
 _QUIET_SHARE: Final = 0.25
-"""After this share of the timeout idle followers are asked; they have the rest to answer."""
+"""Idle followers are asked after this share of the timeout, and have the rest to answer."""
 
 
 class RankExecutor(Protocol):
@@ -163,7 +164,7 @@ class LeadingExecutor:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """While inside, rank 0 may wait for the others, and for ever if one of them is lost.
+        """Inside, rank 0 may wait for the others, and without end if one of them is lost.
 
         Rank 0's own work inside counts as waiting too, such as compiling what the warm-up missed.
         """
@@ -211,7 +212,7 @@ class LeadingExecutor:
             self._turn.release()
 
     def _ask_idle(self) -> str | None:
-        """Ask idle followers for a sign of life; what is wrong if they do not answer in time."""
+        """Ask idle followers for a sign of life; returns a cause if one does not answer in time."""
         now_s = time.monotonic()
         if self._launched:
             self._asked_s = None

@@ -1,4 +1,4 @@
-"""The state of all rows on the device, as the host writes it.
+"""Writes the state of rows on the device: admissions and page grants.
 
 An admission overwrites the whole state of a row, except lines of the sampling table that it does
 not need: these are never read. Knows ``kernels.rows.RowTable``. Must not know models or attention.
@@ -7,7 +7,7 @@ not need: these are never read. Knows ``kernels.rows.RowTable``. Must not know m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,11 @@ from minisgl_backend.kernels.sampling_table import COLUMNS, IN_PROMPT, IS_STOP, 
 from minisgl_backend.plan import Admission
 from minisgl_backend.request import IntArray, SamplingParams
 
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
 _LEAST_FACTOR: Final = 1e-30
-"""A repetition penalty is kept between this and its inverse: beyond, it could make logits infinite,
-which means broken ones."""
+"""Repetition penalties are clamped between this and its inverse: others could make logits infinite,
+which counts as broken."""
 
 
 class DeviceRows:
@@ -79,17 +81,20 @@ class DeviceRows:
         pages = self.table.pages[rows, positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
 
-    def _write_line(self, line: Tensor, known: tuple[HostArray, npt.NDArray[Any]] | None) -> None:
-        """Write zeros, and these tokens' values; if nothing is known, the line is not read."""
-        if known is not None:
-            tokens, values = known
+    def _write_line(
+        self, line: Tensor, entries: tuple[HostArray, IntArray | FloatArray] | None
+    ) -> None:
+        """Write the values of these tokens, and 0 for all others; a line without entries is never
+        read, so it is left as it is."""
+        if entries is not None:
+            tokens, values = entries
             line.zero_()[self._device.upload(tokens)] = self._device.upload(values)
 
 
 def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray] | None:
-    """Tokens int64[n] and their marks int32[n]; all others have none. None if none is needed.
+    """Tokens int64[n] and their marks int32[n]; None if the row needs no marks.
 
-    Ids that the model cannot produce need neither a mark nor a bias.
+    Ids beyond the vocabulary get neither a mark nor a bias.
     """
     params = admission.sampling
     stops = _held_back(params, vocab_size)
@@ -103,10 +108,8 @@ def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray
     return tokens, line[tokens].astype(np.int32)
 
 
-def bias_of(
-    params: SamplingParams, vocab_size: int
-) -> tuple[HostArray, npt.NDArray[np.float32]] | None:
-    """Tokens int64[n] and what is added to their logits, float32[n]. None if there are none."""
+def bias_of(params: SamplingParams, vocab_size: int) -> tuple[HostArray, FloatArray] | None:
+    """Tokens int64[n] and the biases of their logits, float32[n]; None if there are none."""
     known = range(vocab_size)
     bias = [(token, value) for token, value in params.logit_bias if token in known]
     if not bias:

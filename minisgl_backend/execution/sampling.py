@@ -1,10 +1,9 @@
-"""Between logits and tokens: what a step does with the logits of its rows, on every device.
+"""From the logits of a step's rows to their tokens, on every device.
 
-The steps are, in this order: adjustment and choice (``kernels.sampling``), whose parameters stand
-in the row table; the broadcast of rank 0's tokens; keeping them in the row table for the next step.
-All of this may be captured in a CUDA graph. Log-probabilities are computed after it, for the rows
-that ask for them, from the logits that the step leaves; only the reader of the tokens waits for
-them.
+In this order: adjust the logits and choose a token (``kernels.sampling``), by parameters in the row
+table; broadcast rank 0's tokens; keep them in the row table for the next step. All of this may be
+captured in a CUDA graph. Log-probabilities are computed after it, for the rows that ask for them,
+from the logits that the step leaves; only the reader of the tokens waits for them.
 
 Must not know pages, attention or models.
 """
@@ -22,19 +21,20 @@ from torch import Tensor
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.kernels.rows import RowTable, keep_sampled
-from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
+from minisgl_backend.kernels.sampling import sample
+from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.plan import Admission
 from minisgl_backend.request import IntArray
 
 _NOT_SAMPLED: Final = -2
-"""What rank 0 tells the other ranks in place of tokens if it cannot sample."""
+"""Rank 0 broadcasts this in place of tokens if it cannot sample."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
     """What a step leaves on the device until the next one: ``tokens`` int32 [num_samples] and
-    ``logits`` [num_samples, vocab_size]; of a captured decode step those of padding, too."""
+    ``logits`` [num_samples, vocab_size]; in a captured decode step the padding's follow."""
 
     tokens: Tensor
     logits: Tensor
@@ -54,7 +54,7 @@ class Sampler:
         self._num_logprobs = np.full(num_rows, -1, np.int64)  # -1 for none
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Note which requests ask for log-probabilities; the row table knows all else."""
+        """Note which requests ask for log-probabilities; all else is in the row table."""
         for admission in admissions:
             asked = admission.sampling.num_logprobs
             self._num_logprobs[admission.row] = -1 if asked is None else asked
@@ -86,8 +86,11 @@ class Sampler:
         return StepOutput(tokens, logits)
 
     def logprobs(self, output: StepOutput, rows: IntArray) -> RawLogprobs | None:
-        """Those of the first samples of a step, whose rows are int32 [num_samples]; on the host
-        once the queue has come so far. None if no row asks for them, and on ranks other than 0."""
+        """The log-probabilities of a step's first samples, whose ``rows`` are int32 [num_samples].
+
+        Their copies on the host are valid once the queue has come so far. None if no row asks for
+        them, and on ranks other than 0.
+        """
         if self._group.rank > 0:
             return None
         found = RawLogprobs.of(

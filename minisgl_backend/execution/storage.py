@@ -1,7 +1,7 @@
 """The tensors that hold keys and values, page by page, and how many pages there can be.
 
 Knows pages by number only, not who holds them. There is one page more than the planner knows of,
-the *dummy* page: padding points to it, and nothing real is ever stored there.
+the *dummy page*: padding is stored there, and no request reads it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class KVStorage:
     """Keys and values of all layers.
 
     ``pages`` is [num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim]; the 2 are keys
-    and values, and the last page is the dummy page. All of it is zero at first: attention may read
-    what was never written, multiplied by zero, so it must be finite. ``layers`` has the pages of
-    each layer.
+    and values, and the last page is the dummy page. All of it starts as zero: attention may
+    multiply positions that were never written by zero, so they must be finite. ``layers`` has the
+    pages of each layer.
     """
 
     def __init__(
@@ -40,8 +40,7 @@ class KVStorage:
         device: torch.device,
         scales: Sequence[KVScale] | None = None,
     ):
-        """``scales`` has an entry for each layer: float8 numbers in its pages are multiplied by it.
-        If it is None, all scales are 1."""
+        """``scales``, one for each layer, multiply what float8 pages hold; None: all are 1."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.dummy_page = num_pages
@@ -70,7 +69,7 @@ def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         # float8 has no fill of its own
         filled = torch.uint8 if dtype.itemsize == 1 else dtype
         return torch.zeros(dims, dtype=filled, device=device).view(dtype)
-    # NumPy leaves it to the system to provide zeros, page by page as memory is first touched
+    # NumPy's zeros take no memory until they are touched: the system maps them page by page
     raw = np.zeros(math.prod(dims) * dtype.itemsize, np.uint8)
     return torch.from_numpy(raw).view(dtype).view(dims)
 

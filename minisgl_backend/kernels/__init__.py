@@ -1,14 +1,14 @@
 """Kernels: each a function over tensors, beside a twin in plain torch that says what it computes.
 
-Most are in Triton (``triton_kernels``); a function takes this path if its input lives on a GPU and
-Triton can be imported. Else it takes its twin, which is what runs on a CPU: a twin ends in
-``_reference``, gives the same values within rounding, runs anywhere and is the oracle of the tests.
-Only sampling has a third way, for CPUs alone (``sampling_cpu``). ``cuda`` has kernels in CUDA C++,
-for which a layout of registers has to be chosen by hand; they are classes, since they are compiled
-for one shape and keep a workspace.
+Most are in Triton (``triton_kernels``); a function takes this path if its input is on a GPU and
+Triton can be imported. Else it takes its twin, as on a CPU: a twin ends in ``_reference``, gives
+the same values within rounding, runs anywhere and is the oracle of the tests. Only sampling has a
+third implementation, for CPUs alone (``sampling_cpu``). ``cuda`` has kernels in CUDA C++ whose
+register layout is chosen by hand; they are classes, since they are compiled for one shape and keep
+a workspace.
 
-Twins compute in float32, or in float64 if that is what they are given, and round once; they convert
-no weights.
+Twins compute in float32, or in float64 if their input is float64, and round once; they convert no
+weights.
 
 Imports go one way: functions, then ``triton_kernels``, then what both know (tables, workspaces, the
 rule of sampling, noise).
@@ -18,8 +18,8 @@ the device, reads a value back or allocates by value, so it may be captured in a
 are contiguous in their last dimension; importing this package needs neither a GPU nor Triton.
 
 With ``pdl=True`` a kernel may start before its predecessor on the stream has finished, and waits
-for it itself (programmatic dependent launch). All of them wait, so whatever follows finds what was
-written before. Before its wait a kernel may read weights; decode attention of ``kernels.cuda`` also
-reads its runs, the page table and the pages, except each row's newest position. So the launch right
-before it must write none of these, and must let it start only when all earlier launches have ended.
+for it itself (programmatic dependent launch). All kernels wait, so each sees all earlier writes.
+Before its wait a kernel may read weights; decode attention of ``kernels.cuda`` also reads its runs,
+the page table and the pages, except each row's newest position. So the launch right before it must
+write none of these, and must let it start only when all earlier launches have ended.
 """

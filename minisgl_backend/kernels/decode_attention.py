@@ -37,7 +37,7 @@ class DecodeWorkspace:
 def num_splits(batch_size: int, num_kv_heads: int, processors: int, max_length: int = 0) -> int:
     """How many splits a row gets: a power of two, 1 if rows alone fill the multiprocessors.
 
-    More of them lose by merging what they win, except over rows of many thousand positions.
+    With more splits, merging costs what they gain, except over rows of many thousand positions.
     """
     rows = batch_size * num_kv_heads
     if rows >= 3 * processors:
@@ -68,8 +68,8 @@ def decode_attention(
     [num_pages, page_size, num_kv_heads, head_dim] with num_heads a multiple of num_kv_heads;
     ``page_table`` int32 [num_rows, max_pages]; ``lengths`` int32 [batch_size], the new token's
     position included, at least 1; ``rows`` int [batch_size]: which row of the page table belongs to
-    each query, by default its own index. With ``window`` only that number of positions, the last
-    ones, is attended to. ``k_scale``, ``v_scale`` float32 [1] multiply what an fp8 cache holds.
+    each query, by default its own index. With ``window`` only the last ``window`` positions are
+    attended to. ``k_scale``, ``v_scale`` float32 [1] multiply what an fp8 cache holds.
     Returns [batch_size, num_heads, head_dim] in the dtype of ``q``, in ``out`` if that is given.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -1,5 +1,5 @@
-"""Whether a call takes the Triton path, facts about the device that launches depend on, and the
-precision in which twins compute."""
+"""Which implementation a call takes: Triton or the twin; and what they need: facts about the
+device, the precision of twins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_interpreted() -> bool:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether kernels over ``x`` take the Triton path: it lives on a GPU and Triton is there."""
+    """Whether kernels over ``x`` take the Triton path: it is on a GPU and Triton is installed."""
     return (x.is_cuda or is_interpreted()) and has_triton()
 
 

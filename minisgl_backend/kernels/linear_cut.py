@@ -1,7 +1,7 @@
 """How the GEMMs of ``cuda/linear.cu`` are cut into tiles, and which weights they can take.
 
-Pure arithmetic: must not know a GPU. What comes out was measured on an H200, with the weights of
-Qwen3-0.6B and 14B, between attention and the other GEMMs of a layer.
+Pure arithmetic, without a GPU. The constants were tuned on an H200, with the weights of Qwen3-0.6B
+and 14B, between attention and the other GEMMs of a layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK: Final = 64
 
 _MOST_BLOCKS: Final = 132
 _FEW_BLOCKS: Final = 66
-"""All, and half, of an H200's multiprocessors: the next kernel begins on the half that is left."""
+"""All, and half, of an H200's multiprocessors: the next kernel starts on the other half."""
 
 _MOST_SMALL: Final = 8 * 2**20
 """Elements of a weight up to which its GEMM takes half of the multiprocessors."""
@@ -36,16 +36,16 @@ to the second number of multiply-adds (elements times tokens) and the third numb
 _RING_BYTES: Final = 200 * 1024
 _MOST_STAGES: Final = 8
 _SHARED_BYTES: Final = 227 * 1024
-"""Of shared memory, for a thread block that has a multiprocessor for itself."""
+"""Shared memory of a thread block that has a multiprocessor to itself."""
 _MOST_SPLITS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``features`` of the weight and ``tokens`` in a tile, and ``stages`` of the ring.
+    """A tile of ``features`` of the weight by ``tokens``, and the number of ``stages`` of the ring.
 
-    ``splits`` thread blocks share a tile along in_features; or all take ``even`` parts of all
-    tiles, a thread block a multiprocessor.
+    ``splits`` thread blocks share a tile along in_features; if ``even``, there is one thread block
+    a multiprocessor, and all take equal parts of all tiles.
     """
 
     features: int
@@ -55,7 +55,7 @@ class Cut:
     even: bool = False
 
     def num_steps(self, height: int, in_features: int) -> int:
-        """Of all tiles of a weight [height, in_features]; a step takes ``BLOCK`` in_features."""
+        """Steps of all tiles of a weight [height, in_features]; one takes ``BLOCK`` in_features."""
         return height // self.features * (in_features // BLOCK)
 
     @property
@@ -64,7 +64,7 @@ class Cut:
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, two barriers a stage and a float32 a token; ``even``: a slice of a tile."""
+        """The ring, two barriers a stage, a float32 a token and, if ``even``, a slice of a tile."""
         ring = self.stages * (self.stage_bytes + 16) + 4 * self.tokens
         return ring + (self._slice_bytes if self.even else 0)
 
@@ -133,9 +133,9 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
 
 
 def largest_batch(elements: int) -> int:
-    """The largest batch for which this is faster than the library.
+    """The largest batch for which these GEMMs are faster than the library; 0 for none.
 
-    ``elements`` are those of all weights of a layer. 0: no batch.
+    ``elements`` counts all weights of a layer.
     """
     if elements <= _MOST_OF_LAYER:
         return MAX_TOKENS

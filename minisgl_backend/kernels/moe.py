@@ -1,8 +1,8 @@
 """Mixture of experts: each token through its top_k experts, as two grouped GEMMs.
 
-Tokens are lined up by expert in blocks of equal size (a block never mixes experts), so that one
-kernel multiplies every block with its own expert's weight: first gate and up with the gate applied
-at the end, then down, scaled by the routing weight. The sum over the top_k experts comes last. The
+Tokens are sorted by expert into blocks of equal size (a block never mixes experts), so that one
+kernel multiplies every block by its own expert's weight: first gate and up with the gate applied at
+the end, then down, scaled by the routing weight. The sum over the top_k experts comes last. The
 scheme is that of block-aligned fused MoE kernels (MegaBlocks, arXiv 2211.15841; vLLM's fused_moe).
 """
 
@@ -32,10 +32,10 @@ class Alignment:
 
 
 def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
-    """Line up ``expert_ids`` int [num_tokens, top_k].
+    """Sort ``expert_ids``, int [num_tokens, top_k], into blocks.
 
-    In plain tensor operations without a wait, and of a size that depends on shapes only, so that it
-    may be captured.
+    By tensor operations that never wait for the device, and of sizes that depend on shapes only, so
+    that it may be captured.
     """
     flat = expert_ids.flatten().long()
     num_pairs = len(flat)
@@ -46,13 +46,13 @@ def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
         return Alignment(pairs.flatten(), flat.int(), block)
     num_blocks = min(num_pairs, -(-num_pairs // block) + num_experts)
     device = flat.device
-    counts = torch.zeros(num_experts, dtype=torch.long, device=device)
+    counts = torch.zeros(num_experts, dtype=torch.long, device=device)  # pairs of each expert
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    blocks_of = (counts + block - 1) // block
-    last_block = blocks_of.cumsum(0)
-    first_slot = (last_block - blocks_of) * block
-    first_pair = counts.cumsum(0) - counts
-    order = flat.argsort(stable=True)
+    blocks_of = (counts + block - 1) // block  # [num_experts]
+    last_block = blocks_of.cumsum(0)  # [num_experts], the end of each expert's blocks
+    first_slot = (last_block - blocks_of) * block  # [num_experts], in the blocks
+    first_pair = counts.cumsum(0) - counts  # [num_experts], in the sorted pairs
+    order = flat.argsort(stable=True)  # [num_pairs]
     expert = flat[order]
     slot = first_slot[expert] + torch.arange(num_pairs, device=device) - first_pair[expert]
     pairs = torch.full((num_blocks * block,), num_pairs, dtype=torch.int32, device=device)
@@ -118,10 +118,10 @@ def fused_experts_reference(
     ends = experts.bincount(minlength=len(down)).cumsum(0)
     by_expert = experts.argsort(stable=True).tensor_split(ends[:-1].cpu())
     out = torch.zeros_like(at_least_float32(x))
-    for expert, pairs in enumerate(by_expert):  # token * top_k + choice
+    for expert, pairs in enumerate(by_expert):  # [count], token * top_k + choice
         if len(pairs):
             tokens = pairs // top_k
-            inner = silu_mul_reference(F.linear(x[tokens], gate_up[expert]))
-            share = expert_weights.flatten()[pairs, None]
+            inner = silu_mul_reference(F.linear(x[tokens], gate_up[expert]))  # [count, inner size]
+            share = expert_weights.flatten()[pairs, None]  # [count, 1]
             out.index_add_(0, tokens, F.linear(inner, down[expert]) * share)
     return out.to(x.dtype)

@@ -1,11 +1,10 @@
-"""Random numbers without state: a function of a request's seed, a position and a token id.
+"""Stateless random numbers: a function of a request's seed, a position and a token id.
 
-So a sampled token does not depend on what else is in the batch, and drawing needs no generator
-that a CUDA graph would have to capture. The key of a (seed, position) is made by SplitMix64
-(Steele, Lea, Flood, OOPSLA 2014); each token id then takes its own 32 bits from the key through a
-finalizer of MurmurHash3's kind, and these become a Gumbel variable. Adding one to each logit and
-taking the largest draws from the softmax without computing it (Gumbel-max; Maddison et al., NeurIPS
-2014).
+So a sampled token does not depend on the rest of the batch, and there is no generator whose state a
+CUDA graph would have to capture. SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) makes a key of each
+(seed, position); a finalizer like MurmurHash3's makes 32 bits of the key and a token id, and these
+become a Gumbel variable. Adding one to each logit and taking the largest samples from the softmax
+without computing it (Gumbel-max; Maddison et al., NeurIPS 2014).
 
 ``triton_kernels/gumbel_noise.py`` does the same in Triton, bit by bit up to the logarithms.
 """
@@ -50,7 +49,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _finalize(x: Tensor) -> Tensor:
-    """32-bit avalanche of int64 in [0, 2^32), and so is what it gives."""
+    """32-bit avalanche; argument and result are int64 in [0, 2^32)."""
     x = (x ^ (x >> 16)).mul_(FINAL_1).bitwise_and_(_LOW)
     x = (x ^ (x >> 13)).mul_(FINAL_2).bitwise_and_(_LOW)
     return x ^ (x >> 16)

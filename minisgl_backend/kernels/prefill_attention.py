@@ -1,4 +1,4 @@
-"""Attention of prompt chunks over the paged KV cache, in which their own keys stand already.
+"""Attention of prompt chunks over the paged KV cache, which holds their own keys already.
 
 FlashAttention-2's scheme (arXiv 2307.08691): a program per block of queries and KV head streams the
 keys with an online softmax. The query heads that share a KV head are rows of one block, so each key
@@ -111,7 +111,7 @@ def prefill_attention_reference(
         if k_scale is not None and v_scale is not None:
             k, v = k * k_scale, v * v_scale
         grouped = at_least_float32(grouped_q[tokens])
-        scores = torch.einsum("thgd,nhd->hgtn", grouped, k) * scale
+        scores = torch.einsum("thgd,nhd->hgtn", grouped, k) * scale  # [heads, group, tokens, end]
         key = torch.arange(end, device=q.device)
         query = key[end - grouped.shape[0] :, None]
         hidden = key > query

@@ -1,4 +1,4 @@
-"""What happens to packed q, k and v between projection and attention, in one pass.
+"""The operations on packed q, k and v between projection and attention, in one pass.
 
 Per-head RMSNorm of q and k (Qwen3; optional), rotary embedding (arXiv 2104.09864) from a cos/sin
 table, so that every scaling variant is only another table, and the store of k and v into the paged

@@ -1,11 +1,10 @@
-"""What a step reads from the state of its rows before the layers, and writes back after.
+"""The state of rows on the device, which a step reads before the layers and updates after them.
 
-The state of a request lives on the device, one entry a row (``RowTable``): its last token, its
-length, its pages, and how it is sampled (``SamplingTable``). A step is told only which rows decode
-and which pages they were granted (``StepInbox``), and finds everything else itself: a captured
-graph needs no other input.
+It has one entry a row (``RowTable``): last token, length, pages, and sampling parameters
+(``SamplingTable``). A decode step is told only which rows decode and which pages they were granted
+(``StepInbox``), and finds everything else itself: a captured graph needs no other input.
 
-The last row of the table is the *dummy row*: padding decodes it at position 0 over and over.
+The last row of the table is the *dummy row*: padding decodes it, always at position 0.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class RowTable:
         device: torch.device,
     ) -> RowTable:
         """Greedy rows of length 0 whose pages are all the dummy page."""
-
         shape = (num_rows + 1, max_pages)
         return cls(
             tokens=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
@@ -61,8 +59,9 @@ class RowTable:
 class StepInbox:
     """What the host tells a decode step, in one buffer: int32 [1 + max_batch + 3 * max_grants].
 
-    The number of grants, then the rows that decode, then for each grant row, index and page:
-    pages[row, index] = page.
+        num_grants | rows that decode [max_batch] | (row, index, page) of each grant
+
+    A grant means pages[row, index] = page.
     """
 
     buffer: Tensor
@@ -98,8 +97,8 @@ class DecodeInputs:
 def begin_decode(
     table: RowTable, inbox: StepInbox, batch_size: int, page_size: int
 ) -> DecodeInputs:
-    """Write the granted pages and empty the inbox of them, then look up its first ``batch_size``
-    rows."""
+    """Write the grants to the page table and clear their number, then look up the first
+    ``batch_size`` rows."""
     numbers = torch.empty((4, batch_size), dtype=torch.int32, device=table.tokens.device)
     inputs = DecodeInputs(inbox.rows[:batch_size], *numbers)
     if not use_triton(table.tokens):
@@ -136,10 +135,10 @@ def begin_decode_reference(
 
 
 def keep_sampled(table: RowTable, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
-    """Keep the ``sampled`` tokens of rows, and where they stand; count them in marked rows.
+    """Write the ``sampled`` tokens and their positions to the table; count them in marked rows.
 
-    All int32 [batch_size]; no row but the dummy row may be there twice. A token of -1 (not finite
-    logits) is kept as 0, a valid id, and not counted. The dummy row stays at length 0.
+    All int32 [batch_size]; only the dummy row may occur twice. A token of -1 (logits that are not
+    finite) is kept as 0, a valid id, and not counted. The dummy row stays at length 0.
     """
     if not use_triton(sampled):
         keep_sampled_reference(table, rows, positions, sampled)
@@ -157,5 +156,5 @@ def keep_sampled_reference(
     table.lengths[rows] = positions
     table.lengths[table.dummy_row] = 0
     counted = (table.sampling.column("marked")[rows] > 0) & (sampled >= 0)
-    if counted.any():  # other lines are not even touched: they may have no memory yet
+    if counted.any():  # touch no other lines: they may have no memory yet
         table.sampling.marks[rows[counted], sampled[counted]] += ONCE

@@ -1,8 +1,8 @@
 """The next token of each row from its logits, by ``sampling_rule``.
 
-On a GPU by Triton, inside a CUDA graph: all parameters are there already (``SamplingTable``),
-logits are adjusted as they are read, and the thresholds of filters are found by counting instead of
-sorting. On a CPU by ``sampling_cpu``.
+On a GPU by Triton, inside a CUDA graph: the parameters are on the GPU (``SamplingTable``), logits
+are adjusted as they are read, and the thresholds of filters are found by counting, not by sorting.
+On a CPU by ``sampling_cpu``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.sampling_cpu import sample_on_cpu
-from minisgl_backend.kernels.sampling_rule import NO_TOKEN, sample_reference
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
-
-__all__ = ["NO_TOKEN", "SamplingWorkspace", "sample", "sample_reference"]
 
 
 def sample(

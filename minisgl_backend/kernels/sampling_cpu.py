@@ -1,12 +1,12 @@
-"""``sampling.sample`` on a CPU: the tokens of ``sampling_rule``, with little work a row.
+"""``sampling.sample`` on a CPU: the tokens of ``sampling_rule``, without sorting vocabularies.
 
-- The largest logit of each block of the vocabulary is computed once; these lead to the largest
-  logit of a row, and to its largest few, without sorting or copying a vocabulary.
-- Only rows that have penalties, a bias or stop tokens that must not come yet are copied and
-  adjusted, and of these only the tokens concerned.
-- A random row without filters draws a split by its mass, then takes noise for that split alone.
+- The largest logit of each block of the vocabulary is computed once. From these the largest logits
+  of a row are found.
+- Only rows with penalties, a bias or stop tokens that are held back are copied, and of these only
+  the tokens concerned are adjusted.
+- A random row without filters draws a split by its mass, then noise for that split alone.
 - A random row with filters searches for the threshold among a few of its largest logits, among more
-  if these do not suffice, and takes noise for the tokens that pass.
+  if these do not suffice, and draws noise for the tokens that pass.
 
 Reads the table on the host. Must not change logits or table.
 """
@@ -27,12 +27,12 @@ from minisgl_backend.kernels.sampling_rule import NO_TOKEN, SPLITS, split_noise,
 from minisgl_backend.kernels.sampling_table import COLUMNS, IS_STOP, ONCE, SamplingTable
 
 _BLOCK: Final = 128
-"""Tokens of a block, the largest logit of which is known."""
+"""Tokens of a block."""
 _FEW_TOKENS: Final = 2048
-"""Of a vocabulary for which argmax alone is quick enough."""
+"""Up to this vocabulary size a plain argmax is fast enough."""
 _FIRST_CANDIDATES: Final = 64
 _MORE: Final = 8
-"""How many times as many candidates there are when the threshold was not among them."""
+"""Factor by which candidates grow if the threshold was not among them."""
 
 
 def sample_on_cpu(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ def sample_on_cpu(logits: Tensor, table: SamplingTable, rows: Tensor, positions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """How some rows are sampled: their ``numbers`` [num_rows, len(COLUMNS)], the ``rows`` of the
-    table, and ``positions`` of the tokens, int32 [num_rows]."""
+    """The sampling parameters of some rows: their ``numbers`` [num_rows, len(COLUMNS)], and int32
+    [num_rows] their ``rows`` of the table and the ``positions`` of the tokens."""
 
     table: SamplingTable
     rows: Tensor
@@ -78,7 +78,7 @@ class _Asked:
 
     @property
     def is_adjusted(self) -> npt.NDArray[np.bool_]:
-        """bool [num_rows]: whether the row's logits are not sampled from as they are."""
+        """bool [num_rows]: whether marks or a bias change the row's logits."""
         is_biased: npt.NDArray[np.bool_] = self["biased"] > 0
         is_marked = self["marked"] > 0
         if not is_marked.any():
@@ -95,7 +95,7 @@ class _Asked:
 
     @property
     def keys(self) -> Tensor:
-        """int64 [num_rows, 1], those of the rows' noise."""
+        """int64 [num_rows, 1], the keys of the rows' noise."""
         return noise.keys(self.table.seeds[self.rows], self.positions)[:, None]
 
     @property
@@ -174,8 +174,8 @@ def _choose(lines: _Lines, asked: _Asked) -> Tensor:
 
 
 def _greedy(lines: _Lines, _asked: _Asked) -> Tensor:
-    """The token with the largest logit: amax, which is vectorized, has found the block, and argmax,
-    which is not, finds the place in it."""
+    """The token with the largest logit: amax, which is vectorized, has found the block; argmax,
+    which is not, finds the token in it."""
     if lines.logits.shape[1] <= _FEW_TOKENS:
         return lines.rows().argmax(dim=-1)
     block = lines.maxima.argmax(dim=-1, keepdim=True)
@@ -184,7 +184,7 @@ def _greedy(lines: _Lines, _asked: _Asked) -> Tensor:
 
 
 def _drawn_of_all(lines: _Lines, asked: _Asked) -> Tensor:
-    """A token of those of the split that is drawn by the masses of all."""
+    """Draws a split by the masses of all splits, then a token of that split."""
     best, inverse, key = lines.best, asked.inverse_temperatures, asked.keys
     vocab_size = lines.logits.shape[1]
     size = split_size(vocab_size)
@@ -201,12 +201,12 @@ def _drawn_of_all(lines: _Lines, asked: _Asked) -> Tensor:
 
 
 def _drawn_of_filtered(lines: _Lines, asked: _Asked) -> Tensor:
-    """A token of those that pass the filters."""
+    """Draws a token of those that pass the filters."""
     vocab_size = lines.logits.shape[1]
     totals = _totals(lines, asked, vocab_size)
     tokens = torch.empty(len(totals), dtype=torch.int64)
     count = _FIRST_CANDIDATES
-    left = torch.arange(len(totals))  # of which no token has been chosen
+    left = torch.arange(len(totals))  # rows without a token yet
     while len(left):
         count = min(count, vocab_size)
         of_left, asked_left = lines.at(left), asked.at(left)
@@ -243,8 +243,8 @@ def _totals(lines: _Lines, asked: _Asked, vocab_size: int) -> Tensor:
 def _threshold(
     weights: Tensor, totals: Tensor, asked: _Asked, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The least weight that passes all filters of the row, [num_rows, 1], as far as the largest
-    ``weights`` [num_rows, count], descending, tell; and whether it is found, bool [num_rows]."""
+    """The least weight that passes all filters of the row, [num_rows, 1], and whether the largest
+    ``weights`` [num_rows, count], descending, suffice to find it, bool [num_rows]."""
     count = weights.shape[1]
     top_k, top_p = asked.column("top_k"), asked.column("top_p")
     by_count = (top_k > 0) & (top_k < vocab_size)
@@ -258,15 +258,15 @@ def _threshold(
     by_mass = weights.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
     threshold = torch.where(top_p < 1, torch.maximum(least, by_mass), least)
     threshold = torch.maximum(threshold, asked.column("min_p")).clamp_max_(1.0)
-    # What weighs as much as the last candidate may be missing, and what weighs less is.
+    # tokens as heavy as the last candidate may be missing, and all lighter ones are
     last = weights[:, -1:]
     is_found = (threshold > last) & ((least > last) | ~by_count) | (last == 0)
     return threshold, is_found.squeeze(1) | (count == vocab_size)
 
 
 def _adjusted(logits: Tensor, asked: _Asked) -> Tensor:
-    """``sampling_table.adjust_reference`` of ``logits`` [num_rows, vocab_size], which it may
-    overwrite: of the tokens that have a mark or a bias only."""
+    """``sampling_table.adjust_reference`` of ``logits`` [num_rows, vocab_size], which may be
+    overwritten; computed only for tokens with a mark or a bias."""
     x, table = at_least_float32(logits), asked.table
     marked, biased = _indices(asked["marked"] > 0), _indices(asked["biased"] > 0)
     marks = table.marks[asked.rows[marked]]

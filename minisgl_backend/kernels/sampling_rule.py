@@ -1,15 +1,15 @@
 """The rule by which each row's next token follows from its logits, on every device.
 
-Logits are adjusted by what ``SamplingTable`` holds of their row. Greedy rows take the token with
-the largest one. Random rows add Gumbel noise (``noise``) to logits / temperature and take the
-largest; no softmax is written. If all tokens may be drawn, this is done twice: one of ``SPLITS``
-parts of the vocabulary is drawn by the sums of their weights, then a token of that part, so that
-few tokens need noise. Of equals the least token id wins.
+Logits are adjusted by their row's entry in ``SamplingTable``. Greedy rows take the token with the
+largest one. Random rows add Gumbel noise (``noise``) to logits / temperature and take the largest;
+no softmax is computed. Rows without filters do this twice: they draw one of ``SPLITS`` parts of the
+vocabulary by the sums of their weights, then a token of that part, so that few tokens need noise.
+Ties go to the least token id.
 
-Filters are thresholds on the weight w = exp((x - max) / temperature) of a token: top-k keeps w of
-the k-th largest and above; top-p (arXiv 1904.09751) then keeps the largest threshold whose tokens
-reach the share p of what top-k kept; min-p (arXiv 2407.01082) keeps w >= min_p. Tokens that tie
-with the last kept one are kept too. The most likely token always passes.
+Filters are thresholds on the weight w = exp((x - max) / temperature) of a token: top-k keeps the
+k-th largest w and above; top-p (arXiv 1904.09751) then takes the largest threshold whose tokens
+reach the share p of the mass that top-k kept; min-p (arXiv 2407.01082) keeps w >= min_p. Tokens
+that tie with the last kept one are kept too. The most likely token always passes.
 
 ``sample_reference`` follows the rule to the letter, by sorting, and is the oracle of the tests.
 Logits in float64 stay so; all others are computed in float32.
@@ -27,13 +27,13 @@ from minisgl_backend.kernels import noise
 from minisgl_backend.kernels.sampling_table import SamplingTable, adjust_reference
 
 NO_TOKEN: Final = -1
-"""Stands for the token of a row whose largest logit is not finite or that holds a NaN."""
+"""In place of a token: the row's largest logit is not finite, or one is NaN."""
 
 SPLITS: Final = 32
 
 
 def split_size(vocab_size: int) -> int:
-    """Tokens of a split, a multiple of 16; the last ones may have fewer, or none."""
+    """Tokens of a split, a multiple of 16; the last splits may have fewer, or none."""
     return -(-vocab_size // (16 * SPLITS)) * 16
 
 
@@ -78,7 +78,7 @@ def _split_reference(scaled: Tensor, key: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filters:
-    """Those of a batch's rows, float32 [batch_size, 1]."""
+    """The filters of a batch's rows, float32 [batch_size, 1] each."""
 
     top_k: Tensor
     top_p: Tensor

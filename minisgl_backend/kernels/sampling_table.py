@@ -1,8 +1,8 @@
-"""How each row is sampled: what the host writes when a request takes the row.
+"""The sampling parameters of each row, which the host writes when a request takes the row.
 
-For most rows that is a few numbers. Penalties, biases, and stop tokens that must not come yet
-change single logits before a token is chosen: what they need to know of each token of the
-vocabulary stands in a line of ``marks`` and in one of ``bias``, which other rows never read.
+For most rows they are a few numbers. Penalties, biases, and stop tokens that are held back change
+single logits before a token is chosen: their data for each token of the vocabulary is in a line of
+``marks`` and a line of ``bias``, which are never read for other rows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SamplingTable:
 
     @staticmethod
     def num_bytes(num_rows: int, vocab_size: int) -> int:
-        """What marks and bias take at most; the rest is little."""
+        """Bytes of all marks and biases; the rest is little."""
         return 8 * num_rows * vocab_size
 
     @property
@@ -78,12 +78,12 @@ class SamplingTable:
 def adjust_reference(
     logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor
 ) -> Tensor:
-    """``logits`` [batch_size, vocab_size] of ``rows``, for tokens at ``positions``, after
-    penalties, bias, and stop tokens that must not come yet.
+    """``logits`` [batch_size, vocab_size] of ``rows``, for tokens at ``positions``, with penalties
+    and biases; -inf for stop tokens that are held back.
 
-    Repetition (CTRL, arXiv 1909.05858) divides positive logits of tokens that prompt or output
-    have, and multiplies negative ones; from tokens that the output has, presence is subtracted
-    once, and frequency once for each occurrence.
+    Repetition (CTRL, arXiv 1909.05858) divides positive logits of tokens in the prompt or the
+    output, and multiplies negative ones; from logits of tokens in the output, presence is
+    subtracted once, and frequency once for each occurrence.
     """
 
     def column(name: str) -> Tensor:

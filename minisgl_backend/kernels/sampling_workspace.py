@@ -1,4 +1,4 @@
-"""What the sampling kernels keep between their launches, and its sizes."""
+"""The memory that the launches of the sampling kernels share, and its sizes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from minisgl_backend.kernels.sampling_rule import SPLITS, split_size
 BLOCK: Final = 1024
 """Tokens of a split that a program reads at once."""
 ROUNDS: Final = 2
-"""How often the splits of a row with filters may count its tokens."""
+"""How many times the splits of a row with filters may count its tokens."""
 BINS: Final = 64
 SUMS: Final = 3
 """Masses of a split in one round: above its bins, in them, and below."""
 BRACKET: Final = 6
-"""Numbers that say where the threshold of a row is."""
+"""Numbers that bracket the threshold of a row."""
 MAX_CANDIDATES: Final = 2048
 """The most tokens of a row among which its threshold is searched for."""
 

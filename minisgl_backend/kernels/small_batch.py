@@ -1,9 +1,9 @@
 """Linear layers of batches up to 8: weights are streamed once; norm, gate and residual are fused.
 
-At these sizes a GEMM is bound by reading the weight. A program takes a few rows of it whole, so
-that all its loads are in flight at once, and the normalization before the GEMM, the gate after it
-or the residual add cost no launch of their own. The idea of folding RMSNorm into the GEMM (scale by
-1 / rms afterwards) and the gate into its end is that of fused decoders such as HazyResearch's
+At these sizes a GEMM is bound by reading the weight. A program takes whole rows of it, a few at a
+time, so that all its loads are in flight at once, and the norm before the GEMM, the gate after it
+or the residual add need no launch of their own. Folding RMSNorm into the GEMM (scaling by 1 / rms
+afterwards) and the gate into its end is known from fused decoders such as HazyResearch's
 Megakernels.
 """
 
@@ -20,9 +20,9 @@ MAX_BATCH_SIZE = 8
 
 
 def is_faster(batch_size: int, in_features: int, *, gated: bool = False) -> bool:
-    """Whether this beat a library's GEMM and separate kernels around it on an H200.
+    """Whether this beats the library's GEMM with separate kernels around it, on an H200.
 
-    Wide gated layers are the exception: from two rows on they are large enough for the library.
+    It does for up to ``MAX_BATCH_SIZE`` rows, except for wide gated layers of two rows or more.
     """
     if batch_size > MAX_BATCH_SIZE:
         return False

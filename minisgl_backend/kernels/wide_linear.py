@@ -1,9 +1,9 @@
-"""Linear layers of batches from 9 up to a few hundred rows, for which a library's GEMMs are slow.
+"""Linear layers of 9 to a few hundred rows, for which the library's GEMMs are slow.
 
-For weights of a few million elements a library leaves much of the GPU idle. Here a GEMM is cut
+For weights of a few million elements the library leaves much of the GPU idle. Here a GEMM is cut
 into about as many tiles as there are multiprocessors; if its output is too small for that, also
-along in_features ("split-K"): then it gives float32 parts, and the residual add with RMSNorm that
-follows it anyway adds them up.
+along in_features ("split-K"): then it returns float32 parts, which the residual add with RMSNorm
+that follows sums up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_ELEMENTS: Final = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a GEMM is cut; the values are those that were fastest on an H200."""
+    """How a GEMM is cut, by what was fastest on an H200."""
 
     rows: int
     columns: int

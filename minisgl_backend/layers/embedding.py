@@ -15,8 +15,8 @@ from minisgl_backend.parallel.group import Group
 class VocabEmbedding(nn.Module):
     """A matrix with a row per token id: the embedding, the output head, or both at once.
 
-    Each rank holds ``share`` = ceil(vocab_size / group.size) rows, from ``start`` on. Surplus rows
-    at the end are never read.
+    Each rank holds ``share`` = ceil(vocab_size / group.size) rows, from ``start`` on. The last
+    rank's rows beyond the vocabulary are never read.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, group: Group):
@@ -34,7 +34,7 @@ class VocabEmbedding(nn.Module):
     def gather(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Join the logits of all ranks: [num_rows, share] -> [num_rows, vocab_size].
 
-        With several ranks they are written to ``out``, if it is given.
+        ``out``, if given, takes the result of several ranks.
         """
         size = self.group.size
         if size == 1:

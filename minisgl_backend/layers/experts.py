@@ -1,4 +1,4 @@
-"""Mixture of experts, by fused kernels or one expert after the other.
+"""Mixture of experts.
 
 The router picks for each token the ``top_k`` experts of the highest softmax probability, and weighs
 their outputs by it (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv 2401.04088).
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl_backend.kernels.moe import fused_experts
+from minisgl_backend.kernels.moe import fused_experts, fused_experts_reference
 from minisgl_backend.layers.gemm import Launch, Normed, add_sum
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.share import even_share
@@ -24,8 +24,8 @@ class ExpertsMLP(nn.Module):
     """Gated MLPs behind a router (``FeedForward``).
 
     Every rank holds a slice of each expert, and the whole router. With ``normalize``, the weights
-    of a token's experts sum up to 1. Unless ``fused``, experts are computed one by one, which waits
-    for the device.
+    of a token's experts sum to 1. Unless ``fused``, the kernel's twin computes one expert after
+    another, which waits for the device.
     """
 
     def __init__(
@@ -53,33 +53,14 @@ class ExpertsMLP(nn.Module):
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, launch: Launch
     ) -> tuple[Tensor, Normed]:
-        part = self.part(x.taken(pdl=launch.pdl))
+        part = self.part(x.normalized(pdl=launch.pdl))
         return residual, add_sum(residual, part, norm, launch, self.group)
 
     def part(self, x: Tensor) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]."""
         weights, experts = self.route(x)  # [num_tokens, top_k] each
-        if self.fused:
-            return fused_experts(x, self.gate_up, self.down, experts, weights.float())
-        return self._one_by_one(x, weights, experts)
-
-    def _one_by_one(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        # sorted by expert, the pairs of token and choice of each expert form one run
-        order = experts.flatten().argsort(stable=True)  # [num_tokens * top_k]
-        tokens = order // self.top_k  # [num_tokens * top_k]
-        weights = weights.flatten()[order].unsqueeze(1)  # [num_tokens * top_k, 1]
-        counts = experts.flatten().bincount(minlength=len(self.gate)).tolist()
-        begin = 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                continue
-            run = slice(begin, begin + count)
-            gate, up = F.linear(x[tokens[run]], self.gate_up[expert]).chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, self.down[expert])  # [count, hidden_size]
-            out.index_add_(0, tokens[run], y * weights[run])
-            begin += count
-        return out
+        compute = fused_experts if self.fused else fused_experts_reference
+        return compute(x, self.gate_up, self.down, experts, weights.float())
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and ids of each token's experts, both [num_tokens, top_k]."""

@@ -1,9 +1,9 @@
-"""What a linear layer multiplies by: a weight matrix in its format, and the forms of a GEMM.
+"""The weight matrix of a linear layer in its format, and the forms of its GEMM.
 
 A ``Matrix`` is this rank's part of a weight. Its class is the weight format: ``DenseMatrix`` here
-holds numbers of the activations' own dtype. A GEMM may include what stands around it: the norm of
-its input before it, the gate of a feed-forward block or the residual add and the next norm after
-it. Which of these a kernel includes is the format's business: a layer says only what is wanted.
+holds numbers of the activations' own dtype. Kernels may fuse the operations around a GEMM: the norm
+of its input before it; after it the gate of a feed-forward block, or the residual add and the next
+norm. What a kernel fuses is the format's business: a layer only says what it wants.
 
 Must not know which layers there are, or what a model consists of.
 """
@@ -40,7 +40,7 @@ class Form(Enum):
     WIDE = auto()
     """More tokens: each norm in one kernel with the residual add before it."""
     TENSOR_CORE = auto()
-    """Some hundreds of tokens on Hopper: as SMALL, by kernels on its tensor cores."""
+    """Up to 256 tokens on Hopper: as SMALL, by kernels on its tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,17 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normed:
-    """The input of a GEMM: hidden states, [num_tokens, hidden_size], under a norm.
+    """The input of a GEMM: hidden states, [num_tokens, hidden_size] and the norm to apply.
 
-    ``x`` is normalized already if ``norm`` is None, and else still to be normalized by it. With
-    ``squares`` only the norm's weight has been applied (``kernels.cuda.linear.Normalized``).
+    If ``norm`` is None, ``x`` is normalized already. With ``squares`` the norm's weight has been
+    applied, but not its scale (``kernels.cuda.linear.Normalized``).
     """
 
     x: Tensor
     norm: RMSNorm | None = None
     squares: Tensor | None = None
 
-    def taken(self, *, pdl: bool) -> Tensor:
+    def normalized(self, *, pdl: bool) -> Tensor:
         """The normalized hidden states, [num_tokens, hidden_size]."""
         assert self.squares is None
         if self.norm is None:
@@ -75,8 +75,8 @@ class Normed:
 class Matrix(nn.Module, ABC):
     """This rank's part of a weight, [out_features, in_features], in some format.
 
-    A format defines ``gemm`` and ``places``. It may also define ``add_gemm``, if it has a kernel
-    that does more than the GEMM.
+    A format defines ``gemm`` and ``places``, and may override ``add_gemm`` if it has a kernel that
+    fuses the add.
     """
 
     out_features: int
@@ -86,8 +86,8 @@ class Matrix(nn.Module, ABC):
     def gemm(
         self, x: Normed, launch: Launch, *, bias: Tensor | None = None, gated: bool = False
     ) -> Tensor:
-        """x W^T + bias, [num_tokens, out_features]; or, if ``gated``, silu(x G^T) * (x U^T) of
-        half that width, for a weight that holds G and then U."""
+        """x W^T + bias, [num_tokens, out_features]; if ``gated``, silu(x G^T) * (x U^T) of half
+        that width, for a weight that holds G and then U."""
 
     @abstractmethod
     def places(
@@ -113,7 +113,7 @@ class Matrix(nn.Module, ABC):
 
         ``residual`` [num_tokens, out_features] may be overwritten; ``x`` [num_tokens, in_features].
         """
-        own_bias = bias if group.rank == 0 else None  # the sum over the ranks must have it once
+        own_bias = bias if group.rank == 0 else None  # to be in the sum over the ranks once
         part = self.gemm(Normed(x), launch, bias=own_bias)
         return residual, add_sum(residual, part, norm, launch, group)
 
@@ -146,7 +146,7 @@ class TensorCoreAdd(Protocol):
 
 
 class DenseMatrix(Matrix):
-    """Numbers of the activations' own dtype, one by one as in the checkpoint."""
+    """An unquantized weight, of the activations' own dtype."""
 
     def __init__(self, out_features: int, in_features: int):
         super().__init__()
@@ -158,8 +158,8 @@ class DenseMatrix(Matrix):
     def lay_out_by_input(self) -> None:
         """Store the weight with its inputs outermost in memory. Its shape stays the same.
 
-        On a CPU this suits GEMMs of few tokens with weights that are not in the processor's cache:
-        they take a third to two thirds of the time. To be called before the weight is filled.
+        On a CPU, GEMMs of few tokens with weights that are not in the processor's cache then take a
+        third to two thirds of the time. To be called before the weight is filled.
         """
         self.weight.data = self.weight.data.mT.contiguous().mT
 
@@ -170,10 +170,12 @@ class DenseMatrix(Matrix):
         if form is Form.TENSOR_CORE:
             assert self.tensor_core_gemm is not None
             return self.tensor_core_gemm(x, weight, bias=bias, pdl=pdl)
-        if form is not Form.PLAIN and self._gains_by_small_batch(len(x.x), gated=gated):
+        if form is not Form.PLAIN and small_batch.is_faster(
+            len(x.x), self.in_features, gated=gated
+        ):
             norm = x.norm if form is Form.SMALL else None
             return small_batch.small_batch_linear(
-                x.taken(pdl=launch.pdl) if norm is None else x.x,
+                x.normalized(pdl=pdl) if norm is None else x.x,
                 weight,
                 bias=bias,
                 norm_weight=None if norm is None else norm.weight,
@@ -181,7 +183,7 @@ class DenseMatrix(Matrix):
                 gated=gated,
                 pdl=pdl,
             )
-        rows = x.taken(pdl=launch.pdl)
+        rows = x.normalized(pdl=pdl)
         width = self.out_features // 2 if gated else self.out_features
         if form is Form.WIDE and wide_linear.is_faster(
             len(rows), width, self.in_features, gated=gated
@@ -216,7 +218,7 @@ class DenseMatrix(Matrix):
             )
             summed = group.all_reduce(part)
             return summed, Normed(summed, norm)
-        if form is Form.WIDE and group.size == 1 and self._gains_by_parts(len(x)):
+        if form is Form.WIDE and group.size == 1 and self._can_split(len(x)):
             parts = wide_linear.linear_parts(x, weight, pdl=pdl)
             normed_x = wide_linear.add_rms_norm_parts(
                 parts, residual, norm.weight, norm.eps, bias=bias, pdl=pdl
@@ -224,12 +226,8 @@ class DenseMatrix(Matrix):
             return residual, Normed(normed_x)
         return super().add_gemm(residual, x, norm, launch, bias=bias, group=group)
 
-    def _gains_by_small_batch(self, num_tokens: int, *, gated: bool) -> bool:
-        if gated:
-            return small_batch.is_faster(num_tokens, self.in_features, gated=True)
-        return num_tokens <= small_batch.MAX_BATCH_SIZE
-
-    def _gains_by_parts(self, num_tokens: int) -> bool:
+    def _can_split(self, num_tokens: int) -> bool:
+        """Whether cutting the GEMM along in_features is faster than the library."""
         sizes = num_tokens, self.out_features, self.in_features
         return wide_linear.is_faster(*sizes, parts=True)
 

@@ -1,4 +1,4 @@
-"""What becomes of the ranks' parts of a row-parallel product, in one kernel where there is one."""
+"""The sum of a row-parallel GEMM over the ranks, with the residual add and norm that follow it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from minisgl_backend.parallel.group import Group
 def add_rms_norm_of_sum(
     part: Tensor, group: Group, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool
 ) -> Tensor:
-    """residual += the sum of every rank's ``part``, in place; the RMSNorm of that.
+    """residual += the sum of every rank's ``part``, in place; returns its RMSNorm. One kernel, if
+    the group has it for this size.
 
     ``part``, ``residual`` [num_tokens, hidden_size]; ``weight`` [hidden_size]. May overwrite
     ``part``. ``pdl``: see ``FusedSum``.

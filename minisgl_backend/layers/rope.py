@@ -1,11 +1,11 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864): the table of angles, and the rotation.
+"""The table of angles of the rotary position embedding (RoFormer, arXiv 2104.09864).
 
-An entry of the table depends on its position only, not on the sequence, so that a cached page means
-the same to every request that shares it. For this, ``dynamic`` scaling rotates position p as
-transformers does when p is the last position of the sequence.
+An entry of the table depends on its position only, not on the sequence, so that cached pages are
+valid for every request that shares them. For this, ``dynamic`` scaling rotates position p as
+transformers does if p is the last position of the sequence.
 
-All frequencies are computed in float32 and with the operations in the order of transformers, so
-that the tables are equal bit by bit.
+All frequencies are computed in float32, with the operations in the order of transformers, so that
+the tables are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -32,19 +32,6 @@ def rotary_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torc
         angles[spec.max_positions :] = positions[spec.max_positions :].unsqueeze(1) * stretched
     table = torch.cat([angles.cos(), angles.sin()], dim=1) * spec.attention_factor
     return table.to(device)
-
-
-def rotation(table: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The factors of ``rotate``, [num_tokens, 1, head_dim] each, at int64[num_tokens] positions."""
-    # each [num_tokens, 1, head_dim / 2]
-    cos, sin = table.index_select(0, positions).to(dtype).unsqueeze(1).chunk(2, dim=-1)
-    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-
-
-def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of each head: [num_tokens, num_heads, head_dim]."""
-    half = x.shape[-1] // 2
-    return torch.addcmul(x * cos, x.roll(half, dims=-1), signed_sin)
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
@@ -105,5 +92,5 @@ def _yarn_frequencies(spec: RopeSpec, head_dim: int, wavelengths: Tensor) -> Ten
 
 
 def _yarn_dimension(turns: float, head_dim: int, theta: float, context: int) -> float:
-    """The dimension, a fraction, whose angle makes so many turns over the context."""
+    """The dimension, a fraction, whose angle makes this number of ``turns`` over the context."""
     return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))

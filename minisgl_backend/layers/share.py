@@ -18,7 +18,7 @@ class Share:
 
 
 def even_share(total: int, group: Group, what: str) -> Share:
-    """This rank's part, when all ranks have equal parts in the order of their ranks.
+    """This rank's part, if all ranks hold equal parts in the order of their ranks.
 
     Raises ``ConfigError``, which names ``what``, if ``total`` is not divisible.
     """
@@ -34,7 +34,7 @@ def kv_head_share(num_kv_heads: int, head_dim: int, group: Group) -> Share:
     """The outputs of the key-value heads that this rank holds: those its query heads attend to.
 
     If there are more ranks than heads, neighbouring ranks hold the same head. The numbers must be
-    such as ``ModelSpec.attention_shape`` accepts.
+    ones that ``ModelSpec.attention_shape`` accepts.
     """
     first = group.rank * num_kv_heads // group.size
     num_heads = max(1, num_kv_heads // group.size)

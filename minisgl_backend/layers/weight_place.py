@@ -1,9 +1,13 @@
 """Where the tensors of a checkpoint belong.
 
 A checkpoint stores q_proj, k_proj and v_proj. A layer computes with one merged matrix, and a
-tensor-parallel rank with a slice of it. A ``WeightPlace`` joins the two: it is a view into a
-parameter, and says which part of the checkpoint's tensor goes there. Layers list their places by
+tensor-parallel rank with a slice of it. A ``WeightPlace`` maps one to the other: it is a view into
+a parameter, and says which part of the checkpoint's tensor goes there. Layers list their places by
 the names of the checkpoint, so the loader needs to know neither merging nor ranks.
+
+    checkpoint   q_proj [total, in_features]       k_proj            v_proj
+                        start |--- size ---|             |--|              |--|
+    parameter    qkv [q size + k size + v size, in_features]
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ def collect_places(module: nn.Module, prefix: str = "") -> dict[str, WeightPlace
     """All places of a module and of the modules below it, by their full names in the checkpoint.
 
     A layer with parameters of its own has a method ``places``, which yields pairs of name and
-    ``WeightPlace`` for itself and everything below it. The names are relative to the layer. A name
-    that begins with ``../`` stands beside the layer, as the parts of merged matrices do.
+    ``WeightPlace`` for itself and everything below it. The names are relative to the layer; one
+    that begins with ``../`` is relative to its parent, as for the parts of merged matrices.
     """
     own = getattr(module, "places", None)
     if own is not None:

@@ -36,10 +36,10 @@ def build_model(
 ) -> Decoder:
     """This rank's part of the model in ``folder``.
 
-    ``load_format`` ``auto`` reads safetensors; ``dummy`` fills random weights by ``seed`` and does
-    not look for any. ``max_sequence_length`` bounds the positions, by default to the model's
-    context. ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a
-    GPU. Raises ``ConfigError`` if the checkpoint does not fit the spec.
+    ``load_format`` ``auto`` reads safetensors; ``dummy`` makes random weights from ``seed`` and
+    reads none. ``max_sequence_length`` bounds the positions, by default to the model's context.
+    ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU. Raises
+    ``ConfigError`` if the checkpoint does not fit the spec.
     """
     on_gpu = device.type == "cuda"
     with torch.device("meta"):

@@ -29,11 +29,11 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
     }
 )
 _METHODS: Final = ("compressed-tensors", "modelopt")
-"""Tools whose checkpoints may have scales of keys and values beside plain weights."""
+"""Quantization tools whose checkpoints may have plain weights with scales for fp8 KV pages."""
 
 
 def load_spec(folder: Path) -> ModelSpec:
-    """The spec of the checkpoint in ``folder``; ``ConfigError`` where it cannot be served."""
+    """The spec of the checkpoint in ``folder``; ``ConfigError`` if it cannot be served."""
     spec = parse_spec(read_json(folder / "config.json"))
     generation = folder / "generation_config.json"
     if generation.exists():
@@ -44,7 +44,7 @@ def load_spec(folder: Path) -> ModelSpec:
 
 
 def parse_spec(values: Mapping[str, Any]) -> ModelSpec:
-    """The spec that a parsed config.json describes; ``ConfigError`` where it cannot be served."""
+    """The spec that a parsed config.json describes; ``ConfigError`` if it cannot be served."""
     config = ConfigReader(values)
     _refuse_quantized_weights(config)
     if "auto_map" in config.values:

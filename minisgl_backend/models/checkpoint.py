@@ -1,7 +1,7 @@
 """The weights of a checkpoint as its files describe them: names, types and shapes of tensors.
 
 Reads indexes and the headers of safetensors files, never a tensor, and needs no torch. So mistakes
-are known before any memory is taken or any process started. Must not know layers.
+are found before any memory is taken or any process started. Must not know layers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TensorFiles = Mapping[Path, Mapping[str, TensorHeader]]
 
 
 def tensor_files(folder: Path) -> TensorFiles:
-    """The files of the checkpoint in ``folder``; ``ConfigError`` where one is not whole."""
+    """The files of the checkpoint in ``folder``; ``ConfigError`` if one is incomplete."""
     if (folder / _INDEX).exists():
         located = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(located, dict):
@@ -78,7 +78,7 @@ def _located_files(folder: Path, located: Mapping[str, Any]) -> TensorFiles:
 def read_header(path: Path) -> Mapping[str, TensorHeader]:
     """The tensors of a safetensors file, in the order of their names.
 
-    Raises ``ConfigError`` where they are not laid out as the format has it: one after the other,
+    Raises ``ConfigError`` unless they are laid out as the format demands: one after the other,
     without a gap, to the file's end.
     """
     try:
@@ -123,7 +123,7 @@ def _laid_out(entries: Mapping[str, Any], num_bytes: int) -> Mapping[str, Tensor
 
 
 def check_weights(spec: ModelSpec, files: TensorFiles) -> None:
-    """Raise ``ConfigError`` where config.json and the weights tell of models of different sizes.
+    """Raise ``ConfigError`` if config.json and the weights describe models of different sizes.
 
     Compares what a model's size depends on; ``weights`` compares every tensor when it is loaded.
     """

@@ -29,7 +29,7 @@ _MOST: Final = 2**31 - 1
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ``ConfigError`` where there is none."""
+    """The object in a JSON file; ``ConfigError`` if there is none."""
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class ConfigReader:
-    """A config.json by typed access; a value of null counts as absent unless said otherwise."""
+    """Typed access to a config.json; null counts as absent, except in ``integer_or_null``."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json"):
         self.values = {key: value for key, value in values.items() if value is not None}
@@ -62,7 +62,7 @@ class ConfigReader:
         return value
 
     def integer_or_null(self, key: str, default: int) -> int | None:
-        """As ``integer``, where null means None rather than the default."""
+        """As ``integer``, but null means None rather than the default."""
         return None if key in self.nulls else self.integer(key, default)
 
     def number(self, key: str, default: float | None = None, *, maximum: float = math.inf) -> float:
@@ -72,7 +72,7 @@ class ConfigReader:
             raise self.error(key, "a number", value)
         try:
             number = float(value)
-        except OverflowError:  # JSON's integers have no end
+        except OverflowError:  # JSON's integers may be of any size
             number = math.inf
         if not math.isfinite(number) or number <= 0:
             raise self.error(key, "positive and finite", value)
@@ -93,14 +93,14 @@ class ConfigReader:
         return value
 
     def table(self, key: str) -> Mapping[str, Any]:
-        """A JSON object; empty where it is absent."""
+        """A JSON object; empty if it is absent."""
         value = self.values.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "an object", value)
         return value
 
     def integers(self, key: str) -> list[int]:
-        """A list of integers >= 0, or one of them alone; empty where it is absent."""
+        """A list of integers >= 0, or one of them alone; empty if it is absent."""
         value = self.values.get(key, [])
         found = value if isinstance(value, list) else [value]
         if any(type(number) is not int or not 0 <= number <= _MOST for number in found):

@@ -1,12 +1,12 @@
 """The decoder that all supported architectures share, on every device.
 
 Tokens of all rows of a step go through it as one flat batch, [num_tokens, hidden_size]; only token
-mixing tells rows apart. Modules carry the names of the checkpoint's tensors, so that their places
-do too. The residual stream is one tensor, updated in place wherever a kernel can.
+mixing tells rows apart. Modules have the names of the checkpoint's tensors, from which the loader
+finds their places. The residual stream is one tensor, updated in place if a kernel can.
 
-Each step has one form (``layers.gemm.Form``), chosen by its number of tokens: that is how the
-kernels of its layers are put together. All forms give the same values within rounding. Nothing here
-waits for a GPU or depends on values there, so all of it may be captured in a CUDA graph.
+Each step has one form (``layers.gemm.Form``), chosen by its number of tokens: which kernels compute
+its layers, and what these fuse. All forms give the same values within rounding. Nothing here waits
+for a GPU or depends on values there, so all of it may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from minisgl_backend.parallel.group import Group
 
 _PDL_HIDDEN_SIZE: Final = 2048
 _PDL_TOKENS: Final = 256
-"""Up to here kernels are short enough to gain by an early start."""
+"""Up to these sizes kernels are so short that starting them early (PDL) pays."""
 
 
 class FeedForward(Protocol):
-    """The part of a layer that computes each token for itself."""
+    """The part of a layer that computes each token independently."""
 
     def __call__(
         self, residual: Tensor, x: Normed, norm: RMSNorm, launch: Launch
@@ -72,7 +72,7 @@ class DecoderLayer(nn.Module):
 
 
 class _Body(nn.Module):
-    """What the checkpoint's names put under ``model.``."""
+    """The modules whose names in the checkpoint begin with ``model.``."""
 
     def __init__(self, spec: ModelSpec, group: Group, make: MakeMatrix, fused_experts: bool):
         super().__init__()
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
 
         ``tokens``, ``positions`` and ``slots`` are int32 or int64 [num_tokens].
         """
-        residual: Tensor = self.model.embed_tokens(tokens)
+        residual: Tensor = self.model.embed_tokens(tokens)  # [num_tokens, hidden_size]
         layers, launch = self.layers, self._launch(len(tokens))
         step = StepContext(positions, slots, self.rotary_table, attend, launch)
         x = Normed(residual, layers[0].input_layernorm)
@@ -167,8 +167,8 @@ class Decoder(nn.Module):
         return head.gather(F.linear(normalized, head.weight), out)
 
     def launches_early(self, num_tokens: int) -> bool:
-        """Whether attention of a captured decode step may, and does, start before its predecessor
-        ends."""
+        """Whether decode attention is launched to start before its predecessor ends, in captured
+        steps of this number of tokens."""
         launch = self._launch(num_tokens)
         if launch.form is Form.TENSOR_CORE:
             return self.group.size == 1 or self._sums_are_fused(num_tokens)
@@ -185,10 +185,10 @@ class Decoder(nn.Module):
 
     @property
     def _gains_early(self) -> bool:
-        """Whether small and wide forms can gain by kernels that start early (measured on an H200).
+        """Whether kernels of the small and wide forms may start early, and gain by it on an H200.
 
-        With several ranks they must not start early: the ranks' fused sums read the residual stream
-        before they wait, and only the GEMMs on tensor cores ensure that it is written by then.
+        With several ranks they must not: the ranks' fused sums read the residual stream before they
+        wait, and only the GEMMs on tensor cores ensure that it is written by then.
         """
         return self.group.size == 1 and self.spec.hidden_size <= _PDL_HIDDEN_SIZE
 

@@ -23,7 +23,7 @@ Download = Callable[[str, list[str]], str]
 def resolve_model(model: str, source: str = "hf", *, download: Download | None = None) -> Path:
     """The folder of ``model``: a folder, or else an id of the hub ``source`` (hf or modelscope).
 
-    ``download`` replaces the hub's own function. Raises ``ConfigError`` where there is neither.
+    ``download`` replaces the hub's own function. Raises ``ConfigError`` if there is neither.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -39,7 +39,7 @@ def resolve_model(model: str, source: str = "hf", *, download: Download | None =
         return Path(download(model, list(PATTERNS)))
     except ConfigError:
         raise
-    except Exception as error:  # hubs raise whatever their HTTP libraries do
+    except Exception as error:  # hubs raise the errors of their HTTP libraries
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(f"{model} could not be fetched from {source}: {reason}") from error
 

@@ -1,4 +1,4 @@
-"""Scales of float8 keys and values, as checkpoints that were calibrated for them bring them.
+"""Reads the scales of float8 keys and values, in checkpoints that were calibrated for them.
 
 They are tensors of one number, two a layer, beside the projections. Tools name them differently:
 
@@ -8,7 +8,7 @@ They are tensors of one number, two a layer, beside the projections. Tools name 
     model.layers.N.self_attn.k_proj.output_scale  compressed-tensors, older
     model.layers.N.self_attn.kv_scale             AutoFP8: one for both
 
-and v in place of k. A key is stored as k / scale and read back times scale, and so are values.
+and v in place of k. A key is stored as k / scale and multiplied by scale when read; so are values.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def is_kv_scale(name: str) -> bool:
 
 
 def read_kv_scales(folder: Path, num_layers: int) -> tuple[KVScale, ...]:
-    """The scales of each layer; 1 where the checkpoint in ``folder`` has none for a layer.
+    """The scales of each layer; 1 for layers that have none in ``folder``'s checkpoint.
 
     Raises ``ConfigError`` for a scale that is not a single number, finite and above 0, for two
-    names of the same scale, for a layer with only one of the two, and for a layer too many.
+    names of the same scale, for a layer with only one of the two, and for an unknown layer.
     """
     found: dict[tuple[int, str], float] = {}
     for path, held in tensor_files(folder).items():

@@ -1,4 +1,4 @@
-"""What the engine has to know of a model: plain numbers, the same for every architecture.
+"""A model as the engine sees it: plain numbers, the same for every architecture.
 
 Must not know files, tensors or how an architecture spells its config.json (``llama``, ``mistral``
 and ``qwen`` do). One decoder computes all of them: an architecture is a set of values here.
@@ -19,7 +19,7 @@ MOST_LAYERS: Final = 2**10
 MOST_HEADS: Final = 2**12
 MOST_EXPERTS: Final = 2**12
 MOST_POSITIONS: Final = 2**27
-"""More than any model has: such a number is a mistake, to be refused before it exhausts memory."""
+"""More than any model has: larger numbers are mistakes, refused before they exhaust memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers the weights have, without biases and norms."""
+        """Number of weights, without biases and norms."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # queries, outputs; keys, values
         attention = self.num_layers * heads * self.head_dim * self.hidden_size
         num_plain, experts = self.num_layers, 0
@@ -106,7 +106,7 @@ class ModelSpec:
     def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split.
 
-        Where there are more ranks than key-value heads, several ranks hold the same one.
+        If there are more ranks than key-value heads, several ranks hold the same one.
         """
         kv_heads, ranks = self.num_kv_heads, num_ranks
         if self.num_heads % ranks or (kv_heads % ranks and ranks % kv_heads):

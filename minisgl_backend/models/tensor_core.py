@@ -1,4 +1,4 @@
-"""The layers of a dense decoder on Hopper's tensor cores, for steps of some hundreds of tokens.
+"""The layers of a dense decoder on Hopper's tensor cores, for steps of up to 256 tokens.
 
 Norms, rotation, storing of keys and values, activations and residual adds happen inside the GEMMs
 (``kernels.cuda.linear``), so that a layer is four of them and attention. With several ranks the
@@ -9,6 +9,7 @@ Compiles the kernels and gives them to the layers; holds no weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,15 +29,15 @@ from minisgl_backend.models.token_mixing import SelfAttention, StepContext
 
 
 def use_tensor_cores(model: Decoder) -> None:
-    """Compile the kernels of ``model``, or find them compiled, if it can be computed by them here
-    and gains by it. Its pages must be bound."""
+    """Give the layers of ``model`` their kernels, if there are any for its shapes and they are
+    faster. Compiles those that are not in the cache. Pages must be bound."""
     layers, spec = model.layers, model.spec
     if model.dtype != torch.bfloat16 or spec.head_dim not in (64, 128):
         return
-    dense = [_dense(layer) for layer in layers]
-    first = dense[0]
-    if first is None or any(matrices is None for matrices in dense):
+    dense = [matrices for layer in layers if (matrices := _dense(layer)) is not None]
+    if len(dense) < len(layers):
         return
+    first = dense[0]
     num_elements = sum(matrix.weight.numel() for matrix in first)
     most_tokens = largest_batch(num_elements)
     if most_tokens == 0 or any(why_not(*matrix.weight.shape) is not None for matrix in first):
@@ -59,38 +60,46 @@ def use_tensor_cores(model: Decoder) -> None:
     )
     gated = _Gemm(LinearKernel(gate_up.weight.shape, device, gated=True, most_tokens=most_tokens))
     for layer, matrices in zip(layers, dense, strict=True):
-        assert matrices is not None
         layer.self_attn.heads_gemm = heads
-        matrices[2].tensor_core_gemm = gated
-    for index, matrix in ((1, out), (3, down)):
-        shape = matrix.weight.shape
+        matrices.gate_up.tensor_core_gemm = gated
+    for shape, same_shape in (
+        (out.weight.shape, [matrices.out for matrices in dense]),
+        (down.weight.shape, [matrices.down for matrices in dense]),
+    ):
         if model.group.size == 1:
             add = _Add(ResidualKernel(shape, device, most_tokens=most_tokens))
-            for matrices in dense:
-                assert matrices is not None
-                matrices[index].tensor_core_add = add
+            for matrix in same_shape:
+                matrix.tensor_core_add = add
         else:
             gemm = _Gemm(LinearKernel(shape, device, most_tokens=most_tokens))
-            for matrices in dense:
-                assert matrices is not None
-                matrices[index].tensor_core_gemm = gemm
+            for matrix in same_shape:
+                matrix.tensor_core_gemm = gemm
 
 
-def _dense(layer: DecoderLayer) -> list[DenseMatrix] | None:
-    """The layer's matrices in the order of the forward pass; None if one is no dense weight."""
+class _Matrices(NamedTuple):
+    """The matrices of a dense layer, in the order of the forward pass."""
+
+    qkv: DenseMatrix
+    out: DenseMatrix
+    gate_up: DenseMatrix
+    down: DenseMatrix
+
+
+def _dense(layer: DecoderLayer) -> _Matrices | None:
+    """The layer's matrices; None if one of them is not a dense weight."""
     attention, mlp = layer.self_attn, layer.mlp
     if not isinstance(mlp, GatedMLP):
         return None
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     matrices = [linear.matrix for linear in linears]
     dense = [matrix for matrix in matrices if isinstance(matrix, DenseMatrix)]
-    return dense if len(dense) == len(matrices) else None
+    return _Matrices(*dense) if len(dense) == len(matrices) else None
 
 
 def _rows(x: Normed, eps: float) -> Normalized:
     """The input as the kernels take it. ``eps`` is that of the norms of heads."""
     if x.squares is None:
-        return Normalized(x.taken(pdl=True), eps=eps)
+        return Normalized(x.normalized(pdl=True), eps=eps)
     assert x.norm is not None
     return Normalized(x.x, x.squares, x.norm.eps)
 

@@ -1,7 +1,7 @@
-"""How tokens of a sequence see each other: the part of a decoder layer that knows rows.
+"""How tokens of a sequence see each other: the part of a decoder layer that tells rows apart.
 
 A ``TokenMixer`` is one kind of it. ``SelfAttention`` here keeps its state, keys and values, in
-pages; where the tokens of a step and their pages are, it is told by ``StepContext``.
+pages; the positions and slots of a step's tokens come in ``StepContext``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class SelfAttention(nn.Module):
         return self.o_proj.add_to(residual, attended, norm, step.launch)
 
     def _queries(self, x: Normed, step: StepContext) -> Tensor:
-        """The rotated queries; keys and values are in their pages then."""
+        """The rotated queries, [num_tokens, num_heads, head_dim]. Stores keys and values in their
+        pages."""
         if step.launch.form is Form.TENSOR_CORE:
             assert self.heads_gemm is not None
             return self.heads_gemm(x, self, step)

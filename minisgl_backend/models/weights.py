@@ -1,8 +1,8 @@
-"""Weights from safetensors files into a model's places, strictly.
+"""Loads weights from safetensors files into a model's places, strictly.
 
-Every place is filled exactly once, every tensor of the checkpoint has a place, every shape fits:
-what does not is a ``ConfigError`` with the tensor's name. Only this rank's slices are read. Pickled
-files are never opened. Knows files and places; must not know architectures.
+Every place is filled exactly once, every tensor of the checkpoint has a place, and every shape
+fits; anything else is a ``ConfigError`` with the tensor's name. Only this rank's slices are read.
+Pickled files are never opened. Knows files and places; must not know architectures.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def load_weights(
 ) -> None:
     """Fill every place from the checkpoint in ``folder``, converting to the places' dtype.
 
-    ``is_ignored`` says by name which tensors the checkpoint may hold although they have no use
-    here; buffers of rotary frequencies are ignored too. Raises ``ConfigError`` for missing,
-    left-over or misshapen tensors and for files that cannot be read.
+    ``is_ignored`` says by name which tensors of the checkpoint need no place; buffers of rotary
+    frequencies are ignored too. Raises ``ConfigError`` for missing, left-over or misshapen tensors
+    and for files that cannot be read.
     """
     started = monotonic()
     files = tensor_files(folder)
@@ -112,7 +112,7 @@ def _region(place: WeightPlace) -> tuple[slice, ...]:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """A safetensors file; whatever is wrong with it becomes a ``ConfigError``."""
+    """A safetensors file; all errors with it become a ``ConfigError``."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file

@@ -2,10 +2,10 @@
 
 Knows the engine's requests and events, and the text of a stream. Must not know prompts or options.
 
-A ``Call`` belongs to the thread that iterates over it. The engine's thread only leaves events in
-the mailboxes, and wakes the caller no more often than a request needs it.
+A ``Call`` belongs to the thread that iterates over it. The engine's thread only puts events into
+mailboxes, and wakes the caller no more often than a request needs.
 
-Invariant: when the iteration ends, by whatever, none of the call's requests goes on.
+Invariant: however the iteration ends, none of the call's requests goes on.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from minisgl_backend.tritonserver.answer_stream import AnswerStream
 from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times
 
 _STOP_STRINGS_EVERY: Final = 8
-"""A request that is answered at its end shows that many tokens at a time to the stop strings."""
+"""A request that is answered at its end is searched for stop strings after this many tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """One prompt of a call: what the engine is asked, and what its text depends on."""
+    """One prompt of a call: the engine's request, and the data that its text depends on."""
 
     request: Request
     start: StreamStart
@@ -97,7 +97,7 @@ class Mailbox:
     # --- the engine's thread -----------------------------------------------------------------
 
     def put(self, event: Event) -> None:
-        """Take an event in, and announce it to the caller if it is time."""
+        """Store an event, and wake the caller if it is time."""
         if isinstance(event, Admitted):
             self._scheduled_ns = time.time_ns()
             self._num_cached_tokens = event.num_cached_tokens
@@ -119,7 +119,7 @@ class Mailbox:
     # --- the caller's thread -----------------------------------------------------------------
 
     def read(self) -> Output | None:
-        """What the events so far give rise to, if anything. Raises what the request failed with."""
+        """The output of the events so far, if there is any. Raises the error of a failed request."""
         packet = self._take()
         self._untold_ids += packet.token_ids
         answer = self._answers.push(packet)
@@ -160,7 +160,7 @@ class Mailbox:
                 if event.logprobs is not None:
                     logprobs.append(event.logprobs)
         return Packet(
-            reply_to="",  # an address on the wire, as is the key
+            reply_to="",  # this and the key are addresses on the wire
             key=0,
             index=0,
             token_ids=token_ids,
@@ -205,7 +205,7 @@ class Call:
                     open_[index] = box
                     self._submit(box)
                 box = ready.get()
-                if box.index not in open_:  # a stop string ended it; this was its end in the engine
+                if box.index not in open_:  # ended by a stop string before; now the engine says so
                     continue
                 output = box.read()
                 if output is None:
@@ -216,7 +216,7 @@ class Call:
                         self._engine.abort(box.request.id)
                 yield output
         except MiniSGLError:
-            self._room.check_open()  # if it is closed, that is why
+            self._room.check_open()  # raises Cancelled if that is the cause
             raise
         finally:
             for box in open_.values():
@@ -234,7 +234,7 @@ class Call:
 
 
 def _tokens_per_wake(start: StreamStart) -> float:
-    """How many tokens a request gathers before the caller has a look at them."""
+    """How many tokens a request gathers before it wakes the caller."""
     if start.stream:
         return 1
     return _STOP_STRINGS_EVERY if start.stop_strings else float("inf")

@@ -1,7 +1,7 @@
-"""``LLM``: the engine in this process, asked by prompts and answered by text.
+"""``LLM``: the engine in this process, from prompts to text.
 
-The same options, parameters, defaults and errors as those of the server; ``docs/offline.md`` has
-examples. An ``LLM`` may be used by several threads; each output iterator belongs to one of them.
+Options, parameters, defaults and errors are those of the server; ``docs/offline.md`` has examples.
+An ``LLM`` may be used by several threads; each output iterator belongs to one of them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class LLM:
         )
         # called by close, or when this object is collected
         self._end = weakref.finalize(self, _end, self._engine, self._room, self._tokenizers)
-        # an interpreter that ends takes the engine's thread and the other ranks with it; its steps
-        # cannot be waited for then, as the executor's threads have ended
+        # the end of the interpreter ends the engine's thread and the other ranks too; steps cannot
+        # be waited for then, since the executor's threads have ended
         self._end.atexit = False
 
     @property
@@ -131,7 +131,7 @@ class LLM:
         self.close()
 
     def _outputs(self, call: Call) -> Generator[Output, None, None]:
-        """The call's outputs; an iterator in use keeps this object, whose end would end it."""
+        """The call's outputs. The iterator keeps this object alive, whose end would end it."""
         yield from call.outputs()
 
     def _call(
@@ -169,7 +169,7 @@ class LLM:
         try:
             yield from self._tokenizers.map(self._encoder.encode, prompts)
         except (RuntimeError, CancelledError):
-            self._room.check_open()  # if it is closed, the threads have ended, too
+            self._room.check_open()  # raises Cancelled if close has ended the threads
             raise
 
     def _asked(self, generation: Generation, ids: IntArray, arrived_s: float) -> Asked:

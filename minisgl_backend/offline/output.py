@@ -1,4 +1,4 @@
-"""What ``LLM`` returns. Plain values; knows nothing of engines."""
+"""``Output``, which ``LLM`` returns. Plain values; must not know engines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from minisgl_backend.tritonserver.wire.packets import Times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What came of one prompt: all of it (``generate``), or what is new (``stream``).
+    """The output for one prompt: all of it (``generate``), or its new part (``stream``).
 
-    Of a stream, ``text``, ``token_ids``, ``num_output_tokens`` and ``logprobs`` are those since the
-    output before, and add up to the whole; the rest is about the request so far.
+    In a stream, ``text``, ``token_ids``, ``num_output_tokens`` and ``logprobs`` are those since the
+    last output, and add up to the whole; the other fields are about the request so far.
     """
 
     index: int

@@ -1,8 +1,8 @@
-"""What the caller of ``LLM`` gives -> one ``Generation`` a prompt, by the checks of the server.
+"""Turns the prompts and parameters of a call into one ``Generation`` each, by the server's checks.
 
 Knows the forms of prompts and parameters in Python. Must not know tokenizers or the engine. Raises
-``RequestError`` with the server's sentences, whatever comes in; of several prompts, the sentence
-begins with the one that is meant.
+``RequestError`` with the server's messages, whatever the input; with several prompts the message
+begins with the prompt at fault.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NOT_HERE: Final[Mapping[str, str]] = {
     "min_chunk_interval_ms": "is not supported in process",
 }
 _JSON: Final = ("messages", "tools", "chat_template_kwargs")
-"""What the wire carries as JSON texts."""
+"""Parameters that the wire carries as JSON texts."""
 
 
 def read_prompts(
@@ -68,7 +68,7 @@ def read_prompts(
 
 @contextmanager
 def naming(index: int | None) -> Iterator[None]:
-    """What is refused inside is about the prompt of this index, None for the only one."""
+    """Put the index of the prompt before messages of errors inside; None if there is only one."""
     try:
         yield
     except RequestError as error:

@@ -1,7 +1,7 @@
-"""How much of a call the engine may have at a time, over all threads that call.
+"""Limits how many requests of all calls are in the engine at a time.
 
-An engine refuses what its queue has no room for, since a server's clients can ask again. In process
-the caller waits instead: requests enter only as long as the engine would take them.
+An engine refuses requests when its queue is full, since a server's clients can retry. In process
+the caller waits instead: a request enters when the engine has room for it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Room:
         self._changed = threading.Condition()
 
     def enter(self, num_tokens: int, *, wait: bool) -> bool:
-        """Take up a request with a prompt of ``num_tokens``; False if there is no room.
+        """Let in a request with a prompt of ``num_tokens``; False if there is no room.
 
-        With ``wait`` it returns when there is. Raises ``Cancelled`` once the room is closed.
+        With ``wait``, waits for room. Raises ``Cancelled`` once the room is closed.
         """
         with self._changed:
             if wait:
@@ -46,13 +46,13 @@ class Room:
             self._check_open()
 
     def admitted(self, num_tokens: int) -> None:
-        """A request has got a row."""
+        """A request has been given a row."""
         with self._changed:
             self._num_waiting_tokens -= num_tokens
             self._changed.notify_all()
 
     def left(self, num_tokens: int) -> None:
-        """A request has ended; ``num_tokens`` is 0 if it had got a row."""
+        """A request has ended; ``num_tokens`` is 0 if it had been given a row."""
         with self._changed:
             self._num_requests -= 1
             self._num_waiting_tokens -= num_tokens

@@ -20,14 +20,14 @@ from minisgl_backend.parallel.pynccl import pynccl_group
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
 
 _LEAST_STORE_S: Final = 60.0
-"""PyTorch looks up the name of each address it connects, for its log: a lost answer costs 5 s."""
+"""Least timeout: PyTorch looks up each address's name for its log, and a lost answer costs 5 s."""
 
 
 def choose_comm(option: str | None, device: torch.device, num_ranks: int) -> str:
     """The library that ``option`` names, by default the fastest that is ready for use.
 
     FlashInfer is the fastest with two and four ranks; with eight it has not been measured. Raises
-    ``ConfigError`` where the device cannot use the library.
+    ``ConfigError`` if the device cannot use the library.
     """
     check_comm(option, device.type)
     if option is not None:
@@ -40,7 +40,7 @@ def choose_comm(option: str | None, device: torch.device, num_ranks: int) -> str
 def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:
     """The store of all ranks, and the place with its port; rank 0 is the first to open it.
 
-    Raises ``ConfigError`` where nobody answers there, or where the port is taken.
+    Raises ``ConfigError`` if the address does not answer, or its port is taken.
     """
     try:
         store = TCPStore(
@@ -58,10 +58,10 @@ def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:
 def connect(
     place: Place, store: Store, comm: str, device: torch.device, *, timeout_s: float
 ) -> Group:
-    """The group of all ranks that meet in ``store``; returns when each of them is there.
+    """The group of all ranks that meet in ``store``; returns when all have connected.
 
     With gloo a collective that waits for longer than ``timeout_s`` raises. Raises ``ConfigError``
-    where the ranks do not find each other in that time.
+    if the ranks do not find each other in that time.
     """
     try:
         host = gloo_group(place, store, timeout_s)

@@ -1,12 +1,12 @@
 """All-reduce, residual add and RMSNorm in one kernel, by FlashInfer (TensorRT-LLM's one-shot form).
 
-Each rank writes its part into the memory of every rank and adds up what it finds in its own. There
-is no flag beside the data: memory that waits for data holds -0.0, which is never sent ("Lamport").
-Of three buffers one is in use, one still read by a slower rank and one being cleared. What a rank
-sends grows with the number of ranks, so this is for messages of a few MB: for decode steps.
+Each rank writes its part into the memory of every rank and sums up the parts in its own. There is
+no flag beside the data: memory that waits for data holds -0.0, which is never sent ("Lamport"). Of
+three buffers one is in use, one may still be read by a slower rank and one is being cleared. A rank
+sends more the more ranks there are, so this is for messages of a few MB: for decode steps.
 
-The kernels can be captured like any other: which buffer is in turn is kept on the GPU. A kernel
-that waits for a lost rank does not end by itself; ``let_go`` ends it.
+The kernels can be captured like any other: the index of the buffer in use is kept on the GPU. A
+kernel that waits for a lost rank does not end by itself; ``let_go`` ends it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FlashInferSum:
     def __init__(self, host: Group, device: torch.device):
         """``host`` is a group of the same ranks for tensors in main memory.
 
-        Raises ``ConfigError`` where FlashInfer is not there or has no kernel for so many ranks.
+        Raises ``ConfigError`` if FlashInfer is missing or has no kernel for this number of ranks.
         """
         if host.size not in _SIZES:
             raise ConfigError(f"comm=flashinfer needs 2, 4 or 8 ranks, there are {host.size}")
@@ -62,7 +62,7 @@ class FlashInferSum:
         buffer_bytes = host.size * self._most_bytes
         with torch.cuda.device(device):
             self._memory = PeerMemory(host, _NUM_BUFFERS * buffer_bytes, _EMPTY)
-            # blocks that have begun, flag of another form, buffer in turn, its size, words to clear
+            # blocks that have begun, flag of another form, buffer in use, its size, words to clear
             self._state = torch.tensor([0, 0, 0, buffer_bytes, 0], dtype=torch.int32, device=device)
             # the first two thirds are the memory of another form, which is not used
             pointers = [*(self._memory.addresses * 3), self._state.data_ptr()]
@@ -125,9 +125,9 @@ class FlashInferSum:
         self._letting_go.begin(patience_s=0.0)
 
     def _let_go(self) -> None:
-        """Have the kernels in the queue find zeros where a lost rank wrote nothing.
+        """Write zeros in place of the data that a lost rank never sends, so that kernels end.
 
-        Each clears a buffer for the ones behind it, so this goes on until all have run.
+        Each kernel clears a buffer for the next ones, so this goes on until all have run.
         """
         deadline = time.monotonic() + _LET_GO_S
         with torch.cuda.device(self._stream.device):
@@ -142,27 +142,27 @@ def most_bytes(num_ranks: int) -> int:
 
 
 def is_built(num_ranks: int) -> bool:
-    """Whether FlashInfer has the kernels for so many ranks, and need not compile them first."""
+    """Whether FlashInfer has kernels for this number of ranks, compiled already."""
     if num_ranks not in _SIZES or importlib.util.find_spec("flashinfer") is None:
         return False
     try:
         return bool(_library().is_compiled)
-    except Exception as error:  # an unknown GPU, a cache that cannot be written: there is NCCL
+    except Exception as error:  # an unknown GPU, a cache that cannot be written: use NCCL
         logger.warning("comm=flashinfer is not available: %s", error)
         return False
 
 
 def _load_kernels() -> Any:
-    """FlashInfer's functions; compiled at first use where they did not come with FlashInfer."""
+    """FlashInfer's functions; compiled at first use if they did not come with FlashInfer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _library().build_and_load()
 
 
 def _library() -> Any:
-    """What FlashInfer knows of the library of these kernels.
+    """FlashInfer's builder of these kernels.
 
-    Not by ``flashinfer.comm``, whose memory is PyTorch's symmetric one.
+    Not by ``flashinfer.comm``, which uses PyTorch's symmetric memory.
     """
     try:
         with warnings.catch_warnings():

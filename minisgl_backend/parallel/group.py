@@ -1,4 +1,4 @@
-"""The ranks that share one model, as the rest of the engine sees them.
+"""The ranks that share one model (``Group``), as the rest of the engine sees them.
 
 Knows rank, size and the collectives that tensor parallelism needs. Must not know models, plans or
 how processes are started. Every rank calls the same collectives in the same order, and each on the
@@ -23,7 +23,7 @@ class FusedSum(Protocol):
     """All-reduce, residual add and RMSNorm in one kernel."""
 
     def fits(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> bool:
-        """Whether there is a kernel for such tensors, and it beats separate ones."""
+        """Whether there is a kernel for such tensors, faster than separate ones."""
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
@@ -37,7 +37,7 @@ class FusedSum(Protocol):
         """
 
     def let_go(self) -> None:
-        """End kernels that wait for a lost rank; waits for nobody. Idempotent."""
+        """End kernels that wait for a lost rank. Does not wait. Idempotent."""
 
 
 class Group(Protocol):
@@ -53,7 +53,7 @@ class Group(Protocol):
 
     @property
     def fused(self) -> FusedSum | None:
-        """Sums over the ranks with what follows them in one kernel, where the group has that."""
+        """The kernel for a sum over the ranks, residual add and norm; None if there is none."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``; may overwrite it."""
@@ -65,7 +65,7 @@ class Group(Protocol):
         """Rank 0's ``x``; overwrites the others'."""
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """For each place in ``numbers`` the least of all ranks' numbers there. Waits for all."""
+        """The elementwise minimum of all ranks' ``numbers``. Waits for all ranks."""
 
     def leave(self, *, patience_s: float = 0.0) -> None:
         """Give the group up, on any thread: collectives end, also those that wait for a lost rank.
@@ -105,10 +105,10 @@ def side_by_side(parts: Tensor, dim: int) -> Tensor:
 
 
 def least_free_memory(group: Group, free_bytes: int) -> int:
-    """The least of all ranks' free bytes, of which each rank can make the same number of pages.
+    """The least of all ranks' free bytes, so that all ranks make the same number of pages.
 
-    Raises ``ConfigError`` where they are more than 2 GiB apart: the rank with the least would hold
-    back all others, and most likely something else runs on its device.
+    Raises ``ConfigError`` if they are more than 2 GiB apart: the rank with the least would limit
+    all others, and most likely something else runs on its device.
     """
     least, negated_most = group.least([free_bytes, -free_bytes])
     if -negated_most - least > _MOST_UNEVEN:

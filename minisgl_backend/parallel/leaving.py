@@ -1,7 +1,7 @@
-"""Giving a communicator up: once, and on a thread of its own.
+"""Gives a communicator up: once, and on a thread of its own.
 
 NCCL first releases what waits on the GPU, then waits itself until every CUDA graph that holds the
-communicator is destroyed. So whoever still has graphs must not wait for NCCL.
+communicator is destroyed. So code that still holds graphs must not wait for NCCL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 class Leaving:
-    """Runs ``work`` when somebody asks for it first."""
+    """Runs ``work`` at the first call of ``begin``."""
 
     def __init__(self, work: Callable[[], None]):
         self._thread = threading.Thread(target=work, name="leave", daemon=True)
@@ -22,7 +22,7 @@ class Leaving:
         return self._thread.ident is not None
 
     def begin(self, patience_s: float) -> None:
-        """Begin unless it has begun, and wait at most ``patience_s`` for the end."""
+        """Start the work unless it has begun, and wait at most ``patience_s`` for its end."""
         with self._lock:
             if not self.has_begun:
                 self._thread.start()

@@ -1,8 +1,8 @@
 """Memory of each rank's GPU that the other ranks of its host write to (CUDA's IPC handles).
 
-By the driver's C interface, since PyTorch's symmetric memory wants process groups of its own and
-may set up NVLink multicast. Knows addresses, not what is written there. The memory lives as long as
-the process: a peer may still be writing to it.
+By the driver's C interface, since PyTorch's symmetric memory needs process groups of its own and
+may set up NVLink multicast. Knows addresses, not what is written there. The memory is never freed:
+a peer may still be writing to it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """``num_bytes`` of each rank, all of them set to one 16-bit ``pattern``.
+    """``num_bytes`` on each rank, filled with a 16-bit ``pattern``.
 
-    ``addresses`` holds where this process finds that of each rank. Every rank of ``host``, a group
+    ``addresses`` are those of each rank's memory in this process. Every rank of ``host``, a group
     for tensors in main memory, makes one at the same time, with its GPU as the current device.
     """
 
@@ -49,7 +49,7 @@ class PeerMemory:
             own.value if rank == host.rank else self._open(handles[rank].numpy().tobytes())
             for rank in range(host.size)
         ]
-        host.least([0])  # nobody writes before all are set
+        host.least([0])  # a barrier: no rank writes before all are filled
 
     def fill(self, pattern: int, stream: int | None = None) -> None:
         """Set this rank's own memory, on a CUDA stream of that number or on the default one."""

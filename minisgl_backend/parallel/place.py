@@ -1,11 +1,11 @@
 """Where the ranks of one engine meet, in the words of PyTorch's launcher ``torchrun``.
 
-A rank learns its place from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, whoever set them: rank 0
-for the processes that it starts itself, or a launcher on another host. Nothing here assumes that
-the ranks share one host.
+A rank reads its place from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by rank 0 for the
+processes that it starts, or by a launcher on another host. Nothing here assumes that the ranks
+share one host.
 
-Without an address of the operator rank 0 takes a free port of the loopback interface, so that two
-servers on one host never meet.
+By default rank 0 takes a free port of the loopback interface, so that two servers on one host never
+meet.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _LOOPBACK: Final = "127.0.0.1"
 COMMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"cpu": ("gloo",), "cuda": ("nccl", "pynccl", "flashinfer")}
 )
-"""By the type of the device: the libraries by which ranks can talk, the default first."""
+"""The libraries by which ranks can communicate, by type of device; the default first."""
 
 
 def check_comm(option: str | None, device_type: str) -> None:
-    """Raise ``ConfigError`` where the option ``comm`` names what the device cannot use."""
+    """Raise ``ConfigError`` if the device cannot use the library that the option ``comm`` names."""
     offered = COMMS[device_type]
     if option not in (None, *offered):
         raise ConfigError(
@@ -37,7 +37,7 @@ def check_comm(option: str | None, device_type: str) -> None:
 class Place:
     """One rank's place among all. ``port`` 0 stands for a free one, which only rank 0 can take.
 
-    ``local_rank`` counts among the ranks of one host: it is the number of the GPU.
+    ``local_rank`` is the rank's number on its host, and the index of its GPU.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Place:
 
     @classmethod
     def first(cls, size: int, address: str | None) -> Place:
-        """Rank 0's place where all ranks sit on this host; ``address`` is HOST:PORT."""
+        """Rank 0's place if all ranks are on this host; ``address`` is HOST:PORT."""
         place = cls(rank=0, size=size, local_rank=0, local_size=size)
         if address is None:
             return place
@@ -60,7 +60,7 @@ class Place:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Place:
-        """The place that a launcher gave this process; ``ConfigError`` where it gave none."""
+        """The place that a launcher gave this process; ``ConfigError`` if it gave none."""
 
         def number(name: str) -> int:
             try:

@@ -1,14 +1,14 @@
 """NCCL by its C interface, without PyTorch in between: a call is one launch on the current stream.
 
-That makes it cheap to launch, and plain to capture: a CUDA graph holds the collectives as it holds
-any kernel. The ranks get the communicator's id through the group of their hosts.
+So launches are cheap, and CUDA graphs capture collectives like any kernel. The ranks get the
+communicator's id through their group for tensors in main memory.
 
 Sums of a few MB go through a buffer that is registered with NCCL as symmetric memory: its kernels
-reach that of the other GPUs directly, which more than pays for a copy in and one out. NCCL sets up
-NVLink multicast for such memory unless NCCL_NVLS_ENABLE is 0, so there is none without that.
+reach the other GPUs' buffers directly, which more than pays for a copy in and one out. The buffer
+is used only if NCCL_NVLS_ENABLE is 0, since NCCL would set up NVLink multicast for it.
 
-The communicator belongs to one GPU; all calls come from the threads that launch on it, but for
-``leave``, as NCCL allows it. It is aborted, not destroyed, since destroying waits for other ranks.
+The communicator belongs to one GPU; all calls but ``leave`` come from the threads that launch on
+it. It is aborted, not destroyed, since destroying waits for other ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Nccl:
         library.ncclCommAbort.argtypes = [pointer]
 
     def new_id(self) -> bytes:
-        """The name of a communicator to be."""
+        """The name of a new communicator."""
         unique = _UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(unique))
         return bytes(unique)
@@ -111,8 +111,8 @@ class PyNcclGroup:
     fused: FusedSum | None = None
 
     def __init__(self, nccl: Nccl, host: Group, stream: Callable[[], int]):
-        """``host`` is the group of the same ranks for tensors in main memory; ``stream`` tells on
-        which CUDA stream a collective is to run."""
+        """``host`` is the group of the same ranks for tensors in main memory; ``stream`` returns
+        the CUDA stream that a collective is to run on."""
         self.rank, self.size = host.rank, host.size
         self._nccl = nccl
         self._host = host
@@ -126,7 +126,7 @@ class PyNcclGroup:
         self._buffer: Tensor | None = None
 
     def register_buffer(self, allocate: Callable[[int], Tensor]) -> None:
-        """Sum through registered memory from now on, where all ranks can. Every rank calls it.
+        """Sum through registered memory from now on, if all ranks can. Every rank calls it.
 
         ``allocate`` gives uint8 [num_bytes] of ``Nccl.allocate``, for the life of the process.
         """

@@ -1,8 +1,8 @@
 """Groups by PyTorch's own communication libraries: gloo for CPUs, NCCL for NVIDIA GPUs.
 
-The backends are used as objects, not through ``init_process_group``: nothing of this process is
-shared, so two engines, or several ranks as threads, may live in one. Gloo ends a collective that
-waits longer than the group's timeout; NCCL's run on the GPU, where only ``leave`` ends them.
+The backends are used as objects, not through ``init_process_group``: there is no global state, so
+two engines, or several ranks as threads, may share a process. Gloo ends a collective that waits
+longer than the group's timeout; NCCL's run on the GPU, where only ``leave`` ends them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_TIMEOUT: Final = timedelta(days=365)
 class TorchGroup:
     """A group over one backend of ``torch.distributed``, for tensors on its device.
 
-    ``host`` is the group that numbers on the host are compared in; by default this one.
+    ``host`` is the group of the same ranks for tensors in main memory; by default this one.
     """
 
     fused: FusedSum | None = None
@@ -78,7 +78,7 @@ class TorchGroup:
 
 
 def _in_line(options: Any) -> Any:
-    """Have NCCL launch on the current stream, where PyTorch can (2.8), not on one beside it."""
+    """Have NCCL launch on the current stream, not on one of its own, if PyTorch can (2.8)."""
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options
@@ -111,7 +111,7 @@ def gloo_group(place: Place, store: Store, timeout_s: float) -> TorchGroup:
 def nccl_group(place: Place, store: Store, host: TorchGroup) -> TorchGroup:
     """The group of all ranks for tensors on their GPUs, by PyTorch's NCCL."""
     keep_multicast_off()
-    # what becomes of a rank whose peer is lost is the engine's business, not PyTorch's watchdog's
+    # the engine decides about a rank whose peer is lost, not PyTorch's watchdog
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()

@@ -33,7 +33,7 @@ FILES: dict[str, dict[str, Any]] = {
             {"batch": 300, "mean_ms": 5.0, "replay_ms": "-", "eager_ms": 9.5},
         ]
     },
-    "trace-small-decode": {"info": {"attention_share": 0.6, "products_share": 0.3}},
+    "trace-small-decode": {"info": {"attention_share": 0.6, "gemm_share": 0.3}},
     "trace-small-offline": {"info": {"attention_share": 0.5, "idle_share": 0.1}},
     "scaling-small": {
         "rows": [

@@ -72,8 +72,8 @@ def test_the_middle_half_of_all_steps_counts(tmp_path: Path) -> None:
         ("_decode_attention", "_decode_attention", "attention"),
         ("_qk_norm_rope_store", "_qk_norm_rope_store", "norms"),
         ("_add_rms_norm_parts", "_add_rms_norm_parts", "norms"),
-        ("_vector", "_vector", "products"),
-        ("nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "products"),
+        ("_vector", "_vector", "gemm"),
+        ("nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "gemm"),
         (FLASH, "device_kernel<enable_sm90_or_later<FlashAttnFwdSm90>>", "attention"),
         (
             "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>,"
@@ -120,7 +120,7 @@ def test_a_trace_becomes_a_table(suffix: str, tmp_path: Path) -> None:
     assert (first["count"], first["total_ms"], first["mean_us"]) == (2, 0.8, 400.0)
     info = content_read["info"]
     assert info["wall_ms"] == 1.0
-    assert (info["products_share"], info["sampling_share"], info["idle_share"]) == (0.8, 0.1, 0.1)
+    assert (info["gemm_share"], info["sampling_share"], info["idle_share"]) == (0.8, 0.1, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from minisgl_backend.layers.rope import rotary_table, rotate, rotation
+from minisgl_backend.kernels.rope_store import qk_norm_rope_store
+from minisgl_backend.layers.rope import rotary_table
 from minisgl_backend.models.catalog import parse_spec
 from minisgl_backend.models.spec import ModelSpec
 
@@ -105,16 +106,12 @@ def test_tables_are_equal(name: str, head_dim: int) -> None:
     theirs = LlamaRotaryEmbedding(LlamaConfig(**values))
     spec = _spec(values)
     num_positions = min(spec.max_position_embeddings, 20000)
-    positions = torch.arange(num_positions)
-    cos, signed_sin = rotation(
-        rotary_table(spec.rope, head_dim, num_positions, torch.device("cpu")),
-        positions,
-        torch.float32,
-    )
-    their_cos, their_sin = theirs(torch.zeros(1, dtype=torch.float32), positions.unsqueeze(0))
-    sign = torch.cat([-torch.ones(head_dim // 2), torch.ones(head_dim // 2)])
-    assert torch.equal(cos.squeeze(1), their_cos.squeeze(0))
-    assert torch.equal(signed_sin.squeeze(1) * sign, their_sin.squeeze(0))
+    table = rotary_table(spec.rope, head_dim, num_positions, torch.device("cpu"))
+    cos, sin = table.chunk(2, dim=1)  # [num_positions, head_dim / 2]
+    their_cos, their_sin = theirs(torch.zeros(1), torch.arange(num_positions).unsqueeze(0))
+    # theirs stand there twice, once for each half of a head
+    assert torch.equal(torch.cat([cos, cos], dim=1), their_cos.squeeze(0))
+    assert torch.equal(torch.cat([sin, sin], dim=1), their_sin.squeeze(0))
 
 
 def test_dynamic_rotates_each_position_as_the_last_of_its_sequence() -> None:
@@ -124,9 +121,8 @@ def test_dynamic_rotates_each_position_as_the_last_of_its_sequence() -> None:
     for position in (0, context - 1, context, context + 1, 3 * context - 1):
         theirs = Qwen3RotaryEmbedding(Qwen3Config(**values))
         cos, sin = theirs(torch.zeros(1), torch.tensor([[position]]))
-        ours = rotation(table, torch.tensor([position]), torch.float32)
-        assert torch.equal(ours[0].flatten(), cos.flatten())
-        assert torch.equal(ours[1].flatten()[64:], sin.flatten()[64:])
+        assert torch.equal(table[position, :64].repeat(2), cos.flatten())
+        assert torch.equal(table[position, 64:].repeat(2), sin.flatten())
 
 
 def test_both_spellings_mean_the_same() -> None:
@@ -140,8 +136,17 @@ def test_rotation_turns_pairs_by_the_angle(dtype: torch.dtype) -> None:
     spec = _spec({**_BASE, "head_dim": 8})
     table = rotary_table(spec.rope, 8, 50, torch.device("cpu"))
     x = torch.randn(50, 3, 8, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x.to(dtype), *rotation(table, torch.arange(50), dtype))
-    # A pair (i, i + 4) is a complex number; rotation is a product with exp(i * angle).
+    pages = torch.zeros(1, 50, 1, 8, dtype=dtype)
+    turned = qk_norm_rope_store(
+        torch.cat([x.flatten(1), torch.zeros(50, 16)], dim=1).to(dtype),  # one head of k, one of v
+        torch.arange(50),
+        torch.arange(50),
+        table,
+        pages,
+        pages.clone(),
+        num_heads=3,
+    )
+    # A pair (i, i + 4) is a complex number; rotation multiplies it by exp(i * angle).
     angles = torch.atan2(table[:, 4:], table[:, :4]).unsqueeze(1)
     expected = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
     tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5

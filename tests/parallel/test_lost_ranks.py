@@ -138,7 +138,7 @@ def test_a_step_that_breaks_on_one_rank_only_ends_the_engine(
         def broken(*_: object) -> None:
             raise ValueError("no forward pass")
 
-        monkeypatch.setattr(ForwardPass, "launched", broken)
+        monkeypatch.setattr(ForwardPass, "over_batch", broken)
         check_all_failed(ranked, [ranked.submit(PROMPT, ENDLESS)])
 
 

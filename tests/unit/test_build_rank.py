@@ -254,7 +254,7 @@ def test_too_little_memory_for_weights(num_ranks: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2**37))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: num_bytes // 2)
     group: Any = SimpleNamespace(size=num_ranks, rank=1)
-    message = f"take some {num_bytes:,} bytes of cuda:1, which has {num_bytes // 2 + 1000:,} free"
+    message = f"take about {num_bytes:,} bytes of cuda:1, which has {num_bytes // 2 + 1000:,} free"
     with pytest.raises(ConfigError, match=message):
         build_rank.build_rank(facts, lambda: group, lambda: None)
 

@@ -201,8 +201,8 @@ class Layers:
         self.model.bind_pages(self.storage.layers)
         self.forward = ForwardPass(self.model, self.rows, self.attention, self.device)
 
-    def launched(self, plan: StepPlan) -> Tensor:
-        return self.forward.launched(FlatBatch.of(plan), plan.prefill_tokens)
+    def over_batch(self, plan: StepPlan) -> Tensor:
+        return self.forward.over_batch(FlatBatch.of(plan), plan.prefill_tokens)
 
     def over_inputs(self, size: int, plan: StepPlan) -> Tensor:
         content = fill(size, MAX_ROWS, FlatBatch.of(plan), plan.prefill_tokens)
@@ -233,11 +233,11 @@ def test_padding_changes_nothing(
         plan.prefill_tokens[:] = rng.integers(0, VOCAB_SIZE, len(plan.prefill_tokens))
         return plan
 
-    layers.launched(with_tokens(plan_of([(0, 0, 30, 1), (3, 0, 9, 1), (1, 0, 21, 0)], [])))
+    layers.over_batch(with_tokens(plan_of([(0, 0, 30, 1), (3, 0, 9, 1), (1, 0, 21, 0)], [])))
     layers.rows.table.tokens[:4] = torch.tensor([11, 99, 98, 13], dtype=torch.int32)
     plan = with_tokens(plan_of([(1, 21, 7, 1), (2, 0, 13, 0)], [(3, 9), (0, 30)]))
     before = layers.storage.pages.clone()
-    expected = layers.launched(plan)
+    expected = layers.over_batch(plan)
     assert expected.shape[0] == plan.num_tokens == 22
     pages = layers.storage.pages.clone()
     assert not torch.equal(pages, before)
@@ -262,10 +262,10 @@ def test_steps_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     layers = Layers(tmp_path)
     prompts = plan_of([(2, 0, 20, 1), (0, 0, 3, 1)], [])
     hidden = layers.over_inputs(64, prompts)
-    torch.testing.assert_close(hidden[:23], layers.launched(prompts), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(hidden[:23], layers.over_batch(prompts), atol=1e-4, rtol=1e-4)
     decodes = plan_of([], [(0, 3), (2, 20)])
     hidden = layers.over_inputs(16, decodes)
-    torch.testing.assert_close(hidden[:2], layers.launched(decodes), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(hidden[:2], layers.over_batch(decodes), atol=1e-4, rtol=1e-4)
     content: IntArray = fill(16, MAX_ROWS, FlatBatch.empty(), ints())
     hidden = layers.forward.over_chunks(ChunkInputs.of(torch.from_numpy(content), 16, MAX_ROWS))
     assert hidden.isfinite().all()
@@ -297,16 +297,16 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
     device: Any = layers.device
     device.is_host = False
     device.free_memory = lambda: 3 * 2**29
-    launched = ForwardPass.launched
+    over_batch = ForwardPass.over_batch
     lengths = []
 
     def short_of_memory(self: ForwardPass, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
         lengths.append(len(batch.rows))
         if len(lengths) == 5:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return launched(self, batch, prefill_tokens)
+        return over_batch(self, batch, prefill_tokens)
 
-    monkeypatch.setattr(ForwardPass, "launched", short_of_memory)
+    monkeypatch.setattr(ForwardPass, "over_batch", short_of_memory)
     too_long = f"a step of {num_tokens} tokens does not fit .*, with 1.5 GiB free: lower memory_"
     with pytest.raises(ConfigError, match=too_long):
         executor.ModelExecutor(

@@ -11,8 +11,9 @@ import torch
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.rows import DeviceRows, bias_of, marks_of
 from minisgl_backend.execution.sampling import Sampler
-from minisgl_backend.kernels.sampling import SamplingWorkspace, sample
+from minisgl_backend.kernels.sampling import sample
 from minisgl_backend.kernels.sampling_table import IN_PROMPT, IS_STOP, ONCE
+from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import NO_TOKEN, Admission
 from minisgl_backend.request import RequestId, SamplingParams

@@ -57,10 +57,10 @@ _SETTLES_WITHIN_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What the engine did after a client had gone; times in seconds from that moment.
+    """How the engine ended a request after its client had gone; times in seconds from that moment.
 
-    ``ended_s`` is None if the request had not ended when patience was over; ``returned_s`` is None
-    if its rows and pages were not back by then.
+    ``ended_s`` is None if the request had not ended within the patience; ``returned_s`` is None if
+    its rows and pages were not back by then.
     """
 
     ended_s: float | None
@@ -160,7 +160,7 @@ class Bench:
 
     @contextmanager
     def rows_taken(self, num_rows: int) -> Iterator[None]:
-        """So many requests decode for as long as the block lasts."""
+        """``num_rows`` requests decode while the block runs."""
         mark = len(self._journal.read())
         others = [self._ask("grpc-cancel", num_prompt_tokens=1) for _ in range(num_rows)]
         for other in others:
@@ -172,7 +172,7 @@ class Bench:
             self._expect(_is_idle, "all rows free", since=mark)
 
     def leave_once(self, way: str, phase: str) -> Ending:
-        """One client comes, is in that phase, and goes."""
+        """One client sends a request, waits for that phase of it, and leaves."""
         mark = len(self._journal.read())
         steps = _PREFILL_STEPS if phase == "prefill" else 1
         client = self._ask(way, num_prompt_tokens=steps * _PREFILL_TOKENS)
@@ -219,7 +219,7 @@ class Bench:
         return client(f"127.0.0.1:{self._server.grpc_port}", request.to_grpc(None))
 
     def _stop(self, number: int) -> None:
-        """End the request of a client whose leaving was not noticed."""
+        """End the request of a client whose departure went unnoticed."""
         url = self._server.url("/v2/models/minisgl/generate")
         body = f'{{"id": "{number}", "stop_request": true}}'.encode()
         with open_local(urllib.request.Request(url, body), timeout_s=_SETTLES_WITHIN_S):

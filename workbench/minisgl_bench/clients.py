@@ -1,8 +1,8 @@
 """Many requests to the ensemble at the same moment, over gRPC streams, from several processes.
 
-Clients that compete for one interpreter would be measured instead of the server: so each process
-takes a share of the requests, sends them when all processes are connected, and keeps the responses
-as bytes. They are looked at when the run is over.
+Clients in one interpreter would be the bottleneck: so each process takes a share of the requests,
+sends them when all processes are connected, and keeps the responses as bytes, which are parsed when
+the run is over.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from minisgl_backend.loopback import DIRECT, STREAM_INFER
 from minisgl_bench.prompts import Prompt
 
 _CONNECT_S: Final = 120.0
-"""Patience with processes that start and connect."""
+"""Timeout for processes to start and connect."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What one request brought; times are of the machine's monotonic clock."""
+    """The responses to one request; times are of the machine's monotonic clock."""
 
     sent_s: float
     arrived_s: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ def requests_of(prompts: Sequence[Prompt], *, model: str, temperature: float) ->
 
 
 def ask_at_once(address: str, requests: Sequence[bytes], *, num_processes: int) -> list[Answer]:
-    """What each request brought, process by process.
+    """The answer to each request, process by process.
 
     Raises ``EngineFailure`` if an answer is an error, or a process ends without one.
     """

@@ -49,8 +49,8 @@ def measure_both(
 ) -> None:
     """Measure ``options``, and with ``compare`` the changed options too, and emit the figures.
 
-    ``measure`` takes the options and where to write a trace. ``keys`` are the columns that say what
-    a row is about; they are equal in both. The second engine is built when the first one is gone.
+    ``measure`` takes the options and the path of a trace. ``keys`` are the columns that identify a
+    row; they are equal in both. The second engine is built after the first one is closed.
     """
     second = changed(options, compare) if compare else None
     report = measure(options, trace)

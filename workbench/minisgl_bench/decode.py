@@ -37,7 +37,7 @@ _FIRST_KERNEL: Final = "_begin_decode"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """What is measured: requests of ``context`` prompt tokens, over ``steps`` decode steps."""
+    """One measurement: requests of ``context`` prompt tokens, over ``steps`` decode steps."""
 
     context: int
     steps: int
@@ -66,7 +66,7 @@ class Decoding:
         return [float(duration) for duration in np.diff(times)]
 
     def settled_times_ms(self, engine: Engine, batch_size: int) -> list[float]:
-        """The same after a short run, which compiles what is still to be compiled."""
+        """The same after a short run, which compiles the kernels that are left."""
         replace(self, steps=4).step_times_ms(engine, batch_size)
         return self.step_times_ms(engine, batch_size)
 
@@ -85,8 +85,8 @@ class Decoding:
         """Milliseconds of one replay of a captured decode step and nothing else; None if there is
         no graph for ``batch_size`` rows, and with several ranks.
 
-        Rows 0 .. batch_size - 1 advance from where steps are counted, over pages of their own as
-        far as there are enough. No request may be running.
+        Rows 0 .. batch_size - 1 advance from the context at which steps are counted, over pages of
+        their own if there are enough. No request may be running.
         """
         if not isinstance(executor, ModelExecutor):
             return None
@@ -117,7 +117,7 @@ class Decoding:
 
 
 def graph_facts(executor: Executor) -> dict[str, Any]:
-    """What capturing CUDA graphs took, for the ``info`` of a report; nothing if there are none, and
+    """The cost of capturing CUDA graphs, for the ``info`` of a report; empty if there are none, and
     with several ranks."""
     if not isinstance(executor, ModelExecutor):
         return {}

@@ -1,8 +1,8 @@
 """`minisgl bench dummy-model`: the folder of a model of known shape, without its weights.
 
 For ``load_format=dummy``: config.json has the published shape of the model. The tokenizer is the
-demo model's, with made-up words for the ids that it lacks; no merge makes them, so they come out
-of the model only. The same shape makes the same files.
+demo model's, with made-up words for the ids that it lacks; no merge produces them, so they occur in
+outputs only. The same shape makes the same files.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def write_dummy_model(shape: str, folder: Path) -> None:
 
 
 def fill_vocabulary(vocab: dict[str, int], size: int) -> None:
-    """Add words of small letters, every other one after a space, until there are ``size``."""
+    """Add words of lowercase letters, half of them after a space, until there are ``size``."""
     draw = random.Random(size)
     while len(vocab) < size:
         letters = "".join(draw.choices(string.ascii_lowercase, k=draw.randint(*_WORD_LENGTHS)))

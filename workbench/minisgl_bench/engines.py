@@ -39,7 +39,7 @@ from minisgl_bench.profiling import marked, nvtx_range
 def running_engine(
     options: EngineOptions, *, nvtx: bool = False
 ) -> Iterator[tuple[Engine, RankExecutor]]:
-    """An engine and the executor of its rank 0 for as long as the block lasts.
+    """An engine and the executor of its rank 0, closed when the block ends.
 
     ``nvtx`` marks its phases.
     """
@@ -48,7 +48,7 @@ def running_engine(
     from minisgl_backend.build import build_engine
     from minisgl_backend.parts import STANDARD
 
-    if torch.cuda.is_available():  # what an engine before this one held
+    if torch.cuda.is_available():  # free the memory of an engine before this one
         gc.collect()
         torch.cuda.empty_cache()
     parts = marked(nvtx_range()) if nvtx else STANDARD
@@ -91,14 +91,14 @@ class Collector:
             self.done.set()
 
     def wait(self) -> None:
-        """Until the request has ended; raises what it failed with."""
+        """Wait until the request has ended; raises its error if it failed."""
         self.done.wait()
         if self.error is not None:
             raise self.error
 
 
 def submitted(engine: Engine, prompt: IntArray, sampling: SamplingParams) -> Collector:
-    """The sink of a request that the engine now has."""
+    """Submit a request; returns its sink."""
     sink = Collector()
     engine.submit(Request(id=engine.new_id(), prompt=prompt, sampling=sampling), sink)
     return sink
@@ -116,7 +116,8 @@ _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 
 def engine_facts(info: EngineInfo, options: EngineOptions) -> dict[str, Any]:
-    """By name, for the ``info`` of a report. To be called while the engine runs."""
+    """Facts about the engine and its packages, for the ``info`` of a report. To be called while the
+    engine runs."""
     import torch
 
     given = {**options_as_text(options), "model": Path(info.model).name}
@@ -142,7 +143,7 @@ def engine_facts(info: EngineInfo, options: EngineOptions) -> dict[str, Any]:
 
 
 def _gpu_facts(num_gpus: int) -> dict[str, Any]:
-    """Of the GPUs of all ranks; the memory that is taken on each, by this engine or by others."""
+    """Facts about the GPUs of all ranks, such as the memory used on each by this engine and others."""
     import torch
 
     facts: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}

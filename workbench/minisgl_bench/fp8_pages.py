@@ -1,8 +1,8 @@
 """`minisgl bench fp8-pages`: how far logits move when keys and values are kept in 8 bits.
 
 The same prompts go through the model over pages of its own dtype and over float8 pages, and the
-logits of all positions are compared. On a CPU the kernels' twins compute them: what the pages round
-is the same there.
+logits of all positions are compared. On a CPU the kernels' twins compute them, with the same
+rounding of pages.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`minisgl bench gateway`: what the gateway adds to the ensemble, whatever the model costs.
+"""`minisgl bench gateway`: the gateway's overhead over the ensemble, independent of the model.
 
 The server is that of `minisgl bench response-path`: the engine is paced, the rest is real. In front
 of it runs `minisgl gateway` as a process of its own. For each number of streams the same requests
-go over gRPC to the ensemble and over HTTP, as server-sent events, to the gateway, in turns; the
-figures of a kind are the medians of its turns. Server, gateway and client share the machine, and on
-a small one compete for its cores.
+go over gRPC to the ensemble and over HTTP, as server-sent events, to the gateway, in turns; figures
+are medians over turns. Server, gateway and client share the machine, and on a small one compete for
+its cores.
 
 The HTTP client keeps the bytes as they come and parses them when the run is over; every text must
 be the expected one.
@@ -113,7 +113,7 @@ def _events(piece: bytes) -> Iterator[str]:
 
 
 class _Answers(asyncio.Protocol):
-    """The client's side of one connection: a request after the other."""
+    """The client's side of one connection: one request after another."""
 
     def __init__(self) -> None:
         self._transport: asyncio.WriteTransport | None = None
@@ -153,7 +153,7 @@ class _Answers(asyncio.Protocol):
 async def _run_http(
     address: str, *, num_streams: int, num_requests: int, num_tokens: int
 ) -> list[list[Exchange]]:
-    """Ask the gateway, a connection a stream; see ``run_streams``."""
+    """Send the requests to the gateway, on one connection per stream; see ``run_streams``."""
     loop = asyncio.get_running_loop()
     host, port = address.split(":")
     idle: list[_Answers] = []

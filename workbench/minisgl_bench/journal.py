@@ -1,7 +1,7 @@
-"""What a planner did and when, line by line in a file, for benchmarks in another process.
+"""A planner's actions and their times, line by line in a file, for benchmarks in another process.
 
-Metrics are told four times a second. If a benchmark needs the instant at which a request was
-admitted, sampled a token or ended, the planner of its paced engine keeps a journal (``paced``).
+Metrics are published only four times a second. If a benchmark needs the instant at which a request
+was admitted, sampled a token or ended, the planner of its paced engine keeps a journal (``paced``).
 Times are of ``time.monotonic``, which is one clock for all processes of a machine.
 """
 
@@ -21,7 +21,7 @@ _POLL_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing done to some requests, and how many rows and pages are held after it."""
+    """One action on some requests, and how many rows and pages are held after it."""
 
     time_s: float
     what: What
@@ -30,7 +30,7 @@ class Entry:
     num_used_pages: int
 
     def append_to(self, path: Path) -> None:
-        """Write it down. The file is opened each time, since a planner is not told of its end."""
+        """Append a line. The file is opened each time, since a planner is never closed."""
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(self)) + "\n")
 
@@ -53,7 +53,7 @@ class Journal:
     def find(
         self, condition: Callable[[Entry], bool], *, since: int, timeout_s: float
     ) -> Entry | None:
-        """The first entry from index ``since`` on that meets the condition; None: not in time."""
+        """The first entry from index ``since`` on that meets the condition; None after the timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
             is_late = time.monotonic() > deadline

@@ -1,4 +1,4 @@
-"""What `minisgl bench kernels` measures of attention, and of a whole decoder layer around it."""
+"""The cases of `minisgl bench kernels` for attention and for a whole decoder layer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What `minisgl bench kernels` measures: calls over a model's shapes, some beside their twins.
+"""The cases of `minisgl bench kernels`: calls over a model's shapes, some beside their twins.
 
-Here are the GEMMs, what stands between them, sampling and experts; ``kernel_attention`` has
+Here are the GEMMs, the kernels between them, sampling and experts; ``kernel_attention`` has
 attention and a whole layer. Must not know how calls are timed.
 """
 
@@ -25,8 +25,10 @@ from minisgl_backend.kernels.rms_norm import (
     rms_norm_reference,
 )
 from minisgl_backend.kernels.rope_store import qk_norm_rope_store
-from minisgl_backend.kernels.sampling import SamplingWorkspace, sample, sample_reference
+from minisgl_backend.kernels.sampling import sample
+from minisgl_backend.kernels.sampling_rule import sample_reference
 from minisgl_backend.kernels.sampling_table import SamplingTable
+from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.kernels.small_batch import (
     MAX_BATCH_SIZE,
     small_batch_linear,
@@ -42,7 +44,7 @@ _COLD_BYTES = 300_000_000
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernels see of a model."""
+    """The sizes of a model that kernels depend on."""
 
     hidden: int
     intermediate: int
@@ -92,7 +94,7 @@ def each(function: Callable[..., object], buffers: Sequence[Any], **fixed: Any) 
 
 
 def linear_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
-    """The four GEMMs of a layer, with what is fused around them; the library's are alone."""
+    """The four GEMMs of a layer with the operations fused into them; the library's are GEMMs alone."""
     plans = {
         "norm + qkv": (shape.qkv, shape.hidden, "norm"),
         "o + residual": (shape.hidden, shape.num_heads * shape.head_dim, "residual"),
@@ -116,7 +118,7 @@ def linear_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
 
 
 def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
-    """Embeddings, norms, gate, and what stands between qkv and attention."""
+    """Embeddings, norms, gate, and the kernel between qkv and attention."""
     table = normal(shape.vocab_size, shape.hidden)
     num_bytes = 4 * batch_size * shape.hidden
     ids = [

@@ -32,9 +32,9 @@ _TRANSFORMERS: Final = "transformers"
 def run_engine(
     engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> tuple[list[Collector], float]:
-    """Submit all prompts at once; what came of each, and the seconds for all.
+    """Submit all prompts at once; returns each one's sink, and the seconds for all.
 
-    All are sampled alike, but for seed and number of tokens.
+    Only seed and number of tokens differ in their sampling.
     """
     sinks = []
     started = time.perf_counter()
@@ -79,10 +79,10 @@ def p50_and_p99(name: str, values_ms: Sequence[float]) -> dict[str, float]:
 def transformers_runner(
     path: Path, dtype: str, device: str, *, has_weights: bool = True
 ) -> Callable[[Sequence[Prompt]], tuple[list[list[int]], float]]:
-    """A function that does what ``run_engine`` does, one greedy prompt after another.
+    """``run_engine`` by transformers: one greedy prompt after another.
 
-    Without weights in ``path`` they are random. The first call, the warm-up, finds out whether one
-    thread or PyTorch's default suits it better on a CPU: small models are often slower with more.
+    Without weights in ``path`` they are random. On a CPU the first call, the warm-up, finds out
+    whether one thread or PyTorch's default is faster: small models are often slower with more.
     """
     import torch
     import transformers
@@ -137,7 +137,7 @@ def beside(
     *,
     same_weights: bool = True,
 ) -> dict[str, Any]:
-    """The engine's outputs and rate beside what another one made of the same prompts."""
+    """The engine's outputs and rate, compared with another one's for the same prompts."""
     compare_tokens_per_s = sum(map(len, expected)) / seconds
     equal = sum(ours == theirs for ours, theirs in zip(outputs, expected, strict=True))
     return {

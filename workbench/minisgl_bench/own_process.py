@@ -17,9 +17,9 @@ from minisgl_backend.config import EngineOptions
 
 
 def run_bench(arguments: Sequence[str], *, timeout_s: float | None = None) -> dict[str, Any]:
-    """Run the command, whose table is printed as ever, and return what it writes with ``--json``.
+    """Run the command, which prints its table, and return the content of its ``--json`` file.
 
-    Raises ``click.ClickException`` if it fails, having said why, or takes longer than that.
+    Raises ``click.ClickException`` if it fails, after it has said why, or exceeds the timeout.
     """
     name = f"minisgl bench {arguments[0]}"
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
@@ -36,7 +36,7 @@ def run_bench(arguments: Sequence[str], *, timeout_s: float | None = None) -> di
 
 
 def option_arguments(options: EngineOptions) -> list[str]:
-    """The command line that says these options."""
+    """The options as command-line arguments."""
     given = options_as_text(options)
     return [
         word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)

@@ -1,6 +1,6 @@
 """An engine with a fake model: every step takes the same time, and the tokens are known in advance.
 
-Knows the real loop and planner, which it runs; only the executor is replaced. It serves to measure
+Knows the real loop and planner, which it runs; only the executor is replaced. It is for measuring
 everything around a model: planning, the response path, clients. ``paced_model`` makes the class
 that a private model repository has in place of the shipped `llm_engine`.
 """
@@ -73,14 +73,14 @@ class PacedExecutor:
         return _Paced(self._script[(positions - starts) % len(self._script)], self._due_s)
 
     def renew(self) -> None:
-        """No step breaks."""
+        """Does nothing: no step breaks."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to free."""
 
 
 def script_of(model: str, text: str = _TEXT) -> IntArray:
-    """The tokens that a paced engine repeats, by the tokenizer in a model's folder."""
+    """The tokens of ``text``, which a paced engine repeats, by a model's tokenizer."""
     return PromptEncoder.load(model).encode(TextPrompt(text))
 
 
@@ -113,7 +113,7 @@ def paced_engine(
 def paced_model(*, step_s: float, text: str = _TEXT, journal: Path | None = None) -> type[Any]:
     """The class for model.py of an `llm_engine` with a paced engine.
 
-    What its planner does is written to the file ``journal``.
+    Its planner writes its actions to the file ``journal``.
     """
     from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
 
@@ -128,12 +128,12 @@ def paced_model(*, step_s: float, text: str = _TEXT, journal: Path | None = None
 
 
 def journaled(path: Path) -> Parts:
-    """The parts of an engine whose planner writes down what it does."""
+    """The parts of an engine whose planner keeps a journal."""
     return Parts(scheduler=lambda cache, config: JournaledScheduler(Scheduler(cache, config), path))
 
 
 class JournaledScheduler(SchedulerWrapper):
-    """A planner that writes down what it does; the engine's thread alone calls it."""
+    """A planner that keeps a journal; only the engine's thread calls it."""
 
     def __init__(self, scheduler: ports.Scheduler, path: Path) -> None:
         super().__init__(scheduler)

@@ -62,7 +62,7 @@ class Level:
     type=click.Choice(list(MODELS)),
     default="vllm",
     show_default=True,
-    help="whose clients' inputs are sent",
+    help="whose clients' inputs to send",
 )
 @click.option("--concurrency", default="", callback=numbers(int), help="in flight, as 1,4,16")
 @click.option("--rate", default="", callback=numbers(float), help="Poisson arrivals a second")
@@ -148,7 +148,7 @@ def perf_analyzer(
 
 
 def flags(style: Style, parameters: Sequence[str]) -> list[str]:
-    """What every run needs: gRPC streams of a decoupled model, asynchronously."""
+    """The flags of every run: asynchronous gRPC streams of a decoupled model."""
     arguments = ["-m", MODELS[style], "--service-kind", "triton", "-i", "grpc"]
     arguments += ["--streaming", "--async"]
     for parameter in parameters:
@@ -164,7 +164,7 @@ def input_data(style: Style, calls: Sequence[Call]) -> dict[str, Any]:
 def outcomes_of(export: Mapping[str, Any]) -> list[Outcome]:
     """The requests of a profile export; its times are in nanoseconds.
 
-    It also holds tensors that were not asked for, with whatever lay in memory.
+    It also holds tensors that were not asked for, with arbitrary content.
     """
     outcomes = []
     for request in export["experiments"][0]["requests"]:
@@ -211,9 +211,9 @@ def _run(
     count: int,
     folder: Path,
 ) -> str:
-    """The profile export of one run; raises ``ConfigError`` with the end of what the tool said."""
+    """The profile export of one run; raises ``ConfigError`` with the end of the tool's output."""
     inputs, export = folder / "input.json", folder / "export.json"
-    export.unlink(missing_ok=True)  # it refuses to write over one
+    export.unlink(missing_ok=True)  # the tool refuses to overwrite one
     inputs.write_text(json.dumps(input_data(style, calls)), encoding="utf-8")
     command = [*arguments, "--input-data", str(inputs), "--request-count", str(count)]
     done = tool.run([*command, "--profile-export-file", str(export)])

@@ -1,4 +1,4 @@
-"""Where perf_analyzer is on this machine, and what its environment must look like.
+"""Finds perf_analyzer on this machine, and sets up its environment.
 
 The binary comes with NVIDIA's SDK container, and inside the wheels of tritonclient up to 2.60. On a
 plain system it misses two libraries, which nvidia-pytriton brings under other names.
@@ -23,9 +23,9 @@ _HOW_TO_GET_IT: Final = (
     "`pip download --no-deps --platform manylinux1_x86_64 tritonclient==2.51.0` fetches one"
 )
 _LIBRARIES: Final = {"libb64.so.0d": "libb64-*", "libcudart.so.12": "libcudart-*"}
-"""What is asked for, and what nvidia-pytriton calls it."""
+"""The name that the binary needs, and the name that nvidia-pytriton gives it."""
 _TUNABLES: Final = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
-"""For tensors that a response does not have, perf_analyzer 2.51 exports what lies in memory, and
+"""For tensors that a response does not have, perf_analyzer 2.51 exports uninitialized memory, and
 its export ends at the first NaN. By default glibc leaves scrambled pointers there, some of which
 are NaN as a float; without these two caches it leaves addresses of an arena, which never are:
 arenas begin at multiples of 64 MiB, so that bits 23 to 25 are zero in their first 8 MiB."""
@@ -40,7 +40,7 @@ class PerfAnalyzer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """In which it finds its libraries and writes whole exports."""
+        """The environment in which it finds its libraries and writes whole exports."""
         library_path = _joined(*self.library_path, os.environ.get("LD_LIBRARY_PATH", ""))
         tunables = _joined(os.environ.get("GLIBC_TUNABLES", ""), _TUNABLES)
         return {**os.environ, "LD_LIBRARY_PATH": library_path, "GLIBC_TUNABLES": tunables}

@@ -1,8 +1,8 @@
-"""`minisgl bench plan-broadcast`: what it costs to bring a step's plan to the other ranks.
+"""`minisgl bench plan-broadcast`: time to send a step's plan to the other ranks.
 
-No model, no device: the followers are processes that take plans, decode them and do nothing. Times
-are wall clock, in microseconds, of steady decode steps with a pause between them, so that every
-follower sleeps when its plan comes, as it does while its device works.
+No model, no device: the followers are processes that receive plans, decode them and do nothing.
+Times are wall clock, in microseconds, of steady decode steps with a pause between them, so that
+every follower sleeps when its plan comes, as it does while its device works.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def measure(plan: StepPlan, size: int, num_steps: int) -> dict[str, float]:
 @click.option("--steps", "num_steps", type=POSITIVE_INT, default=2000, show_default=True)
 @json_option
 def plan_broadcast(num_requests: int, num_steps: int, json_path: Path | None) -> None:
-    """Bring plans of decode steps to 1, 3 and 7 followers.
+    """Send plans of decode steps to 1, 3 and 7 followers.
 
-    rank_0: its own time to encode a plan and hand it over, which is what a step pays: at most 200
-    us. taken: until the last follower has it, which overlaps with what rank 0 does next.
+    rank_0: its own time to encode and send a plan, which delays a step: at most 200 us. taken:
+    until the last follower has it, which overlaps with rank 0's next work.
     """
     plan = decoding_plan(num_requests)
     report = Report("plan broadcast", info={"requests": num_requests})

@@ -1,6 +1,6 @@
 """`minisgl bench planner`: steady steps, admission, eviction, prefix matching; no model, no device.
 
-Times are wall clock of one process, in microseconds. Sampled tokens are made up outside of the
+Times are wall clock of one process, in microseconds. Sampled tokens are made outside of the
 measured spans.
 """
 
@@ -44,7 +44,7 @@ def run(
     num_leaves: int = 40_000,
     queue_lengths: tuple[int, ...] = (2500, 5000, 10_000),
 ) -> Figures:
-    """All figures, by name; see ``planner`` for what they are."""
+    """All figures, by name; ``planner`` describes them."""
     figures: Figures = {}
     with _quiet_collector():
         for page_size, suffix in ((16, ""), (1, "_page_1"), (64, "_page_64")):
@@ -219,7 +219,7 @@ def _percentile(spans: list[float], percent: float) -> float:
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Without garbage collections of this process's other objects in the measured spans."""
+    """Keep garbage collections of this process's other objects out of the measured spans."""
     gc.collect()
     gc.freeze()
     try:

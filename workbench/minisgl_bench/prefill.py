@@ -19,7 +19,7 @@ from minisgl_kit.report import Report, json_option
 
 
 def prompt_of(length: int, num_shared: int, *, seed: int, vocab_size: int) -> IntArray:
-    """Random tokens, of which all prompts of a length share the first ones."""
+    """Random tokens; all prompts of a length share the first ``num_shared``."""
     shared = np.random.default_rng(length).integers(0, vocab_size, num_shared)
     rest = np.random.default_rng(seed).integers(0, vocab_size, length - num_shared)
     prompt: IntArray = np.concatenate([shared, rest]).astype(np.int32)
@@ -44,7 +44,7 @@ def first_token_ms(engine: Engine, prompt: IntArray) -> tuple[float, int]:
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="how many tokens prompts begin with that the prefix cache knows, as in a conversation",
+    help="number of leading tokens of a prompt in the prefix cache, as in a conversation",
 )
 @click.option(
     "--repeats", type=POSITIVE_INT, default=15, show_default=True, help="requests of a length"
@@ -72,7 +72,7 @@ def prefill(
         with running_engine(options, nvtx=nvtx) as (engine, _):
             report = Report("time to the first token", info=engine_facts(engine.info, options))
             for length in lengths:
-                # each prompt is new but for what it shares, so that the prefix cache knows no more
+                # each prompt is new except for its shared tokens, so that no more are cached
                 prompts = [
                     prompt_of(
                         length,

@@ -1,6 +1,6 @@
-"""Traces of what is measured: ``--profile`` writes a Chrome trace, ``--nvtx`` marks phases.
+"""Profiles of measured runs: ``--profile`` writes a Chrome trace, ``--nvtx`` marks phases.
 
-Neither costs anything unless it is asked for: a trace is made of one more run, after the figures
+Neither affects the figures unless it is asked for: a trace is of one more run, after the figures
 were taken, and marks are set by wrappers of planner and executor (``running_engine``).
 """
 
@@ -45,7 +45,7 @@ nvtx_option = click.option(
 
 @contextmanager
 def profiled(path: Path, *, step: str | None = None) -> Iterator[None]:
-    """Trace what runs inside to ``path``: a GPU's kernels, or the operations of this thread.
+    """Trace the block to ``path``: a GPU's kernels, or the operations of this thread.
 
     On a GPU the table of ``report_trace`` is printed, and written beside the trace.
     """
@@ -60,7 +60,7 @@ def profiled(path: Path, *, step: str | None = None) -> Iterator[None]:
     if torch.cuda.is_available():
         try:
             report_trace(path, top=_SHOWN, step=step).emit(labelled(path, "table"))
-        except click.ClickException as error:  # must not cost the figures
+        except click.ClickException as error:  # must not lose the figures
             error.show()
 
 
@@ -70,7 +70,7 @@ def labelled(path: Path, label: str) -> Path:
 
 
 def nvtx_range() -> Range:
-    """NVTX's own; raises ``ConfigError`` if torch was built without."""
+    """NVTX's ranges; raises ``ConfigError`` without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -79,8 +79,8 @@ def nvtx_range() -> Range:
 
 
 def marked(mark: Range) -> Parts:
-    """The parts of an engine whose planner and steps are marked, and in steps that are not captured
-    layers and sampling."""
+    """The parts of an engine whose planner and steps are marked; in steps that are not captured, so
+    are layers and sampling."""
     from minisgl_backend.execution.executor import ModelExecutor
 
     def executor(of_rank: RankExecutor) -> RankExecutor:
@@ -123,7 +123,7 @@ class MarkedExecutor(ExecutorWrapper):
 
 
 class _MarkedStep(PendingWrapper):
-    """A launched step of which the wait is marked."""
+    """A launched step whose wait is marked."""
 
     def __init__(self, step: Pending, name: str, mark: Range) -> None:
         super().__init__(step)

@@ -1,6 +1,6 @@
-"""The requests that throughput is measured with: random prompts of given lengths, all at once.
+"""The requests of throughput benchmarks: random prompts of given lengths, all at once.
 
-Knows lengths and tokens; must not know who answers.
+Knows lengths and tokens; must not know what runs them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def random_prompts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomRequests:
-    """The requests of a run, and how many; lengths in tokens, from the least to the most."""
+    """The requests of a run; ranges of lengths in tokens, both ends included."""
 
     requests: int
     input_length: tuple[int, int]
@@ -60,11 +60,11 @@ class RandomRequests:
     prompt_seed: int
 
     def prompts(self, vocab_size: int) -> list[Prompt]:
-        """Those that are measured."""
+        """The measured prompts."""
         return self._drawn(vocab_size, self.prompt_seed, self.output_length)
 
     def warm_up(self, vocab_size: int) -> list[Prompt]:
-        """As many, of other tokens, so that the prefix cache does not know the measured ones."""
+        """The same number of other tokens, so that no measured prompt is in the prefix cache."""
         return self._drawn(vocab_size, self.prompt_seed + 1, (8, 8))
 
     def again(self, vocab_size: int) -> list[Prompt]:
@@ -72,7 +72,7 @@ class RandomRequests:
         return self._drawn(vocab_size, self.prompt_seed + 2, self.output_length)
 
     def arguments(self) -> list[str]:
-        """The command line that says the same."""
+        """The same as command-line arguments."""
         return [
             *("--requests", str(self.requests)),
             *("--input-length", *map(str, self.input_length)),

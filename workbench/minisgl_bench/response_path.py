@@ -1,13 +1,13 @@
-"""`minisgl bench response-path`: what Triton and our three models carry, whatever the model costs.
+"""`minisgl bench response-path`: the throughput of Triton and our three models, without a model.
 
 A real tritonserver serves the `minisgl` ensemble with an engine that makes a token a stream every
 3.4 ms; the rest is real: tokenizing, the loop and the planner, acknowledged chunks, incremental
 detokenizing with one stop string a request. The client is gRPC in this process, which on a small
-machine competes with the server for its cores. It keeps responses as bytes and looks at them when
-the run is over: every text must be the expected one.
+machine competes with the server for its cores. It keeps responses as bytes and parses them when the
+run is over: every text must be the expected one.
 
-Each stream makes its requests one after the other; their lengths differ, and the streams start one
-after the other, so that requests do not come in lockstep. The rate is that of the time during which
+Each stream makes its requests one after another; their lengths differ, and the streams start one
+after another, so that requests do not come in lockstep. The rate is taken over the time in which
 all streams were busy.
 """
 
@@ -57,7 +57,7 @@ tokens_option = click.option(
 
 @dataclass(slots=True)
 class Exchange:
-    """One request: when it was sent, and when which responses came; times of ``perf_counter``."""
+    """One request and its responses; times of ``perf_counter``."""
 
     num_tokens: int
     sent_s: float
@@ -139,7 +139,7 @@ def summary(exchanges: list[list[Exchange]]) -> dict[str, Any]:
 async def run_grpc(
     address: str, *, num_streams: int, num_requests: int, num_tokens: int
 ) -> list[list[Exchange]]:
-    """Ask the ensemble over gRPC; see ``run_streams``."""
+    """Send the requests to the ensemble over gRPC; see ``run_streams``."""
     import grpc.aio
 
     async def ask(prompt: str, length: int) -> Exchange:
@@ -151,7 +151,7 @@ async def run_grpc(
         return exchange
 
     async with grpc.aio.insecure_channel(address, options=DIRECT) as channel:
-        # bytes in and out: parsing waits until nothing is measured
+        # bytes in and out: responses are parsed after the measurement
         method = channel.stream_stream(STREAM_INFER)
         return await run_streams(
             ask, num_streams=num_streams, num_requests=num_requests, num_tokens=num_tokens

@@ -1,7 +1,7 @@
-"""`minisgl bench scaling`: one model on 1, 2, 4, ... ranks, by each way in which they can talk.
+"""`minisgl bench scaling`: one model on 1, 2, 4, ... ranks, with each communication library.
 
 Each configuration runs `minisgl bench decode` and `minisgl bench offline` in processes of its own.
-One that fails, or hangs for longer than ``--patience``, leaves its figures out and the others in.
+If one fails, or hangs for longer than ``--patience``, only its figures are missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`minisgl bench server-share`: how much of the engine's throughput is left behind tritonserver.
+"""`minisgl bench server-share`: throughput through tritonserver as a share of the engine's alone.
 
 First `minisgl bench offline` runs in a process of its own. Then a real tritonserver with the same
 options gets the same requests, as token ids, all at once over gRPC streams from several processes,
@@ -41,7 +41,7 @@ def server_share(
     tritonserver: str | None,
     json_path: Path | None,
 ) -> None:
-    """Throughput through tritonserver, and its share of the same engine's without."""
+    """Throughput through tritonserver, and its share of the same engine's alone."""
     options = located(options)
     arguments = [*option_arguments(options), *requests.arguments()]
     offline = run_bench(["offline", *arguments])
@@ -67,7 +67,7 @@ def server_share(
 
 
 def figures_of(answers: list[Answer]) -> dict[str, float]:
-    """The figures of a run; TTFT counts from each request's own moment, in milliseconds."""
+    """The figures of a run; TTFT counts from each request's own start, in milliseconds."""
     num_tokens = sum(answer.num_tokens for answer in answers)
     seconds = max(a.arrived_s[-1] for a in answers) - min(a.sent_s for a in answers)
     each_ms = [

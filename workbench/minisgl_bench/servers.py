@@ -1,4 +1,4 @@
-"""Servers of a benchmark's own: started on free ports, ended with the block.
+"""Starts servers for benchmarks: on free ports, ended with the block.
 
 Knows how to start one; must not know what is measured.
 """
@@ -18,7 +18,7 @@ from minisgl_backend.server.repository import shipped_repository
 from minisgl_kit.repositories import repository_with
 
 _STARTS_WITHIN_S: Final = 300.0
-"""The demo model loads in seconds; a server that hangs must not keep a benchmark for ever."""
+"""The demo model loads in seconds; a server that hangs must not block a benchmark."""
 
 _PACED_MODEL: Final = """\
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""`minisgl bench trace-table`: which kernels a GPU's time went to, from a trace of ``--profile``.
+"""`minisgl bench trace-table`: a GPU's time by kernel, from a trace of ``--profile``.
 
 Knows the trace format that torch.profiler writes (Chrome's trace events) and the names of kernels;
 needs neither torch nor a GPU, so that traces can be read anywhere.
 
 Kernels may overlap: with programmatic dependent launch one starts early and waits for the one
-before it. A moment therefore counts for the kernel that began first, so that the shares of all
+before it. Overlapping time counts for the kernel that began first, so that the shares of all
 kernels and the idle time add up to one, while ``total_ms`` and ``mean_us`` are whole durations.
 """
 
@@ -26,10 +26,10 @@ KINDS: Final = {
     "communication": r"nccl|all_?reduce|all_?gather|multimem",
     "attention": r"attention|flash|fmha|kernel_mha|KVCacheKernel|MergeStates",
     "norms": r"norm|rope_|_rope|rotary",
-    "products": r"gemm|gemv|nvjet|cublas|cutlass|linear|splitk|^_vector$|^_matrix$|experts",
+    "gemm": r"gemm|gemv|nvjet|cublas|cutlass|linear|splitk|^_vector$|^_matrix$|experts",
     "sampling": r"_best_of_split|^_choose|sampling|softmax|argmax|topk|sort|gumbel",
 }
-"""Kinds of kernels by a pattern of their whole names, the first match counts; else ``other``."""
+"""Kinds of kernels by a pattern in their full names; the first match counts, else ``other``."""
 
 _MOST_CHARACTERS: Final = 72
 _MOST_NESTED: Final = 2
@@ -46,7 +46,7 @@ class Kernel:
 
 @dataclass(slots=True)
 class Line:
-    """What the kernels of one name add up to; ``own_us`` is without what overlaps earlier ones."""
+    """Sums over the kernels of one name; ``own_us`` is without overlaps with earlier kernels."""
 
     kind: str
     count: int = 0
@@ -126,7 +126,7 @@ def middle_steps(kernels: Sequence[Kernel], first: str) -> tuple[list[Kernel], i
 
 
 def kind_of(name: str) -> str:
-    """What a kernel is for, as far as its name tells."""
+    """A kernel's kind, by its name."""
     for kind, pattern in KINDS.items():
         if re.search(pattern, name, re.IGNORECASE):
             return kind

@@ -8,16 +8,16 @@
 //
 // The run that has a row's first tiles merges them, when it ends. Later runs write their pieces as soon as
 // they leave the row. There are no fences and counters, since a fence would wait for the warp's own loads:
-// each word of a piece is EMPTY until it is written, and who reads it makes it EMPTY again. The grid is no
-// larger than what runs at once; and as a thread block waits only for those of smaller index, which GPUs
-// start first, the waiting ends even where fewer do.
+// each word of a piece is EMPTY until it is written, and its reader makes it EMPTY again. All thread blocks
+// of the grid fit on the GPU at once; and as one waits only for those of smaller index, which GPUs start
+// first, the waiting ends even if fewer run.
 //
 // The warps of a thread block take neighbouring KV heads of the same positions, since these lie side
 // by side in memory; each reads into a ring of its own in shared memory (cp.async), waits for no other.
-// Products use tensor cores with positions as the long side and the query heads of a KV head, at
+// Both GEMMs use tensor cores with positions as the long side and the query heads of a KV head, at
 // most 8, as the short one: S^T = K Q^T, then O^T += V^T P^T. float8 is converted to float16 in
-// registers, on the way from shared memory; the order of dimensions inside a fragment is free, which
-// is what makes that possible without a transposition.
+// registers, on the way from shared memory; this needs no transposition, since the order of dimensions
+// inside a fragment is free.
 //
 // Compiled with: HEAD_DIM (64 or 128), GROUP (query heads of a KV head), KV_HEADS, PAGE_SIZE (a
 // multiple of 16), FP8, BFLOAT16 (q and out; else float16), WARPS (of a thread block; they divide
@@ -30,15 +30,15 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-constexpr int PART = 16;                                // positions that a product takes
+constexpr int PART = 16;                                // positions of an MMA
 constexpr int TILE = PARTS * PART;                      // positions
-constexpr int HEADS = 8;                                // short side of the products
+constexpr int HEADS = 8;                                // short side of the MMAs
 constexpr int ROW_BYTES = HEAD_DIM * (FP8 ? 1 : 2);     // of one position's key or value
 constexpr int CHUNKS = ROW_BYTES / 16;                  // what cp.async copies at once
 constexpr int TILE_BYTES = TILE * ROW_BYTES;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;             // keys, then values
 constexpr int TURNS = KV_HEADS / WARPS;                 // in which a row's heads are gone through
-constexpr int STEPS = HEAD_DIM / 16;                    // products along or across HEAD_DIM
+constexpr int STEPS = HEAD_DIM / 16;                    // MMAs along or across HEAD_DIM
 constexpr int SIDES = 4 / COLUMNS;                      // pieces that a warp merges side by side
 constexpr int QUADS = STEPS + 1;                        // float4 of a lane's piece
 #define NOTHING __int_as_float(0xff800000)   // -infinity
@@ -121,7 +121,7 @@ __device__ __forceinline__ u32 transpose(u32 matrix) {
     return out;
 }
 
-// float8 products are of float16: e4m3 converts to it in one instruction and loses nothing
+// float8 is multiplied as float16: e4m3 converts to it in one instruction, without loss
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (BFLOAT16 && !FP8)
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -185,7 +185,7 @@ __device__ __forceinline__ void store_quad(float4* p, float4 quad) {
                  :: "l"(p), "f"(quad.x), "f"(quad.y), "f"(quad.z), "f"(quad.w) : "memory");
 }
 
-// the same, or another NaN, so that nobody waits for it for ever
+// the same, but another NaN for EMPTY, for which its reader would wait without end
 __device__ __forceinline__ float written(float x) {
     return __uint_as_float(min(__float_as_uint(x), EMPTY - 1));
 }
@@ -329,7 +329,7 @@ decode_attention(const Arguments args) {
     // and that is all but the newest position of each row, and q.
     asm volatile("griddepcontrol.launch_dependents;");
     bool waited = false;
-    const auto wait_previous = [&] {   // does nothing where the launch is no dependent one
+    const auto wait_previous = [&] {   // does nothing unless the launch is a dependent one
         if (!waited) asm volatile("griddepcontrol.wait;" ::: "memory");
         waited = true;
     };

@@ -19,14 +19,17 @@ _WARPS: Final = 4
 _PART: Final = 16
 _HEADS: Final = 8
 _EMPTY: Final = -1
-"""The bits that mark what has not been written yet, ``EMPTY`` of the source."""
+"""The bits of a slot that is not written yet, ``EMPTY`` of the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The number of ``parts`` of 16 positions in a tile, of ``stages`` of a warp's ring, and of
-    thread blocks that share a multiprocessor (``per_processor``); ``leaving`` is what a row costs
-    in addition to its tiles, in tiles; a run has at least ``least`` tiles."""
+    """How rows are cut into runs, and runs into tiles.
+
+    A tile has ``parts`` of 16 positions, a warp's ring ``stages`` of tiles, a multiprocessor
+    ``per_processor`` thread blocks. ``leaving`` is a row's cost beyond its tiles, in tiles; a run
+    has at least ``least`` tiles.
+    """
 
     parts: int
     stages: int
@@ -105,9 +108,9 @@ def why_not(
 class DecodeAttentionKernel:
     """softmax(q k^T * scale) v for one query a row, for one shape and one stream.
 
-    Its workspace holds what thread blocks leave for each other, so calls must not overlap. It must
-    not get shapes for which ``why_not`` has a reason, lengths below 1, or other lengths than those
-    that were planned: thread blocks would wait for each other for ever.
+    Its workspace holds partial results that thread blocks exchange, so calls must not overlap. It
+    must not get shapes for which ``why_not`` has a reason, lengths below 1, or other lengths than
+    those that were planned: thread blocks would deadlock.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class DecodeAttentionKernel:
         ring_bytes = (
             self._num_warps * cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
         )
-        # Leaves no room for one more block: an early launch would put some multiprocessors' there.
+        # leaves no room for one more block: early launches would crowd some multiprocessors
         memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
         shared_bytes = max(ring_bytes, memory // (per_processor + 1))
         module = CudaModule("decode_attention.cu", constants, device)
@@ -170,7 +173,8 @@ class DecodeAttentionKernel:
         window: int | None,
         pdl: bool,
     ) -> Tensor:
-        """What all calls with these arguments need: the run of each thread block."""
+        """int32 [1 + 2 * num_blocks, 4]: the runs of the thread blocks, for all calls with these
+        arguments."""
         runs = torch.empty((1 + 2 * self._grid, 4), dtype=torch.int32, device=lengths.device)
         arguments = _PlanArguments(
             runs=runs.data_ptr(),

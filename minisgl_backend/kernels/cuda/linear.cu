@@ -1,20 +1,20 @@
-// Linear layers of up to a few hundred tokens, with what stands around them, for Hopper (sm_90a).
+// Linear layers of up to 256 tokens, fused with the operations around them, for Hopper (sm_90a).
 //
-// Weights are the long side of the products and tokens the short one: a tile is FEATURES rows of the
+// Weights are the long side of the GEMM and tokens the short one: a tile is FEATURES rows of the
 // weight by TOKENS tokens. A warp of its own moves tiles of 64 in_features into a ring in shared memory
 // by the bulk tensor copy engine, and warpgroups multiply them from there (wgmma). Weights depend on no
 // other kernel, so an early launch fills the ring with them before its predecessor ends.
 //
-// Three ways to deal out the products. A thread block has a tile; or, where there are few tiles, SPLITS
+// Three ways to share out the work. A thread block has a tile; or, if there are few tiles, SPLITS
 // of them share one along in_features and add up their parts over each other's shared memory ("split-K");
 // or, of a large weight, all thread blocks take EVEN parts of all tiles ("stream-K": Osama et al., 2023),
 // and leave what they have of a tile that another one began in global memory.
 //
-// RMSNorm comes apart into a factor per feature and one per token: the product that writes the residual
-// stream also writes it times the norm's weight, and what its tiles add to each token's sum of
-// squares; the product that reads those scales its result, by factors that another warp computes
-// meanwhile. Of queries, keys and values a tile is a head, and what is done to heads is done to it while
-// it is here: norm, rotation, and storing in the KV cache.
+// RMSNorm is split into a factor per feature and one per token: the GEMM that writes the residual
+// stream also writes it times the norm's weight, and its tiles' parts of each token's sum of
+// squares; the GEMM that reads those scales its result, by factors that another warp computes
+// meanwhile. Of queries, keys and values a tile is a head, which is normalized, rotated and stored in
+// the KV cache before it leaves the thread block.
 //
 // Compiled with: FEATURES (64 or 128, of the weight in a tile), TOKENS (8, 16, 32, 64, 96, 128 or 192),
 // SIZE (in_features), STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and
@@ -49,8 +49,8 @@ constexpr int PARTS_BYTES = SPLITS > 1 ? TOKENS * FEATURES * 4 : 0;
 constexpr int CHUNKS = (HEADS ? OUT / 2 : OUT) / 8; // of 16 bytes; of heads a thread has one in each half
 constexpr int ROWS = THREADS / CHUNKS;              // tokens that the threads finish side by side
 constexpr int ITEMS = (SLICE + ROWS - 1) / ROWS;
-// Whether the next kernel may start as soon as this one has. Behind heads comes attention, behind a plain
-// product FlashInfer's sum over the ranks: before they wait for this kernel, both read what earlier ones
+// Whether the next kernel may start as soon as this one has. After HEADS comes attention, after a plain
+// GEMM FlashInfer's sum over the ranks: before they wait for this kernel, both read what earlier ones
 // wrote, so they may start once those have ended.
 constexpr bool AT_ONCE = GATED || RESIDUAL;
 constexpr u32 ALL = 0xffffffffu;
@@ -217,14 +217,14 @@ __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u
 #endif
 }
 
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void begin_mma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ void end_products() {
+__device__ __forceinline__ void end_mma() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 template <int AFTER>
-__device__ __forceinline__ void wait_products() {
+__device__ __forceinline__ void wait_mma() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(AFTER) : "memory");
 }
 
@@ -289,7 +289,7 @@ __device__ __forceinline__ void load_floats(float (&to)[8], const float* from) {
     to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
 }
 
-// the two do nothing where the launch is no dependent one
+// the two do nothing unless the launch is a dependent one
 __device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ __forceinline__ void wait_previous() {
@@ -407,15 +407,15 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         wait_barrier(full + 8 * stage, step / STAGES & 1);
         const u32 weight = ring + stage * STAGE_BYTES;
         const u64 a = matrix(weight + warp / 4 * 8192), b = matrix(weight + WEIGHT_BYTES);
-        begin_products();
+        begin_mma();
 #pragma unroll
         for (int k = 0; k < BLOCK / 16; ++k) multiply(c, a + 2 * k, b + 2 * k, i + k > 0);
-        end_products();
-        // one stage's products run while the next ones are begun
-        wait_products<1>();
+        end_mma();
+        // one stage's MMAs run while the next ones are issued
+        wait_mma<1>();
         if (i > 0) release(step - 1);
     }
-    wait_products<0>();
+    wait_mma<0>();
     release(first + count - 1);
 }
 
@@ -717,7 +717,7 @@ linear(const __grid_constant__ Arguments args) {
         const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS;
         own.tile = at / TILE_STEPS;
         at += count;
-        if (!EVEN) {   // else the products need the registers
+        if (!EVEN) {   // else the MMAs need the registers
             own.read_norm();
             own.read(0);
         }

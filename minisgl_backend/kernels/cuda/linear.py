@@ -28,11 +28,11 @@ _RESERVED_BYTES: Final = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normalized:
-    """The input of a GEMM, ``x`` bfloat16 [num_rows, in_features], after RMSNorm or before it.
+    """The input of a GEMM, ``x`` bfloat16 [num_rows, in_features], after RMSNorm or half-way.
 
-    Without ``squares`` the norm has been taken. With them only the norm's weight has been applied,
-    and the GEMM divides each row by its root mean square: ``squares``, float32 [tiles,
-    num_rows], holds what each tile of the preceding GEMM adds to the row's sum of squares.
+    Without ``squares`` the norm has been applied. With them only its weight has, and the GEMM
+    divides each row by its root mean square: ``squares``, float32 [tiles, num_rows], holds each
+    tile's part of the row's sum of squares, from the preceding GEMM.
     """
 
     x: Tensor
@@ -129,7 +129,7 @@ class _Linear:
         self._kernels = dict(zip(cuts, kernels, strict=True))
         self._num_processors = num_processors(device)
         even = [cut for cut in cuts.values() if cut.even]
-        # a thread block without a step would leave nothing, and another one would wait for it
+        # a thread block without a step would write no partial result, and another would wait for it
         assert all(cut.num_steps(height, in_features) >= self._num_processors for cut in even)
         elements = max((cut.features * cut.tokens for cut in even), default=0)
         self._parts = torch.empty((self._num_processors, elements), device=device)
@@ -168,7 +168,7 @@ class _Linear:
         kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
 
     def _weight_map(self, weight: Tensor, features: int) -> _Map:
-        """The map of a weight; kept, since weights do not move as long as the model lives."""
+        """The tensor map of a weight; cached, since weights do not move while the model lives."""
         key = weight.data_ptr(), features
         if key not in self._maps:
             size, pairs = self._in_features, self._pairs
@@ -182,7 +182,7 @@ class _Linear:
 
 
 class LinearKernel(_Linear):
-    """x W^T; or silu(x G^T) * x U^T for a ``gated`` weight, which holds G and then U."""
+    """x W^T; or silu(x G^T) * (x U^T) for a ``gated`` weight, which holds G and then U."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class LinearKernel(_Linear):
 
 
 class ResidualKernel(_Linear):
-    """What a GEMM adds to the residual stream, and what the norm after it needs."""
+    """A GEMM added to the residual stream, and the first half of the norm after it."""
 
     def __init__(
         self,
@@ -344,9 +344,9 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
 
 
 def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> _Map:
-    """How the copy engine sees a tensor: dimensions from the innermost one, strides of the others.
+    """The TMA's tensor map: dimensions from the innermost one, strides of the others.
 
-    What lies outside is read as zeros. Rows of 128 bytes are permuted for the tensor cores.
+    Elements outside are read as zeros. Rows of 128 bytes are swizzled for the tensor cores.
     """
 
     def longs(values: Sequence[int]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Compiles a CUDA C++ source of this package for a GPU, once, and launches its kernels.
 
-The compiler is NVRTC, a library that comes with torch: no toolkit has to be installed. Machine code
-is kept in the user's cache folder under a hash of all that it depends on.
+The compiler is NVRTC, a library that comes with torch: no CUDA toolkit is needed. Machine code is
+kept in the user's cache folder, keyed by a hash of source, options and compiler.
 
 Must not know what kernels compute.
 """
@@ -41,7 +41,7 @@ class CudaModule:
             self._module = checked(driver.cuModuleLoadData(binary))
 
     def kernel(self, name: str, *, shared_bytes: int) -> CudaKernel:
-        """One of its kernels, with so much shared memory beside what it declares."""
+        """One of its kernels, with ``shared_bytes`` of dynamic shared memory."""
         with torch.cuda.device(self._device):
             function = checked(driver.cuModuleGetFunction(self._module, name.encode()))
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -147,5 +147,5 @@ def checked(returned: tuple[Any, ...]) -> Any:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor begins, as a pointer of a kernel's arguments; None is the null pointer."""
+    """A tensor's address as a kernel argument; None is the null pointer."""
     return None if tensor is None else tensor.data_ptr()

@@ -164,14 +164,11 @@ def launch_decode_attention(
     v_scale: Tensor | None,
     splits: int,
     pdl: bool,
-    block: int | None = None,
-    num_warps: int | None = None,
-    stages: int | None = None,
 ) -> None:
     """See ``minisgl_backend.kernels.decode_attention.decode_attention``.
 
-    ``partial``: outputs, log-sum-exps and counters of a ``DecodeWorkspace``.
-    The defaults of the last three were the fastest, or within 3 % of it, on an H200.
+    ``partial``: outputs, log-sum-exps and counters of a ``DecodeWorkspace``. Block sizes, warps and
+    stages were the fastest, or within 3 % of it, on an H200.
     """
     batch_size, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
@@ -180,12 +177,14 @@ def launch_decode_attention(
     group = num_heads // num_kv_heads
     fp8 = k_scale is not None
     if splits > 1:
-        best = (128, 4, 3)
+        block, num_warps, stages = 128, 4, 3
     elif fp8:
-        # converting keeps the warps busy: one each, where there are enough programs
-        best = (64, 1 if batch_size * num_kv_heads >= 1024 else 2, 2)
+        # converting keeps the warps busy: one each, if there are enough programs
+        block, num_warps, stages = 64, 1 if batch_size * num_kv_heads >= 1024 else 2, 2
+    elif batch_size * num_kv_heads >= 768:
+        block, num_warps, stages = 128, 4, 3
     else:
-        best = (128, 4, 3) if batch_size * num_kv_heads >= 768 else (64, 2, 3)
+        block, num_warps, stages = 64, 2, 3
     _decode_attention[(batch_size, num_kv_heads, splits)](
         out,
         q,
@@ -209,13 +208,13 @@ def launch_decode_attention(
         GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
-        BLOCK=block or best[0],
+        BLOCK=block,
         SPLITS=splits,
         WINDOW=window or 0,
         FP8=fp8,
         ROWS=rows is not None,
-        STAGES=stages or best[2],
+        STAGES=stages,
         PDL=pdl,
-        num_warps=num_warps or best[1],
+        num_warps=num_warps,
         **launch_options(pdl),
     )

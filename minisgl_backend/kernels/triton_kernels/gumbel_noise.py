@@ -41,7 +41,7 @@ def gumbel(key, token):
 
 @triton.jit
 def _log(x):
-    """float32 -> its logarithm to 2^-22, by one instruction where tl.log takes some thirty."""
+    """float32 -> its logarithm to 2^-22, by one instruction; tl.log takes some thirty."""
     if _INTERPRETED:
         return tl.log(x)
     else:

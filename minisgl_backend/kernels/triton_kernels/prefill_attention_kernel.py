@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNKS = tl.constexpr(128)  # looked at together
+_CHUNKS = tl.constexpr(128)  # of an iteration of the search for a program's chunk
 
 
 @triton.jit(
@@ -147,7 +147,7 @@ def launch_prefill_attention(
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
     block_group = triton.next_power_of_2(group)
-    # the tile of queries has 128 rows, or 16 where 4 tokens are the most that there are
+    # the tile of queries has 128 rows, or 16 if no chunk has more than 4 tokens
     queries = max((128 if max_length > 4 else 16) // block_group, 1)
     grid = (num_tokens // queries + len(rows), num_kv_heads)
     _prefill_attention[grid](

@@ -1,4 +1,4 @@
-"""State of rows in and out of a step: a few numbers a row."""
+"""``kernels.rows`` in Triton: a step's lookup of its rows, and the update of their state."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""``kernels.sampling_table`` in Triton: what a row is sampled by, and its adjusted logits."""
+"""``kernels.sampling_table`` in Triton: a row's sampling parameters, and its adjusted logits."""
 
 import triton
 import triton.language as tl
@@ -41,8 +41,8 @@ def load_filters(numbers_ptr, row, VOCAB: tl.constexpr):
 
 @triton.jit
 def load_adjustment(numbers_ptr, marks_ptr, bias_ptr, row, position, VOCAB: tl.constexpr):
-    """What ``load_logits`` has to know of a row: whether it has marks and a bias, pointers to both,
-    the penalties, and which mark makes a token impossible."""
+    """The data of a row for ``load_logits``: whether it has marks and a bias, pointers to both, the
+    penalties, and which mark makes a token impossible."""
     is_early = position < load_number(numbers_ptr, row, _STOPS_FROM)
     # as integers: Triton's interpreter cannot combine a comparison of floats with a block
     return (

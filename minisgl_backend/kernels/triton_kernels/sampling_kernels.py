@@ -48,7 +48,7 @@ def _score(
     BLOCK: tl.constexpr,
     ADJUSTED: tl.constexpr,
 ):
-    """The split's score, inf where a logit is inf or NaN; and its best token unless ``noisy``."""
+    """The split's score, inf if a logit is inf or NaN; and its best token unless ``noisy``."""
     begin = split * PER_SPLIT
     end = tl.minimum(begin + PER_SPLIT, VOCAB)
     broken = tl.zeros([BLOCK], tl.int32)
@@ -270,7 +270,7 @@ def launch_sample(
     _best_of_split[(batch_size, splits)](
         workspace.best, workspace.tokens, *inputs, **parts, BLOCK=BLOCK, num_warps=4
     )
-    # Few programs a row of a large batch: where no row has filters, each is only in the way.
+    # Few programs a row of a large batch: if no row has filters, they cost time for nothing.
     grid = (batch_size, max(4, min(512 // batch_size, splits)))
     filtering = {**parts, **launch_options(pdl), "BINS": bins}
     counted = (workspace.heaviest, workspace.counts, workspace.sums, workspace.best, *inputs)

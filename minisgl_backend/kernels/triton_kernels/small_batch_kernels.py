@@ -183,27 +183,18 @@ def launch_small_batch_linear(
     gated: bool,
     add: bool,
     pdl: bool,
-    form: str | None = None,
-    rows: int | None = None,
-    block: int | None = None,
-    num_warps: int | None = None,
-    stages: int = 4,
 ) -> None:
-    """``out`` [batch_size, out_features]; the last five choose the form.
+    """``out`` [batch_size, out_features].
 
-    The defaults were the fastest, or within 3 % of it, on an H200 for the shapes of Qwen3-0.6B and
-    Qwen3-14B.
+    The kernel, and its rows, block, warps and stages, were the fastest, or within 3 % of it, on an
+    H200 for the shapes of Qwen3-0.6B and Qwen3-14B.
     """
     batch_size, size = x.shape
     out_features = out.shape[1]
     assert weight.is_contiguous() and out.is_contiguous() and x.stride(1) == 1
-    if form is None:
-        form = "vector" if batch_size == 1 and size <= 8192 else "matrix"
-    if form == "vector":
-        assert batch_size == 1
+    if batch_size == 1 and size <= 8192:
         long = size > 2048
-        rows = rows or (4 if norm_weight is None or (gated and long) else 2)
-        num_warps = num_warps or (2 if norm_weight is not None and long else 4)
+        rows = 4 if norm_weight is None or (gated and long) else 2
         _vector[(triton.cdiv(out_features, rows),)](
             out,
             x,
@@ -214,21 +205,20 @@ def launch_small_batch_linear(
             eps,
             SIZE=size,
             ROWS=rows,
-            BLOCK=block or min(triton.next_power_of_2(size), 1024),
+            BLOCK=min(triton.next_power_of_2(size), 1024),
             NORM=norm_weight is not None,
             GATED=gated,
             ADD=add,
             BIAS=bias is not None,
             PDL=pdl,
-            num_warps=num_warps,
+            num_warps=2 if norm_weight is not None and long else 4,
             **launch_options(pdl),
         )
         return
     # each program normalizes x for itself, which pays only over more rows; if there are few
     # programs, each should have more of a row in flight
-    rows = rows or (32 if norm_weight is not None and not (gated and size > 2048) else 16)
-    block = block or (128 if out_features <= 2048 else 64)
-    num_warps = num_warps or 4
+    rows = 32 if norm_weight is not None and not (gated and size > 2048) else 16
+    num_warps = 4
     _matrix[(triton.cdiv(out_features, rows),)](
         out,
         x,
@@ -242,13 +232,13 @@ def launch_small_batch_linear(
         BATCH=8,
         SIZE=size,
         ROWS=rows,
-        BLOCK=block,
+        BLOCK=128 if out_features <= 2048 else 64,
         SLICES=num_warps,
         NORM=norm_weight is not None,
         GATED=gated,
         ADD=add,
         BIAS=bias is not None,
-        STAGES=stages,
+        STAGES=4,
         PDL=pdl,
         num_warps=num_warps,
         **launch_options(pdl),

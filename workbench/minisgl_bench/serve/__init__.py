@@ -1,1 +1,1 @@
-"""`minisgl bench serve`: load on a running server, over the network, and what its clients feel."""
+"""`minisgl bench serve`: load on a running server over the network, and latencies of its clients."""

@@ -93,10 +93,10 @@ def serve(
     json_path: Path | None,
     **options: Any,
 ) -> None:
-    """Load on a server over the network, and what its clients feel.
+    """Load on a server over the network, and the latencies of its clients.
 
     Choose closed loops (--concurrency), Poisson arrivals (--rate) or a --trace; several levels make
-    several runs. Without --url a server with the demo model is started for the time.
+    several runs. Without --url a server with the demo model is started.
     """
     with refusing():
         objectives = objectives_of(slo)
@@ -147,7 +147,7 @@ def serve(
 
 @contextmanager
 def address_of(url: str | None) -> Iterator[str]:
-    """The server of that address, or for as long as the block lasts one of our own, by gRPC."""
+    """``url``, or else the gRPC address of a server of our own, which ends with the block."""
     if url is not None:
         yield url
         return
@@ -162,7 +162,7 @@ async def _measure(
     objectives: Mapping[str, float],
     measured: list[Measured],
 ) -> None:
-    """Append to ``measured`` what came of each load, as soon as it is over."""
+    """Append the result of each load to ``measured``, as soon as it is over."""
     target = make_target()
     try:
         for load in warming:

@@ -1,4 +1,4 @@
-"""From the moments of each request to figures, and these to a table and a JSON file.
+"""From the times of each request to figures, and from these to a table and a JSON file.
 
 Knows times and counts only. The usual words: TTFT is the time to the first token, TPOT the time per
 output token after the first, E2E that of the whole request. A gap lies between two chunks of a
@@ -45,7 +45,7 @@ def objectives_of(text: str) -> dict[str, float]:
 def figures_of(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> dict[str, Any]:
     """The figures of one load; times in milliseconds, of answered requests alone.
 
-    ``reasons`` are what the first error of each code said.
+    ``reasons`` has the message of the first error of each code.
     """
     good = [outcome for outcome in outcomes if outcome.error is None]
     seconds = max(one.ended_s for one in outcomes) - min(one.due_s for one in outcomes)
@@ -79,7 +79,7 @@ def figures_of(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One load, and what came of it."""
+    """One load and its results."""
 
     load: Load
     outcomes: Sequence[Outcome]
@@ -87,7 +87,7 @@ class Measured:
 
     @property
     def is_answered(self) -> bool:
-        """Whether one request was, at least."""
+        """Whether at least one request was answered."""
         return any(outcome.error is None for outcome in self.outcomes)
 
 
@@ -115,10 +115,10 @@ def emit(
     *,
     title: str = "serve",
 ) -> None:
-    """Print the table, and write the file if one is asked for; both say what figures depend on.
+    """Print the table, and write the file if one is asked for; both list what figures depend on.
 
-    ``info`` is what the command knows of this; the machine and the bounds are added here. Below the
-    table stands what the first error of each code said.
+    ``info`` holds the command's part of that; the machine and the bounds are added here. Below the
+    table is the message of the first error of each code.
     """
     bounds = {f"{name} within": f"{bound:g} ms" for name, bound in objectives.items()}
     info = {**info, **machine_facts(), **bounds}
@@ -129,7 +129,7 @@ def emit(
 
 
 def _print_table(measured: Sequence[Measured], info: Mapping[str, Any], title: str) -> None:
-    """A row a figure, a column a load."""
+    """One row per figure, one column per load."""
     table = Table(title=title)
     table.add_column("")
     for one in measured:
@@ -160,7 +160,7 @@ def _print_table(measured: Sequence[Measured], info: Mapping[str, Any], title: s
 
 
 def check_answered(measured: Sequence[Measured]) -> None:
-    """End the command with code 1 if a load got no answer at all: its figures say nothing."""
+    """End the command with code 1 if a load got no answer at all: its figures are meaningless."""
     silent = [one.load.label for one in measured if not one.is_answered]
     if silent:
         raise click.ClickException(f"no request was answered at {', '.join(silent)}")

@@ -1,4 +1,4 @@
-"""Figures as pictures: latency against load, and how the time to the first token is spread."""
+"""Plots of the figures: latency against load, and the distribution of the time to first token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TTFT: str = "ttft.png"
 def write_plots(
     folder: Path, measured: Sequence[Measured], objectives: Mapping[str, float]
 ) -> list[Path]:
-    """Both pictures as PNG files in the folder."""
+    """Both plots as PNG files in the folder."""
     paths = [folder / LATENCY, folder / TTFT]
     for path, figure in zip(
         paths,
@@ -31,7 +31,7 @@ def write_plots(
 
 
 def latency_figure(measured: Sequence[Measured], objectives: Mapping[str, float]) -> Figure:
-    """Percentiles against the output tokens a second that were delivered, a point a load."""
+    """Percentiles against delivered output tokens per second, one point per load."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     panels = {"ttft": "time to first token", "tpot": "time per output token"}
     for axes, (name, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
@@ -56,7 +56,7 @@ def latency_figure(measured: Sequence[Measured], objectives: Mapping[str, float]
 
 
 def ttft_figure(measured: Sequence[Measured], objectives: Mapping[str, float]) -> Figure:
-    """The share of requests that had their first token by then, a line a load."""
+    """The share of requests with a first token by each time, one line per load."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for one in measured:

@@ -1,8 +1,8 @@
-"""The loads that a command line asks for, each with prompts of its own, also those of a trace.
+"""The loads of a command line, each with prompts of its own, those of a trace included.
 
-A trace is as the Mooncake project publishes them: JSONL of ``timestamp`` (ms), ``input_length`` and
+Traces have the format of the Mooncake project: JSONL of ``timestamp`` (ms), ``input_length`` and
 ``output_length`` (tokens) and ``hash_ids``: one number for each block of the prompt, the last of
-which may be a part. Equal numbers stand for equal blocks after equal prompts so far, so that equal
+which may be partial. Equal numbers stand for equal blocks after equal prefixes, so that equal
 leading numbers are a shared prefix. The format and its blocks of 512 tokens are those of Qin et
 al., "Mooncake: Trading More Storage for Less Computation" (FAST 2025).
 """
@@ -22,7 +22,7 @@ from minisgl_kit.loads import Load, closed_loop, poisson, replay
 
 _NUM_RANDOM = 64
 _WARM_UP_VARIANT = 1_000_000
-"""A variant of its own, so that no prompt of the warm-up is among those that are measured."""
+"""A variant of its own, so that no prompt of the warm-up is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Workload:
     seed: int = 0
 
     def loads(self) -> list[Load]:
-        """In the order in which they are put on the server; raises ``ConfigError``."""
+        """The loads in the order of their runs; raises ``ConfigError``."""
         if self.time_scale and not self.trace:
             raise ConfigError("--time-scale needs --trace")
         if self.prompts and self.trace:
@@ -113,14 +113,14 @@ class Workload:
         )
 
     def _first_of(self, requests: list[_Request], path: Path) -> list[_Request]:
-        """As many as are asked for, all of them by default."""
+        """As many as ``requests`` says, all by default."""
         if self.requests is not None and self.requests > len(requests):
             raise ConfigError(f"{path} has {len(requests)} requests, not {self.requests}")
         return requests[: self.requests]
 
 
 def read_trace(path: Path, *, block_size: int) -> list[TraceEntry]:
-    """The entries by time; raises ``ConfigError`` with the line that is none."""
+    """The entries by time; raises ``ConfigError`` with the place of a line that is not one."""
     entries = [_entry(line, block_size, place) for place, line in json_lines(path)]
     if not entries:
         raise ConfigError(f"{path.name} is empty")

@@ -19,7 +19,7 @@ from minisgl_backend.device.base import Device
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.capture import capture
 from minisgl_backend.execution.sampling import StepOutput
-from minisgl_backend.kernels.rows import RowTable, StepInbox
+from minisgl_backend.kernels.rows import RowTable, StepInputs
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import IntArray
 
@@ -57,7 +57,7 @@ class DecodeGraphs:
         self,
         device: Device,
         table: RowTable,
-        step: Callable[[StepInbox, int], StepOutput],
+        step: Callable[[StepInputs, int], StepOutput],
         sizes: Sequence[int],
         schedule: Callable[[IntArray], None] | None,
         progress: Progress,
@@ -68,7 +68,7 @@ class DecodeGraphs:
         self._table = table
         most = max(sizes)
         self._sizes = sorted(sizes)
-        self._inputs = StepInbox.empty(most, most, device.torch_device)
+        self._inputs = StepInputs.empty(most, most, device.torch_device)
         self._inputs.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
         self._schedule = schedule

@@ -31,7 +31,7 @@ from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.sampling import Sampler, StepOutput
 from minisgl_backend.execution.storage import KVStorage
-from minisgl_backend.kernels.rows import StepInbox, begin_decode
+from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.progress import Progress, unseen
@@ -187,7 +187,7 @@ class ModelExecutor:
             self.device.download(output.tokens[: len(rows)]), self._sampler.logprobs(output, rows)
         )
 
-    def _decode_step(self, inputs: StepInbox, batch_size: int) -> StepOutput:
+    def _decode_step(self, inputs: StepInputs, batch_size: int) -> StepOutput:
         """A whole decode step of the first ``batch_size`` rows of ``inputs``, to be captured."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
         hidden = self._forward.over_decodes(step)  # [batch_size, hidden_size]

@@ -2,7 +2,7 @@
 
 It has one entry a row (``RowTable``): last token, length, pages, and sampling parameters
 (``SamplingTable``). A decode step is told only which rows decode and which pages they were granted
-(``StepInbox``), and finds everything else itself: a captured graph needs no other input.
+(``StepInputs``), and finds everything else itself: a captured graph needs no other input.
 
 The last row of the table is the *dummy row*: padding decodes it, always at position 0.
 """
@@ -56,7 +56,7 @@ class RowTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepInbox:
+class StepInputs:
     """What the host tells a decode step, in one buffer: int32 [1 + max_batch + 3 * max_grants].
 
         num_grants | rows that decode [max_batch] | (row, index, page) of each grant
@@ -69,7 +69,7 @@ class StepInbox:
     max_grants: int
 
     @classmethod
-    def empty(cls, max_batch: int, max_grants: int, device: torch.device) -> StepInbox:
+    def empty(cls, max_batch: int, max_grants: int, device: torch.device) -> StepInputs:
         size = 1 + max_batch + 3 * max_grants
         return cls(torch.zeros(size, dtype=torch.int32, device=device), max_batch, max_grants)
 
@@ -95,38 +95,38 @@ class DecodeInputs:
 
 
 def begin_decode(
-    table: RowTable, inbox: StepInbox, batch_size: int, page_size: int
+    table: RowTable, given: StepInputs, batch_size: int, page_size: int
 ) -> DecodeInputs:
     """Write the grants to the page table and clear their number, then look up the first
     ``batch_size`` rows."""
     numbers = torch.empty((4, batch_size), dtype=torch.int32, device=table.tokens.device)
-    inputs = DecodeInputs(inbox.rows[:batch_size], *numbers)
+    inputs = DecodeInputs(given.rows[:batch_size], *numbers)
     if not use_triton(table.tokens):
-        begin_decode_reference(inputs, table, inbox, page_size)
+        begin_decode_reference(inputs, table, given, page_size)
         return inputs
     from minisgl_backend.kernels.triton_kernels.row_kernels import launch_begin_decode
 
     launch_begin_decode(
         (inputs.tokens, inputs.positions, inputs.slots, inputs.lengths),
-        inbox.buffer,
+        given.buffer,
         table.tokens,
         table.lengths,
         table.pages,
-        max_batch=inbox.max_batch,
+        max_batch=given.max_batch,
         page_size=page_size,
     )
     return inputs
 
 
 def begin_decode_reference(
-    inputs: DecodeInputs, table: RowTable, inbox: StepInbox, page_size: int
+    inputs: DecodeInputs, table: RowTable, given: StepInputs, page_size: int
 ) -> None:
     """The twin of the kernel of ``begin_decode``."""
-    num_grants = int(inbox.buffer[0])
+    num_grants = int(given.buffer[0])
     if num_grants:
-        grants = inbox.buffer[1 + inbox.max_batch :].view(-1, 3)[:num_grants]
+        grants = given.buffer[1 + given.max_batch :].view(-1, 3)[:num_grants]
         table.pages[grants[:, 0], grants[:, 1]] = grants[:, 2]
-        inbox.buffer[0] = 0
+        given.buffer[0] = 0
     torch.index_select(table.tokens, 0, inputs.rows, out=inputs.tokens)
     torch.index_select(table.lengths, 0, inputs.rows, out=inputs.positions)
     torch.add(inputs.positions, 1, out=inputs.lengths)

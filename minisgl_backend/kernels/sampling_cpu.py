@@ -2,8 +2,7 @@
 
 - The largest logit of each block of the vocabulary is computed once. From these the largest logits
   of a row are found.
-- Only rows with penalties, a bias or stop tokens that are held back are copied, and of these only
-  the tokens concerned are adjusted.
+- Only rows with penalties, a bias or stop tokens that are held back are copied and adjusted.
 - A random row without filters draws a split by its mass, then noise for that split alone.
 - A random row with filters searches for the threshold among a few of its largest logits, among more
   if these do not suffice, and draws noise for the tokens that pass.
@@ -24,7 +23,7 @@ from torch import Tensor
 from minisgl_backend.kernels import noise
 from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.sampling_rule import NO_TOKEN, SPLITS, split_noise, split_size
-from minisgl_backend.kernels.sampling_table import COLUMNS, IS_STOP, ONCE, SamplingTable
+from minisgl_backend.kernels.sampling_table import COLUMNS, SamplingTable, adjust_reference
 
 _BLOCK: Final = 128
 """Tokens of a block."""
@@ -47,7 +46,7 @@ def sample_on_cpu(logits: Tensor, table: SamplingTable, rows: Tensor, positions:
         tokens[plain] = _choose(_Lines.of(logits, plain), asked.at(plain)).int()
     index = _indices(is_adjusted)
     of_index = asked.at(index)
-    x = _adjusted(logits[index], of_index)
+    x = adjust_reference(logits[index], table, of_index.rows, of_index.positions)
     tokens[index] = _choose(_Lines.of(x, torch.arange(len(x))), of_index).int()
     return tokens
 
@@ -262,30 +261,6 @@ def _threshold(
     last = weights[:, -1:]
     is_found = (threshold > last) & ((least > last) | ~by_count) | (last == 0)
     return threshold, is_found.squeeze(1) | (count == vocab_size)
-
-
-def _adjusted(logits: Tensor, asked: _Asked) -> Tensor:
-    """``sampling_table.adjust_reference`` of ``logits`` [num_rows, vocab_size], which may be
-    overwritten; computed only for tokens with a mark or a bias."""
-    x, table = at_least_float32(logits), asked.table
-    marked, biased = _indices(asked["marked"] > 0), _indices(asked["biased"] > 0)
-    marks = table.marks[asked.rows[marked]]
-    of_marked, tokens = marks.nonzero(as_tuple=True)  # [num_marks]
-    mark, lines = marks[of_marked, tokens], marked[of_marked]
-    repetition, presence, frequency, stops_from = (
-        asked.column(name)[lines, 0]
-        for name in ("repetition", "presence", "frequency", "stops_from")
-    )
-    values, counts = x[lines, tokens], mark // ONCE
-    repeated = torch.where(values > 0, values / repetition, values * repetition)
-    values = torch.where((mark & ~IS_STOP) > 0, repeated, values)
-    x[lines, tokens] = values - frequency * counts - presence * (counts > 0)
-    bias = table.bias[asked.rows[biased]]
-    of_biased, at = bias.nonzero(as_tuple=True)
-    x[biased[of_biased], at] += bias[of_biased, at]
-    never = ((mark & IS_STOP) > 0) & (asked.positions[lines] < stops_from)
-    x[lines[never], tokens[never]] = -torch.inf
-    return x
 
 
 def _indices(which: npt.NDArray[np.bool_]) -> Tensor:

@@ -11,7 +11,7 @@ Must not know which layers there are, or what a model consists of.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -99,6 +99,13 @@ class Matrix(nn.Module, ABC):
         of its outputs and inputs.
         """
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Give ``dtype`` to the numbers that have the activations' type: here to all."""
+        self.to(dtype)
+
+    def lay_out(self, device: torch.device) -> None:
+        """Arrange the memory for ``device``, before the weights are loaded."""
+
     def add_gemm(
         self,
         residual: Tensor,
@@ -155,13 +162,19 @@ class DenseMatrix(Matrix):
         self.tensor_core_gemm: TensorCoreGemm | None = None
         self.tensor_core_add: TensorCoreAdd | None = None
 
-    def lay_out_by_input(self) -> None:
-        """Store the weight with its inputs outermost in memory. Its shape stays the same.
+    @classmethod
+    def of(cls, names: Sequence[str], out_features: int, in_features: int) -> DenseMatrix:
+        """The same for all projections (``MakeMatrix``)."""
+        return cls(out_features, in_features)
 
-        On a CPU, GEMMs of few tokens with weights that are not in the processor's cache then take a
-        third to two thirds of the time. To be called before the weight is filled.
+    def lay_out(self, device: torch.device) -> None:
+        """On a CPU store the weight with its inputs outermost in memory; its shape stays the same.
+
+        This suits GEMMs of few tokens with weights that are not in the processor's cache: they take
+        a third to two thirds of the time.
         """
-        self.weight.data = self.weight.data.mT.contiguous().mT
+        if device.type == "cpu":
+            self.weight.data = self.weight.data.mT.contiguous().mT
 
     def gemm(
         self, x: Normed, launch: Launch, *, bias: Tensor | None = None, gated: bool = False

@@ -7,7 +7,7 @@ which knows the format of its weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -19,8 +19,9 @@ from minisgl_backend.layers.share import Share, even_share
 from minisgl_backend.layers.weight_place import WeightPlace
 from minisgl_backend.parallel.group import Group
 
-MakeMatrix: TypeAlias = Callable[[int, int], Matrix]
-"""(out_features, in_features) of one rank -> a matrix of the checkpoint's weight format."""
+MakeMatrix: TypeAlias = Callable[[Sequence[str], int, int], Matrix]
+"""(the checkpoint's names of the projections in it, out_features, in_features) of one rank -> a
+matrix of the format that the checkpoint has for them."""
 
 
 class MergedColumnLinear(nn.Module):
@@ -30,12 +31,19 @@ class MergedColumnLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, Share], *, bias: bool, make: MakeMatrix
+        self,
+        name: str,
+        in_features: int,
+        parts: Mapping[str, Share],
+        *,
+        bias: bool,
+        make: MakeMatrix,
     ):
+        """``name`` is that of the module around it, as in the checkpoint."""
         super().__init__()
         self.parts = dict(parts)
         out_features = sum(share.size for share in parts.values())
-        self.matrix = make(out_features, in_features)
+        self.matrix = make([f"{name}.{part}" for part in parts], out_features, in_features)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Normed, launch: Launch, *, gated: bool = False) -> Tensor:
@@ -61,12 +69,20 @@ class RowLinear(nn.Module):
     """A projection onto the residual stream, whose inputs are split over the ranks."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, group: Group, make: MakeMatrix
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        group: Group,
+        make: MakeMatrix,
     ):
+        """``name`` is the projection's in the checkpoint."""
         super().__init__()
         self.group = group
         self.inputs = even_share(in_features, group, "the inputs of a row-parallel layer")
-        self.matrix = make(out_features, self.inputs.size)
+        self.matrix = make([name], out_features, self.inputs.size)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def add_to(

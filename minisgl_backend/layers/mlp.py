@@ -16,6 +16,7 @@ class GatedMLP(nn.Module):
 
     def __init__(
         self,
+        name: str,
         hidden_size: int,
         intermediate_size: int,
         *,
@@ -23,12 +24,13 @@ class GatedMLP(nn.Module):
         group: Group,
         make: MakeMatrix,
     ):
+        """``name`` is the module's in the checkpoint."""
         super().__init__()
         share = even_share(intermediate_size, group, "intermediate_size")
         parts = {"gate_proj": share, "up_proj": share}
-        self.gate_up_proj = MergedColumnLinear(hidden_size, parts, bias=bias, make=make)
+        self.gate_up_proj = MergedColumnLinear(name, hidden_size, parts, bias=bias, make=make)
         self.down_proj = RowLinear(
-            intermediate_size, hidden_size, bias=bias, group=group, make=make
+            f"{name}.down_proj", intermediate_size, hidden_size, bias=bias, group=group, make=make
         )
 
     def forward(

@@ -5,12 +5,17 @@ Modules are first made on the meta device, so that nothing is allocated or initi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 import torch
+from torch import nn
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.gemm import DenseMatrix
+from minisgl_backend.layers.gemm import DenseMatrix, Matrix
+from minisgl_backend.layers.linear import MakeMatrix
 from minisgl_backend.layers.weight_place import collect_places
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import is_kv_scale
@@ -18,6 +23,9 @@ from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.weights import fill_random, load_weights
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.progress import Progress, unseen
+
+MATRICES: Final[Mapping[str, MakeMatrix]] = MappingProxyType({"dense": DenseMatrix.of})
+"""By ``ModelSpec.weight_format``."""
 
 
 def build_model(
@@ -48,12 +56,13 @@ def build_model(
             group,
             fused=on_gpu if fused is None else fused,
             fused_experts=on_gpu if fused_experts is None else fused_experts,
+            make=MATRICES[spec.weight_format],
         )
-    model = model.to(dtype).to_empty(device=device)
-    if device.type == "cpu":
-        for module in model.modules():
-            if isinstance(module, DenseMatrix):
-                module.lay_out_by_input()
+    _cast(model, dtype)
+    model.to_empty(device=device)
+    for module in model.modules():
+        if isinstance(module, Matrix):
+            module.lay_out(device)
     if load_format == "dummy":
         fill_random(model, seed)
     elif load_format == "auto":
@@ -66,3 +75,14 @@ def build_model(
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     model.set_positions(max_sequence_length or spec.context, device)
     return model.eval()
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give the parameters ``dtype``; a matrix decides for itself which of its own have it."""
+    if isinstance(module, Matrix):
+        module.cast(dtype)
+        return
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.to(dtype)
+    for child in module.children():
+        _cast(child, dtype)

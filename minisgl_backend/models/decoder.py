@@ -30,7 +30,7 @@ from minisgl_backend.layers.mlp import GatedMLP
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.rope import rotary_table
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.models.token_mixing import Attend, SelfAttention, StepContext, TokenMixer
+from minisgl_backend.models.token_mixing import Attend, StepContext, TokenMixer, token_mixer
 from minisgl_backend.parallel.group import Group
 
 _PDL_HIDDEN_SIZE: Final = 2048
@@ -57,17 +57,22 @@ class DecoderLayer(nn.Module):
     ):
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.self_attn = SelfAttention(spec, layer, group, make)
+        self._mixer_name, mixer = token_mixer(spec, layer, group, make)
+        self.add_module(self._mixer_name, mixer)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.mlp = _feed_forward(spec, layer, group, make, fused_experts)
+
+    @property
+    def mixer(self) -> TokenMixer:
+        """The token mixing, a module by its name in the checkpoint."""
+        return cast(TokenMixer, getattr(self, self._mixer_name))
 
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Normed]:
         """``x`` is ``residual`` under this layer's norm; so is the result under the next one's."""
-        mixer: TokenMixer = self.self_attn
         feed_forward: FeedForward = self.mlp
-        residual, x = mixer(residual, x, self.post_attention_layernorm, step)
+        residual, x = self.mixer(residual, x, self.post_attention_layernorm, step)
         return feed_forward(residual, x, next_norm, step.launch)
 
 
@@ -100,7 +105,7 @@ class Decoder(nn.Module):
         *,
         fused: bool = False,
         fused_experts: bool = False,
-        make: MakeMatrix = DenseMatrix,
+        make: MakeMatrix = DenseMatrix.of,
     ):
         """``fused``: computed by this package's kernels, else by PyTorch, operation by operation;
         ``fused_experts`` says the same of experts. ``make`` makes the linear layers' matrices."""
@@ -135,7 +140,7 @@ class Decoder(nn.Module):
     def bind_pages(self, pages: Sequence[PagedKV]) -> None:
         """Give each layer the pages of its keys and values."""
         for layer, kv in zip(self.layers, pages, strict=True):
-            layer.self_attn.kv = kv
+            layer.mixer.bind(kv)
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
         """The residual stream after the last layer, [num_tokens, hidden_size], not normalized.
@@ -203,7 +208,12 @@ def _feed_forward(
     moe = spec.moe
     if moe is None or layer not in moe.layers:
         return GatedMLP(
-            spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, group=group, make=make
+            f"model.layers.{layer}.mlp",
+            spec.hidden_size,
+            spec.intermediate_size,
+            bias=spec.mlp_bias,
+            group=group,
+            make=make,
         )
     return ExpertsMLP(
         spec.hidden_size,

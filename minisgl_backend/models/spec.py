@@ -42,7 +42,8 @@ class ModelSpec:
 
     ``windows`` has an entry a layer: the positions a token sees, its own included, or None for all.
     ``dtype`` is the checkpoint's own. ``eos_token_ids`` unites config.json and
-    generation_config.json. ``max_position_embeddings`` is config.json's, in tokens.
+    generation_config.json. ``weight_format`` is that of the linear layers (``models.build``).
+    ``max_position_embeddings`` is config.json's, in tokens.
     """
 
     architecture: str
@@ -63,6 +64,7 @@ class ModelSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    weight_format: str = "dense"
     moe: MoeSpec | None = None
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
 

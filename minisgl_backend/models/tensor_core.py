@@ -38,13 +38,12 @@ def use_tensor_cores(model: Decoder) -> None:
     if len(dense) < len(layers):
         return
     first = dense[0]
-    num_elements = sum(matrix.weight.numel() for matrix in first)
-    most_tokens = largest_batch(num_elements)
-    if most_tokens == 0 or any(why_not(*matrix.weight.shape) is not None for matrix in first):
+    weights = [matrix.weight for matrix in (first.qkv, first.out, first.gate_up, first.down)]
+    most_tokens = largest_batch(sum(weight.numel() for weight in weights))
+    if most_tokens == 0 or any(why_not(*weight.shape) is not None for weight in weights):
         return
     model.most_tensor_core_tokens = most_tokens
-    qkv, out, gate_up, down = first
-    attention = layers[0].self_attn
+    attention, qkv, out, gate_up, down = first
     device, kv = qkv.weight.device, attention.kv
     heads = _Heads(
         HeadsKernel(
@@ -59,8 +58,8 @@ def use_tensor_cores(model: Decoder) -> None:
         )
     )
     gated = _Gemm(LinearKernel(gate_up.weight.shape, device, gated=True, most_tokens=most_tokens))
-    for layer, matrices in zip(layers, dense, strict=True):
-        layer.self_attn.heads_gemm = heads
+    for matrices in dense:
+        matrices.attention.heads_gemm = heads
         matrices.gate_up.tensor_core_gemm = gated
     for shape, same_shape in (
         (out.weight.shape, [matrices.out for matrices in dense]),
@@ -76,24 +75,25 @@ def use_tensor_cores(model: Decoder) -> None:
                 matrix.tensor_core_gemm = gemm
 
 
-class _Matrices(NamedTuple):
-    """The matrices of a dense layer, in the order of the forward pass."""
+class _Dense(NamedTuple):
+    """The attention and the matrices of a dense layer, in the order of the forward pass."""
 
+    attention: SelfAttention
     qkv: DenseMatrix
     out: DenseMatrix
     gate_up: DenseMatrix
     down: DenseMatrix
 
 
-def _dense(layer: DecoderLayer) -> _Matrices | None:
-    """The layer's matrices; None if one of them is not a dense weight."""
-    attention, mlp = layer.self_attn, layer.mlp
-    if not isinstance(mlp, GatedMLP):
+def _dense(layer: DecoderLayer) -> _Dense | None:
+    """The parts of a layer of dense weights; None if it is of another kind."""
+    attention, mlp = layer.mixer, layer.mlp
+    if not isinstance(attention, SelfAttention) or not isinstance(mlp, GatedMLP):
         return None
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     matrices = [linear.matrix for linear in linears]
     dense = [matrix for matrix in matrices if isinstance(matrix, DenseMatrix)]
-    return _Matrices(*dense) if len(dense) == len(matrices) else None
+    return _Dense(attention, *dense) if len(dense) == len(matrices) else None
 
 
 def _rows(x: Normed, eps: float) -> Normalized:

@@ -50,6 +50,9 @@ class TokenMixer(Protocol):
         ``norm``. ``x`` is its input under the layer's first norm; ``residual`` may be overwritten.
         """
 
+    def bind(self, kv: PagedKV) -> None:
+        """Keep the state of the layer's tokens in these pages from now on."""
+
 
 class HeadsGemm(Protocol):
     """GEMM, head norms, rotation and store of queries, keys and values in one kernel
@@ -72,14 +75,22 @@ class SelfAttention(nn.Module):
         queries = even_share(spec.num_heads * spec.head_dim, group, "the attention heads' outputs")
         keys = kv_head_share(spec.num_kv_heads, spec.head_dim, group)
         parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        hidden_size = spec.hidden_size
-        self.qkv_proj = MergedColumnLinear(hidden_size, parts, bias=spec.qkv_bias, make=make)
+        hidden_size, name = spec.hidden_size, f"model.layers.{layer}.self_attn"
+        self.qkv_proj = MergedColumnLinear(name, hidden_size, parts, bias=spec.qkv_bias, make=make)
         self.o_proj = RowLinear(
-            queries.total, hidden_size, bias=spec.output_bias, group=group, make=make
+            f"{name}.o_proj",
+            queries.total,
+            hidden_size,
+            bias=spec.output_bias,
+            group=group,
+            make=make,
         )
         self.eps = spec.norm_eps
         self.qk_norm = HeadNorm(spec.head_dim) if spec.qk_norm else None
         self.heads_gemm: HeadsGemm | None = None
+
+    def bind(self, kv: PagedKV) -> None:
+        self.kv = kv
 
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
@@ -110,3 +121,10 @@ class SelfAttention(nn.Module):
             v_scale=kv.v_scale,
             pdl=step.launch.pdl,
         )
+
+
+def token_mixer(
+    spec: ModelSpec, layer: int, group: Group, make: MakeMatrix
+) -> tuple[str, SelfAttention]:
+    """The token mixing of a layer, and its name in the checkpoint. Here kinds are told apart."""
+    return "self_attn", SelfAttention(spec, layer, group, make)

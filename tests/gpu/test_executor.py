@@ -21,7 +21,7 @@ from minisgl_backend.build import build_engine, build_executor, build_scheduler
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.execution.executor import LaunchedStep, ModelExecutor
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.kernels.rows import StepInbox
+from minisgl_backend.kernels.rows import StepInputs
 from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import Event, IntArray, Request, SamplingParams
 from minisgl_backend.runtime.engine import Engine
@@ -351,13 +351,13 @@ def test_adjusted_rows_give_the_same_by_every_way(changed: dict[str, Any], tmp_p
     assert tokens_of(whole) == tokens_of(other)
 
 
-def test_graphs_wait_for_their_inbox(
+def test_graphs_wait_for_their_inputs(
     prompts: list[IntArray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is emptied late, over memory that was used before."""
-    empty = StepInbox.empty
+    empty = StepInputs.empty
 
-    def late(*args: Any) -> StepInbox:
+    def late(*args: Any) -> StepInputs:
         used = [torch.full((2**14,), 0x7F7F7F7F, device="cuda") for _ in range(64)]
         torch.cuda.synchronize()
         del used
@@ -365,7 +365,7 @@ def test_graphs_wait_for_their_inbox(
         return empty(*args)
 
     reference = write_checkpoint("qwen3", tmp_path).bfloat16().float()
-    monkeypatch.setattr(StepInbox, "empty", late)
+    monkeypatch.setattr(StepInputs, "empty", late)
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT)
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
     assert np.mean(below > 0) < 0.1

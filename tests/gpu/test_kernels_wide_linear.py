@@ -82,19 +82,19 @@ def test_state_of_rows(device: torch.device, batch: int) -> None:
         table.lengths[:-1] = torch.randint(0, 90, (num_rows,), generator=generator).int()
         table.sampling.column("marked")[:-1:2] = 1
         tables.append(table)
-    inboxes = [rows.StepInbox.empty(160, 160, device) for _ in range(2)]
+    givens = [rows.StepInputs.empty(160, 160, device) for _ in range(2)]
     chosen = torch.randperm(num_rows, generator=generator)[:batch].int()
     chosen[-(batch // 3 + 1) :] = tables[0].dummy_row  # padding
     pages = torch.where(chosen == tables[0].dummy_row, 99, torch.arange(batch)).int()
     grants = torch.stack([chosen, torch.full_like(chosen, 2), pages], dim=1)
-    for inbox in inboxes:
-        inbox.buffer[0] = batch
-        inbox.rows[:batch] = chosen
-        inbox.buffer[161 : 161 + 3 * batch] = grants.flatten()
-    actual = rows.begin_decode(tables[0], inboxes[0], batch, page_size)
+    for given in givens:
+        given.buffer[0] = batch
+        given.rows[:batch] = chosen
+        given.buffer[161 : 161 + 3 * batch] = grants.flatten()
+    actual = rows.begin_decode(tables[0], givens[0], batch, page_size)
     numbers = torch.empty((4, batch), dtype=torch.int32, device=device)
-    expected = rows.DecodeInputs(inboxes[1].rows[:batch], *numbers)
-    rows.begin_decode_reference(expected, tables[1], inboxes[1], page_size)
+    expected = rows.DecodeInputs(givens[1].rows[:batch], *numbers)
+    rows.begin_decode_reference(expected, tables[1], givens[1], page_size)
     for name in ("tokens", "positions", "slots", "lengths"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     sampled = torch.randint(-1, 1000, (batch,), generator=generator).int().to(device)
@@ -104,4 +104,4 @@ def test_state_of_rows(device: torch.device, batch: int) -> None:
         assert torch.equal(getattr(tables[0], name), getattr(tables[1], name)), name
     assert torch.equal(tables[0].tokens[:-1], tables[1].tokens[:-1])  # padding may keep any
     assert torch.equal(tables[0].sampling.marks, tables[1].sampling.marks)
-    assert inboxes[0].buffer[0] == 0
+    assert givens[0].buffer[0] == 0

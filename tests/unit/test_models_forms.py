@@ -17,7 +17,7 @@ from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.kernels import wide_linear
-from minisgl_backend.kernels.rows import RowTable, StepInbox, begin_decode, keep_sampled
+from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
@@ -154,17 +154,17 @@ def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table:
 
 def test_state_of_rows_goes_in_and_out() -> None:
     table = RowTable.empty(4, max_pages=3, dummy_page=9, vocab_size=20, device=CPU)
-    inbox = StepInbox.empty(3, 2, CPU)
+    given = StepInputs.empty(3, 2, CPU)
     table.tokens[:4] = torch.tensor([10, 11, 12, 13], dtype=torch.int32)
     table.lengths[:4] = torch.tensor([0, 5, 8, 3], dtype=torch.int32)
     table.sampling.column("marked")[1:3] = 1
-    inbox.buffer[:] = torch.tensor([2, 2, 1, table.dummy_row, 2, 2, 6, 1, 1, 4], dtype=torch.int32)
-    inputs = begin_decode(table, inbox, 3, PAGE_SIZE)
+    given.buffer[:] = torch.tensor([2, 2, 1, table.dummy_row, 2, 2, 6, 1, 1, 4], dtype=torch.int32)
+    inputs = begin_decode(table, given, 3, PAGE_SIZE)
     assert inputs.tokens.tolist() == [12, 11, 0]
     assert inputs.positions.tolist() == [8, 5, 0]
     assert inputs.lengths.tolist() == [9, 6, 1]
     assert inputs.slots.tolist() == [6 * PAGE_SIZE, 4 * PAGE_SIZE + 1, 9 * PAGE_SIZE]
-    assert inbox.buffer[0] == 0
+    assert given.buffer[0] == 0
 
     sampled = torch.tensor([7, -1, 3], dtype=torch.int32)
     keep_sampled(table, inputs.rows, inputs.lengths, sampled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -23,30 +23,13 @@ def arrays(size: int) -> st.SearchStrategy[IntArray]:
     )
 
 
-SAMPLING = st.builds(
-    SamplingParams,
-    max_tokens=SIZE,
-    min_tokens=SIZE,
-    temperature=FLOAT,
-    top_p=FLOAT,
-    top_k=SIZE,
-    min_p=FLOAT,
-    repetition_penalty=FLOAT,
-    presence_penalty=FLOAT,
-    frequency_penalty=FLOAT,
-    seed=st.integers(0, 2**64 - 1),
-    stop_token_ids=st.lists(SIZE, max_size=3).map(tuple),
-    ignore_eos=st.booleans(),
-    logit_bias=st.lists(st.tuples(SIZE, FLOAT), max_size=3).map(tuple),
-    num_logprobs=st.none() | SIZE,
-)
 ADMISSION = st.builds(
     Admission,
     request_id=st.integers(0, 2**63 - 1).map(RequestId),
     row=SIZE,
     num_prompt_tokens=SIZE,
     num_cached_tokens=SIZE,
-    sampling=SAMPLING,
+    sampling=st.builds(SamplingParams, seed=st.integers(0, 2**64 - 1)),
     history=st.integers(0, 4).flatmap(arrays),
 )
 
@@ -74,7 +57,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
 
 def assert_same(a: object, b: object) -> None:
     """Equal in all fields; arrays also in their type."""
-    if isinstance(a, StepPlan | Admission):
+    if isinstance(a, StepPlan):
         assert type(a) is type(b)
         for spec in fields(a):
             assert_same(getattr(a, spec.name), getattr(b, spec.name))
@@ -82,10 +65,6 @@ def assert_same(a: object, b: object) -> None:
         assert isinstance(b, np.ndarray)
         assert a.dtype == b.dtype == np.int32
         assert np.array_equal(a, b)
-    elif isinstance(a, tuple) and a and isinstance(a[0], Admission):
-        assert isinstance(b, tuple)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
     else:
         assert a == b
         assert type(a) is type(b)
@@ -93,11 +72,12 @@ def assert_same(a: object, b: object) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(plans(), st.integers(0, 5))
-def test_decoding_undoes_encoding(plan: StepPlan, num_spare_words: int) -> None:
-    buffer = encode_plan(plan)
+def test_decoding_undoes_encoding_but_for_admissions(plan: StepPlan, num_spare_words: int) -> None:
+    """Rank 0 alone samples, so the other ranks need not know how."""
+    buffer, expected = encode_plan(plan), replace(plan, admissions=())
     assert buffer.dtype == np.int32
-    assert_same(decode_plan(buffer), plan)
-    assert_same(decode_plan(np.pad(buffer, (0, num_spare_words))), plan)
+    assert_same(decode_plan(buffer), expected)
+    assert_same(decode_plan(np.pad(buffer, (0, num_spare_words))), expected)
 
 
 def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:

@@ -15,7 +15,7 @@ _KEPT_BLOCK = 128
     do_not_specialize_on_alignment=["tokens_ptr", "positions_ptr", "slots_ptr", "lengths_ptr"],
 )
 def _begin_decode(
-    inbox_ptr,
+    given_ptr,
     last_ptr,
     state_lengths_ptr,
     pages_ptr,
@@ -30,18 +30,18 @@ def _begin_decode(
     BLOCK: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
-    num_grants = tl.load(inbox_ptr)
+    num_grants = tl.load(given_ptr)
     for start in tl.range(0, num_grants, BLOCK):
         mask = start + i < num_grants
-        grant_ptr = inbox_ptr + 1 + MAX_BATCH + 3 * (start + i)
+        grant_ptr = given_ptr + 1 + MAX_BATCH + 3 * (start + i)
         granted = tl.load(grant_ptr, mask=mask, other=0).to(tl.int64)
         index = tl.load(grant_ptr + 1, mask=mask, other=0)
         page = tl.load(grant_ptr + 2, mask=mask, other=0)
         tl.store(pages_ptr + granted * pages_stride + index, page, mask=mask)
     tl.debug_barrier()  # the pages read below may be those just written; all know num_grants
-    tl.store(inbox_ptr, 0)
+    tl.store(given_ptr, 0)
     mask = i < batch_size
-    row = tl.load(inbox_ptr + 1 + i, mask=mask, other=0).to(tl.int64)
+    row = tl.load(given_ptr + 1 + i, mask=mask, other=0).to(tl.int64)
     position = tl.load(state_lengths_ptr + row, mask=mask, other=0)
     page = tl.load(pages_ptr + row * pages_stride + position // PAGE_SIZE, mask=mask, other=0)
     tl.store(tokens_ptr + i, tl.load(last_ptr + row, mask=mask, other=0), mask=mask)
@@ -81,7 +81,7 @@ def _keep_sampled(
 
 def launch_begin_decode(
     out: tuple[Tensor, Tensor, Tensor, Tensor],
-    inbox: Tensor,
+    given: Tensor,
     last_tokens: Tensor,
     lengths: Tensor,
     pages: Tensor,
@@ -91,13 +91,13 @@ def launch_begin_decode(
 ) -> None:
     """Fill ``out``: tokens, positions, slots and lengths of a ``kernels.rows.DecodeInputs``.
 
-    ``inbox`` is the buffer of a ``StepInbox``; the rest is a ``RowTable``'s. One program, since it
+    ``given`` is the buffer of a ``StepInputs``; the rest is a ``RowTable``'s. One program, since it
     reads its writes.
     """
     batch_size = len(out[0])
     block = max(triton.next_power_of_2(batch_size), 32)
     _begin_decode[(1,)](
-        inbox,
+        given,
         last_tokens,
         lengths,
         pages,

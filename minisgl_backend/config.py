@@ -66,11 +66,11 @@ class EngineOptions:
     )
     page_size: int = option(16, "token positions per page of KV", minimum=1, maximum=1024)
     num_pages: int | None = option(
-        None, "pages of KV; auto: as many as fit the free memory, on a CPU 2 GiB", minimum=1
+        None, "pages of KV; auto: as many as fit the free memory, on a CPU at most 2 GiB", minimum=1
     )
     memory_ratio: float = option(
         0.9,
-        "share of the free memory for KV pages; on a GPU, of what rows leave free",
+        "share of the free memory, less the tables of rows, that KV pages take",
         minimum=0.01,
         maximum=1.0,
     )

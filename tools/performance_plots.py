@@ -9,7 +9,7 @@ is any word and each file may be missing:
     trace-MODEL-CASE.json                    breakdown.png    bench trace-table
     scaling-MODEL.json                       scaling.png      bench scaling
 
-and ``goals.json``: what to compare with, by the same names.
+and ``mini-sglang.json``: that engine's figures, by the same names.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ _KINDS = {
 }
 
 
-def throughput_figure(files: Files, goals: Files) -> Figure:
-    """Tokens a second of each case: here, the goal, and mini-sglang where that was measured."""
+def throughput_figure(files: Files, others: Files) -> Figure:
+    """Tokens a second of each case: here, and of mini-sglang if that was measured."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     names = [name for name in sorted(files) if name.startswith(("offline-", "server-"))]
-    sides = {"here": "tab:blue", "goal": "lightgray", "mini-sglang": "tab:orange"}
-    for index, (side, color) in enumerate(sides.items()):
-        heights = [_throughput(name, files, goals)[side] for name in names]
-        places = [place + 0.27 * (index - 1) for place in range(len(names))]
-        bars = axes.bar(places, heights, width=0.25, label=side, color=color)
+    sides = {
+        "here": [files[name]["tokens_per_s"] for name in names],
+        "mini-sglang": [others.get(name, {}).get("mini_sglang", 0.0) for name in names],
+    }
+    for index, (side, heights) in enumerate(sides.items()):
+        places = [place + 0.4 * (index - 0.5) for place in range(len(names))]
+        bars = axes.bar(places, heights, width=0.38, label=side)
         labels = [f"{height:,.0f}" if height else "" for height in heights]
         axes.bar_label(bars, labels=labels, fontsize=8)
     axes.set_xticks(range(len(names)), [_label(name) for name in names])
@@ -55,28 +57,16 @@ def throughput_figure(files: Files, goals: Files) -> Figure:
     return figure
 
 
-def _throughput(name: str, files: Files, goals: Files) -> dict[str, float]:
-    found, goal = files[name], goals.get(name, {})
-    wanted = goal.get("tokens_per_s", 0.0)
-    if name.startswith("server-"):
-        wanted = goal.get("share", 0.0) * found["offline_tokens_per_s"]
-    return {
-        "here": found["tokens_per_s"],
-        "goal": wanted,
-        "mini-sglang": goal.get("mini_sglang", 0.0),
-    }
-
-
-def prefill_figure(files: Files, goals: Files) -> Figure:
+def prefill_figure(files: Files, others: Files) -> Figure:
     """Time to the first token of a lone request by prompt length, a panel a model."""
     names = [name for name in sorted(files) if name.startswith("prefill-")]
     figure = Figure(figsize=(10, 3.5), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         lengths = [row["prompt_tokens"] for row in files[name]["rows"]]
-        others = goals.get(name, {}).get("mini_sglang_ms", {})
+        times_ms = others.get(name, {}).get("mini_sglang_ms", {})
         sides = {
             "here": [row["median_ms"] for row in files[name]["rows"]],
-            "mini-sglang": [others.get(str(length), 0) for length in lengths],
+            "mini-sglang": [times_ms.get(str(length), 0) for length in lengths],
         }
         for index, (side, times) in enumerate(sides.items()):
             places = [place + 0.4 * (index - 0.5) for place in range(len(lengths))]
@@ -87,14 +77,14 @@ def prefill_figure(files: Files, goals: Files) -> Figure:
     return figure
 
 
-def decode_figure(files: Files, goals: Files) -> Figure:
+def decode_figure(files: Files, others: Files) -> Figure:
     """Time of a decode step by batch size, a panel a model: here, its replay, mini-sglang."""
     names = [name for name in sorted(files) if name.startswith("decode-")]
     num_rows = -(-len(names) // 2)
     figure = Figure(figsize=(10, 3.5 * num_rows), layout="constrained")
     for place, name in enumerate(names, 1):
-        others = goals.get(name, {}).get("mini_sglang_ms", {})
-        _draw_steps(figure.add_subplot(num_rows, 2, place), name, files[name]["rows"], others)
+        times_ms = others.get(name, {}).get("mini_sglang_ms", {})
+        _draw_steps(figure.add_subplot(num_rows, 2, place), name, files[name]["rows"], times_ms)
     return figure
 
 
@@ -128,7 +118,8 @@ def breakdown_figure(files: Files) -> Figure:
     lefts = [0.0] * len(names)
     for kind, color in _KINDS.items():
         shares = [100 * files[name]["info"].get(f"{kind}_share", 0.0) for name in names]
-        bars = axes.barh(range(len(names)), shares, left=lefts, label=kind, color=color)
+        label = "GEMMs" if kind == "products" else kind
+        bars = axes.barh(range(len(names)), shares, left=lefts, label=label, color=color)
         axes.bar_label(
             bars,
             labels=[f"{share:.0f}" if share >= 3 else "" for share in shares],
@@ -206,11 +197,11 @@ def _finish(axes: Axes, title: str, x: str, y: str) -> None:
 def write_plots(folder: Path) -> list[Path]:
     """The pictures that the folder has figures for; where they were written."""
     files = {path.stem: json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")}
-    goals = files.pop("goals", {})
+    others = files.pop("mini-sglang", {})
     figures: dict[str, tuple[tuple[str, ...], Callable[[], Figure]]] = {
-        "throughput": (("offline-", "server-"), lambda: throughput_figure(files, goals)),
-        "prefill": (("prefill-",), lambda: prefill_figure(files, goals)),
-        "decode": (("decode-",), lambda: decode_figure(files, goals)),
+        "throughput": (("offline-", "server-"), lambda: throughput_figure(files, others)),
+        "prefill": (("prefill-",), lambda: prefill_figure(files, others)),
+        "decode": (("decode-",), lambda: decode_figure(files, others)),
         "breakdown": (("trace-",), lambda: breakdown_figure(files)),
         "scaling": (("scaling-",), lambda: scaling_figure(files)),
     }

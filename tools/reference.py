@@ -22,14 +22,14 @@ Written by `make docs` from the tables in the code.
 
 ## Inputs of the ensembles `minisgl` and `minisgl_batched`
 Exactly one of `text_input`, `messages`, `input_ids` and `stop_request`; all else is optional. A
-value may come as a tensor, as a request parameter of the same name, or, if its row stands below
-that of `sampling_parameters`, inside this; given twice, the values must be equal. `minisgl` takes
+value may come as a tensor, as a request parameter of the same name, or, if its row is below that of
+`sampling_parameters`, inside that object; given twice, the values must be equal. `minisgl` takes
 shape [1] (or [n] for lists), `minisgl_batched` the same behind a batch dimension of 1. `llm_engine`
 alone takes the names that are about tokens.
 
-What is JSON goes as a string that holds it. To a value of another type, an object for a string or a
-string for a number, Triton itself answers over HTTP, with status 500 and `Unable to parse`. Its own
-parameter `priority` has no effect here; `priority_level` has.
+JSON goes as a string. A value of another type (an object for a string, a string for a number) is
+refused by Triton itself over HTTP, with status 500 and `Unable to parse`. Triton's own parameter
+`priority` has no effect here; `priority_level` has.
 """
 
 _REFUSED: Final = """\
@@ -52,9 +52,9 @@ header `triton_grpc_error: true` get the code as the status.
 | `UNSUPPORTED` | the request is right, but asks for what is not offered |
 | `UNAVAILABLE` | the queue is full, the server drains, or the engine is down |
 | `CANCELLED` | the request was cancelled |
-| `INTERNAL` | the server's fault; its log has the story under the request id |
+| `INTERNAL` | the server's fault; its log has the details under the request id |
 
-A deadline ends a request with finish_reason `timeout` where a token exists, else with
+A deadline ends a request with finish_reason `timeout` if it has a token, else with
 `UNAVAILABLE`.
 """
 

@@ -40,7 +40,8 @@ class Parameters(TypedDict, total=False):
     frequency_penalty: float | None
     """-2.0 .. 2.0; 0 is off."""
     seed: int | None
-    """0 .. 2**64 - 1. Same seed, prompt and parameters: same tokens. Drawn if absent."""
+    """0 .. 2**64 - 1, of the random numbers. With the same one a CPU in float32 repeats an answer.
+    Drawn if absent."""
     random_seed: int | None
     stop: str | Sequence[str] | None
     """Stop strings; matched on text, not part of the answer."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -22,6 +23,7 @@ from minisgl_backend.device.base import Graph
 from minisgl_backend.errors import InvariantError
 
 T = TypeVar("T")
+_Queue: TypeAlias = SimpleQueue[Callable[[], None] | None]
 
 _KV_BYTES_CAP: Final = 2 * 2**30
 
@@ -39,18 +41,15 @@ class CpuDevice:
 
     def __init__(self, num_threads: int = 1) -> None:
         """``num_threads`` compute each operation."""
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._work: _Queue = SimpleQueue()
         # a daemon, so that the process can end even while a long step runs
         self._worker = threading.Thread(
-            target=self._run, args=(num_threads,), name="minisgl-cpu-device", daemon=True
+            target=_run, args=(self._work, num_threads), name="minisgl-cpu-device", daemon=True
         )
         self._worker.start()
-
-    def _run(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        while (work := self._work.get()) is not None:
-            work()
-            del work  # else it would keep its tensors alive until the next work comes
+        # called by close, or when this object is collected: a start that fails closes no device
+        self._end = weakref.finalize(self, self._work.put, None)
+        self._end.atexit = False  # that is for the engine, which still submits work
 
     def free_memory(self) -> int:
         """Bytes of main memory: those that Linux reports as available, else those unused."""
@@ -65,6 +64,8 @@ class CpuDevice:
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Queue ``work``, which runs in inference mode."""
+        if not self._end.alive:
+            raise InvariantError("the device is closed")
         future: Future[T] = Future()
         self._work.put(partial(_complete, future, work))
         return future
@@ -83,8 +84,16 @@ class CpuDevice:
         return tensor
 
     def close(self) -> None:
-        self._work.put(None)
+        self._end()
         self._worker.join()
+
+
+def _run(queue: _Queue, num_threads: int) -> None:
+    """The worker. Holds no device, so that one that nothing else holds is collected."""
+    torch.set_num_threads(num_threads)
+    while (work := queue.get()) is not None:
+        work()
+        del work  # or it would keep what it refers to until the next comes
 
 
 def _complete(future: Future[T], work: Callable[[], T]) -> None:

@@ -84,7 +84,7 @@ def small_batch_linear_reference(
     """The twin of ``small_batch_linear``, accumulated in float32."""
     wide = x.float()
     if norm_weight is not None:
-        wide = rms_norm_reference(wide, norm_weight, eps)
+        wide = rms_norm_reference(wide, norm_weight.to(wide.dtype), eps)
     y = F.linear(wide, weight.float(), None if bias is None else bias.float())
     if gated:
         gate, up = y.chunk(2, dim=-1)

@@ -57,11 +57,9 @@ class LLM:
         self._tokenizers = ThreadPoolExecutor(
             self._options.num_tokenizers, thread_name_prefix="tokenizer"
         )
-        # called by close, or when this object is collected
+        # called by close, when this object is collected, or before the interpreter ends: a thread
+        # that is inside PyTorch then would abort the process
         self._end = weakref.finalize(self, _end, self._engine, self._room, self._tokenizers)
-        # the end of the interpreter ends the engine's thread and the other ranks too; steps cannot
-        # be waited for then, since the executor's threads have ended
-        self._end.atexit = False
 
     @property
     def info(self) -> EngineInfo:

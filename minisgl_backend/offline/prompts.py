@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -81,14 +81,19 @@ def _is_one(prompts: object) -> bool:
     """Whether this is one prompt, and no list of prompts."""
     if isinstance(prompts, str):
         return True
-    if isinstance(prompts, np.ndarray):
+    if isinstance(prompts, np.ndarray) and prompts.ndim:
         return prompts.ndim == 1
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+    if not _is_sequence(prompts):
         raise InvalidRequest(
             "prompts must be a string, token ids, messages, or a list of these, "
             f"got {quoted(prompts)}"
         )
     return len(prompts) > 0 and isinstance(prompts[0], int | float | np.number | Mapping)
+
+
+def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:
+    """Whether this may be a list of tokens, messages or prompts: bytes of text are not meant."""
+    return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview)
 
 
 def _one_each(params: object, num_prompts: int) -> Sequence[Any]:
@@ -113,7 +118,7 @@ def _prompt(prompt: object) -> dict[str, Any]:
         return {"text_input": prompt}
     if isinstance(prompt, np.ndarray):
         return {"input_ids": prompt}
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+    if not _is_sequence(prompt):
         raise InvalidRequest(
             f"a prompt must be a string, token ids or messages, got {quoted(prompt)}"
         )

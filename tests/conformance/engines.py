@@ -11,13 +11,14 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from minisgl_backend.attention.base import AttentionSetting
+from minisgl_backend.attention.base import AttentionSetting, KVScale
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.cache.kv import NaiveCache, RadixCache
 from minisgl_backend.device.base import Device
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.kernels.rope_store import FP8_MAX
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
@@ -79,23 +80,32 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         device: Device | None = None,
         graph_sizes: tuple[int, ...] = (),
         chunk_graph_sizes: tuple[int, ...] = (),
+        kv_dtype: torch.dtype | None = None,
+        scales: Sequence[KVScale] | None = None,
     ):
         device = device or CpuDevice()
         shape, dtype = model.spec.attention_shape(), model.dtype
+        kv_dtype = kv_dtype or dtype
         num_pages = -(-num_positions // page_size)
         cpu = device.torch_device
         self.storage = KVStorage(
-            shape, num_pages=num_pages, page_size=page_size, dtype=dtype, device=cpu
+            shape,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=kv_dtype,
+            device=cpu,
+            scales=scales,
         )
         # What was never written must have no weight, whatever it is.
-        self.storage.pages[:, :, :num_pages] = 1e4
+        unwritten = torch.full((), 1e4 if kv_dtype.itemsize > 1 else FP8_MAX).to(kv_dtype)
+        self.storage.pages[:, :, :num_pages].copy_(unwritten)
         model.bind_pages(self.storage.layers)
         setting = AttentionSetting(
             shape=shape,
             page_size=page_size,
             max_sequence_length=context,
             dtype=dtype,
-            kv_dtype=dtype,
+            kv_dtype=kv_dtype,
             max_batch_size=MAX_ROWS,
             max_captured_batch_size=max([0, *graph_sizes]),
             device=cpu,

@@ -30,6 +30,7 @@ from minisgl_backend.kernels.sampling_rule import (
 )
 from minisgl_backend.kernels.sampling_table import COLUMNS, IN_PROMPT, IS_STOP, ONCE, SamplingTable
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
+from minisgl_backend.request import LEAST_TEMPERATURE
 
 LARGE_VOCAB: Final = 3000 if is_interpreted() else 151_936
 
@@ -41,6 +42,8 @@ class Way:
     device: torch.device
     sample: Callable[[Tensor, SamplingTable, Tensor, Tensor], Tensor]
     most_rows: int = 20_000
+    least_vocab: int = 1
+    """Triton cannot compile its kernels for a single token."""
 
     def table(self, num_rows: int, vocab_size: int, **numbers: float) -> SamplingTable:
         """Rows of the same numbers, at temperature 1, each with a seed of its own."""
@@ -68,9 +71,9 @@ _CPU: Final = torch.device("cpu")
 ORACLE: Final = Way(_CPU, sample_reference)
 ON_CPU: Final = Way(_CPU, sample_on_cpu)
 TRITON: Final = (
-    Way(_CPU, _by_triton, most_rows=8)
+    Way(_CPU, _by_triton, most_rows=8, least_vocab=2)
     if is_interpreted()
-    else Way(torch.device("cuda"), _by_triton)
+    else Way(torch.device("cuda"), _by_triton, least_vocab=2)
 )
 _ON_GPU: Final = (
     pytest.mark.gpu,
@@ -115,7 +118,7 @@ def _most_different(way: Way, num_rows: int) -> int:
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 127, 128, 129, 2048, 2049, 5000])
 def test_greedy_is_argmax(way: Way, vocab_size: int) -> None:
-    num_rows = min(20, way.most_rows)
+    num_rows, vocab_size = min(20, way.most_rows), max(vocab_size, way.least_vocab)
     logits = _logits(num_rows, vocab_size)
     table = way.table(num_rows, vocab_size, temperature=0.0)
     assert way.draw(logits, table) == logits.argmax(dim=-1).tolist()
@@ -136,11 +139,11 @@ def test_greedy_rows_have_no_filters(way: Way) -> None:
     assert way.draw(logits, table) == logits.argmax(dim=-1).tolist()
 
 
-def test_tiny_temperatures_are_greedy(way: Way) -> None:
+def test_the_least_temperature_is_greedy(way: Way) -> None:
     num_rows = min(20, way.most_rows)
     logits = _logits(num_rows, 300)
     for filters in ({}, {"top_k": 9.0}):
-        table = way.table(num_rows, 300, temperature=1e-30, **filters)
+        table = way.table(num_rows, 300, temperature=LEAST_TEMPERATURE, **filters)
         assert way.draw(logits, table) == logits.argmax(dim=-1).tolist()
 
 
@@ -482,7 +485,7 @@ def _mixed_logits(
 def _holds_for_mixed_batches(
     way: Way, seed: int, vocab_size: int, grain: float | None, dtype: torch.dtype
 ) -> None:
-    num_rows = min(24, way.most_rows)
+    num_rows, vocab_size = min(24, way.most_rows), max(vocab_size, way.least_vocab)
     random = torch.Generator().manual_seed(seed)
     table = _mixed_table(way, num_rows, vocab_size, random)
     logits = _mixed_logits(num_rows, vocab_size, random, grain=grain)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
 from doctest import DocTestParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 import pytest
@@ -47,6 +48,41 @@ def test_files_that_are_named_exist(page: Page) -> None:
                 continue
             places = [folder for folder in _PACKAGES if (folder / top).is_dir()]
             assert not places or any((folder / code).exists() for folder in places), code
+
+
+_CLASS_OR_METHOD: Final = re.compile(r"([A-Z][a-z]\w*)(?:\.(\w+))?")
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "extending.md", "differences.md"])
+def test_classes_that_are_named_exist(name: str) -> None:
+    """In the text and in diagrams; a method is defined in the file of its class."""
+    (page,) = [page for page in PAGES if page.path.name == name]
+    words = {*page.inline, *_diagram_classes(page)}
+    sources = [path.read_text("utf-8") for path in (ROOT / "minisgl_backend").rglob("*.py")]
+    for named in filter(None, map(_CLASS_OR_METHOD.fullmatch, sorted(words))):
+        of_class, method = named.groups()
+        pattern = rf"^(class {of_class}\b|{of_class}: TypeAlias)"
+        homes = [source for source in sources if re.search(pattern, source, re.M)]
+        assert homes, of_class
+        if method is not None:
+            assert any(re.search(rf"def {method}\(", home) for home in homes), named.group()
+
+
+def test_the_diagram_names_classes() -> None:
+    (page,) = [page for page in PAGES if page.path.name == "architecture.md"]
+    assert {"ModelExecutor", "ResponseStream", "TextStream"} <= _diagram_classes(page)
+
+
+def _diagram_classes(page: Page) -> set[str]:
+    """The CamelCase words in the labels of a page's diagrams."""
+    labels = [
+        label
+        for block in page.blocks
+        if block.language == "mermaid"
+        for label in re.findall(r'"([^"]*)"', block.text)
+    ]
+    words = re.findall(r"\w+", " ".join(labels))
+    return {word for word in words if re.search(r"[a-z][A-Z]", word)}
 
 
 def calls(page: Page) -> Iterator[list[str]]:
@@ -155,6 +191,32 @@ def test_the_readme_leads_to_every_page() -> None:
             links = [link.split("#")[0] for link in Page(path).links if "://" not in link]
             waiting += [path.parent / link for link in links if link]
     assert {page.path.resolve() for page in PAGES} <= reached
+
+
+def _figures(name: str) -> Any:
+    return json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text("utf-8"))
+
+
+def test_figures_of_the_readme_are_in_files() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    throughputs = [
+        _figures(name)["tokens_per_s"]
+        for name in ("offline-qwen3-0.6b", "offline-qwen3-0.6b-fp8", "server-qwen3-0.6b")
+    ]
+    rows = _figures("scaling-qwen3-14b")["rows"]
+    throughputs.append(
+        max(row["offline_tokens_per_s"] for row in rows if row["offline_tokens_per_s"] != "-")
+    )
+    for tokens_per_s in throughputs:
+        assert f"{round(tokens_per_s, -2):,.0f}" in text
+    assert f"{_figures('prefill-qwen3-0.6b')['rows'][0]['median_ms']:.1f} ms" in text
+
+
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-14b"])
+def test_decode_steps_of_the_page_are_those_of_the_file(model: str) -> None:
+    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    for row in _figures(f"decode-{model}")["rows"]:
+        assert f"| {row['batch']} | {row['step_ms']:.2f} | {row['replay_ms']:.2f} |" in text
 
 
 @pages

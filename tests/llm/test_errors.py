@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from minisgl_backend import LLM
 from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded, RequestError
 from minisgl_backend.tritonserver.wire.parse import parse_generation
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -93,6 +97,9 @@ def test_bad_parameters_are_told_in_the_words_of_the_server(
         ([{"role": "user"}], None, "messages[0].content must be a string or a list of text parts"),
         ([{"role": {1}}], None, "messages must be valid JSON"),
         (3, None, "prompts must be a string, token ids, messages, or a list of these, got 3"),
+        (np.array(3), None, "prompts must be a string, token ids, messages, or a list of these"),
+        (bytearray(b"a"), None, "prompts must be a string, token ids, messages, or a list of"),
+        (["a", memoryview(b"a")], None, "prompts[1]: a prompt must be a string, token ids or"),
         (["a", 3], None, "prompts[1]: a prompt must be a string, token ids or messages, got 3"),
         (["a", [1, [2]]], None, "prompts[1]: input_ids must be integers"),
         (["a", "b"], [{}, {"top_k": -2}], "prompts[1]: top_k must be >= -1, got -2"),
@@ -194,13 +201,28 @@ def test_ctrl_c_ends_a_script_and_its_requests(tmp_path: Path) -> None:
         assert process.wait(60) == -signal.SIGINT
 
 
-def test_an_llm_that_is_not_closed_ends_with_its_script() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_llm_that_is_not_closed_ends_with_its_script(num_ranks: int) -> None:
+    """In the middle of a step, whose thread must not meet an interpreter that is gone."""
     code = (
+        "import sys\n"
         "from minisgl_backend import LLM\n"
-        "llm = LLM(num_pages=512, tensor_parallel_size=2, device='cpu')\n"
-        "stream = llm.stream('one', {'max_tokens': 4000, 'ignore_eos': True})\n"
+        f"llm = LLM(num_pages=512, tensor_parallel_size={num_ranks}, device='cpu')\n"
+        "stream = llm.stream(['one'] * 16, {'max_tokens': 400, 'ignore_eos': True})\n"
         "print(next(stream).index)\n"
+        "sys.exit(3)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    assert (done.returncode, done.stdout) == (3, "0\n"), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"model.norm.", b"model.form.", 1))
+    with pytest.raises(ConfigError, match=r"model\.norm"):  # found when they are loaded
+        LLM(tmp_path / "model", device="cpu")
+    gc.collect()
+    wait_until(lambda: set(threading.enumerate()) <= before)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from minisgl_backend.device.cpu import CpuDevice
+from minisgl_backend.errors import InvariantError
 
 
 @pytest.fixture
@@ -56,6 +57,20 @@ def test_copies_share_memory(device: CpuDevice) -> None:
 def test_closing_twice_is_closing(device: CpuDevice) -> None:
     device.close()
     device.close()
+
+
+def test_a_closed_device_takes_no_work(device: CpuDevice) -> None:
+    device.close()
+    with pytest.raises(InvariantError, match="the device is closed"):
+        device.submit(lambda: 7)
+
+
+def test_the_worker_of_a_device_that_is_dropped_ends() -> None:
+    device = CpuDevice()
+    worker = device.submit(threading.current_thread).result()
+    del device
+    worker.join(60)
+    assert not worker.is_alive()
 
 
 def test_the_process_ends_while_work_runs() -> None:

@@ -55,13 +55,14 @@ PARTS: Final[Mapping[str, Part]] = {
     "decode": Part(
         "qwen3-0.6b",
         "decode --steps 60 --batch-size 1 --batch-size 64 --batch-size 256"
-        " --cuda-graph-batch-sizes 1,64,256",
+        " --cuda-graph-max-batch-size 256 --cuda-graph-batch-sizes 1,64,256",
         "step_ms",
         key="batch",
     ),
     "decode-14b": Part(
         "qwen3-14b",
-        "decode --steps 60 --batch-size 1 --batch-size 256 --cuda-graph-batch-sizes 1,256",
+        "decode --steps 60 --batch-size 1 --batch-size 256"
+        " --cuda-graph-max-batch-size 256 --cuda-graph-batch-sizes 1,256",
         "step_ms",
         key="batch",
     ),

@@ -77,20 +77,24 @@ def p50_and_p99(name: str, values_ms: Sequence[float]) -> dict[str, float]:
 
 
 def transformers_runner(
-    path: Path, dtype: str, device: str
+    path: Path, dtype: str, device: str, *, has_weights: bool = True
 ) -> Callable[[Sequence[Prompt]], tuple[list[list[int]], float]]:
     """``run_engine`` by transformers: one greedy prompt after another.
 
-    On a CPU its first call, the warm-up, finds out whether one thread or PyTorch's default is
-    faster: small models are often slower with more.
+    Without weights in ``path`` they are random. On a CPU the first call, the warm-up, finds out
+    whether one thread or PyTorch's default is faster: small models are often slower with more.
     """
     import torch
     import transformers
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), trust_remote_code=False
-    )
+    of_type = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
+    model: Any
+    if has_weights:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, **of_type)
+    else:
+        from_config: Any = transformers.AutoModelForCausalLM.from_config
+        model = from_config(transformers.AutoConfig.from_pretrained(path), **of_type)
     model = model.to(device).eval()
 
     choices = {1, torch.get_num_threads()} if device == "cpu" else set()
@@ -130,6 +134,8 @@ def beside(
     tokens_per_s: float,
     expected: Sequence[list[int]],
     seconds: float,
+    *,
+    same_weights: bool = True,
 ) -> dict[str, Any]:
     """The engine's outputs and rate, compared with another one's for the same prompts."""
     compare_tokens_per_s = sum(map(len, expected)) / seconds
@@ -137,7 +143,7 @@ def beside(
     return {
         "compare_tokens_per_s": compare_tokens_per_s,
         "times_faster": tokens_per_s / compare_tokens_per_s,
-        "equal_outputs": f"{equal}/{len(outputs)}",
+        "equal_outputs": f"{equal}/{len(outputs)}" if same_weights else "-",
     }
 
 
@@ -219,10 +225,12 @@ def offline(
         figures["mean_batch"] = figures["output_tokens"] / steps
         if with_transformers:
             folder, info = resolve_model(options.model, options.model_source), engine.info
-            run = transformers_runner(folder, info.dtype, info.device)
+            has_weights = options.load_format != "dummy"
+            run = transformers_runner(folder, info.dtype, info.device, has_weights=has_weights)
             run(warm_up[:2])
             outputs = [sink.tokens for sink in sinks]
-            figures |= beside(outputs, figures["tokens_per_s"], *run(prompts))
+            rate = figures["tokens_per_s"]
+            figures |= beside(outputs, rate, *run(prompts), same_weights=has_weights)
         report.add(**figures)
         return report
 

@@ -65,7 +65,7 @@ def parameter_options(*, max_tokens: int) -> Callable[[_Command], _Command]:
                 help="any parameter of the server; lists and objects as JSON",
             ),
             click.option("--stop", multiple=True, metavar="TEXT", help="may be repeated"),
-            click.option("--seed", type=int, help="the same seed gives the same answer"),
+            click.option("--seed", type=int, help="seed of the random numbers"),
             click.option("--top-k", type=int),
             click.option("--top-p", type=float),
             click.option("--temperature", type=float, help="0 is greedy; 1 if absent"),

@@ -92,7 +92,7 @@ INPUTS: Final[tuple[Input, ...]] = (
     Input(
         name="seed",
         kind=Kind.SEED,
-        meaning="same seed, prompt and parameters: same tokens; drawn if absent",
+        meaning="of the random numbers; a CPU in float32 repeats answers by it; drawn if absent",
         synonyms=("random_seed",),
         minimum=0,
         maximum=2**64 - 1,

@@ -1,7 +1,7 @@
 """Clients that ask for a stream and then leave, each in its own way.
 
-Knows the wire. ``leave`` returns once the client is gone; how long the request goes on in the server
-is for benchmarks to measure.
+Knows the wire. ``leave`` returns once the client is gone. The request may go on in the server: that
+is what benchmarks measure.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Asker:
         may_refuse: bool,
         num_tokens: int = NUM_TOKENS,
     ) -> int:
-        """Each must have all its tokens, or be refused if allowed; returns the number of refusals."""
+        """Each must have all its tokens, or be refused if allowed; returns the number refused."""
         case.count += len(outcomes)
         errors = Counter(one.error for one in outcomes if one.error is not None)
         for code, count in errors.items():
@@ -114,7 +114,7 @@ class Asker:
         ask: Callable[[AsyncClient, Any, Any], Coroutine[Any, Any, None]],
         clients: int,
     ) -> Counter[str]:
-        """Ask for each of the drawn pairs, by concurrent ``clients``; returns the errors by code."""
+        """Ask for each drawn pair, by that number of ``clients``; returns the errors by code."""
         errors: Counter[str] = Counter()
         waiting = iter(drawn)
 

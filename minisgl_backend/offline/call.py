@@ -119,7 +119,7 @@ class Mailbox:
     # --- the caller's thread -----------------------------------------------------------------
 
     def read(self) -> Output | None:
-        """The output of the events so far, if there is any. Raises the error of a failed request."""
+        """The output of the events so far, if any. Raises the error of a failed request."""
         packet = self._take()
         self._untold_ids += packet.token_ids
         answer = self._answers.push(packet)

@@ -143,7 +143,7 @@ def engine_facts(info: EngineInfo, options: EngineOptions) -> dict[str, Any]:
 
 
 def _gpu_facts(num_gpus: int) -> dict[str, Any]:
-    """Facts about the GPUs of all ranks, such as the memory used on each by this engine and others."""
+    """Facts about the GPUs of all ranks, with the memory used on each by all processes."""
     import torch
 
     facts: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}

@@ -53,7 +53,7 @@ class Journal:
     def find(
         self, condition: Callable[[Entry], bool], *, since: int, timeout_s: float
     ) -> Entry | None:
-        """The first entry from index ``since`` on that meets the condition; None after the timeout."""
+        """The first entry from index ``since`` on that meets the condition; None at a timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
             is_late = time.monotonic() > deadline

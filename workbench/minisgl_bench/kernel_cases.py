@@ -94,7 +94,7 @@ def each(function: Callable[..., object], buffers: Sequence[Any], **fixed: Any) 
 
 
 def linear_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
-    """The four GEMMs of a layer with the operations fused into them; the library's are GEMMs alone."""
+    """The four GEMMs of a layer with the operations fused into them; the library's without."""
     plans = {
         "norm + qkv": (shape.qkv, shape.hidden, "norm"),
         "o + residual": (shape.hidden, shape.num_heads * shape.head_dim, "residual"),

@@ -1,7 +1,7 @@
-"""How requests are asked of a server under load, and how their endings are judged.
+"""Sends requests to a server under load, and judges how they end.
 
-Knows requests and what callers see. Must not know which loads there are, nor how the server does
-it: what is left inside is for ``invariants``.
+Knows requests and what callers see. Must not know which loads there are, nor the inside of the
+server, which ``invariants`` checks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PROMPT_TOKENS: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """For how long a load goes on, and how many requests it has.
+    """The duration of a load, and its number of requests.
 
-    ``is_timed``: promises about times are judged, not only shown, as they cannot be on a machine
-    with other things to do. ``is_long``: all loads at once are tried, too.
+    ``is_timed``: promised times are judged, not only shown; not for busy machines. ``is_long``: all
+    loads at once are tried, too.
     """
 
     load_s: float
@@ -42,7 +42,7 @@ class Extent:
 
 
 class Asker:
-    """Asks one server; the seed draws all that is random."""
+    """Sends requests to one server; all that is random comes from ``rng``."""
 
     def __init__(self, target: Target, extent: Extent, rng: random.Random) -> None:
         stats = target.stats()
@@ -54,7 +54,7 @@ class Asker:
 
     @property
     def _num_clients(self) -> int:
-        """Clients at a time, of which each gets a row."""
+        """Concurrent clients, few enough that each gets a row."""
         return min(4, int(self._info["max_running_requests"]))
 
     def _judge(
@@ -65,7 +65,7 @@ class Asker:
         may_refuse: bool,
         num_tokens: int = NUM_TOKENS,
     ) -> int:
-        """Each must have all its tokens, or be refused if allowed; returns how many were."""
+        """Each must have all its tokens, or be refused if allowed; returns the number refused."""
         case.count += len(outcomes)
         errors = Counter(one.error for one in outcomes if one.error is not None)
         for code, count in errors.items():
@@ -114,7 +114,7 @@ class Asker:
         ask: Callable[[AsyncClient, Any, Any], Coroutine[Any, Any, None]],
         clients: int,
     ) -> Counter[str]:
-        """Ask for each of the drawn pairs, a number at a time; returns the errors by code."""
+        """Ask for each drawn pair, by that number of ``clients``; returns the errors by code."""
         errors: Counter[str] = Counter()
         waiting = iter(drawn)
 

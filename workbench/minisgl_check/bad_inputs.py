@@ -1,10 +1,10 @@
-"""The catalogue of requests that are wrong, or odd, in what they say; and what each must get.
+"""The catalogue of requests with wrong or odd values, and the ending that each must have.
 
-Knows names, values and the word that the refusal begins with. Must not know how a request is sent:
-each goes as JSON and, where tensors or request parameters can carry it, over gRPC.
+Knows names, values and the code that the refusal begins with. Must not know how a request is sent:
+each goes as JSON and, if tensors or request parameters can carry it, over gRPC.
 
-A request of ``Expected.ANSWER`` is odd but right. One of ``Expected.TRITON`` is refused by Triton
-itself before a model sees it, in words of Triton's.
+A request of ``Expected.ANSWER`` is odd but valid. One of ``Expected.TRITON`` is refused by Triton
+itself, with a message of its own, before a model sees it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def catalogue(*, vocab_size: int, context: int, num_positions: int) -> list[Bad]
         *_odd(),
     ]
     names = [one.name for one in found]
-    assert len(set(names)) == len(names), "each has a name of its own"
+    assert len(set(names)) == len(names), "names must be unique"
     return found
 
 
@@ -110,7 +110,7 @@ def _messages() -> Iterator[Bad]:
         "half a surrogate": [{"role": "user", "content": "\ud800"}],
     }
     others = {
-        "an unknown role": Expected.SURVIVED,  # that is for the model's template to say
+        "an unknown role": Expected.SURVIVED,  # the model's template decides
         "a file as an image": Expected.UNSUPPORTED,
         "a link as an image": Expected.UNSUPPORTED,
     }

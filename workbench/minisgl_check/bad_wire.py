@@ -1,4 +1,4 @@
-"""The catalogue of what is wrong below the values: bodies that are no JSON, tensors that are none.
+"""The catalogue of malformed messages: bodies that are not JSON, tensors that are not valid.
 
 Knows bytes of HTTP and messages of gRPC. Everything here must be refused, by Triton or by a model.
 """
@@ -85,7 +85,7 @@ def bodies() -> Iterator[Body]:
 
 
 def largest() -> Body:
-    """The request for which Triton needs the most room."""
+    """The request that takes the most memory in Triton."""
     return Body("65 MB", b'{"text_input": "' + b"a" * 65_000_000 + b'"}', headers=_JSON)
 
 
@@ -105,7 +105,7 @@ BODIES: Final[Mapping[str, bytes]] = {
     "half a surrogate": b'{"text_input": "\\ud800"}',
     "nested 100,000 deep": b'{"a": ' * 10**5 + b"1" + b"}" * 10**5,
 }
-"""What is wrong with JSON of whatever kind."""
+"""Malformed JSON."""
 _OPERATORS: Final = (
     "/v2/repository/index",
     "/v2/repository/models/minisgl/unload",
@@ -114,7 +114,7 @@ _OPERATORS: Final = (
     "/v2/trace/setting",
     "/v2/logging",
 )
-"""What needs the operator's key."""
+"""Paths that need the operator's key."""
 
 
 Change = Callable[[Any], Any]
@@ -136,8 +136,8 @@ def messages() -> Iterator[tuple[str, bytes]]:
 
 
 def odd_messages() -> Iterator[tuple[str, bytes]]:
-    """Messages of gRPC that are odd but right: ids are the callers' own, Triton's timeout is not
-    signed."""
+    """Messages of gRPC that are odd but valid: ids are the callers' own, and Triton's timeout is
+    unsigned."""
     labels = {"of a megabyte": "x" * 2**20, "of two lines": "a\n\x1b[31m../b", "a zero": "\0"}
     for name, label in labels.items():
         yield f"a request id {name}", grpc_message(_GOOD, request_id=label).SerializeToString()

@@ -1,6 +1,6 @@
-"""What breaks inside the engine: forward passes, sampling, numbers, pages; and when all is late.
+"""Faults inside the engine: forward passes, sampling, NaN, missing pages, delays everywhere.
 
-Knows the defects of an engine that has them (``defect``). Must not know how they are made.
+Knows the names of the defects (``defect``). Must not know how they are made.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def frail_stage(settings: Settings, **options: str) -> Iterator[Stage]:
 
 
 def impatient_stage(settings: Settings) -> AbstractContextManager[Stage]:
-    """Such a server that, besides, refuses who waits for too long."""
+    """Such a server that also refuses requests that wait too long."""
     return frail_stage(settings, max_queue_time_s=str(LONGEST_WAIT_S))
 
 
@@ -152,7 +152,7 @@ def eight_pages(stage: Stage, case: Case) -> None:
 
 
 def waits_for_too_long(stage: Stage, case: Case) -> None:
-    """Who waits longer than the queue allows is refused, and was never prefilled."""
+    """A request that waits longer than the queue allows is refused, and never prefilled."""
     own = stage.own
     num_rows = int(own.stats().info["max_running_requests"])
     longest = int(LONGEST_WAIT_S / STEP_S * 1.5)

@@ -42,7 +42,7 @@ _NUM_CONNECTIONS: Final = 40
 
 
 def deadline_in_the_queue(stage: Stage, case: Case) -> None:
-    """Who has waited until the deadline is refused, and was never prefilled."""
+    """A request that waits until its deadline is refused, and never prefilled."""
     case.count = 1
     prompt = [7] * 99
     with _rows_taken(stage) as client:
@@ -56,7 +56,7 @@ def deadline_in_the_queue(stage: Stage, case: Case) -> None:
             case.expect(error.code in expected, f"ended with {error.code}")
             case.what = str(error)
         computed = stage.own.stats().engine["num_prompt_tokens"] - before
-    # a prompt counts as a whole; the short ones of who takes the rows may count only now
+    # a prompt is counted as a whole; the short ones that hold the rows may be counted only now
     case.expect(computed < len(prompt), f"{computed} prompt tokens were computed meanwhile")
 
 
@@ -92,7 +92,7 @@ def one_id_twice(stage: Stage, case: Case) -> None:
 
 
 def full_behind_the_gateway(stage: Stage, case: Case) -> None:
-    """The gateway says that the queue is full, and when to come again."""
+    """The gateway says that the queue is full, and when to retry."""
     own = stage.own
     info = own.stats().info
     room = int(info["max_running_requests"]) + int(info["max_queued_requests"])
@@ -169,7 +169,7 @@ def few_descriptors(stage: Stage, case: Case) -> None:
             connection = socket.create_connection((host, int(port)), timeout=1)
             stack.enter_context(connection)
         until_s = time.monotonic() + _SCARCE_S
-        # gRPC has a connection that goes on, HTTP needs a new one each time
+        # gRPC keeps its connection, HTTP needs a new one each time
         addresses = itertools.cycle((own.grpc_address, own.http_url))
         while time.monotonic() < until_s:
             with Client(next(addresses), retries=0, timeout_s=0.5) as client:

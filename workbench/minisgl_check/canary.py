@@ -1,10 +1,10 @@
-"""Six greedy prompts whose answers must stay what they were, token by token, whatever goes on.
+"""Six greedy prompts whose answers must stay the same, token by token, under any load.
 
-Knows what to ask and what was answered while the server was idle. A page of the cache that is
-stale, shared by mistake or another request's shows as another answer.
+Knows the prompts and their answers from an idle server. A cached page that is stale, shared by
+mistake or another request's changes an answer.
 
-The answers depend on the batch that they are computed in as little as the model's arithmetic does:
-the model should be sure of them, as the demo model is of these.
+Rounding may depend on the batch, so the best token must lead the second by far, as the demo model's
+do for these prompts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PROMPTS: Final[tuple[dict[str, Any], ...]] = (
 _PAUSE_S: Final = 0.05
 _PATIENCE_S: Final = 60.0
 REFUSALS: Final = frozenset({"UNAVAILABLE", "TIMEOUT"})
-"""What a canary may get if the server has more to do than it can."""
+"""Errors that a canary may get from an overloaded server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a prompt was answered with."""
+    """The answer to a prompt."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -73,7 +73,7 @@ class Canary:
                 raise EngineFailure(f"two greedy answers to {prompt} differ on an idle server")
 
     def compare(self) -> None:
-        """Ask the next prompt, and note what came of it."""
+        """Ask the next prompt, and note the result."""
         index = self._next
         self._next = (index + 1) % len(PROMPTS)
         try:
@@ -93,7 +93,7 @@ class Canary:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Compare all the time, on a thread of its own."""
+        """Compare again and again, on a thread of its own."""
         over = threading.Event()
 
         def watch() -> None:
@@ -110,7 +110,7 @@ class Canary:
             thread.join()
 
     def case(self) -> Case:
-        """What was seen so far; errors other than refusals are failures."""
+        """The results so far; errors other than refusals are failures."""
         case = Case("canary", self.num_runs, failures=list(self.mismatches))
         refused = sum(count for code, count in self.errors.items() if code in REFUSALS)
         case.what = f"{len(self.mismatches)} mismatches, {refused} refused under load"

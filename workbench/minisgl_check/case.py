@@ -1,4 +1,4 @@
-"""What a case found, and what all cases add up to: one table, the failures, the figures.
+"""The result of a case, and the report of all cases: one table, the failures, the figures.
 
 Knows names and numbers only. A case without failures passed; one that was not run says why.
 """
@@ -21,7 +21,7 @@ _MOST_SHOWN: Final = 8
 
 @dataclass(slots=True)
 class Case:
-    """One line of the table. ``count`` is how many requests, or whatever it tried, there were."""
+    """One line of the table. ``count`` is the number of requests, or of other attempts."""
 
     name: str
     count: int = 0
@@ -71,7 +71,7 @@ class Cases:
 
     @property
     def has_failed(self) -> bool:
-        """Whether any case has."""
+        """Whether any case has failed."""
         return any(case.failures for case in self._cases.values())
 
     def emit(self, info: Mapping[str, Any], json_path: Path | None) -> None:

@@ -1,6 +1,6 @@
-"""The catalogue of faults: which there are, at which place each is provoked, and who provokes it.
+"""The catalogue of faults, each with the server on which it is provoked and the code that does it.
 
-Knows all modules with faults. Must not know how the rest of the check puts pressure on a server.
+Knows all modules with faults. Must not know the check's loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from minisgl_check import (
 from minisgl_check.fault import Scene, nowhere, stage
 
 SHORT: Final = kills.FAULTS
-"""Faults on the server that has been under load. With more, its supervisor would give up."""
+"""Faults on the server that has been under load. After more of them its supervisor would give up.
+"""
 
 SCENES: Final[tuple[Scene[Any], ...]] = (
     Scene(stage, callers.FAULTS + gateway_faults.FAULTS + kills.IDLE_FAULTS),

@@ -1,8 +1,8 @@
 """`minisgl check`: bad inputs, load, clients that leave and faults; one table, and an exit code.
 
 Without addresses it starts servers of its own, with the demo model and few pages, in which faults
-are provoked too; a server that others run gets no faults. It should have nothing else to do
-meanwhile: what it must give back is read from its health port.
+are provoked too; a server that others run gets no faults. That server should be otherwise idle,
+since the check reads from its health port whether all rows and pages were given back.
 
 Ctrl-C, SIGTERM and SIGHUP end it with the report so far.
 """
@@ -123,7 +123,7 @@ def check(
         info["extent"] += ", interrupted"
     except ConfigError:
         raise
-    except Exception as error:  # a server that broke no longer says what it should
+    except Exception as error:  # a broken server may give any answer
         told = f"stumbled over {type(error).__name__}: {error}"
         report.add(Case("the check itself", failures=[told]))
     report.emit(info, json_path)
@@ -132,7 +132,7 @@ def check(
 
 
 def _commit() -> str | None:
-    """The commit that is checked out where this module is; None if that is no repository."""
+    """The commit of this module's repository; None if it is not in one."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)

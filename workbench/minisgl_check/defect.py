@@ -15,7 +15,7 @@ from typing import Final
 MARK: Final = 666_013
 """The seed of a poisoned request."""
 STEP_S: Final = 0.02
-"""What a step takes at least while steps are slow."""
+"""Least duration of a step while steps are slow."""
 
 
 class Defect(Enum):
@@ -34,10 +34,10 @@ class Defect(Enum):
 
 
 class Switch:
-    """Switches one defect at a time on, in all processes that look into the same folder.
+    """Switches one defect at a time on, in all processes that read the same folder.
 
-    ``was_met`` becomes true once a defect has taken effect; only defects that may not show
-    otherwise say so.
+    ``was_met`` becomes true once a defect has taken effect; only defects whose effect may not show
+    report this.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class Switch:
 
     @contextmanager
     def on(self, defect: Enum) -> Iterator[None]:
-        """The defect is there until the block ends, or ``off`` is called."""
+        """The defect is on until the block ends, or ``off`` is called."""
         self._met.unlink(missing_ok=True)
         self._file.write_text(defect.value, encoding="utf-8")
         try:
@@ -59,14 +59,14 @@ class Switch:
         self._file.unlink(missing_ok=True)
 
     def is_on(self, defect: Enum) -> bool:
-        """Whether this is the defect of the moment."""
+        """Whether this defect is on."""
         try:
             return self._file.read_text(encoding="utf-8") == str(defect.value)
         except OSError:
             return False
 
     def meet(self) -> None:
-        """Say that the defect took effect."""
+        """Report that the defect took effect."""
         self._met.touch()
 
     @property

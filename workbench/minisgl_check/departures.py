@@ -1,4 +1,4 @@
-"""Clients that leave, in each way, in each phase of their request: how long the engine goes on.
+"""Clients that leave, in each way, in each phase of their request: time until the engine stops.
 
 Knows the phases as `/stats` shows them. Steps are slow meanwhile, so that each phase lasts long
 enough to be hit. No client leaves over HTTP before the first response: Triton 24.10 would not
@@ -64,7 +64,7 @@ def departures(stage: Stage, case: Case) -> None:
 
 
 class _Leaver:
-    """One client after the other, each of whom comes, waits for a phase, and goes."""
+    """One client after another: each sends a request, waits for a phase of it, and leaves."""
 
     def __init__(self, stage: Stage, gateway: Gateway) -> None:
         self._own = stage.own
@@ -72,7 +72,7 @@ class _Leaver:
         self._gateway = gateway
 
     def leave(self, way: str, phase: str) -> float:
-        """Milliseconds from the leaving until nothing of the request is left."""
+        """Milliseconds from the departure until nothing of the request is left."""
         with ExitStack() as stack:
             num_others = int(self._own.stats().info["max_running_requests"])
             if phase == "queued":

@@ -34,13 +34,13 @@ _FATES: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
     "wrong": ({**_PROMPT, "temperature": -1.0}, "INVALID_ARG"),
     "not offered": ({**_PIECES, "n": 2}, "UNSUPPORTED"),
 }
-"""What is asked, and how that ends: a reason, or an error's code; a full server refuses."""
+"""Requests, and how each must end: a reason, or an error's code; a full server refuses."""
 _REFUSED: Final = "UNAVAILABLE"
 
 
 @dataclass(slots=True)
 class _Heard:
-    """What came for one request; ``ends`` are reasons and codes, which should be one."""
+    """The responses to one request; ``ends`` are reasons and codes, of which there must be one."""
 
     text: bytes = b""
     num_tokens: int = 0
@@ -49,7 +49,7 @@ class _Heard:
     num_after: int = 0
 
     def hear(self, response: Any) -> None:
-        """Take in one more response (a ``ModelStreamInferResponse``)."""
+        """Add a response (a ``ModelStreamInferResponse``)."""
         self.num_after += self.num_last > 0
         inner = response.infer_response
         self.num_last += inner.parameters["triton_final_response"].bool_param

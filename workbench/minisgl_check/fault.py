@@ -1,9 +1,9 @@
-"""What a fault is: a number of the catalogue, a sentence, and how it is provoked; and where.
+"""A fault: its number in the catalogue, a sentence, how it is provoked, and on which server.
 
 Knows servers of the check's own, which it starts. Must not know which faults there are.
 
-Faults share a server where they can (a ``Scene``), since a start takes seconds; but no more of them
-than the supervisor would take for hopeless.
+Faults share a server if they can (a ``Scene``), since a start takes seconds; but only as many as
+its supervisor tolerates before it gives up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minisgl_check.target import wait_until
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """With what all faults are provoked; ``is_timed``: promises about times are judged, too."""
+    """The settings of all faults; ``is_timed``: promised times are judged, too."""
 
     rng: random.Random
     is_timed: bool
@@ -38,7 +38,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A server of our own, its canary, and what it must be like when nothing goes on."""
+    """A server of our own, its canary, and its invariants."""
 
     own: OwnServer
     canary: Canary
@@ -55,7 +55,7 @@ class Stage:
             canary.compare_all()
             return canary.num_runs - num_before == len(PROMPTS)
 
-        # a connection that broke is not tried again at once
+        # a broken connection is not retried at once
         answered = wait_until(is_answered, self.settings.patience_s)
         case.expect(answered, "the canary's prompts were not answered")
         wrong = canary.mismatches[num_wrong:]
@@ -91,7 +91,7 @@ class Fault(Generic[Place]):
 
 @dataclass(frozen=True, slots=True)
 class Scene(Generic[Place]):
-    """Faults that are provoked at one place, in this order."""
+    """Faults that are provoked on one server, in this order."""
 
     opened: Callable[[Settings], AbstractContextManager[Place]]
     faults: tuple[Fault[Place], ...]

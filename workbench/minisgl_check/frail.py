@@ -1,8 +1,8 @@
 """The parts of an engine that breaks when it is told to (``defect``).
 
-Knows the real parts, which it wraps, and goes into an engine as an argument of ``build_engine``.
-Must not know who asks, or what must come of a defect: that is for ``breaks`` and ``ranks``. Runs in
-the processes of the engine's ranks. Without a defect the engine works as any other.
+Wraps the real parts, and goes into an engine as an argument of ``build_engine``. Must not know the
+expected effects of a defect: ``breaks`` and ``ranks`` do. Runs in the processes of the engine's
+ranks. Without a defect the engine works like any other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SCARCE: Final = 0.5
 
 
 class Frailty:
-    """What the parts of one rank share: the switch, and the rows of marked requests."""
+    """The state that the parts of one rank share: the switch, and the rows of marked requests."""
 
     def __init__(self, switch: Switch, *, raises_once: Defect = Defect.ONE_FORWARD) -> None:
         """``raises_once`` is the defect by which a single forward pass of this rank raises."""
@@ -43,7 +43,7 @@ class Frailty:
         self._raises_once = raises_once
 
     def parts(self) -> Parts:
-        """The parts of an engine, or of another rank than 0."""
+        """The parts of an engine, or of a rank other than 0."""
 
         def engine(
             info: EngineInfo, scheduler: ports.Scheduler, executor: ports.Executor, *, overlap: bool
@@ -66,7 +66,7 @@ class Frailty:
         )
 
     def pause(self) -> None:
-        """Sleep now and then; called at eight points between a request's arrival and its end."""
+        """Sleep at random; called at eight points between a request's arrival and its end."""
         if self.switch.is_on(Defect.PAUSES) and random.random() < _PAUSED:
             time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
 
@@ -145,7 +145,7 @@ class FrailScheduler(SchedulerWrapper):
         if self._is_scarce() and not (switch.was_met and random.random() >= _SCARCE):
             switch.meet()
             plan = self._plan_without_pages()
-        # if nothing could be planned at all, the loop would think that the planner is broken
+        # without any plan, the loop would take the planner for broken
         plan = super().plan() if plan is None else plan
         if plan is not None:
             self._prefilling.difference_update(plan.released_rows.tolist())
@@ -154,7 +154,7 @@ class FrailScheduler(SchedulerWrapper):
         return plan
 
     def _is_scarce(self) -> bool:
-        """Whether the phase has come in which pages vanish; some request holds a row by then."""
+        """Whether pages vanish in the present phase. At least one request must hold a row."""
         stats, switch = self.stats(), self._frailty.switch
         if not stats.num_running:
             return False
@@ -164,7 +164,7 @@ class FrailScheduler(SchedulerWrapper):
         return switch.is_on(Defect.NO_PAGES_TO_ADMIT if waits else Defect.NO_PAGES_TO_DECODE)
 
     def _plan_without_pages(self) -> StepPlan | None:
-        """A plan that is made while another lease holds every page that can be had."""
+        """A plan made while another lease holds all pages that are free or evictable."""
         cache = self._cache
         hoard = cache.acquire(EMPTY)
         assert cache.grow(hoard, (cache.num_free + cache.num_evictable) * cache.page_size)
@@ -182,7 +182,7 @@ class FrailExecutor(ExecutorWrapper):
 
     def launch(self, plan: StepPlan) -> Pending:
         self._frailty.pause()
-        # rows change hands only between steps in which they are, so this is in time for each
+        # before each step, since a row changes hands only between steps
         self._frailty.marked.difference_update(plan.released_rows.tolist())
         for admission in plan.admissions:
             self._frailty.marked.discard(admission.row)

@@ -1,7 +1,7 @@
 """The model `llm_engine` with an engine that breaks when it is told to.
 
 Knows the parts of that engine (``frail``) and Triton's requests. Runs in the model's process only,
-where Triton's module is.
+which has Triton's module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from minisgl_kit.triton_wrappers import TritonWrapper
 
 
 def own_frailty(*, raises_once: Defect = Defect.ONE_FORWARD) -> Frailty:
-    """Of this process; its switch lies in the private directory of its server."""
+    """The frailty of this process; its switch is in the private directory of its server."""
     directory = runtime_directory()
     assert directory is not None, "only a server of the check's own has such a model"
     return Frailty(Switch(directory), raises_once=raises_once)

@@ -24,13 +24,13 @@ from minisgl_kit.own_gateway import Gateway, gateway_of
 _NUM_STREAMS: Final = 16
 _LONG: Final = 900
 _PATIENCE_S: Final = 2
-"""The gateway's patience with clients that do not read; by default it has 30 s."""
+"""The gateway's timeout for clients that do not read; the default is 30 s."""
 _SETTLES_S: Final = 30.0
 _ANSWERS: Final = 2
 
 
 def killed(stage: Stage, case: Case) -> None:
-    """SIGKILL of the gateway with streams open, those that run and those that wait."""
+    """SIGKILL of the gateway with open streams, both running and waiting."""
     own = stage.own
     case.count = _NUM_STREAMS
     with gateway_of(own.grpc_address) as gateway, ExitStack() as stack:
@@ -52,7 +52,7 @@ def killed(stage: Stage, case: Case) -> None:
 
 
 def silent_reader(stage: Stage, case: Case) -> None:
-    """A client asks for much and reads nothing: it is cut, and others are as fast as ever."""
+    """A client asks for much and reads nothing: it is cut, and others stay as fast."""
     own = stage.own
     before_mb = own.stats().resident_mb
     alone_ms = _slowest_ms(stage)

@@ -1,9 +1,9 @@
-"""The catalogues of bad inputs, as clients of the gateway would send them; and those with keys.
+"""The catalogues of bad inputs, translated for the gateway, and requests with bad keys.
 
-Knows how OpenAI's API names what Triton's inputs are called, and what the gateway takes otherwise.
-What is wrong with a request is for ``bad_inputs`` and ``bad_wire``.
+Knows the names of Triton's inputs in OpenAI's API, and what the gateway treats differently. The
+mistakes themselves are in ``bad_inputs`` and ``bad_wire``.
 
-A field that the gateway has no name for is unknown to it, which is a refusal too.
+A field without a name in OpenAI's API is unknown to the gateway, and refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ANSWERED: Final = frozenset(
         "not offered: echo",
     }
 )
-"""What OpenAI's API allows."""
+"""Requests that OpenAI's API allows."""
 
 _OK: Final = frozenset({200})
 _REFUSED: Final = frozenset({400, 413})
@@ -94,7 +94,7 @@ def _body(values: Mapping[str, Any]) -> bytes:
 
 
 def own_inputs() -> Iterator[Asked]:
-    """What only HTTP, or OpenAI's API, can say."""
+    """Mistakes that only HTTP, or OpenAI's API, allows."""
     for name, content in BODIES.items():
         prompt = content.replace(b'"text_input"', b'"model": "minisgl", "prompt"')
         yield Asked(name, prompt, _REFUSED)
@@ -125,7 +125,7 @@ def _packed(how: str) -> dict[str, str]:
 
 
 def without_a_key(key: str) -> Iterator[Asked]:
-    """Everything that a stranger may try where a key is needed."""
+    """Attempts without a valid key, if one is needed."""
     keys = {
         "no key": {},
         "an empty key": {"Authorization": ""},

@@ -1,10 +1,7 @@
-"""What must be back where it was when nothing is going on.
+"""The invariants of an idle server, by the counts of ``/stats``. A violation is one sentence.
 
-Knows the counts that ``/stats`` tells. Every violation is one sentence; an idle server has none.
-
-Pages: those free and those cached are all there are, and every cached one may be evicted. Requests:
-none anywhere, in no process. Processes: the same ones, with no more threads, descriptors and shared
-memory than at the start.
+Pages: each is free or cached, and every cached one may be evicted. Requests: none in any process.
+Processes: the same ones, with no more threads, descriptors and shared memory than at the start.
 """
 
 from __future__ import annotations
@@ -18,16 +15,16 @@ from minisgl_check.own_server import OwnServer
 from minisgl_check.target import Stats, Target, wait_until
 
 SETTLES_WITHIN_S: Final = 20.0
-"""How long a server may take to be idle; it is over in a moment, but machines are busy."""
+"""How long a server may take to become idle; usually a moment, but machines may be busy."""
 SPARE: Final = max(16, 2 * (os.cpu_count() or 1))
-"""Threads and descriptors of tritonserver's: gRPC has a pool of two threads for a core, and keeps
-connections for a while."""
+"""Threads and descriptors that tritonserver may gain: gRPC has a pool of two threads a core, and
+keeps connections for a while."""
 _MODEL_SPARE: Final = 4
-"""What Python's and torch's libraries start when they are first used."""
+"""Threads and descriptors of Python's and torch's libraries, from their first use on."""
 _KEPT_OF_THE_DEAD: Final = {"num_threads": 35, "num_descriptors": 1}
 """24.10 keeps the instance of a model that was killed under load, as long as it lives."""
 _SPARE_SHARED_MEMORY: Final = 16 * 2**20
-"""24.10 enlarges a model's region when much passes at a time, and never shrinks it."""
+"""24.10 enlarges a model's region under load, and never shrinks it."""
 _QUIET_S: Final = 0.3
 
 
@@ -44,7 +41,7 @@ class Invariants:
         self._num_regions = _num_regions(target)
 
     def violations(self) -> list[str]:
-        """What is not as it was, when the server had time to settle."""
+        """What differs from the start, after the server has had time to settle."""
         target = self._target
         wait_until(lambda: not self._differences(target.stats()), self._settles_within_s)
         stats = target.stats()
@@ -53,7 +50,7 @@ class Invariants:
             time.sleep(_QUIET_S)
             made = _num_tokens(target.stats()) - _num_tokens(stats)
             if made:
-                found.append(f"{made} tokens were made for nobody")
+                found.append(f"{made} tokens were made without a request")
         return found
 
     def renew(self) -> None:
@@ -89,7 +86,7 @@ class Invariants:
 
 
 def busy(stats: Stats) -> list[str]:
-    """What in a server's counts shows that it is not idle."""
+    """The counts that show that a server is not idle."""
     found = []
     for model in ("llm_engine", "tokenizer", "detokenizer"):
         counts = stats.process(model)

@@ -1,6 +1,6 @@
-"""Clients that go away in the middle, and clients that do not read.
+"""Clients that leave in the middle of a request, and clients that do not read.
 
-Knows how to be such a client. What must be left inside is for ``invariants``.
+Acts as such clients. The server's inside is checked by ``invariants``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FREED_WITHIN_MS: Final = 500.0
 
 
 class Leavers:
-    """Cases of clients that leave one server, at moments that the seed draws."""
+    """Cases of clients that leave one server, at random moments."""
 
     def __init__(self, target: Target, extent: Extent, rng: random.Random) -> None:
         self._target = target
@@ -77,7 +77,7 @@ class Leavers:
         return case
 
     def cancel_alone(self) -> Case:
-        """How long an engine with nothing else to do works on for a client that left."""
+        """How long an otherwise idle engine works on for a client that left."""
         num = min(_MOST_SINGLE, max(1, self._extent.num_cut // 3))
         case = Case("cancel, one at a time", num)
         freed_ms, made = [], []

@@ -1,6 +1,6 @@
-"""Loads by what is asked: chats that share their beginnings, more than fits, and wrong requests.
+"""Loads of special requests: chats with shared prefixes, more than the pages hold, wrong requests.
 
-Knows what callers get. Whatever is asked, each request ends once, as it would alone.
+Knows what callers get: each request must end once, as it would alone.
 """
 
 from __future__ import annotations

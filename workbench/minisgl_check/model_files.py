@@ -1,7 +1,7 @@
-"""Folders of a model in which something is wrong: the load fails with its cause, in one line.
+"""Broken model folders: the load must fail with one line that names the cause.
 
-Knows the files of a checkpoint. Each is given to the function that the engine's process loads with,
-and to `minisgl serve`, which must say no more, and end.
+Knows the files of a checkpoint. Each folder is given to the engine's own load function, and to
+`minisgl serve`, which must print no more than that line, and end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def damaged(damage: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def load_error(folder: Path) -> str | None:
-    """What the engine's process says of a folder; None if it can be loaded."""
+    """The engine's error for a folder; None if it can be loaded."""
     from minisgl_backend.build import build_executor  # brings torch
 
     try:
@@ -64,7 +64,7 @@ def load_error(folder: Path) -> str | None:
 
 
 def _serve_error(folder: Path, settings: Settings) -> str | None:
-    """What `minisgl serve` says at last; None if it serves."""
+    """The last message of `minisgl serve`; None if it serves."""
     said = ""
     with served("--model", str(folder), tritonserver=settings.tritonserver) as server:
         while (line := server.lines.get(timeout=settings.patience_s)) is not None:
@@ -153,4 +153,4 @@ DAMAGES: Final[Mapping[str, tuple[Callable[[Path], None], str]]] = {
     "pickled weights only": (_pickled, "pickled"),
     "a vocabulary of another size": (_small_vocabulary, "shape"),
 }
-"""And a word that the error must have."""
+"""Each with a word that the error must contain."""

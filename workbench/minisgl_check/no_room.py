@@ -1,7 +1,7 @@
 """A server whose /dev/shm is small, and full.
 
-Knows mount namespaces: the server gets a /dev/shm of its own where this machine allows that, since
-the shared one is everybody's.
+Knows mount namespaces: the server gets a /dev/shm of its own, if this machine allows that, since
+other programs use the shared one.
 """
 
 from __future__ import annotations

@@ -64,12 +64,12 @@ class OwnServer(Target):
 
     @property
     def server(self) -> TritonServer:
-        """The tritonserver of this moment."""
+        """The tritonserver that runs now."""
         return self.supervisor.server
 
     @property
     def switch(self) -> Switch:
-        """Switches defects of its engine on, if that has any."""
+        """The switch of the engine's defects, if it has any."""
         return Switch(self.server.directory)
 
 

@@ -1,6 +1,6 @@
 """An engine of two ranks, one of which is lost.
 
-Knows the processes of a server's ranks. Whatever becomes of a rank, no half of a group lives on.
+Knows the processes of a server's ranks. When a rank is lost, no other rank may survive it.
 """
 
 from __future__ import annotations

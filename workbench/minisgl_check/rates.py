@@ -1,7 +1,7 @@
 """Loads by their rate: a few clients, many, a burst, and more than the server can answer.
 
-Whatever the pressure, each request ends once: with all its tokens, or with a refusal. The loads of
-a fixed time are closed loops or arrivals of a Poisson process.
+Under any load, each request must end once: with all its tokens, or with a refusal. The loads of a
+fixed time are closed loops or arrivals of a Poisson process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REFUSED_WITHIN_MS: Final = 50.0
 
 
 class Rates(Asker):
-    """The steady loads for one server; one measures the capacity, which the next ones use."""
+    """The steady loads for one server; ``steady`` measures the capacity, which the others use."""
 
     def __init__(self, target: Target, extent: Extent, rng: random.Random) -> None:
         super().__init__(target, extent, rng)

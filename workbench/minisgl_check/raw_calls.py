@@ -1,4 +1,4 @@
-"""Sends one request as raw JSON or as a raw gRPC message, and gives back how it ended.
+"""Sends one request as raw JSON or as a raw gRPC message, and returns how it ended.
 
 Knows Triton's endpoints and messages. Must not use a client that would refuse a wrong request
 itself.
@@ -31,19 +31,19 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "BYTES": (str,),
 }
 _NOT_CARRIED: Final = (ValueError, OverflowError, struct.error)
-"""What is raised if a type of Triton's cannot hold a value."""
+"""Raised if Triton's type cannot hold a value."""
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
 _END_HEADERS: Final = 4
 PATIENCE_S: Final = 60.0
-"""What takes longer hangs."""
+"""A request that takes longer hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a request ended: an error's message, or None for an answer.
 
-    ``status`` is HTTP's, None over gRPC or where there was no answer at all. The error is Triton's,
-    or the message of OpenAI's.
+    ``status`` is HTTP's; None over gRPC, or without any answer. The error is Triton's, or the
+    message of OpenAI's.
     """
 
     error: str | None

@@ -1,4 +1,4 @@
-"""What a server writes down: its metrics, its log, and how its memory went.
+"""A server's records: its metrics, its log, and its memory over time.
 
 Knows the names of metrics and the words that no log may have. Must not know cases of load.
 """
@@ -28,7 +28,7 @@ _COUNTED: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
     "minisgl:requests_cancelled_total": lambda engine: engine["num_cancelled"],
     "minisgl:requests_retracted_total": lambda engine: engine["scheduler"]["num_retractions"],
 }
-"""A metric, and what the engine says of the same when it is idle."""
+"""Metrics, each with the engine's own count when it is idle."""
 _SECRETS: Final = ("capital of", "opposite of", "spell banana")
 """Parts of the prompts that are asked."""
 _ALARMS: Final = re.compile(
@@ -90,7 +90,7 @@ _SHOWN: Final = (
 
 
 class Footprints:
-    """Readings of what all processes hold, in the course of a run; the first is of its start."""
+    """The resources of all processes in the course of a run; the first reading is of its start."""
 
     def __init__(self, target: Target) -> None:
         self._begin_s = time.monotonic()
@@ -98,7 +98,7 @@ class Footprints:
         self.read(target)
 
     def read(self, target: Target) -> str:
-        """Take a reading, and say it in words; there is none while the engine is loaded again."""
+        """Take a reading, and return it in words; there is none while the engine is reloaded."""
         stats = target.stats()
         scheduler = stats.engine.get("scheduler")
         if scheduler is None:
@@ -117,10 +117,10 @@ class Footprints:
         return ", ".join(f"{value:,.6g} {name}" for name, value in reading.items())
 
     def case(self, *, is_judged: bool) -> Case:
-        """How it went. Only growth after the first third, in which caches fill, is judged.
+        """The result. Only growth after the first third, in which caches fill, is judged.
 
-        The least of several readings shows what is never given back: Triton holds tens of megabytes
-        of a large request for a while.
+        The least of several readings shows what is never freed: Triton keeps tens of megabytes of a
+        large request for a while.
         """
         first, last = self._readings[0], self._readings[-1]
         kept = self._readings[len(self._readings) // 3 :]

@@ -1,7 +1,7 @@
-"""Sends the catalogues to a server and judges each ending.
+"""Sends the catalogues of bad inputs to a server and judges each ending.
 
-A refusal must be one short sentence with the right code, tell nothing of the inside, come at once,
-and leave the server ready. Must not know what the catalogues hold.
+A refusal must be one short sentence with the right code, reveal nothing of the inside, come at
+once, and leave the server ready. Must not know what the catalogues hold.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from minisgl_kit.own_gateway import gateway_of
 _INSIDE: Final = re.compile(
     r"Traceback|File \"|\.py\b|\bshm\b|/dev/|/(?:tmp|home|root|usr|opt|var|proc)/|0x[0-9a-f]{6}|\n"
 )
-"""What the inside of a server looks like."""
+"""Text from the inside of a server."""
 _MOST_CHARACTERS: Final = 400
 _CLAIMED: Final = 2**31 - 1
 """Bytes, the most that Triton takes for one message."""
 _CODED: Final = re.compile(r"(?:in ensemble '\w+', )?([A-Z_]+): \S")
 PROMISED_S: Final = 1.0
-"""A refusal comes within that time; so does the answer to what is odd but right."""
+"""A refusal must come within this time; so must the answer to an odd but valid request."""
 
 
 def faults_of(ending: Ending, expected: Expected) -> list[str]:
@@ -67,7 +67,7 @@ def _faults_of_text(error: str) -> list[str]:
 
 
 def send_largest(target: Target) -> None:
-    """Send the largest request once, for which Triton takes room that it never gives back."""
+    """Send the largest request once, for which Triton takes memory that it never frees."""
     body = largest()
     HttpCaller(target.http_url).send(body.content, headers=body.headers)
 
@@ -141,7 +141,7 @@ def bad_gateway_inputs(target: Target, *, is_timed: bool) -> list[Case]:
 
 
 class _Tries:
-    """What became of the requests over one protocol."""
+    """The requests over one protocol, and their endings."""
 
     def __init__(self, name: str, is_timed: bool, is_ready: Callable[[], bool]) -> None:
         self._case = Case(name)

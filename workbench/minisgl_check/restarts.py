@@ -1,4 +1,4 @@
-"""Servers that are started, asked and stopped, again and again: nothing of them may be left.
+"""Servers that are started, used and stopped, again and again: nothing of them may be left.
 
 Knows processes and files of this machine. Must not be used beside a server that others share.
 """
@@ -22,7 +22,7 @@ from minisgl_check.own_server import OPTIONS, PATIENCE_S
 from minisgl_check.target import wait_until
 
 _GONE_WITHIN_S: Final = 10.0
-"""Time for whichever process inherits killed processes to reap them."""
+"""Time for init, or a subreaper, to reap killed processes."""
 
 
 def restarts(count: int, *, tritonserver: str | None = None) -> Case:

@@ -1,7 +1,7 @@
-"""Which cases there are, and in what order; after each the server must be as it was.
+"""The cases and their order; after each the server must be as it was before.
 
-Knows all parts of the check. A case that stumbles, because a server that broke no longer says what
-it should, is a case that failed.
+Knows all parts of the check. A case that raises, because a broken server may give any answer, is a
+failed case.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def run_cases(
 ) -> Iterator[Case]:
     """The cases as they end; load again and again until ``until_s`` of the monotonic clock.
 
-    From the second round on the order is drawn, and after each ``say`` is told what the processes
-    hold. Faults come last, and only where the server is our own; after a Ctrl-C they are left out.
+    From the second round on the order is random, and after each load ``say`` gets the resources of
+    the processes. Faults come last, and only on our own server; after a Ctrl-C they are left out.
     """
     canary = Canary(target)
     try:

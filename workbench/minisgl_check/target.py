@@ -1,4 +1,4 @@
-"""The server that is checked: where it listens, and what it tells of itself.
+"""The server that is checked: its addresses, and its counts.
 
 Knows addresses, the health port and the client. Must not know cases.
 """
@@ -55,7 +55,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What ``/stats`` answered."""
+    """An answer of ``/stats``."""
 
     told: Mapping[str, Any]
 
@@ -77,7 +77,7 @@ class Stats:
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What the engine was started with."""
+        """The engine's ``EngineInfo``."""
         told: Mapping[str, Any] = self.engine["info"]
         return told
 

@@ -1,9 +1,9 @@
-"""What is asked and what came of it: prompts of random tokens or of a file, chunks, outcomes.
+"""Calls and their outcomes: prompts of random tokens or of a file, chunks, times.
 
 Knows prompts, lengths and times. Must not know when calls are sent, nor over which protocol.
 
-Random tokens are drawn anew for each ``variant``, of the same lengths: a server that is measured
-under several loads must not find the prompts of the first in its prefix cache at the second.
+Each ``variant`` has other random tokens of the same lengths: a server that is measured under
+several loads must not find the prompts of one in its prefix cache at the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minisgl_backend.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to be made, with exactly one of the three kinds of prompt."""
+    """One request to send, with exactly one of the three kinds of prompt."""
 
     max_tokens: int
     input_ids: list[int] | None = None
@@ -61,8 +61,8 @@ def calls_of_file(path: Path, *, max_tokens: int) -> list[Call]:
     """The prompts of a JSONL file, in order.
 
     Each line is an object with one of ``prompt`` (text), ``messages`` and ``input_ids``, and
-    optionally its own ``max_tokens``. Raises ``ConfigError`` for a line that is none, with its
-    place, or if there are no lines.
+    optionally its own ``max_tokens``. Raises ``ConfigError`` for any other line, with its place, or
+    if there are no lines.
     """
     calls = [_call(line, max_tokens, place) for place, line in json_lines(path)]
     if not calls:
@@ -88,9 +88,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One piece of a stream; counts are None if it does not tell.
+    """One piece of a stream; counts that it does not carry are None.
 
-    ``num_output_tokens`` adds up over the chunks of an answer; the other two stand alone.
+    ``num_output_tokens`` is of this chunk; the other two are of the whole request.
     """
 
     is_text: bool
@@ -101,11 +101,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one call; times are of ``time.perf_counter``.
+    """The result of one call; times are of ``time.perf_counter``.
 
-    ``chunks_s`` are the arrivals of what brought text or tokens. ``error`` is a code, or None;
-    ``reason`` is the sentence that came with it. ``num_output_tokens`` is None if the server did
-    not tell.
+    ``chunks_s`` are the arrivals of chunks with text or tokens. ``error`` is a code, or None;
+    ``reason`` is its message. ``num_output_tokens`` is None if the server did not report it.
     """
 
     due_s: float
@@ -118,7 +117,7 @@ class Outcome:
     reason: str = ""
 
     def add(self, chunk: Chunk, now_s: float) -> None:
-        """One more chunk has arrived."""
+        """Add a chunk that has arrived."""
         if chunk.is_text:
             self.chunks_s.append(now_s)
         if chunk.num_output_tokens is not None:

@@ -1,7 +1,7 @@
-"""Clients that ask for a stream and then go away, each in its own way.
+"""Clients that ask for a stream and then leave, each in its own way.
 
-Knows the wire. ``leave`` returns once the client is gone; what becomes of the request in the server
-is what a benchmark wants to know.
+Knows the wire. ``leave`` returns once the client is gone. The request may go on in the server: that
+is what benchmarks measure.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from minisgl_backend.loopback import DIRECT, STREAM_INFER
 
 
 class Leaving(Protocol):
-    """A client with one streamed request, which was sent when it was made."""
+    """A client with one streamed request, which its constructor sends."""
 
     def next(self) -> None:
         """Wait for the next response. Raises ``EngineFailure`` if there is none."""
 
     def leave(self) -> None:
-        """Go away."""
+        """Leave."""
 
 
 class GrpcCancel:

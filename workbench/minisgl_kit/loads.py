@@ -1,4 +1,4 @@
-"""How densely requests come, and their run against a target: who asks when, and the times.
+"""Loads, closed and open, and their runs against a target.
 
 Closed loops (``concurrency``) show what a server can carry: each answer makes room for the next
 request, so a slow server is asked less. Open loops (``rate``, ``time scale``) do not wait for
@@ -24,9 +24,9 @@ from minisgl_kit.targets import Refused, Target
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Calls and their moments: ``arrivals_s`` from the start on, or a number in flight at a time.
+    """Calls and their schedule: ``arrivals_s`` from the start on, or a ``concurrency``.
 
-    ``name`` and ``level`` are what plots and tables call it, as ``rate`` and 4.0.
+    ``name`` and ``level`` label it in plots and tables, as ``rate`` and 4.0.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Load:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Name and level in one string."""
         return f"{self.name} {self.level:g}"
 
 
@@ -47,13 +47,13 @@ def closed_loop(calls: Sequence[Call], concurrency: int) -> Load:
 
 
 def poisson(calls: Sequence[Call], rate: float, *, seed: int) -> Load:
-    """Requests that know nothing of each other, ``rate`` a second on average."""
+    """Independent arrivals, ``rate`` a second on average."""
     gaps_s = np.random.default_rng(seed).exponential(1 / rate, size=len(calls))
     return Load("rate", rate, calls, arrivals_s=np.cumsum(gaps_s).tolist())
 
 
 def replay(calls: Sequence[Call], arrivals_s: Sequence[float], time_scale: float) -> Load:
-    """The moments of a trace, stretched: a scale of 0.5 is twice as dense."""
+    """The arrivals of a trace, stretched: a scale of 0.5 is twice as dense."""
     scaled = [arrival_s * time_scale for arrival_s in arrivals_s]
     return Load("time scale", time_scale, calls, arrivals_s=scaled)
 
@@ -63,7 +63,7 @@ _T = TypeVar("_T")
 
 
 async def run(target: Target, load: Load, on_done: OnDone = lambda outcome: None) -> list[Outcome]:
-    """What became of each call, in the order of the calls."""
+    """The outcome of each call, in the order of the calls."""
     if load.arrivals_s is not None:
         return await _open_loop(target, load.calls, load.arrivals_s, on_done)
     assert load.concurrency is not None

@@ -43,7 +43,7 @@ class Gateway:
         return float(found[1]) if found else 0.0
 
     def is_alive(self) -> bool:
-        """Whether it says so itself."""
+        """Whether its health route says so."""
         with open_local(f"{self.url}/health", timeout_s=_ANSWER_S) as response:
             return response.status == 200
 
@@ -52,7 +52,7 @@ class Gateway:
 def gateway_of(grpc_address: str, *options: str) -> Iterator[Gateway]:
     """A gateway that listens on a free port; it ends with the block.
 
-    Raises ``EngineFailure`` if it does not start, with the last that it said.
+    Raises ``EngineFailure`` if it does not start, with its last log line.
     """
     command = [sys.executable, "-m", "minisgl_backend.cli", "gateway", "--triton", grpc_address]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
@@ -74,7 +74,7 @@ def gateway_of(grpc_address: str, *options: str) -> Iterator[Gateway]:
 
 
 def _first_line(process: subprocess.Popen[str]) -> str:
-    """What it prints first; empty if it ends before, or is killed for its silence."""
+    """Its first line; empty if it ends before, or is killed after the timeout."""
     assert process.stdout is not None
     patience = threading.Timer(_STARTS_WITHIN_S, process.kill)
     patience.start()

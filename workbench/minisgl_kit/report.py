@@ -1,6 +1,6 @@
-"""How a benchmark shows its figures: one table for people, one JSON file for programs.
+"""Reports of figures: one table for people, one JSON file for programs.
 
-Knows names and numbers only; what they mean is the benchmark's business.
+Knows names and numbers only. Must not know what they mean.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 _MOST_COLUMNS: Final = 9
-"""A single row of more figures is shown upright."""
+"""A single row with more figures is shown vertically."""
 PERCENTILES: Final = (50, 90, 99)
 
 
 def _writable(_context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """Refused before anything is measured, rather than after."""
+    """Refuse a path before anything is measured, not after."""
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
         raise click.BadParameter(f"{path} cannot be written", param=option)
     return path
@@ -47,7 +47,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What all figures depend on, by name."""
+    """Facts about the machine, on which all figures depend."""
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Model repositories of which some models run other code than the shipped ones.
+"""Model repositories in which some models run other code than the shipped ones.
 
 Knows the layout of a repository. Must not know what that code does.
 """

@@ -24,7 +24,7 @@ _MOST_SHOWN: Final = 300
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are drawn, and whose prefix cache they share; the same for all calls."""
+    """Sampling parameters and cache salt, the same for all calls."""
 
     temperature: float = 0.0
     ignore_eos: bool = True
@@ -32,7 +32,7 @@ class Sampling:
 
 
 class Refused(Exception):
-    """The call failed; errors are counted by ``code``, ``reason`` is a sentence for people."""
+    """The call failed; errors are counted by ``code``, and ``reason`` is a message for people."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(f"{code}: {reason}")
@@ -51,7 +51,7 @@ class Target(Protocol):
 
 
 class TritonTarget:
-    """The ensemble on a tritonserver. ``protocol`` is grpc or http, None for what the URL says."""
+    """The ensemble on a tritonserver. ``protocol`` is grpc or http; None: as in the URL."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class OpenAITarget:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self._sampling.ignore_eos:  # an extension, which not every server knows
+        if self._sampling.ignore_eos:  # an extension, unknown to some servers
             body["ignore_eos"] = True
         if self._sampling.cache_salt is not None:  # so is this
             body["cache_salt"] = self._sampling.cache_salt
@@ -183,7 +183,7 @@ def chunk_of_event(data: str) -> Chunk:
 
 
 def _reason(body: str) -> str:
-    """The message of OpenAI's error object, or how a body begins that is none."""
+    """The message of OpenAI's error object; for other bodies their beginning."""
     try:
         return _shortened(str(json.loads(body)["error"]["message"]))
     except (ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""Wrappers of what Triton hands to a model: the same, but for the methods that a subclass changes.
+"""Wrappers of Triton's objects, which pass on everything but the methods that a subclass overrides.
 
 Must not know what subclasses change. Triton's own classes have no types.
 """

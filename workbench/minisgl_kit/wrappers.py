@@ -1,10 +1,10 @@
-"""Parts of an engine that wrap the real ones: they do the same, but for what a subclass changes.
+"""Wrappers of an engine's parts, which pass on all but the methods that a subclass overrides.
 
-They go into an engine as ``parts.Parts`` says. Know the protocols of planner, cache and executor.
-Must not know what subclasses mark, write down or break.
+They go into an engine through ``parts.Parts``. Know the protocols of planner, cache and executor.
+Must not know what subclasses mark, record or break.
 
 An engine may ask a planner or a cache for an empty one like itself. A wrapper then stays the same
-object, and wraps the empty one from there on: what a subclass has noted outlives it.
+object, and wraps the empty one from then on: the state of a subclass outlives it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""`minisgl bench serve`: load on a running server over the network, and latencies of its clients."""
+"""`minisgl bench serve`: load on a running server over the network, and its clients' latencies."""

@@ -41,10 +41,12 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class _Kind(Generic[T_co]):
-    """One implementation: how to make it, and why it cannot run (None if it can)."""
+    """One implementation: how to make it, why it cannot run (None if it can), and whether it needs
+    lengths on the host, so that no step with it is captured."""
 
     make: Callable[[AttentionSetting], T_co]
     why_not: Callable[[AttentionSetting], str | None]
+    needs_host: bool = False
 
 
 def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAttention:
@@ -57,14 +59,15 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     never takes them.
     """
     prefill_name, decode_name = _auto(setting) if option is None else _parse(option, setting)
-    prefill = _made(_PREFILL[prefill_name], prefill_name, setting)
-    decode = _made(_DECODE[decode_name], decode_name, setting)
+    of_prefill, of_decode = _PREFILL[prefill_name], _DECODE[decode_name]
+    prefill = _made(of_prefill, prefill_name, setting)
+    decode = _made(of_decode, decode_name, setting)
     name = prefill_name if prefill_name == decode_name else f"{prefill_name},{decode_name}"
-    can_capture = decode_name != "sdpa"
-    reads_all_on_gpu = prefill_name in ("fa", "triton") and not isinstance(decode, ScheduledDecode)
-    return PagedAttention(
-        name, prefill, decode, can_capture, captures_chunks=can_capture and reads_all_on_gpu
-    )
+    can_capture = not of_decode.needs_host
+    # the schedule of a captured step is for decoding rows alone
+    has_schedule = isinstance(decode, ScheduledDecode)
+    captures_chunks = can_capture and not of_prefill.needs_host and not has_schedule
+    return PagedAttention(name, prefill, decode, can_capture, captures_chunks)
 
 
 def _auto(setting: AttentionSetting) -> tuple[str, str]:
@@ -210,9 +213,11 @@ _PREFILL: Final[Mapping[str, _Kind[PrefillAttention]]] = MappingProxyType(
         "triton": _Kind(lambda setting: TritonPrefill(setting.shape), _why_not_triton),
         "fa": _Kind(_flash_attn, _why_not_flash_attn),
         "fi": _Kind(
-            lambda setting: FlashInferPrefill(_flash_infer(), setting), _why_not_flash_infer
+            lambda setting: FlashInferPrefill(_flash_infer(), setting),
+            _why_not_flash_infer,
+            needs_host=True,
         ),
-        "sdpa": _Kind(SdpaAttention, lambda setting: None),
+        "sdpa": _Kind(SdpaAttention, lambda setting: None, needs_host=True),
     }
 )
 _DECODE: Final[Mapping[str, _Kind[DecodeAttention]]] = MappingProxyType(
@@ -229,6 +234,6 @@ _DECODE: Final[Mapping[str, _Kind[DecodeAttention]]] = MappingProxyType(
             lambda setting: FlashInferDecode(_flash_infer(), setting), _why_not_flash_infer
         ),
         "trtllm": _Kind(lambda setting: TrtllmDecode(_flash_infer(), setting), _why_not_trtllm),
-        "sdpa": _Kind(SdpaAttention, lambda setting: None),
+        "sdpa": _Kind(SdpaAttention, lambda setting: None, needs_host=True),
     }
 )

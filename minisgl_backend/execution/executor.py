@@ -65,6 +65,12 @@ class ModelExecutor:
     are handed in must be ready on the device's queue (``CudaDevice.catch_up``).
     """
 
+    # made in the device's queue (``_prepare``)
+    rows: DeviceRows
+    _forward: ForwardPass
+    _sampler: Sampler
+    _logits: Tensor
+
     def __init__(
         self,
         model: Decoder,

@@ -11,15 +11,15 @@ were left by an earlier request and never written by this one. Only ``StepPlan.b
 it.
 
 Steps run as late as they may: at ``Pending.tokens``, in the order of their launch. A plan that
-shares memory with the planner's state would have changed by then. Each plan goes through its
-encoding first.
+shares memory with the planner's state would have changed by then. The arrays of each plan go through
+their encoding first.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -154,7 +154,7 @@ class FakeExecutor:
     def run_next(self) -> None:
         """Run the oldest launched step."""
         pending = self._queue.popleft()
-        pending.result = self._run(decode_plan(encode_plan(pending.plan)))
+        pending.result = self._run(_encoded(pending.plan))
 
     def _run(self, plan: StepPlan) -> SampledTokens:
         for row in plan.released_rows.tolist():
@@ -250,6 +250,11 @@ class FakeExecutor:
 def tokens_of(values: list[int]) -> IntArray:
     """A prompt, int32[num_tokens]."""
     return np.array(values, dtype=np.int32)
+
+
+def _encoded(plan: StepPlan) -> StepPlan:
+    """The plan with its arrays as other ranks get them."""
+    return replace(decode_plan(encode_plan(plan)), admissions=plan.admissions)
 
 
 def _mix(a: int, b: int) -> int:

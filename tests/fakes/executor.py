@@ -11,8 +11,8 @@ were left by an earlier request and never written by this one. Only ``StepPlan.b
 it.
 
 Steps run as late as they may: at ``Pending.tokens``, in the order of their launch. A plan that
-shares memory with the planner's state would have changed by then. The arrays of each plan go through
-their encoding first.
+shares memory with the planner's state would have changed by then. The arrays of each plan are
+encoded and decoded first.
 """
 
 from __future__ import annotations

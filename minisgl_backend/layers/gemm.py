@@ -171,9 +171,9 @@ class DenseMatrix(Matrix):
         """On a CPU store the weight with its inputs outermost in memory; its shape stays the same.
 
         This suits GEMMs of few tokens with weights that are not in the processor's cache: they take
-        a third to two thirds of the time.
+        a third to two thirds of the time. Those of 16 bits are faster as they are.
         """
-        if device.type == "cpu":
+        if device.type == "cpu" and self.weight.itemsize > 2:
             self.weight.data = self.weight.data.mT.contiguous().mT
 
     def gemm(

@@ -78,7 +78,8 @@ def build_rank(
     model.bind_pages(storage.layers)
     max_captured = 0
     if isinstance(facts.device, CudaDevice):
-        _warn_if_slower(facts.device)
+        if group.rank == 0:
+            _warn_if_slower(facts.device)
         max_captured = max_captured_batch_size(facts.options, facts.device.total_memory)
     attention = _attention(facts, max_captured)
     if isinstance(facts.device, CudaDevice):
@@ -93,7 +94,6 @@ def build_rank(
         watch_logits=parts.watch_logits,
         progress=progress,
     )
-    _log_free_memory(facts, "when ready")
     meet()
     info = _info(facts, attention.name, storage.num_pages)
     return Rank(info, parts.executor(executor), group)

@@ -66,6 +66,8 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
     )
     comm = choose_comm(options.comm, device.torch_device, place.size)
     dtype = _dtype(options, device, spec)
+    if device.is_host and place.rank == 0:
+        _warn_of_slow_dtype(dtype)
     return Resolved(
         options=options,
         place=place,
@@ -118,12 +120,6 @@ def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dty
     """
     if device.is_host:
         name = options.dtype or default_dtype(spec.dtype, spec.num_parameters)
-        if name in ("bfloat16", "float16") and not has_bfloat16():
-            logger.warning(
-                "dtype=%s on a processor without AVX512-BF16 or AMX: a prompt can take minutes; "
-                "dtype=float32 is many times faster here",
-                name,
-            )
     else:
         name = options.dtype or spec.dtype
         if options.dtype is None and name not in ("bfloat16", "float16"):
@@ -132,3 +128,12 @@ def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dty
             raise ConfigError(f"head_dim must be a power of two on a GPU, it is {spec.head_dim}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def _warn_of_slow_dtype(dtype: torch.dtype) -> None:
+    if dtype.itemsize == 2 and not has_bfloat16():
+        logger.warning(
+            "dtype=%s on a processor without AVX512-BF16 or AMX: a prompt can take minutes; "
+            "dtype=float32 is many times faster here",
+            str(dtype).removeprefix("torch."),
+        )

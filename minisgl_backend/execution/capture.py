@@ -73,16 +73,18 @@ def capture(
                     f"or {option}"
                 ) from error
             advance(f"{what} {size}")
+    left_bytes = device.free_memory()
     cost = CaptureCost(
         num_graphs=len(graphs),
         seconds=time.monotonic() - started_s,
-        num_bytes=free_bytes - device.free_memory(),
+        num_bytes=free_bytes - left_bytes,
     )
     logger.info(
-        "captured %d CUDA graphs by %s in %.1f s, which take %.2f GiB",
+        "captured %d CUDA graphs by %s in %.1f s, which take %.2f GiB; %.2f GiB free",
         cost.num_graphs,
         what,
         cost.seconds,
         cost.num_bytes / 2**30,
+        left_bytes / 2**30,
     )
     return Captured(graphs, cost)

@@ -200,7 +200,7 @@ def test_what_captures_took_is_kept_and_logged(
     assert (cost.num_graphs, cost.num_bytes) == (2, 2 * 2**30)
     assert cost.seconds >= 0
     assert "captured 2 CUDA graphs by number of tokens" in caplog.text
-    assert "take 2.00 GiB" in caplog.text
+    assert "take 2.00 GiB; 38.00 GiB free" in caplog.text
 
 
 def test_too_little_memory_for_graphs_names_the_option(gpu: FakeGpu) -> None:

@@ -59,18 +59,19 @@ def test_the_type_follows_from_checkpoint_size_and_processor(
     assert default_dtype(checkpoint, num_weights) == expected
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("is_native", [True, False])
-def test_sixteen_bits_on_a_slow_processor_are_one_warning(
-    is_native: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_sixteen_bits_on_a_slow_processor_are_one_warning_of_all_ranks(
+    is_native: bool, rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(resolving, "has_bfloat16", lambda: is_native)
     options = EngineOptions(model=DEMO_MODEL, device="cpu", dtype="bfloat16")
     with caplog.at_level(logging.WARNING):
-        facts = resolving.resolve(options, Place.first(1, None))
+        facts = resolving.resolve(options, Place.first(2, None).of(rank))
     facts.device.close()
     assert facts.dtype == torch.bfloat16
     warnings = [record for record in caplog.records if "float32 is many times" in record.message]
-    assert len(warnings) == (0 if is_native else 1)
+    assert len(warnings) == (0 if is_native or rank else 1)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -21,9 +22,10 @@ from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import parse_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import OneRank
-from minisgl_backend.plan import NO_TOKEN, Admission, Pending, SampledTokens, StepPlan
+from minisgl_backend.plan import NO_TOKEN, Admission, Pending, SampledTokens
 from minisgl_backend.request import IntArray, RequestId, SamplingParams
 from minisgl_backend.runtime.ports import Executor
+from tests.fakes.plans import make_plan
 
 PAGE_SIZE: Final = 4
 POISON: Final = 99
@@ -148,13 +150,7 @@ class Driver:
         )
 
     def launch(self, admissions: tuple[Admission, ...] = (), **arrays: IntArray) -> Pending:
-        names = (
-            "released_rows broken_pages grant_rows grant_indices grant_pages prefill_rows "
-            "prefill_starts prefill_lengths prefill_samples prefill_tokens decode_rows "
-            "decode_positions"
-        )
-        values = {name: _ints() for name in names.split()} | arrays
-        plan = StepPlan(step=self.step, admissions=admissions, **values)
+        plan = replace(make_plan(**arrays), step=self.step, admissions=admissions)
         self.step += 1
         return self.executor.launch(plan)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from minisgl_backend.execution.plan_words import decode_plan, encode_plan
 from minisgl_backend.plan import Admission, StepPlan
 from minisgl_backend.request import IntArray, RequestId, SamplingParams
+from tests.fakes.plans import make_plan
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 SIZE = st.integers(0, 2**31 - 1)
@@ -81,15 +82,7 @@ def test_decoding_undoes_encoding_but_for_admissions(plan: StepPlan, num_spare_w
 
 
 def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:
-    empty = np.empty(0, dtype=np.int32)
-    plan = StepPlan(
-        step=0,
-        released_rows=empty,
-        broken_pages=empty,
-        admissions=(),
-        grant_rows=empty,
-        grant_indices=empty,
-        grant_pages=empty,
+    plan = make_plan(
         prefill_rows=np.array([4, 2, 3], dtype=np.int32),
         prefill_starts=np.array([0, 8, 0], dtype=np.int32),
         prefill_lengths=np.array([2, 1, 3], dtype=np.int32),

@@ -21,7 +21,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from minisgl_backend.request import IntArray, RequestId, SamplingParams, TokenLogprobs
+from minisgl_backend.request import EMPTY, IntArray, RequestId, SamplingParams, TokenLogprobs
 
 NO_TOKEN: Final = -1
 """In ``SampledTokens``: the logits of the row were not finite."""
@@ -62,6 +62,8 @@ class StepPlan:
     after it, and otherwise 0.
     ``decode_rows``, ``decode_positions`` [D]: the last sampled token of the row stands at that
     position; it is computed, and the next token is sampled.
+    ``masked_rows``: those of the rows that get a token whose request has a grammar. If there are
+    any, the step samples once it has masks for them (``Pending.mask``).
     """
 
     step: int
@@ -78,6 +80,7 @@ class StepPlan:
     prefill_tokens: IntArray
     decode_rows: IntArray
     decode_positions: IntArray
+    masked_rows: IntArray = field(default_factory=lambda: EMPTY)
 
     @property
     def sample_rows(self) -> IntArray:
@@ -105,5 +108,10 @@ class SampledTokens:
 class Pending(Protocol):
     """A launched step."""
 
+    def mask(self, rows: IntArray, masks: IntArray) -> None:
+        """Let a step with masked rows sample: for each of ``rows``, int32[n], only tokens whose
+        bits are set in its line of ``masks``, int32[n, words of 32 tokens]."""
+
     def tokens(self) -> SampledTokens:
-        """Wait for the step and return what it sampled: the one host sync of a step."""
+        """Wait for the step and return what it sampled: the one host sync of a step. A step that
+        waits for masks takes those that its rows had last."""

@@ -41,6 +41,30 @@ class FinishReason(str, Enum):
     TIMEOUT = "timeout"
 
 
+class GrammarKind(str, Enum):
+    """In which language a ``Grammar`` is written."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form that a request's output must have: ``grammar.sources`` says what ``source`` holds.
+
+    The output is free up to the token ``begins_after``, that token included, if it is not None: it
+    ends a section in which the model thinks.
+    """
+
+    kind: GrammarKind
+    source: str
+    begins_after: TokenId | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token of a request is chosen, and when it is the last.
@@ -49,7 +73,8 @@ class SamplingParams:
     ``min_p`` 0 are off. The random numbers depend on ``seed`` and on the token's position alone,
     not on the rest of the batch. Each of the ``stop_token_ids`` ends the request; none of them can
     be sampled before there are ``min_tokens`` tokens. ``num_logprobs`` is None for no logprobs, 0
-    for the chosen token's alone, and otherwise the number of alternatives returned with it.
+    for the chosen token's alone, and otherwise the number of alternatives returned with it. With a
+    ``grammar`` only tokens that it allows are sampled, and its end ends the request.
     """
 
     max_tokens: int = 16
@@ -66,6 +91,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: tuple[tuple[TokenId, float], ...] = ()
     num_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def is_greedy(self) -> bool:

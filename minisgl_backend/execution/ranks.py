@@ -32,6 +32,7 @@ from minisgl_backend.execution.plan_channel import PlanReceiver, PlanSender
 from minisgl_backend.execution.plan_words import decode_plan, encode_plan
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan
+from minisgl_backend.request import IntArray
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ class _LeadingStep:
     leader: LeadingExecutor
     pending: Pending
     outcome: SampledTokens | Exception | None = None
+
+    def mask(self, rows: IntArray, masks: IntArray) -> None:
+        self.pending.mask(rows, masks)
 
     def tokens(self) -> SampledTokens:
         return self.leader.finish(self)

@@ -2,7 +2,7 @@
 
 - The largest logit of each block of the vocabulary is computed once. From these the largest logits
   of a row are found.
-- Only rows with penalties, a bias or stop tokens that are held back are copied and adjusted.
+- Only rows with penalties, a bias, a mask or stop tokens that are held back are copied and adjusted.
 - A random row without filters draws a split by its mass, then noise for that split alone.
 - A random row with filters searches for the threshold among a few of its largest logits, among more
   if these do not suffice, and draws noise for the tokens that pass.
@@ -77,14 +77,14 @@ class _Asked:
 
     @property
     def is_adjusted(self) -> npt.NDArray[np.bool_]:
-        """bool [num_rows]: whether marks or a bias change the row's logits."""
-        is_biased: npt.NDArray[np.bool_] = self["biased"] > 0
+        """bool [num_rows]: whether marks, a bias or a mask change the row's logits."""
+        is_changed: npt.NDArray[np.bool_] = (self["biased"] > 0) | (self["masked"] > 0)
         is_marked = self["marked"] > 0
         if not is_marked.any():
-            return is_biased
+            return is_changed
         penalized = (self["repetition"] != 1) | (self["presence"] != 0) | (self["frequency"] != 0)
         is_early = self.positions.numpy() < self["stops_from"]
-        is_adjusted: npt.NDArray[np.bool_] = is_biased | (is_marked & (penalized | is_early))
+        is_adjusted: npt.NDArray[np.bool_] = is_changed | (is_marked & (penalized | is_early))
         return is_adjusted
 
     @property

@@ -1,8 +1,9 @@
 """The sampling parameters of each row, which the host writes when a request takes the row.
 
-For most rows they are a few numbers. Penalties, biases, and stop tokens that are held back change
-single logits before a token is chosen: their data for each token of the vocabulary is in a line of
-``marks`` and a line of ``bias``, which are never read for other rows.
+For most rows they are a few numbers. Penalties, biases, stop tokens that are held back, and grammars
+change single logits before a token is chosen: their data for each token of the vocabulary is in a
+line of ``marks``, of ``bias`` and of ``masks``, which are never read for other rows. A mask, unlike
+the rest, is written anew for each token of its row.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ COLUMNS: Final = (
     "stops_from",  # the first position at which stop tokens may be sampled
     "marked",  # 1 if the row's line of marks counts, else 0
     "biased",  # 1 if its line of bias counts, else 0
+    "masked",  # 1 if its line of masks counts, else 0
 )
 
 IN_PROMPT: Final = 1
@@ -35,16 +37,20 @@ ONCE: Final = 4
 """A mark is the sum of these: the first if the prompt has the token, the second if it ends the
 request, and ``ONCE`` for each time that it has been sampled."""
 
+WORD: Final = 32
+"""Tokens of a word of a mask: token t is allowed if bit t % 32 of word t // 32 is set."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingTable:
     """``numbers`` float32 [num_rows, len(COLUMNS)], ``seeds`` int64 [num_rows], ``marks`` int32 and
-    ``bias`` float32 [num_rows, vocab_size]."""
+    ``bias`` float32 [num_rows, vocab_size], and ``masks`` int32 [num_rows, vocab_size / WORD]."""
 
     numbers: Tensor
     seeds: Tensor
     marks: Tensor
     bias: Tensor
+    masks: Tensor
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> SamplingTable:
@@ -56,6 +62,7 @@ class SamplingTable:
             # numpy's zeros, unlike torch's, are pages that the system maps when they are touched
             marks=torch.from_numpy(np.zeros(lines, np.int32)).to(device),
             bias=torch.from_numpy(np.zeros(lines, np.float32)).to(device),
+            masks=torch.zeros((num_rows, num_words(vocab_size)), dtype=torch.int32, device=device),
         )
         table.column("top_p").fill_(1)
         table.column("repetition").fill_(1)
@@ -63,8 +70,8 @@ class SamplingTable:
 
     @staticmethod
     def num_bytes(num_rows: int, vocab_size: int) -> int:
-        """Bytes of all marks and biases; the rest is little."""
-        return 8 * num_rows * vocab_size
+        """Bytes of all marks, biases and masks; the rest is little."""
+        return num_rows * (8 * vocab_size + 4 * num_words(vocab_size))
 
     @property
     def vocab_size(self) -> int:
@@ -75,11 +82,16 @@ class SamplingTable:
         return self.numbers[:, COLUMNS.index(name)]
 
 
+def num_words(vocab_size: int) -> int:
+    """Words of a mask."""
+    return -(-vocab_size // WORD)
+
+
 def adjust_reference(
     logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor
 ) -> Tensor:
     """``logits`` [batch_size, vocab_size] of ``rows``, for tokens at ``positions``, with penalties
-    and biases; -inf for stop tokens that are held back.
+    and biases; -inf for stop tokens that are held back, and for tokens that a mask forbids.
 
     Repetition (CTRL, arXiv 1909.05858) divides positive logits of tokens in the prompt or the
     output, and multiplies negative ones; from logits of tokens in the output, presence is
@@ -97,4 +109,10 @@ def adjust_reference(
     x = x - column("frequency") * counts - column("presence") * (counts > 0)
     x = x + table.bias[rows].where(column("biased") > 0, 0)
     is_early = positions[:, None] < column("stops_from")
-    return x.masked_fill(is_early & ((marks & IS_STOP) > 0), -torch.inf)
+    x = x.masked_fill(is_early & ((marks & IS_STOP) > 0), -torch.inf)
+    is_masked = column("masked") > 0
+    if not is_masked.any():
+        return x
+    tokens = torch.arange(x.shape[1], device=x.device)
+    bits = table.masks[rows][:, tokens // WORD] >> (tokens % WORD)  # [batch_size, vocab_size]
+    return x.masked_fill(is_masked & ((bits & 1) == 0), -torch.inf)

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError
 from minisgl_backend.request import Failed, Finished, Request, RequestId, Sink, TokenId
+from minisgl_backend.runtime.ports import Matcher
 
 
 @dataclass(slots=True)
@@ -23,6 +24,14 @@ class OpenRequest:
     tokens: list[TokenId] = field(default_factory=list)
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What became of a request's grammar: a matcher, or what is wrong."""
+
+    request_id: RequestId
+    outcome: Matcher | MiniSGLError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +56,4 @@ class Fail:
     error: EngineFailure
 
 
-Message: TypeAlias = OpenRequest | Abort | Stop | Fail
+Message: TypeAlias = OpenRequest | Compiled | Abort | Stop | Fail

@@ -5,7 +5,8 @@ either does its work, nor where requests come from.
 
 With overlap, the next step is planned and launched before the tokens of the running step are read,
 so that the device never waits for Python. Without it, each step is committed before the next one is
-planned.
+planned. If a row of the step has a grammar, the step is launched just as early, but samples once the
+tokens before it are known: masks of the allowed tokens are made while the device computes.
 
 When a step breaks, only the request at fault may fail. So after an exception the loop takes a fresh
 planner, and lets the open requests come back one at a time, with the tokens that they have
@@ -26,28 +27,33 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvariantError, MiniSGLError
 from minisgl_backend.plan import Pending, StepPlan
-from minisgl_backend.request import Event, Failed, Request, RequestId
-from minisgl_backend.runtime.inbox import Abort, Fail, Message, OpenRequest, Stop
+from minisgl_backend.request import Event, Failed, Finished, FinishReason, Request, RequestId
+from minisgl_backend.runtime.constraints import Constraints
+from minisgl_backend.runtime.inbox import Abort, Compiled, Fail, Message, OpenRequest, Stop
 from minisgl_backend.runtime.open_requests import OpenRequests
-from minisgl_backend.runtime.ports import Executor, Scheduler
+from minisgl_backend.runtime.ports import Executor, Grammars, Scheduler
 from minisgl_backend.runtime.recorder import Recorder, StepKind
 from minisgl_backend.runtime.returning import Returning
 
 logger = logging.getLogger(__name__)
 
+_CUT: Final = Finished(FinishReason.LENGTH)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class _Flight:
-    """A launched step that is not committed yet."""
+    """A launched step that is not committed yet; ``needs_masks`` until it has got them."""
 
     plan: StepPlan
     pending: Pending
     launched_s: float
+    needs_masks: bool
 
 
 @dataclass(slots=True)
@@ -75,6 +81,7 @@ class Loop:
         on_admitted: Callable[[Request], None],
         on_ended: Callable[[Request, bool], None],
         max_queue_time_s: float | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """``on_ended`` gets each request that has ended, and whether it had been admitted."""
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -90,6 +97,7 @@ class Loop:
             on_ended=on_ended,
             max_queue_time_s=max_queue_time_s,
         )
+        self._constraints = Constraints(grammars)
         self._stop: Stop | None = None
         self._flights: deque[_Flight] = deque()
         self._returning = Returning()
@@ -182,15 +190,33 @@ class Loop:
         elif isinstance(message, Abort):
             if message.request_id in self._open:
                 self._abort(message.request_id, message.event)
+        elif isinstance(message, Compiled):
+            self._take_compiled(message)
         else:
             self._add(message)
 
     def _add(self, entry: OpenRequest) -> None:
         self._open.add(entry)
-        if self._returning.is_over:
-            self._schedule(entry.request.id)
+        if entry.request.sampling.grammar is None:
+            self._enter(entry.request.id)
         else:
-            self._returning.append(entry.request.id)
+            self._constraints.compile(entry.request, self.inbox.put)
+
+    def _take_compiled(self, message: Compiled) -> None:
+        if message.request_id not in self._open:
+            return
+        error = self._constraints.compiled(message)
+        if error is None:
+            self._enter(message.request_id)
+        else:
+            self._end(message.request_id, Failed(error))
+
+    def _enter(self, request_id: RequestId) -> None:
+        """Let a request begin that has all it needs."""
+        if self._returning.is_over:
+            self._schedule(request_id)
+        else:
+            self._returning.append(request_id)
 
     def _schedule(self, request_id: RequestId) -> None:
         entry = self._open[request_id]
@@ -198,6 +224,10 @@ class Loop:
 
     def _abort(self, request_id: RequestId, event: Event) -> None:
         self._scheduler.abort(request_id)
+        self._end(request_id, event)
+
+    def _end(self, request_id: RequestId, event: Event) -> None:
+        self._constraints.forget(request_id)
         self._open.end(request_id, event)
 
     def _end_overdue(self) -> None:
@@ -210,9 +240,24 @@ class Loop:
         launched_s = time.monotonic()
         for admission in plan.admissions:
             self._open.admit(admission.request_id, admission.num_cached_tokens)
+        self._constraints.admit(plan)
         with self._on_device():
             pending = self._executor.launch(plan)
-        self._flights.append(_Flight(plan, pending, launched_s))
+        needs_masks = len(plan.masked_rows) > 0
+        self._flights.append(_Flight(plan, pending, launched_s, needs_masks))
+        self._mask_oldest()
+
+    def _mask_oldest(self) -> None:
+        """Give masks to the oldest step in flight: all tokens before its own are known."""
+        if not self._flights or not self._flights[0].needs_masks:
+            return
+        flight = self._flights[0]
+        flight.needs_masks = False
+        rows, masks, failed = self._constraints.masks(flight.plan)
+        with self._on_device():
+            flight.pending.mask(rows, masks)
+        for request_id, error in failed.items():
+            self._abort(request_id, Failed(error))
 
     def _commit(self) -> None:
         flight = self._flights[0]
@@ -230,9 +275,15 @@ class Loop:
             num_tokens=len(tokens.token_ids),
             duration_s=now - flight.launched_s,
         )
+        complete = self._constraints.advance(result)
         self._open.deliver(result, now)
+        for request_id in complete:  # also if it is max_tokens long
+            if request_id not in result.ended or result.ended[request_id] == _CUT:
+                self._abort(request_id, Finished(FinishReason.STOP))
         for request_id, event in result.ended.items():
-            self._open.end(request_id, event)
+            if request_id in self._open:
+                self._end(request_id, event)
+        self._mask_oldest()
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -255,8 +306,12 @@ class Loop:
         self._has_leaked = False
         culprit = self._returning.begin()
         if culprit is not None and culprit in self._open:
-            self._open.end(culprit, Failed(EngineFailure("the request broke a step of the engine")))
-        self._returning.come_back(self._open.ids())
+            self._end(culprit, Failed(EngineFailure("the request broke a step of the engine")))
+        self._returning.come_back(
+            request_id
+            for request_id in self._open.ids()
+            if not self._constraints.is_compiling(request_id)
+        )
 
     def _take_back(self) -> None:
         """Let the next request come back, once the one before it has a new token."""

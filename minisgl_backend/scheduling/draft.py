@@ -9,6 +9,7 @@ import numpy as np
 
 from minisgl_backend.plan import Admission, StepPlan
 from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.scheduling.running import Mask
 
 
 class Draft:
@@ -51,14 +52,20 @@ class Draft:
         self.decode_rows = rows
         self.decode_positions = positions
 
-    def freeze(self, step: int, *, released_rows: list[int], broken_pages: IntArray) -> StepPlan:
-        """The finished plan, which shares no memory with anything that will change."""
+    def freeze(
+        self, step: int, *, released_rows: list[int], broken_pages: IntArray, masked: Mask
+    ) -> StepPlan:
+        """The finished plan, which shares no memory with anything that will change.
+
+        ``masked``, bool[num_rows], says which rows have a grammar.
+        """
         chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 4).T
         grant_rows, grant_indices, grant_pages = (
             (_join(column) for column in zip(*self._grants, strict=True))
             if self._grants
             else (EMPTY, EMPTY, EMPTY)
         )
+        sampled = np.concatenate([chunks[0][chunks[3] != 0], self.decode_rows])
         return StepPlan(
             step=step,
             released_rows=np.array(released_rows, dtype=np.int32),
@@ -74,6 +81,7 @@ class Draft:
             prefill_tokens=_join(self._tokens) if self._tokens else EMPTY,
             decode_rows=self.decode_rows,
             decode_positions=self.decode_positions,
+            masked_rows=sampled[masked[sampled]],
         )
 
 

@@ -35,7 +35,7 @@ class RunningRows:
 
     ``in_flight`` counts the steps that were planned with the row and are not committed yet.
     ``decoding`` rows take part in the next decode, ``accepting`` rows take the tokens of commits,
-    and ``retiring`` rows wait for their last step in flight.
+    ``retiring`` rows wait for their last step in flight, and ``masked`` rows have a grammar.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -50,6 +50,7 @@ class RunningRows:
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
         self.accepting = np.zeros(num_rows, dtype=np.bool_)
         self.retiring = np.zeros(num_rows, dtype=np.bool_)
+        self.masked = np.zeros(num_rows, dtype=np.bool_)
         self._num_stop_ids = np.zeros(num_rows, dtype=np.int32)
         self._stop_ids = np.full((num_rows, 1), _NO_STOP, dtype=np.int32)
         self._tail = np.zeros((num_rows, _TAIL), dtype=np.int32)
@@ -78,6 +79,7 @@ class RunningRows:
         self.limit[row] = sequence.limit
         self.stop_from[row] = len(request.prompt) + request.sampling.min_tokens
         self.accepting[row] = True
+        self.masked[row] = request.sampling.grammar is not None
         self._set_stop_ids(row, request.sampling.stop_token_ids)
         return row
 
@@ -86,7 +88,8 @@ class RunningRows:
         if self.in_flight[row]:
             raise InvariantError(f"row {row} is given back with steps in flight")
         self.sequences[row] = None
-        self.decoding[row] = self.accepting[row] = self.retiring[row] = False
+        for column in (self.decoding, self.accepting, self.retiring, self.masked):
+            column[row] = False
         self._set_stop_ids(row, ())
         self._tail_length[row] = 0
         self._parts[row] = []

@@ -126,6 +126,7 @@ class Scheduler:
             self._next_step,
             released_rows=self._life.released_rows,
             broken_pages=self._cache.take_broken(),
+            masked=self._rows.masked,
         )
         self._life.released_rows.clear()
         self._next_step += 1

@@ -8,7 +8,7 @@ interpreter (TRITON_INTERPRET=1) with fewer rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -28,7 +28,15 @@ from minisgl_backend.kernels.sampling_rule import (
     filter_threshold_reference,
     sample_reference,
 )
-from minisgl_backend.kernels.sampling_table import COLUMNS, IN_PROMPT, IS_STOP, ONCE, SamplingTable
+from minisgl_backend.kernels.sampling_table import (
+    COLUMNS,
+    IN_PROMPT,
+    IS_STOP,
+    ONCE,
+    WORD,
+    SamplingTable,
+    num_words,
+)
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.request import LEAST_TEMPERATURE
 
@@ -270,6 +278,7 @@ class Asked:
     presence: float = 0.0
     frequency: float = 0.0
     bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
     stops: tuple[int, ...] = ()
     min_tokens: int = 0
     prompt: tuple[int, ...] = (1, 2, 3)
@@ -284,6 +293,7 @@ class Asked:
             "stops_from": len(self.prompt) + self.min_tokens,
             "marked": float(self.is_penalized or bool(self.stops)),
             "biased": float(bool(self.bias)),
+            "masked": float(self.allowed is not None),
         }
         for name, value in numbers.items():
             table.column(name)[row] = value
@@ -298,6 +308,9 @@ class Asked:
             tokens, values = zip(*self.bias, strict=True)
             table.bias[row] = 0
             table.bias[row, list(tokens)] = torch.tensor(values, device=table.bias.device)
+
+        if self.allowed is not None:
+            write_mask(table, row, self.allowed)
 
     @property
     def is_penalized(self) -> bool:
@@ -320,7 +333,17 @@ class Asked:
         if len(self.output) < self.min_tokens:
             for token in self.stops:
                 adjusted[token] = -math.inf
+        if self.allowed is not None:
+            adjusted = [x if t in self.allowed else -math.inf for t, x in enumerate(adjusted)]
         return adjusted
+
+
+def write_mask(table: SamplingTable, row: int, allowed: Iterable[int]) -> None:
+    """Set the bits of these tokens, and clear all others."""
+    line = np.zeros(num_words(table.vocab_size), np.uint32)
+    for token in allowed:
+        line[token // WORD] |= np.uint32(1 << token % WORD)
+    table.masks[row] = torch.from_numpy(line.view(np.int32)).to(table.masks.device)
 
 
 ADJUSTED: Final = [
@@ -339,11 +362,15 @@ ADJUSTED: Final = [
         repetition=2.0,
         frequency=1.0,
     ),
+    Asked(allowed=(0, 31, 32, 49)),
+    Asked(allowed=(17,)),
+    Asked(allowed=tuple(range(20, 45)), repetition=1.5, bias=((21, 9.0), (1, 90.0))),
+    Asked(allowed=(2, 3, 40), min_tokens=5, stops=(2, 40)),
     Asked(),
 ]
 
 
-def test_penalties_bias_and_stop_tokens_one_by_one(way: Way) -> None:
+def test_penalties_bias_masks_and_stop_tokens_one_by_one(way: Way) -> None:
     """All rows are in one batch, over several steps, so that counts of the output matter."""
     requests = [
         replace(asked, prompt=tuple(range(row, row + 5)), output=(4, 4, 9))
@@ -363,6 +390,20 @@ def test_penalties_bias_and_stop_tokens_one_by_one(way: Way) -> None:
             wanted = asked.adjusted(logits[row].tolist())
             assert tokens[row] == max(range(50), key=lambda token: wanted[token])
             requests[row] = replace(asked, output=(*asked.output, tokens[row]))
+
+
+def test_only_allowed_tokens_are_drawn(way: Way) -> None:
+    """With and without filters; a row that is allowed nothing gets no token."""
+    allowed = [3, 64, 97]
+    logits = torch.zeros(300, 98)
+    logits[:, 5] = 40.0
+    for options in ({}, {"top_k": 5.0}, {"top_p": 0.99}, {"min_p": 0.01}):
+        table = way.table(300, 98, masked=1.0, **options)
+        for row in range(300):
+            write_mask(table, row, allowed)
+        assert set(way.draw(logits, table)) == set(allowed)
+    table.masks.zero_()
+    assert set(way.draw(logits, table)) == {NO_TOKEN}
 
 
 def test_stop_tokens_come_from_their_position_on(way: Way) -> None:
@@ -447,12 +488,14 @@ def _mixed_table(
         "stops_from": one_of(0, 2),
         "marked": one_of(0, 0, 1),
         "biased": one_of(0, 0, 1),
+        "masked": one_of(0, 0, 1),
     }.items():
         table.column(name).copy_(values)
     shape = (num_rows, vocab_size)
     few = torch.rand(shape, generator=random) < 0.3
     table.marks.copy_(torch.randint(0, 9, shape, generator=random) * few)
     table.bias.copy_(torch.randn(shape, generator=random) * few)
+    table.masks.copy_(torch.randint(-(2**31), 2**31, table.masks.shape, generator=random))
     table.seeds.copy_(torch.randint(-(2**62), 2**62, (num_rows,), generator=random))
     return table
 
@@ -549,7 +592,7 @@ def test_a_row_depends_on_itself_alone(way: Way) -> None:
     rows = torch.arange(num_rows, dtype=torch.int32, device=way.device)
     together = way.sample(logits, table, rows, rows % 3)
     turned = SamplingTable(
-        *(of.flip(0) for of in (table.numbers, table.seeds, table.marks, table.bias))
+        *(of.flip(0) for of in (table.numbers, table.seeds, table.marks, table.bias, table.masks))
     )
     reverse = way.sample(logits.flip(0), turned, rows, rows.flip(0) % 3)
     assert torch.equal(reverse.flip(0), together)

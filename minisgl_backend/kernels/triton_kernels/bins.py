@@ -34,7 +34,7 @@ def bin_of(w, top, shift, BINS: tl.constexpr):
 def load_scaled(row, at, mask):
     """(x - max) / temperature of tokens ``at``, at most 0; -inf outside of ``mask``."""
     row_ptr, adjustment, best, inverse = row
-    if adjustment[0] | adjustment[1]:
+    if adjustment[0]:
         x = load_logits(row_ptr, at, mask, adjustment, True)
     else:
         x = load_logits(row_ptr, at, mask, adjustment, False)

@@ -176,6 +176,7 @@ def count_splits(
     seeds_ptr,
     marks_ptr,
     bias_ptr,
+    masks_ptr,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
@@ -198,6 +199,7 @@ def count_splits(
         seeds_ptr,
         marks_ptr,
         bias_ptr,
+        masks_ptr,
         VOCAB,
         SPLITS,
     )
@@ -238,6 +240,7 @@ def collect_splits(
     seeds_ptr,
     marks_ptr,
     bias_ptr,
+    masks_ptr,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
@@ -262,6 +265,7 @@ def collect_splits(
         seeds_ptr,
         marks_ptr,
         bias_ptr,
+        masks_ptr,
         VOCAB,
         SPLITS,
     )

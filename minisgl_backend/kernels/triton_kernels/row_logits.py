@@ -17,11 +17,13 @@ _PRESENCE = tl.constexpr(COLUMNS.index("presence"))
 _FREQUENCY = tl.constexpr(COLUMNS.index("frequency"))
 _STOPS_FROM = tl.constexpr(COLUMNS.index("stops_from"))
 _BIASED = tl.constexpr(COLUMNS.index("biased"))
+_MASKED = tl.constexpr(COLUMNS.index("masked"))
 _NUM_COLUMNS = tl.constexpr(len(COLUMNS))
 
 NEIGHBOURS = tl.constexpr(8)  # tokens that a thread loads at once, of bf16 logits
 ONCE = tl.constexpr(sampling_table.ONCE)
 _IS_STOP = tl.constexpr(sampling_table.IS_STOP)
+_WORD = tl.constexpr(sampling_table.WORD)
 
 
 @triton.jit
@@ -40,16 +42,27 @@ def load_filters(numbers_ptr, row, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def load_adjustment(numbers_ptr, marks_ptr, bias_ptr, row, position, VOCAB: tl.constexpr):
-    """The data of a row for ``load_logits``: whether it has marks and a bias, pointers to both, the
-    penalties, and which mark makes a token impossible."""
+def load_adjustment(
+    numbers_ptr, marks_ptr, bias_ptr, masks_ptr, row, position, VOCAB: tl.constexpr
+):
+    """The data of a row for ``load_logits``: whether anything changes its logits, whether it has
+    marks, a bias and a mask, pointers to these, the penalties, and which mark makes a token
+    impossible."""
     is_early = position < load_number(numbers_ptr, row, _STOPS_FROM)
     # as integers: Triton's interpreter cannot combine a comparison of floats with a block
+    marked = load_number(numbers_ptr, row, MARKED).to(tl.int32) > 0
+    biased = load_number(numbers_ptr, row, _BIASED).to(tl.int32) > 0
+    masked = load_number(numbers_ptr, row, _MASKED).to(tl.int32) > 0
     return (
-        load_number(numbers_ptr, row, MARKED).to(tl.int32) > 0,
-        load_number(numbers_ptr, row, _BIASED).to(tl.int32) > 0,
-        marks_ptr + row * VOCAB,
-        bias_ptr + row * VOCAB,
+        marked | biased | masked,
+        marked,
+        biased,
+        masked,
+        (
+            marks_ptr + row * VOCAB,
+            bias_ptr + row * VOCAB,
+            masks_ptr + row * ((VOCAB + _WORD - 1) // _WORD),
+        ),
         load_number(numbers_ptr, row, _REPETITION),
         load_number(numbers_ptr, row, _PRESENCE),
         load_number(numbers_ptr, row, _FREQUENCY),
@@ -69,6 +82,7 @@ def load_row(
     seeds_ptr,
     marks_ptr,
     bias_ptr,
+    masks_ptr,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -82,7 +96,7 @@ def load_row(
     position = tl.load(positions_ptr + index)
     temperature = load_number(numbers_ptr, row, TEMPERATURE)
     best = tl.max(tl.load(best_ptr + index * SPLITS + tl.arange(0, SPLITS)), axis=0)
-    adjustment = load_adjustment(numbers_ptr, marks_ptr, bias_ptr, row, position, VOCAB)
+    adjustment = load_adjustment(numbers_ptr, marks_ptr, bias_ptr, masks_ptr, row, position, VOCAB)
     return (
         (temperature > 0) & (best < float("inf")) & (best > float("-inf")),
         load_filters(numbers_ptr, row, VOCAB),
@@ -100,11 +114,12 @@ def load_row(
 def load_logits(row_ptr, at, mask, adjustment, ADJUSTED: tl.constexpr):
     """float32 logits of the tokens ``at``; -inf outside of ``mask``.
 
-    For rows that have neither marks nor a bias the result is the same without ``ADJUSTED``.
+    For rows whose adjustment is off the result is the same without ``ADJUSTED``.
     """
     x = tl.load(row_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
     if ADJUSTED:
-        marked, biased, marks_ptr, bias_ptr, repetition, presence, frequency, never = adjustment
+        _, marked, biased, masked, lines, repetition, presence, frequency, never = adjustment
+        marks_ptr, bias_ptr, masks_ptr = lines
         mark = tl.load(marks_ptr + at, mask=mask & marked, other=0)
         count = (mark // ONCE).to(tl.float32)
         repeated = tl.where(x > 0, x / repetition, x * repetition)
@@ -112,4 +127,6 @@ def load_logits(row_ptr, at, mask, adjustment, ADJUSTED: tl.constexpr):
         x = x - frequency * count - tl.where(count > 0, presence, 0.0)
         x += tl.load(bias_ptr + at, mask=mask & biased, other=0.0)
         x = tl.where((mark & never) > 0, float("-inf"), x)
+        word = tl.load(masks_ptr + at // _WORD, mask=mask & masked, other=-1)
+        x = tl.where((word >> (at % _WORD)) & 1, x, float("-inf"))
     return x

@@ -105,6 +105,7 @@ def _best_of_split(
     seeds_ptr,
     marks_ptr,
     bias_ptr,
+    masks_ptr,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
@@ -120,9 +121,9 @@ def _best_of_split(
     noisy = (temperature > 0) & (filtered == 0)
     inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     key = noise_key(tl.load(seeds_ptr + row), position)
-    adjustment = load_adjustment(numbers_ptr, marks_ptr, bias_ptr, row, position, VOCAB)
+    adjustment = load_adjustment(numbers_ptr, marks_ptr, bias_ptr, masks_ptr, row, position, VOCAB)
     row_ptr = logits_ptr + index * stride
-    if adjustment[0] | adjustment[1]:
+    if adjustment[0]:
         score, chosen = _score(
             row_ptr, split, adjustment, noisy, inverse, key, VOCAB, PER_SPLIT, BLOCK, True
         )
@@ -184,6 +185,7 @@ def _choose(
     seeds_ptr,
     marks_ptr,
     bias_ptr,
+    masks_ptr,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
@@ -206,6 +208,7 @@ def _choose(
         seeds_ptr,
         marks_ptr,
         bias_ptr,
+        masks_ptr,
         VOCAB,
         SPLITS,
     )
@@ -238,7 +241,7 @@ def _choose(
                 CANDIDATES,
                 BLOCK,
             )
-        elif adjustment[0] | adjustment[1]:
+        elif adjustment[0]:
             token = _draw(row_ptr, split, adjustment, inverse, key, VOCAB, PER_SPLIT, True)
         else:
             token = _draw(row_ptr, split, adjustment, inverse, key, VOCAB, PER_SPLIT, False)
@@ -258,7 +261,7 @@ def launch_sample(
     batch_size, vocab_size = logits.shape
     splits, bins = workspace.counts.shape[2:]
     assert table.vocab_size == vocab_size and rows.dtype == positions.dtype
-    state = (table.numbers, table.seeds, table.marks, table.bias)
+    state = (table.numbers, table.seeds, table.marks, table.bias, table.masks)
     inputs = (logits, logits.stride(0), rows, positions, *state)
     pdl = can_start_early(logits.device)
     parts = {

@@ -1,0 +1,135 @@
+"""Follows the answers of requests through their grammars, and fills masks of the tokens that may
+come next.
+
+A grammar is compiled on threads of its own (``Grammars.compile``), since that may take as long as a
+step; what was compiled once is copied. All else is called by the engine's loop, for all rows of a
+step at once, and runs without Python's lock on several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from minisgl_backend.errors import EngineFailure, InvalidRequest, MiniSGLError
+from minisgl_backend.grammar.sources import check_source, one_line
+from minisgl_backend.grammar.vetting import TokenizerFacts, Vetting, new_matcher
+from minisgl_backend.request import Grammar, GrammarKind, IntArray, TokenId
+
+_MOST_KEPT: Final = 64
+"""Compiled grammars that are kept to be copied, the last used ones."""
+_NUM_THREADS: Final = 4
+
+
+class Matcher:
+    """Where the answer of one request stands in its grammar."""
+
+    __slots__ = ("_begins_after", "inner")
+
+    def __init__(self, inner: LLMatcher, begins_after: TokenId | None) -> None:
+        self.inner = inner
+        self._begins_after = begins_after
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the grammar has not begun: then any token may follow, but none that ends."""
+        return self._begins_after is not None
+
+    def skips(self, token_id: TokenId) -> bool:
+        """Whether a token belongs to what stands before the grammar."""
+        if self._begins_after is None:
+            return False
+        if token_id == self._begins_after:
+            self._begins_after = None
+        return True
+
+
+class Grammars:
+    """The grammars of an engine with one tokenizer. ``num_words`` is the length of a mask."""
+
+    def __init__(self, facts: TokenizerFacts) -> None:
+        """Takes a second for a tokenizer of 150,000 tokens; raises ``ConfigError``."""
+        self.num_words = -(-facts.vocab_size // 32)
+        self._tokenizer: LLTokenizer = facts.build()
+        self._vetting = Vetting(facts)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+        self._fillers = LLExecutor()
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[GrammarKind, str], LLMatcher] = OrderedDict()
+        # [num_words]; ids beyond the vocabulary have bits, which are never read
+        self._free: IntArray = np.full(self.num_words, -1, np.int32)
+        for token_id in facts.eos_token_ids:
+            self._free.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+
+    def compile(self, grammar: Grammar, done: Callable[[Matcher | MiniSGLError], None]) -> None:
+        """Call ``done`` on another thread with a matcher, or with what is wrong."""
+        self._threads.submit(self._compile, grammar, done)
+
+    def advance(self, matchers: Sequence[Matcher], token_ids: Sequence[TokenId]) -> list[bool]:
+        """Take one more token of each answer; True for those that are complete by it."""
+        followed = [
+            (index, matcher.inner, token_id)
+            for index, (matcher, token_id) in enumerate(zip(matchers, token_ids, strict=True))
+            if not matcher.skips(token_id)
+        ]
+        self._fillers.consume_token_par([(inner, token_id) for _, inner, token_id in followed])
+        ended = [False] * len(matchers)
+        for index, inner, _ in followed:
+            ended[index] = inner.is_stopped()
+        return ended
+
+    def fill(self, matchers: Sequence[Matcher], masks: IntArray) -> dict[int, InvalidRequest]:
+        """Write to ``masks``, int32[len(matchers), num_words], a bit for each token: 1 if it may
+        come next. The result has the index of each matcher that has come to its limits, and why.
+        """
+        masks[:] = self._free
+        followed = [(m.inner, index) for index, m in enumerate(matchers) if not m.is_free]
+        if not followed:
+            return {}
+        assert masks.flags.c_contiguous
+        self._fillers.unsafe_compute_mask_ptr(
+            followed, masks.ctypes.data, self.num_words * 4, len(matchers)
+        )
+        return {
+            index: InvalidRequest(f"the grammar is too complex: {one_line(inner.get_error())}")
+            for inner, index in followed
+            if inner.is_error()
+        }
+
+    def close(self) -> None:
+        """End threads and processes. Idempotent."""
+        self._vetting.close()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _compile(self, grammar: Grammar, done: Callable[[Matcher | MiniSGLError], None]) -> None:
+        try:
+            matcher = Matcher(self._pristine(grammar).deep_copy(), grammar.begins_after)
+        except MiniSGLError as error:
+            done(error)
+        except Exception as error:
+            done(EngineFailure(f"the grammar could not be compiled: {type(error).__name__}"))
+            raise
+        else:
+            done(matcher)
+
+    def _pristine(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at the beginning of the grammar, to be copied."""
+        check_source(grammar)
+        key = (grammar.kind, grammar.source)
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found
+        made = new_matcher(self._tokenizer, self._vetting(grammar))
+        with self._lock:
+            self._kept[key] = made
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return made

@@ -1,0 +1,171 @@
+"""What a request brings -> a grammar as llguidance reads it.
+
+``GrammarKind`` names the languages of ``Grammar.source``:
+
+    json_schema     a JSON schema
+    json_object     empty: any JSON object
+    regex           an expression in the syntax of Rust's regex, matched as a whole
+    choice          a JSON list of strings
+    grammar         Lark, as llguidance has it, or the EBNF of llama.cpp (GBNF)
+    structural_tag  {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}: free text,
+                    in which each trigger must go on as one of the structures that begin with it
+
+Errors are ``InvalidRequest``, with the place if there is one. Whether llguidance accepts the result
+is not known here (``vetting``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from llguidance import LLMatcher, grammar_from
+
+from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.request import Grammar, GrammarKind, TokenId
+
+MAX_SOURCE_BYTES: Final = 256 * 1024
+"""Of a grammar's source; the largest schemas of public collections have about 100 KiB."""
+
+
+def check_source(grammar: Grammar) -> None:
+    """Raise ``InvalidRequest`` if the source is too large. Cheap, so it is checked at the door."""
+    num_bytes = len(grammar.source.encode())
+    if num_bytes > MAX_SOURCE_BYTES:
+        raise InvalidRequest(
+            f"a grammar must have at most {MAX_SOURCE_BYTES} bytes, this {grammar.kind.value} has "
+            f"{num_bytes}"
+        )
+
+
+def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> str:
+    """The grammar in llguidance's own form; ``special_tokens`` are those that have no text."""
+    kind, source = grammar.kind, grammar.source
+    if kind is GrammarKind.JSON_OBJECT:
+        return LLMatcher.grammar_from_json_schema({"type": "object"})
+    if kind is GrammarKind.JSON_SCHEMA:
+        schema = _parsed(source, "a JSON schema")
+        if not isinstance(schema, dict | bool):
+            raise InvalidRequest("a JSON schema must be an object, true or false")
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    if kind is GrammarKind.REGEX:
+        return LLMatcher.grammar_from_regex(source)
+    if kind is GrammarKind.CHOICE:
+        return LLMatcher.grammar_from_lark(f"start: {_alternatives(_choices(source))}")
+    if kind is GrammarKind.STRUCTURAL_TAG:
+        return LLMatcher.grammar_from_lark(_structural_tags(source, special_tokens))
+    try:
+        return grammar_from("grammar", source)
+    except ValueError as error:
+        raise InvalidRequest(f"the grammar is wrong: {one_line(str(error))}") from error
+
+
+def places_of(schema: Any, keys: Collection[str], place: str = "#") -> list[str]:
+    """Where a schema has these keys, as JSON pointers."""
+    if isinstance(schema, list):
+        inner = [(str(index), value) for index, value in enumerate(schema)]
+    else:
+        inner = list(schema.items()) if isinstance(schema, dict) else []
+    found = [f"{place}/{key}" for key, _ in inner if key in keys and isinstance(schema, dict)]
+    return found + [at for key, value in inner for at in places_of(value, keys, f"{place}/{key}")]
+
+
+def one_line(text: str) -> str:
+    """An error's text without line breaks, shortened at a word."""
+    words, length = [], 0
+    for word in text.replace("<non-verbose/>", "").split():
+        length += len(word) + 1
+        if length > 300:
+            return " ".join([*words, "…"])
+        words.append(word)
+    return " ".join(words)
+
+
+def _parsed(source: str, what: str) -> Any:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{what} must be JSON: {one_line(str(error))}") from error
+
+
+def _choices(source: str) -> list[str]:
+    choices = _parsed(source, "a choice")
+    if not (choices and isinstance(choices, list) and all(isinstance(c, str) for c in choices)):
+        raise InvalidRequest("a choice must be a list of at least one string")
+    if "" in choices:
+        raise InvalidRequest("a choice must not hold an empty string")
+    return choices
+
+
+def _alternatives(texts: list[str]) -> str:
+    return " | ".join(map(_quoted, texts))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _structural_tags(source: str, special_tokens: Mapping[str, TokenId]) -> str:
+    """Lark: free text, in which a trigger, ended lazily, leads into one of its structures."""
+    given = _parsed(source, "a structural tag")
+    if not isinstance(given, dict) or "structures" not in given:
+        raise InvalidRequest("a structural tag must be an object with structures and triggers")
+    structures, triggers = given["structures"], given.get("triggers")
+    _check(isinstance(structures, list) and structures, "structures", "a list, not empty")
+    _check(isinstance(triggers, list) and triggers, "triggers", "a list, not empty")
+    lines = ["%llguidance {}", r"TEXT: /(.|\n)*/"]
+    names = []
+    for index, trigger in enumerate(triggers):
+        _check(isinstance(trigger, str) and trigger, f"triggers[{index}]", "a string, not empty")
+        bodies = []
+        for number, structure in enumerate(structures):
+            place = f"structures[{number}]"
+            _check(isinstance(structure, dict), place, "an object")
+            begin, end = structure.get("begin"), structure.get("end", "")
+            _check(isinstance(begin, str), f"{place}.begin", "a string")
+            _check(isinstance(end, str), f"{place}.end", "a string")
+            schema = structure.get("schema", True)
+            _check(isinstance(schema, dict | bool), f"{place}.schema", "a JSON schema")
+            _check(begin.startswith(tuple(triggers)), f"{place}.begin", "begun by a trigger")
+            if begin.startswith(trigger):
+                rest = _spelled(begin.removeprefix(trigger), special_tokens)
+                body = f"%json {json.dumps(schema)}"
+                bodies.append(" ".join(filter(None, [rest, body, _spelled(end, special_tokens)])))
+        if bodies:
+            lines += _tag(f"tag_{index}", trigger, bodies, special_tokens)
+            names.append(f"tag_{index}")
+    return "\n".join([*lines, f"start: ({' | '.join(names)})* TEXT"])
+
+
+def _tag(
+    name: str, trigger: str, bodies: list[str], special_tokens: Mapping[str, TokenId]
+) -> list[str]:
+    body = " | ".join(f"({body})" for body in bodies)
+    if trigger in special_tokens:
+        return [f"{name}: TEXT {_spelled(trigger, special_tokens)} ({body})"]
+    return [f"{name}_text[lazy]: TEXT {_quoted(trigger)}", f"{name}: {name}_text ({body})"]
+
+
+def _spelled(text: str, special_tokens: Mapping[str, TokenId]) -> str:
+    """A text in Lark; special tokens in it by their ids, since they have no text."""
+    parts: list[str] = []
+    while text:
+        found = min(
+            ((text.find(name), -len(name), name) for name in special_tokens if name in text),
+            default=None,
+        )
+        if found is None:
+            parts.append(_quoted(text))
+            break
+        at, _, name = found
+        if at:
+            parts.append(_quoted(text[:at]))
+        parts.append(f"<[{special_tokens[name]}]>")
+        text = text[at + len(name) :]
+    return " ".join(parts)
+
+
+def _check(is_right: object, place: str, expected: str) -> None:
+    if not is_right:
+        raise InvalidRequest(f"{place} must be {expected}")

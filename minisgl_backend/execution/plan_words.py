@@ -30,6 +30,10 @@ _ARRAYS: Final = (
     "prefill_tokens",
     "decode_rows",
     "decode_positions",
+    "score_chunks",
+    "score_starts",
+    "score_lengths",
+    "score_tokens",
 )
 _NUM_HEADER_WORDS: Final = 2 * (1 + len(_ARRAYS))
 

@@ -12,6 +12,8 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 
 from torch._C._distributed_c10d import Store
 
@@ -21,6 +23,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.followers import Followers
 from minisgl_backend.execution.ranks import LeadingExecutor
+from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.parallel.connect import connect, open_store
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.parallel.place import Place
@@ -29,6 +32,7 @@ from minisgl_backend.resolve import Resolved, resolve
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.scheduling.scheduler import SchedulerConfig
+from minisgl_backend.text.tokenizer import load_definition
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +49,8 @@ def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Engine:
             info.max_sequence_length,
         )
     scheduler = build_scheduler(options, info, parts)
-    engine = parts.engine(info, scheduler, executor, overlap=options.overlap)
+    grammars = build_grammars(options, info)
+    engine = parts.engine(info, scheduler, executor, overlap=options.overlap, grammars=grammars)
     if isinstance(executor, LeadingExecutor):
         executor.on_lost(engine.fail)
     return engine
@@ -75,6 +80,17 @@ def build_scheduler(options: EngineOptions, info: EngineInfo, parts: Parts = STA
         policy=options.schedule_policy,
     )
     return parts.scheduler(cache, config)
+
+
+def build_grammars(options: EngineOptions, info: EngineInfo) -> Grammars | None:
+    """None if requests may bring no grammars: by option, or since there is no tokenizer."""
+    if not (options.structured_outputs and (Path(info.folder) / "tokenizer.json").is_file()):
+        return None
+    return Grammars(
+        partial(load_definition, info.folder),
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+    )
 
 
 def build_follower(

@@ -15,7 +15,7 @@ from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.execution.executor import WatchLogits
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.runtime.engine import Engine, EngineInfo
-from minisgl_backend.runtime.ports import Executor
+from minisgl_backend.runtime.ports import Executor, Grammars
 from minisgl_backend.runtime.ports import Scheduler as SchedulerPort
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -24,7 +24,13 @@ class MakeEngine(Protocol):
     """Joins planner and executor to an engine, as the class ``Engine`` does."""
 
     def __call__(
-        self, info: EngineInfo, scheduler: SchedulerPort, executor: Executor, *, overlap: bool
+        self,
+        info: EngineInfo,
+        scheduler: SchedulerPort,
+        executor: Executor,
+        *,
+        overlap: bool,
+        grammars: Grammars | None,
     ) -> Engine: ...
 
 

@@ -2,7 +2,8 @@
 
 A graph is made for one batch size: look up the rows, run the layers, sample, write tokens and
 lengths back (``kernels.rows``). Between two replays the host writes the step's inputs, and only if
-rows changed or pages were granted.
+rows changed or pages were granted. For steps that wait for masks there are two more graphs of each
+size, the first up to the logits and the second for the rest.
 
 Batches are padded to the next captured size with the dummy row. If the attention kernels need a
 schedule from the host (``attention.base.ScheduledDecode``), it is written before each replay.
@@ -12,16 +13,19 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from minisgl_backend.device.base import Device
+from minisgl_backend.device.base import Device, Graph
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.capture import capture
-from minisgl_backend.execution.sampling import StepOutput
+from minisgl_backend.execution.capture import Captured, capture
+from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.kernels.rows import RowTable, StepInputs
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import IntArray
+
+T = TypeVar("T")
 
 
 def batch_sizes(most: int, chosen: str | None) -> list[int]:
@@ -57,13 +61,17 @@ class DecodeGraphs:
         self,
         device: Device,
         table: RowTable,
-        step: Callable[[StepInputs, int], StepOutput],
+        forward: Callable[[StepInputs, int], StepLogits],
+        sample: Callable[[StepLogits], StepOutput],
         sizes: Sequence[int],
         schedule: Callable[[IntArray], None] | None,
         progress: Progress,
+        *,
+        takes_masks: bool,
     ):
-        """``step`` enqueues a decode step of the given number of first rows of its inputs;
-        ``schedule`` gets the rows' lengths, int32 [batch_size], before such a step is enqueued."""
+        """``forward`` enqueues a decode step of the given number of first rows of its inputs, up to
+        the logits, from which ``sample`` goes on; ``schedule`` gets the rows' lengths, int32
+        [batch_size], before such a step is enqueued."""
         self._device = device
         self._table = table
         most = max(sizes)
@@ -72,17 +80,31 @@ class DecodeGraphs:
         self._inputs.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
         self._schedule = schedule
-        captured = capture(
-            device,
-            "batch size",
-            self._sizes,
-            lambda size: step(self._inputs, size),  # of dummy rows
-            prepare=self._schedule_padding,
-            option="cuda_graph_max_batch_size",
-            progress=progress,
-        )
-        self.cost = captured.cost
-        self._graphs = captured.graphs
+
+        def captured(
+            what: str, work: Callable[[int], T], prepare: Callable[[int], None]
+        ) -> Captured[T]:
+            option = "cuda_graph_max_batch_size"
+            return capture(
+                device, what, self._sizes, work, prepare=prepare, option=option, progress=progress
+            )
+
+        def begin(size: int) -> StepLogits:  # of dummy rows
+            return forward(self._inputs, size)
+
+        whole = captured("batch size", lambda size: sample(begin(size)), self._schedule_padding)
+        self.cost = whole.cost
+        self._graphs = whole.graphs
+        self._forwards: dict[int, Graph[StepLogits]] = {}
+        self._samplings: dict[int, Graph[StepOutput]] = {}
+        if takes_masks:
+            begun = captured("batch size, up to the logits", begin, self._schedule_padding)
+            rest = captured(
+                "batch size, from the logits on",
+                lambda size: sample(begun.graphs[size].output),
+                lambda size: begun.graphs[size].replay(),
+            )
+            self._forwards, self._samplings = begun.graphs, rest.graphs
 
     def fits(self, num_rows: int, num_grants: int) -> bool:
         """Whether a step of these numbers of rows and grants can be replayed."""
@@ -94,6 +116,26 @@ class DecodeGraphs:
 
         The output's first num_rows entries are those of the rows.
         """
+        graph = self._graphs[self._prepare(rows, positions, grants)]
+        graph.replay()
+        return graph.output
+
+    def begin(
+        self, rows: IntArray, positions: IntArray, grants: IntArray
+    ) -> Callable[[], StepOutput]:
+        """Enqueue the same step up to its logits; to be called for the rest before any other."""
+        size = self._prepare(rows, positions, grants)
+        self._forwards[size].replay()
+        sampling = self._samplings[size]
+
+        def finish() -> StepOutput:
+            sampling.replay()
+            return sampling.output
+
+        return finish
+
+    def _prepare(self, rows: IntArray, positions: IntArray, grants: IntArray) -> int:
+        """Write the inputs of a step; the size of its graph."""
         num_rows, num_grants = len(rows), grants.shape[1]
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
         known = self._rows[:size]
@@ -114,13 +156,12 @@ class DecodeGraphs:
             lengths = np.ones(size, np.int32)
             lengths[:num_rows] += positions
             self._schedule(lengths)
-        graph = self._graphs[size]
-        graph.replay()
-        return graph.output
+        return size
 
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""
-        self._graphs.clear()
+        for graphs in (self._graphs, self._samplings, self._forwards):
+            graphs.clear()
 
     def _schedule_padding(self, size: int) -> None:
         if self._schedule is not None:

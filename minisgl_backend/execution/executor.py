@@ -14,13 +14,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
+from minisgl_backend.config import Limits
 from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
 from minisgl_backend.execution.chunk_graphs import ChunkGraphs
@@ -28,14 +29,17 @@ from minisgl_backend.execution.decode_graphs import DecodeGraphs
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.logprobs import RawLogprobs
+from minisgl_backend.execution.prompt_logprobs import PromptScorer, ScoredChunks
 from minisgl_backend.execution.rows import DeviceRows
-from minisgl_backend.execution.sampling import Sampler, StepOutput
+from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.plan import SampledTokens, StepPlan
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.progress import Progress, unseen
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import EMPTY, IntArray
+
+T = TypeVar("T")
 
 WatchLogits: TypeAlias = Callable[[Tensor, HostArray], Tensor]
 """(logits [num_samples, vocab_size], their rows [num_samples]) -> the logits to sample from. Called
@@ -48,7 +52,9 @@ class ExecutorLimits:
     """The sizes that an executor is made for.
 
     To capture, ascending, empty for no graphs: ``graph_sizes``, batch sizes of decode steps;
-    ``chunk_graph_sizes``, numbers of tokens of steps with prompt chunks.
+    ``chunk_graph_sizes``, numbers of tokens of steps with prompt chunks. ``scored_at_once`` bounds
+    the positions of prompts whose logits are computed at once. With ``takes_masks`` decode steps
+    with masked rows are captured, too.
     """
 
     max_rows: int
@@ -56,6 +62,8 @@ class ExecutorLimits:
     max_prefill_tokens: int
     graph_sizes: tuple[int, ...] = ()
     chunk_graph_sizes: tuple[int, ...] = ()
+    scored_at_once: int = 1024
+    takes_masks: bool = False
 
 
 class ModelExecutor:
@@ -69,6 +77,7 @@ class ModelExecutor:
     rows: DeviceRows
     _forward: ForwardPass
     _sampler: Sampler
+    _scorer: PromptScorer
     _logits: Tensor
 
     def __init__(
@@ -96,9 +105,11 @@ class ModelExecutor:
         self._mark: Callable[[str], AbstractContextManager[object]] = nullcontext
         device.submit(partial(self._prepare, progress)).result()
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> Pending:
         """Queue the step. Errors raise here, or in ``tokens`` of the result."""
-        return LaunchedStep(self.device.submit(partial(self._run, plan)))
+        if len(plan.masked_rows):
+            return MaskedStep(lambda: self._begin(plan), self._sampler, self._submit)
+        return LaunchedStep(self._submit(lambda: self._begin(plan)()))
 
     def renew(self) -> None:
         """Run steps again after one that broke. All ranks must do this together."""
@@ -131,6 +142,12 @@ class ModelExecutor:
         )
         self._forward = ForwardPass(model, self.rows, self._attention, device)
         self._sampler = Sampler(self.rows.table, device, model.group)
+        self._scorer = PromptScorer(
+            model,
+            device,
+            num_rows=len(self.rows.table.tokens),
+            most_rows=limits.scored_at_once,
+        )
         self._logits = torch.empty(
             (max([0, *limits.graph_sizes]), model.spec.vocab_size),
             dtype=model.dtype,
@@ -144,10 +161,12 @@ class ModelExecutor:
             self.graphs = DecodeGraphs(
                 device,
                 self.rows.table,
-                self._decode_step,
+                self._decode_forward,
+                self._sampler.sample,
                 limits.graph_sizes,
                 decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
                 progress,
+                takes_masks=limits.takes_masks,
             )
         if limits.chunk_graph_sizes:
             self.chunk_graphs = ChunkGraphs(
@@ -160,62 +179,101 @@ class ModelExecutor:
         if self.graphs or self.chunk_graphs:
             self._warm_up_largest()  # again: it has to fit beside the graphs
 
-    def _run(self, plan: StepPlan) -> _HostOutput:
-        """Run a step. With several ranks, refuse all steps after one that broke, until ``renew``.
+    def _submit(self, part: Callable[[], T]) -> Submission[T]:
+        """Queue a part of a step. With several ranks, refuse all after one that broke, until
+        ``renew``.
 
         Other ranks may still be in the middle of the broken step: they would mix their sums of it
         with this rank's sums of the next step.
         """
-        if self._is_broken:
-            raise InvariantError("a step before this one broke")
-        try:
-            return self._run_step(plan)
-        except Exception:
-            self._is_broken = self._model.group.size > 1
-            raise
 
-    def _run_step(self, plan: StepPlan) -> _HostOutput:
+        def run() -> T:
+            if self._is_broken:
+                raise InvariantError("a step before this one broke")
+            try:
+                return part()
+            except Exception:
+                self._is_broken = self._model.group.size > 1
+                raise
+
+        return self.device.submit(run)
+
+    def _begin(self, plan: StepPlan) -> Callable[[], _HostOutput]:
+        """Queue a step up to its logits; what is returned queues the rest, before any other step.
+
+        If no row waits for a mask, all of a captured step is queued by the second part.
+        """
         if len(plan.broken_pages):
             self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
         if plan.admissions:
             self.rows.admit(plan.admissions)
             self._sampler.admit(plan.admissions)
+            self._scorer.admit(plan.admissions)
         grants = np.stack([plan.grant_rows, plan.grant_indices, plan.grant_pages])
         num_decodes, num_grants = len(plan.decode_rows), grants.shape[1]
         is_decode = num_decodes > 0 and not len(plan.prefill_rows)
         if is_decode and self.graphs and self.graphs.fits(num_decodes, num_grants):
-            output = self.graphs.replay(plan.decode_rows, plan.decode_positions, grants)
-        else:
-            self.rows.grant(*grants)
-            output = self._flat_step(FlatBatch.of(plan), plan.prefill_tokens)
-        rows = plan.sample_rows
+            inputs = (plan.decode_rows, plan.decode_positions, grants)
+            if len(plan.masked_rows):
+                return partial(self._finish, plan, self.graphs.begin(*inputs))
+            return partial(self._finish, plan, partial(self.graphs.replay, *inputs))
+        self.rows.grant(*grants)
+        batch = FlatBatch.of(plan)
+        hidden = self._layers(batch, plan.prefill_tokens)
+        sample = partial(self._sample, self._logits_of(batch, hidden))
+        if not len(plan.score_chunks):
+            return partial(self._finish, plan, sample)
+        score = partial(self._scorer.scored, hidden, plan, batch.chunk_offsets)
+        return partial(self._finish, plan, sample, score)
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        sample: Callable[[], StepOutput],
+        score: Callable[[], ScoredChunks] | None = None,
+    ) -> _HostOutput:
+        """Queue sampling, then the scores of prompts, and the copies of both on the host."""
+        output, rows, scored = sample(), plan.sample_rows, None
+        if score is not None:
+            with self._mark("prompt logprobs"):
+                scored = score().download(self.device)
         return _HostOutput(
-            self.device.download(output.tokens[: len(rows)]), self._sampler.logprobs(output, rows)
+            self.device.download(output.tokens[: len(rows)]),
+            self._sampler.logprobs(output, rows),
+            scored,
         )
 
-    def _decode_step(self, inputs: StepInputs, batch_size: int) -> StepOutput:
-        """A whole decode step of the first ``batch_size`` rows of ``inputs``, to be captured."""
+    def _decode_forward(self, inputs: StepInputs, batch_size: int) -> StepLogits:
+        """A decode step of the first ``batch_size`` rows of ``inputs``, to be captured."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
         hidden = self._forward.over_decodes(step)  # [batch_size, hidden_size]
         logits = self._model.logits(hidden, out=self._logits[:batch_size])
-        return self._sampler.sample(logits, step.rows, step.lengths)
+        return StepLogits(logits, step.rows, step.lengths)
 
-    def _flat_step(self, batch: FlatBatch, prefill_tokens: IntArray) -> StepOutput:
-        """Any step: the layers over its tokens, then head and sampling."""
+    def _layers(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+        """The residual stream after the layers, [num_tokens, hidden_size]; rows of padding may
+        follow."""
         if self.chunk_graphs is not None and self.chunk_graphs.fits(batch):
-            hidden = self.chunk_graphs.replay(batch, prefill_tokens)
-        else:
-            hidden = self._forward.over_batch(batch, prefill_tokens)
-        if not len(batch.samples):
-            nothing = torch.empty(0, dtype=torch.int32, device=self.device.torch_device)
-            return StepOutput(nothing, self._logits[:0])
+            return self.chunk_graphs.replay(batch, prefill_tokens)
+        return self._forward.over_batch(batch, prefill_tokens)
+
+    def _logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:
+        """The logits of the tokens after which one is sampled, if any."""
         numbers = np.stack([batch.samples, batch.sample_rows, batch.sample_positions])
         samples, rows, positions = self.device.upload(numbers.astype(np.int32))
-        with self._mark("sampling"):
+        if not len(batch.samples):
+            return StepLogits(self._logits[:0], rows, positions)
+        with self._mark("logits"):
             logits = self._model.logits(hidden.index_select(0, samples))
-            if self._watch_logits is not None:
-                logits = self._watch_logits(logits, batch.sample_rows)
-            return self._sampler.sample(logits, rows, positions)
+        if self._watch_logits is not None:
+            logits = self._watch_logits(logits, batch.sample_rows)
+        return StepLogits(logits, rows, positions)
+
+    def _sample(self, due: StepLogits) -> StepOutput:
+        if not len(due.rows):
+            return StepOutput(due.rows, due.logits)
+        with self._mark("sampling"):
+            return self._sampler.sample(due)
 
     # --- at the start, on a GPU -------------------------------------------------------------------
 
@@ -239,10 +297,15 @@ class ModelExecutor:
 
     def _warm_up(self, chunks: list[int], num_decodes: int) -> None:
         """Run a step of chunks of these lengths and ``num_decodes`` decodes, with logprobs of all
-        its samples."""
+        its samples and of all its chunks."""
         plan = self._dummy_plan(chunks, num_decodes)
         try:
-            output = self._flat_step(FlatBatch.of(plan), plan.prefill_tokens)
+            batch = FlatBatch.of(plan)
+            hidden = self._layers(batch, plan.prefill_tokens)
+            output = self._sample(self._logits_of(batch, hidden))
+            tokens = plan.prefill_tokens
+            for num_top in (0, Limits().logprobs) if len(tokens) else ():
+                self._scorer.score(hidden, np.arange(len(tokens)), tokens, num_top)
             wanted = np.ones(len(output.tokens), np.int64)
             RawLogprobs.of(output.logits, output.tokens, wanted, self.device.upload)
         except torch.OutOfMemoryError as error:
@@ -270,15 +333,28 @@ class ModelExecutor:
             prefill_tokens=np.zeros(sum(chunks), np.int32),
             decode_rows=np.full(num_decodes, row, np.int32),
             decode_positions=np.zeros(num_decodes, np.int32),
+            masked_rows=empty,
+            score_chunks=empty,
+            score_starts=empty,
+            score_lengths=empty,
+            score_tokens=empty,
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _HostOutput:
-    """What a step sampled, on the host: ``tokens`` int32 [num_samples]."""
+    """What a step sampled and scored, on the host: ``tokens`` int32 [num_samples]."""
 
     tokens: Tensor
     logprobs: RawLogprobs | None
+    scored: ScoredChunks | None
+
+    def sampled(self) -> SampledTokens:
+        """To be asked once the device has come so far."""
+        token_ids = self.tokens.numpy()
+        logprobs = self.logprobs.by_sample(token_ids) if self.logprobs else {}
+        scored = self.scored.by_chunk() if self.scored else ()
+        return SampledTokens(token_ids, logprobs, scored)
 
 
 class LaunchedStep:
@@ -287,8 +363,45 @@ class LaunchedStep:
     def __init__(self, submission: Submission[_HostOutput]):
         self._submission = submission
 
+    def mask(self, rows: IntArray, masks: IntArray) -> None:
+        raise InvariantError("a step without masked rows is given masks")
+
     def tokens(self) -> SampledTokens:
-        output = self._submission.result()
-        token_ids = output.tokens.numpy()
-        logprobs = output.logprobs.by_sample(token_ids) if output.logprobs else {}
-        return SampledTokens(token_ids, logprobs)
+        return self._submission.result().sampled()
+
+
+class MaskedStep:
+    """A step whose first part is in the queue, and whose sampling waits for masks (``Pending``)."""
+
+    def __init__(
+        self,
+        begin: Callable[[], Callable[[], _HostOutput]],
+        sampler: Sampler,
+        submit: Callable[[Callable[[], T]], Submission[T]],
+    ):
+        """``begin`` queues the first part; what it returns queues the rest."""
+        self._sampler = sampler
+        self._submit = submit
+        self._finish: Callable[[], _HostOutput] | None = None
+
+        def first() -> None:
+            self._finish = begin()
+
+        self._begun = submit(first)
+        self._sampled: Submission[_HostOutput] | None = None
+
+    def mask(self, rows: IntArray, masks: IntArray) -> None:
+        def rest() -> _HostOutput:
+            if self._finish is None:
+                raise InvariantError("the step broke before it could sample")
+            self._sampler.mask(rows, masks)
+            return self._finish()
+
+        self._sampled = self._submit(rest)
+
+    def tokens(self) -> SampledTokens:
+        if self._sampled is None:
+            self.mask(EMPTY, EMPTY)
+        assert self._sampled is not None
+        self._begun.result()  # raises what broke it
+        return self._sampled.result().sampled()

@@ -3,8 +3,8 @@
     header    the step, and the length of each array; numbers of 64 bits, which take two words
     arrays    one after another, in the order of ``_ARRAYS``
 
-Admissions are left out: they say how rows are sampled, and rank 0 alone samples. Must not know who
-sends a plan, or how (``plan_channel``).
+Admissions and masked rows are left out: they say how rows are sampled, and rank 0 alone samples.
+Must not know who sends a plan, or how (``plan_channel``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from minisgl_backend.plan import StepPlan
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import EMPTY, IntArray
 
 _ARRAYS: Final = (
     "released_rows",
@@ -30,6 +30,10 @@ _ARRAYS: Final = (
     "prefill_tokens",
     "decode_rows",
     "decode_positions",
+    "score_chunks",
+    "score_starts",
+    "score_lengths",
+    "score_tokens",
 )
 _NUM_HEADER_WORDS: Final = 2 * (1 + len(_ARRAYS))
 
@@ -42,11 +46,12 @@ def encode_plan(plan: StepPlan) -> IntArray:
 
 
 def decode_plan(buffer: IntArray) -> StepPlan:
-    """The plan at the front of a buffer by ``encode_plan``, without admissions.
+    """The plan at the front of a buffer by ``encode_plan``, without what is left out.
 
     Its arrays are views of the buffer.
     """
     step, *lengths = buffer[:_NUM_HEADER_WORDS].view(np.int64).tolist()
     borders = accumulate(lengths, initial=_NUM_HEADER_WORDS)
     arrays = (buffer[begin:end] for begin, end in pairwise(borders))
-    return StepPlan(step=step, admissions=(), **dict(zip(_ARRAYS, arrays, strict=True)))
+    values = dict(zip(_ARRAYS, arrays, strict=True))
+    return StepPlan(step=step, admissions=(), masked_rows=EMPTY, **values)

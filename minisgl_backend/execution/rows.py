@@ -7,19 +7,16 @@ not need: these are never read. Knows ``kernels.rows.RowTable``. Must not know m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.kernels.rows import RowTable
 from minisgl_backend.kernels.sampling_table import COLUMNS, IN_PROMPT, IS_STOP, ONCE
 from minisgl_backend.plan import Admission
-from minisgl_backend.request import IntArray, SamplingParams
-
-FloatArray: TypeAlias = npt.NDArray[np.float32]
+from minisgl_backend.request import FloatArray, IntArray, SamplingParams
 
 _LEAST_FACTOR: Final = 1e-30
 """Repetition penalties are clamped between this and its inverse: others could make logits infinite,
@@ -142,5 +139,6 @@ def _numbers(
         "stops_from": min(admission.num_prompt_tokens + params.min_tokens, 2**24),
         "marked": marked,
         "biased": biased,
+        "masked": params.grammar is not None,
     }
     return tuple(values[name] for name in COLUMNS)

@@ -40,6 +40,16 @@ class StepOutput:
     logits: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLogits:
+    """What is sampled from: ``logits`` [num_samples, vocab_size], and the ``rows`` and the
+    ``positions`` of the new tokens, int32 [num_samples]."""
+
+    logits: Tensor
+    rows: Tensor
+    positions: Tensor
+
+
 class Sampler:
     """Samples for rows of a ``RowTable``. Rank 0 samples; the other ranks take its tokens."""
 
@@ -59,12 +69,15 @@ class Sampler:
             asked = admission.sampling.num_logprobs
             self._num_logprobs[admission.row] = -1 if asked is None else asked
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> StepOutput:
-        """Sample a token for each line of ``logits``, [num_samples, vocab_size], and keep it.
+    def mask(self, rows: IntArray, masks: IntArray) -> None:
+        """Let ``rows``, int32 [n], have only the tokens of their ``masks`` [n, num_words] next."""
+        if len(rows):
+            lines = self._device.upload(rows.astype(np.int64))
+            self._table.sampling.masks[lines] = self._device.upload(masks)
 
-        ``rows`` and ``positions``, int32 [num_samples], are the row and the position of each new
-        token.
-        """
+    def sample(self, due: StepLogits) -> StepOutput:
+        """Sample a token for each line of the logits, and keep it."""
+        logits, rows, positions = due.logits, due.rows, due.positions
         group = self._group
         if group.rank > 0:
             tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from minisgl_backend.errors import EngineFailure, InvalidRequest, MiniSGLError
+from minisgl_backend.errors import EngineFailure, InvalidRequest, MiniSGLError, Overloaded
 from minisgl_backend.grammar.sources import check_source, one_line
 from minisgl_backend.grammar.vetting import TokenizerFacts, Vetting, new_matcher
 from minisgl_backend.request import Grammar, GrammarKind, IntArray, TokenId
@@ -53,18 +53,29 @@ class Matcher:
 class Grammars:
     """The grammars of an engine with one tokenizer. ``num_words`` is the length of a mask."""
 
-    def __init__(self, facts: TokenizerFacts) -> None:
-        """Takes a second for a tokenizer of 150,000 tokens; raises ``ConfigError``."""
-        self.num_words = -(-facts.vocab_size // 32)
-        self._tokenizer: LLTokenizer = facts.build()
-        self._vetting = Vetting(facts)
+    def __init__(
+        self,
+        load: Callable[[], tuple[str, Mapping[str, TokenId]]],
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[TokenId],
+    ) -> None:
+        """``load`` gives a tokenizer's definition and its special tokens (``TokenizerFacts``). It is
+        called by the first request that brings a grammar, which therefore waits for some seconds if
+        there are 150,000 tokens."""
+        self.num_words = -(-vocab_size // 32)
+        self._load = load
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._tools: tuple[LLTokenizer, Vetting] | None = None
+        self._is_closed = False
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
         self._fillers = LLExecutor()
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[GrammarKind, str], LLMatcher] = OrderedDict()
         # [num_words]; ids beyond the vocabulary have bits, which are never read
         self._free: IntArray = np.full(self.num_words, -1, np.int32)
-        for token_id in facts.eos_token_ids:
+        for token_id in eos_token_ids:
             self._free.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
     def compile(self, grammar: Grammar, done: Callable[[Matcher | MiniSGLError], None]) -> None:
@@ -104,8 +115,24 @@ class Grammars:
 
     def close(self) -> None:
         """End threads and processes. Idempotent."""
-        self._vetting.close()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+            tools, self._tools = self._tools, None
+        if tools is not None:
+            tools[1].close()
+        self._threads.shutdown()
+
+    def _opened(self) -> tuple[LLTokenizer, Vetting]:
+        """The tokenizer and the processes, which are made when they are first needed."""
+        with self._lock:
+            if self._is_closed:
+                raise Overloaded("the server is shutting down")
+            if self._tools is None:
+                definition, special = self._load()
+                facts = TokenizerFacts(definition, self._vocab_size, self._eos_token_ids, special)
+                self._tools = (facts.build(), Vetting(facts))
+            return self._tools
 
     def _compile(self, grammar: Grammar, done: Callable[[Matcher | MiniSGLError], None]) -> None:
         try:
@@ -127,7 +154,8 @@ class Grammars:
             if found is not None:
                 self._kept.move_to_end(key)
                 return found
-        made = new_matcher(self._tokenizer, self._vetting(grammar))
+        tokenizer, vet = self._opened()
+        made = new_matcher(tokenizer, vet(grammar))
         with self._lock:
             self._kept[key] = made
             if len(self._kept) > _MOST_KEPT:

@@ -12,6 +12,7 @@ ends itself by an alarm if a grammar takes too long, so it never outlives the en
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import resource
@@ -150,10 +151,8 @@ class _Process:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                try:
+                with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-                except BrokenPipeError:
-                    pass
 
     def _send(self, message: Mapping[str, Any]) -> bool:
         assert self._process.stdin is not None

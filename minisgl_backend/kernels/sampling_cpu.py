@@ -2,7 +2,7 @@
 
 - The largest logit of each block of the vocabulary is computed once. From these the largest logits
   of a row are found.
-- Only rows with penalties, a bias, a mask or stop tokens that are held back are copied and adjusted.
+- Only rows with penalties, a bias, a mask or stop tokens held back are copied and adjusted.
 - A random row without filters draws a split by its mass, then noise for that split alone.
 - A random row with filters searches for the threshold among a few of its largest logits, among more
   if these do not suffice, and draws noise for the tokens that pass.

@@ -59,6 +59,11 @@ class Constraints:
         self._compiling.discard(request_id)
         self._matchers.pop(request_id, None)
 
+    def close(self) -> None:
+        """End what compiles grammars."""
+        if self._grammars is not None:
+            self._grammars.close()
+
     def admit(self, plan: StepPlan) -> None:
         """Note which rows requests take with this plan."""
         for admission in plan.admissions:

@@ -31,7 +31,7 @@ from minisgl_backend.request import (
 from minisgl_backend.runtime.capacity import Capacity
 from minisgl_backend.runtime.inbox import Abort, Fail, OpenRequest, Stop
 from minisgl_backend.runtime.loop import Loop
-from minisgl_backend.runtime.ports import Executor, Scheduler
+from minisgl_backend.runtime.ports import Executor, Grammars, Scheduler
 from minisgl_backend.runtime.recorder import EngineStats, Recorder, Refusal, Samples
 from minisgl_backend.runtime_files import State
 
@@ -43,6 +43,7 @@ class EngineInfo:
     """What is fixed once the model is loaded. Lengths and sizes are in tokens."""
 
     model: str
+    folder: str
     architecture: str
     device: str
     dtype: str
@@ -75,8 +76,15 @@ class Engine:
     """Runs the loop on a thread of its own, and decides at the door which requests enter it."""
 
     def __init__(
-        self, info: EngineInfo, scheduler: Scheduler, executor: Executor, *, overlap: bool
+        self,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        overlap: bool,
+        grammars: Grammars | None = None,
     ) -> None:
+        """``grammars`` is None if requests may bring none."""
         self.info = info
         self._capacity = Capacity(
             max_sequence_length=info.max_sequence_length,
@@ -97,6 +105,7 @@ class Engine:
             on_admitted=self._forget_waiting,
             on_ended=self._forget,
             max_queue_time_s=info.max_queue_time_s,
+            grammars=grammars,
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -136,6 +145,8 @@ class Engine:
         _check_ids("input_ids", prompt, info.vocab_size)
         _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
         _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
+        if sampling.max_tokens == 0 and sampling.num_prompt_logprobs is None:
+            raise InvalidRequest("max_tokens must be at least 1 without prompt_logprobs, got 0")
         self._capacity.check(num_prompt_tokens=len(prompt), max_tokens=sampling.max_tokens)
 
     def count_refused(self, reason: Refusal) -> None:
@@ -179,7 +190,7 @@ class Engine:
         If there is no room for a single token, or for ``min_tokens``, ``submit`` refuses it.
         """
         most = self._capacity.most_tokens(num_prompt_tokens)
-        least = max(1, sampling.min_tokens)
+        least = max(min(1, sampling.max_tokens), sampling.min_tokens)
         return dataclasses.replace(sampling, max_tokens=max(least, min(sampling.max_tokens, most)))
 
     def is_queue_full(self) -> bool:

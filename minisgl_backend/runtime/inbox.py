@@ -22,6 +22,8 @@ class OpenRequest:
     arrived_s: float
     admitted: bool = False
     tokens: list[TokenId] = field(default_factory=list)
+    num_scored: int = 0
+    """Log-probabilities of its prompt."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 

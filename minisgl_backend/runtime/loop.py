@@ -5,7 +5,7 @@ either does its work, nor where requests come from.
 
 With overlap, the next step is planned and launched before the tokens of the running step are read,
 so that the device never waits for Python. Without it, each step is committed before the next one is
-planned. If a row of the step has a grammar, the step is launched just as early, but samples once the
+planned. A step with a grammar in one of its rows is launched just as early, but samples once the
 tokens before it are known: masks of the allowed tokens are made while the device computes.
 
 When a step breaks, only the request at fault may fail. So after an exception the loop takes a fresh
@@ -121,6 +121,7 @@ class Loop:
 
     def close(self) -> None:
         """Close the executor and free all that it holds on the device. Comes after ``run``."""
+        self._constraints.close()
         self._executor.close()
         self._flights.clear()
         del self._executor
@@ -220,7 +221,8 @@ class Loop:
 
     def _schedule(self, request_id: RequestId) -> None:
         entry = self._open[request_id]
-        self._scheduler.add(entry.request, np.array(entry.tokens, dtype=np.int32))
+        tokens = np.array(entry.tokens, dtype=np.int32)
+        self._scheduler.add(entry.request, tokens, entry.num_scored)
 
     def _abort(self, request_id: RequestId, event: Event) -> None:
         self._scheduler.abort(request_id)
@@ -266,7 +268,7 @@ class Loop:
             tokens = flight.pending.tokens()
         self._flights.popleft()
         result = self._scheduler.commit(plan, tokens)
-        if result.request_ids:
+        if result.request_ids or result.scored:
             self._returning.progressed()
         now = time.monotonic()
         self._recorder.step_committed(

@@ -81,7 +81,11 @@ class OpenRequests:
             self._deliver(entry.sink, Admitted(num_cached_tokens))
 
     def deliver(self, result: StepResult, now_s: float) -> None:
-        """Deliver the tokens of a step."""
+        """Deliver the log-probabilities of prompts, then the tokens, of a step."""
+        for request_id, scored in result.scored:
+            entry = self._open[request_id]
+            entry.num_scored += len(scored)
+            self._deliver(entry.sink, scored)
         logprobs = result.logprobs
         for index, (request_id, token_id) in enumerate(
             zip(result.request_ids, result.token_ids.tolist(), strict=True)

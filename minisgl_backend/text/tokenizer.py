@@ -50,6 +50,17 @@ def load_vocabulary(folder: str | Path) -> Vocabulary:
     return Vocabulary.of(_load(folder).backend_tokenizer)
 
 
+def load_definition(folder: str | Path) -> tuple[str, dict[str, TokenId]]:
+    """tokenizer.json as it is after loading, added tokens included, and the ids of the special
+    tokens by their names; raises ``ConfigError``."""
+    tokenizer = _load(folder).backend_tokenizer
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: number for number, token in added.items() if token.special}
+    return tokenizer.to_str(), special
+
+
 class PromptEncoder:
     """Prompts of all three kinds to token ids.
 

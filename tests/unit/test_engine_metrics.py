@@ -19,6 +19,7 @@ from tests.fakes.pb_utils import Metric, MetricFamily
 
 INFO = EngineInfo(
     model="/models/demo",
+    folder="",
     architecture="x",
     device="cpu",
     dtype="float32",

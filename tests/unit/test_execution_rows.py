@@ -10,7 +10,7 @@ import torch
 
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.rows import DeviceRows, bias_of, marks_of
-from minisgl_backend.execution.sampling import Sampler
+from minisgl_backend.execution.sampling import Sampler, StepLogits
 from minisgl_backend.kernels.sampling import sample
 from minisgl_backend.kernels.sampling_table import IN_PROMPT, IS_STOP, ONCE
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
@@ -144,7 +144,7 @@ def test_greedy_tokens_follow_what_each_request_asked_for(seed: int) -> None:
             for index, row in enumerate(batch.tolist())
         ]
         of_batch, at = torch.from_numpy(np.stack([batch, positions[batch]]).astype(np.int32))
-        assert sampler.sample(logits, of_batch, at).tokens.tolist() == expected
+        assert sampler.sample(StepLogits(logits, of_batch, at)).tokens.tolist() == expected
         for row, token in zip(batch.tolist(), expected, strict=True):
             oracles[row].output += [token] * (token != NO_TOKEN)
             oracles[row].num_sampled += 1

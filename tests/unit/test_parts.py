@@ -38,10 +38,15 @@ def test_each_part_is_made_as_it_is_told() -> None:
     made: list[str] = []
 
     def engine(
-        info: EngineInfo, scheduler: ports.Scheduler, executor: ports.Executor, *, overlap: bool
+        info: EngineInfo,
+        scheduler: ports.Scheduler,
+        executor: ports.Executor,
+        *,
+        overlap: bool,
+        grammars: ports.Grammars | None,
     ) -> Engine:
         made.append("engine")
-        return Engine(info, scheduler, executor, overlap=overlap)
+        return Engine(info, scheduler, executor, overlap=overlap, grammars=grammars)
 
     def scheduler(cache: KVCache, config: SchedulerConfig) -> ports.Scheduler:
         made.append("scheduler")

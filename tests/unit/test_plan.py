@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minisgl_backend.execution.plan_words import decode_plan, encode_plan
 from minisgl_backend.plan import Admission, StepPlan
-from minisgl_backend.request import IntArray, RequestId, SamplingParams
+from minisgl_backend.request import EMPTY, IntArray, RequestId, SamplingParams
 from tests.fakes.plans import make_plan
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -37,7 +37,8 @@ ADMISSION = st.builds(
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    releases, broken, grants, chunks, tokens, decodes = (draw(st.integers(0, 4)) for _ in range(6))
+    sizes = (draw(st.integers(0, 4)) for _ in range(7))
+    releases, broken, grants, chunks, tokens, decodes, scores = sizes
     return StepPlan(
         step=draw(st.integers(0, 2**63 - 1)),
         released_rows=draw(arrays(releases)),
@@ -53,6 +54,11 @@ def plans(draw: st.DrawFn) -> StepPlan:
         prefill_tokens=draw(arrays(tokens)),
         decode_rows=draw(arrays(decodes)),
         decode_positions=draw(arrays(decodes)),
+        masked_rows=draw(arrays(decodes)),
+        score_chunks=draw(arrays(scores)),
+        score_starts=draw(arrays(scores)),
+        score_lengths=draw(arrays(scores)),
+        score_tokens=draw(arrays(tokens)),
     )
 
 
@@ -73,9 +79,9 @@ def assert_same(a: object, b: object) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(plans(), st.integers(0, 5))
-def test_decoding_undoes_encoding_but_for_admissions(plan: StepPlan, num_spare_words: int) -> None:
+def test_decoding_undoes_encoding_but_for_what_rank_0_alone_needs(plan: StepPlan, num_spare_words: int) -> None:
     """Rank 0 alone samples, so the other ranks need not know how."""
-    buffer, expected = encode_plan(plan), replace(plan, admissions=())
+    buffer, expected = encode_plan(plan), replace(plan, admissions=(), masked_rows=EMPTY)
     assert buffer.dtype == np.int32
     assert_same(decode_plan(buffer), expected)
     assert_same(decode_plan(np.pad(buffer, (0, num_spare_words))), expected)

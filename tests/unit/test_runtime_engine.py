@@ -88,6 +88,9 @@ class GatedPending:
     inner: Pending
     poisoned: bool
 
+    def mask(self, rows: IntArray, masks: IntArray) -> None:
+        self.inner.mask(rows, masks)
+
     def tokens(self) -> SampledTokens:
         self.executor.reading.set()
         assert self.executor.gate.wait(WAIT_S)
@@ -148,6 +151,7 @@ class Bench:
         config = SchedulerConfig(max_running_requests=max_running, max_prefill_tokens=16)
         self.info = EngineInfo(
             model="fake",
+            folder="",
             architecture="Fake",
             device="cpu",
             dtype="int",
@@ -336,7 +340,7 @@ def test_waiting_prompt_tokens_are_bounded() -> None:
         ([1], {"logit_bias": ((100, 1.0),)}, "logit_bias must be token ids"),
         ([1] * 128, {}, "prompt of 128 tokens does not fit the context of 128"),
         ([1] * 100, {"max_tokens": 29}, "exceeds the context of 128"),
-        ([1], {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ([1], {"max_tokens": 0}, "max_tokens must be at least 1 without prompt_logprobs, got 0"),
     ],
 )
 def test_what_can_never_be_served_is_refused_at_once(

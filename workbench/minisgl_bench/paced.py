@@ -41,6 +41,9 @@ class _Paced:
         self._token_ids = token_ids
         self._due_s = due_s
 
+    def mask(self, rows: IntArray, masks: IntArray) -> None:
+        """Tokens are made up, so masks say nothing."""
+
     def tokens(self) -> SampledTokens:
         time.sleep(max(0.0, self._due_s - time.monotonic()))
         return SampledTokens(self._token_ids)
@@ -91,6 +94,7 @@ def paced_engine(
     script = script_of(options.model, text)
     info = EngineInfo(
         model=options.model,
+        folder="",
         architecture="paced",
         device="none",
         dtype="none",

@@ -46,9 +46,14 @@ class Frailty:
         """The parts of an engine, or of a rank other than 0."""
 
         def engine(
-            info: EngineInfo, scheduler: ports.Scheduler, executor: ports.Executor, *, overlap: bool
+            info: EngineInfo,
+            scheduler: ports.Scheduler,
+            executor: ports.Executor,
+            *,
+            overlap: bool,
+            grammars: ports.Grammars | None,
         ) -> Engine:
-            return FrailEngine(self, info, scheduler, executor, overlap=overlap)
+            return FrailEngine(self, info, scheduler, executor, overlap=overlap, grammars=grammars)
 
         def scheduler(cache: KVCache, config: SchedulerConfig) -> ports.Scheduler:
             cache = FrailCache(self, cache)
@@ -99,9 +104,10 @@ class FrailEngine(Engine):
         executor: ports.Executor,
         *,
         overlap: bool,
+        grammars: ports.Grammars | None,
     ) -> None:
         self._frailty = frailty
-        super().__init__(info, scheduler, executor, overlap=overlap)
+        super().__init__(info, scheduler, executor, overlap=overlap, grammars=grammars)
 
     def submit(self, request: Request, sink: Sink) -> None:
         self._frailty.pause()

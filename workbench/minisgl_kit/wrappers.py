@@ -122,5 +122,8 @@ class PendingWrapper:
     def __init__(self, step: Pending) -> None:
         self.wrapped = step
 
+    def mask(self, rows: IntArray, masks: IntArray) -> None:
+        self.wrapped.mask(rows, masks)
+
     def tokens(self) -> SampledTokens:
         return self.wrapped.tokens()

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
-from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.config import Limits
+from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
 from minisgl_backend.execution.chunk_graphs import ChunkGraphs
 from minisgl_backend.execution.decode_graphs import DecodeGraphs

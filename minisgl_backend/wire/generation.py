@@ -48,10 +48,15 @@ class Wanted:
     num_cached_tokens: bool = False
     perf_metrics: bool = False
     logprobs: bool = False
+    prompt_logprobs: bool = False
 
     def names(self) -> list[str]:
         """Those that are asked for."""
         return [spec.name for spec in fields(self) if getattr(self, spec.name)]
+
+    def flags(self) -> list[str]:
+        """The flags of the wire that ask for them; ``prompt_logprobs`` are asked for by number."""
+        return [f"return_{name}" for name in self.names() if name != "prompt_logprobs"]
 
 
 NOTHING = Wanted()

@@ -65,10 +65,11 @@ INPUTS: Final[tuple[Input, ...]] = (
     ),
     _integer(
         "max_tokens",
-        "tokens to generate, 1 .. context - prompt",
+        "tokens to generate, 1 .. context - prompt; 0 with num_prompt_logprobs: only the prompt is "
+        "computed",
         synonyms=("max_new_tokens",),
         default=16,
-        minimum=1,
+        minimum=0,
     ),
     _flag(
         "fit_max_tokens",
@@ -118,6 +119,13 @@ INPUTS: Final[tuple[Input, ...]] = (
         "num_logprobs",
         "alternatives a token in logprobs, 0 .. 20",
         parameter_synonyms=("logprobs", "top_logprobs"),
+        minimum=0,
+    ),
+    _integer(
+        "num_prompt_logprobs",
+        "asks for prompt_logprobs, with so many alternatives a token, 0 .. 20; then nothing of the "
+        "prompt is taken from the prefix cache",
+        parameter_synonyms=("prompt_logprobs",),
         minimum=0,
     ),
     _flag("return_logprobs", "logprobs of the chosen tokens alone", synonyms=("return_log_probs",)),
@@ -192,6 +200,13 @@ OUTPUTS: Final[tuple[Output, ...]] = (
         asked_by=_LOGPROBS,
     ),
     Output(
+        name="prompt_logprobs",
+        kind=Kind.TEXT,
+        meaning="the same of the prompt's tokens, each given those before it; null for the first. "
+        "With stream they come before the text, in parts that add up",
+        asked_by=("num_prompt_logprobs",),
+    ),
+    Output(
         name="cumulative_logprob",
         kind=Kind.NUMBER,
         meaning="sum over the chosen tokens so far",
@@ -254,7 +269,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "guided_grammar": (),
         "logits_processors": (),
         "lora_name": (),
-        "prompt_logprobs": (),
         "response_format": ({"type": "text"},),
         "tool_choice": ("auto", "none"),
         "truncate_prompt_tokens": (),

@@ -59,18 +59,23 @@ class CalledTool(BaseModel):
     function: CalledFunction
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    tool_calls: list[CalledTool] | None = Field(None, exclude_if=lambda calls: calls is None)
+    tool_calls: list[CalledTool] | None = Field(None, exclude_if=_is_none)
+    function_call: CalledFunction | None = Field(None, exclude_if=_is_none)
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class ChatCompletion(BaseModel):
@@ -103,6 +108,9 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["minisgl"] = "minisgl"
+    max_model_len: int | None = Field(
+        description="tokens of a prompt and its answer; null while the engine does not answer"
+    )
 
 
 class ModelList(BaseModel):

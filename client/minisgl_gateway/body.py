@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 from minisgl_client import strict_json
-from minisgl_client.errors import short
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from minisgl_gateway.errors import ApiError, invalid, unsupported
+from minisgl_gateway.errors import ApiError, invalid, shown, unsupported
 from minisgl_gateway.schema import NOT_ENFORCED, NOT_OFFERED, GenerationRequest
 
 MAX_DEPTH: Final = 32
@@ -64,18 +63,19 @@ def _offered(kind: type[GenerationRequest], fields: dict[str, Any]) -> dict[str,
     neutral = NOT_OFFERED[kind]
     kept = {}
     for name, value in fields.items():
+        if value is None:
+            continue
         if name in known:
-            if value is not None:
-                kept[name] = value
+            kept[name] = value
         elif name in neutral:
-            if value is not None and not any(_same(value, other) for other in neutral[name]):
-                raise unsupported(f"{name} is not supported, got {short(value)}", name)
+            if not any(_same(value, other) for other in neutral[name]):
+                raise unsupported(f"{name} is not supported, got {shown(value)}", name)
         else:
             near = difflib.get_close_matches(name[:60], [*known, *neutral], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {shown(near[0])}?" if near else ""
             raise ApiError(
                 400,
-                f"unknown parameter {short(name)}{hint}",
+                f"unknown parameter {shown(name)}{hint}",
                 code="unknown_parameter",
                 param=name[:60],
             )
@@ -96,12 +96,14 @@ def _explained(error: ValidationError) -> ApiError:
     if kind in ("missing", "union_tag_not_found"):
         return ApiError(400, f"{place} is missing", code="missing_required_parameter", param=place)
     if kind == "extra_forbidden":
-        return ApiError(400, f"unknown parameter {place!r}", code="unknown_parameter", param=place)
+        return ApiError(
+            400, f"unknown parameter {shown(place)}", code="unknown_parameter", param=place
+        )
     if kind == "union_tag_invalid":
         tag, expected = first["ctx"]["tag"], first["ctx"]["expected_tags"]
-        return invalid(f"{place} must be one of {expected}, got {short(tag)}", place)
+        return invalid(f"{place} must be one of {expected}, got {shown(tag)}", place)
     nouns = dict.fromkeys(_TYPES[one["type"]] for one in complaints if one["type"] in _TYPES)
-    got = f", got {short(first['input'])}"
+    got = f", got {shown(first['input'])}"
     if kind == NOT_ENFORCED:
         return unsupported(f"{place} {first['msg']}{got}", place)
     if nouns:
@@ -169,14 +171,14 @@ def _about_one_value(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
 def _place(loc: tuple[int | str, ...]) -> str:
     """``messages[0].content``; which member of a union was tried is left out."""
     place = ""
-    for part in loc:
+    for depth, part in enumerate(loc):
         if isinstance(part, int):
             place += f"[{part}]"
-        elif part in _ROLES and place.endswith("]"):
+        elif depth == 2 and loc[0] == "messages" and part in _ROLES:
             continue
         elif part.isidentifier() and part != "str":
             place += f".{part}" if place else part
     return place
 
 
-_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})

@@ -30,12 +30,13 @@ from minisgl_gateway.body import parse
 from minisgl_gateway.conversion import (
     Generation,
     Policy,
+    call_form,
     chat_generations,
     completion_generations,
+    continues_usage,
     includes_usage,
-    reads_tool_calls,
 )
-from minisgl_gateway.errors import GONE, ApiError, api_error, busy
+from minisgl_gateway.errors import GONE, ApiError, api_error, busy, shown
 from minisgl_gateway.event_stream import (
     Disconnected,
     EventStream,
@@ -46,11 +47,19 @@ from minisgl_gateway.event_stream import (
 from minisgl_gateway.events import DONE, ChatWriter, CompletionWriter, Writer, usage_event
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Caller
-from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from minisgl_gateway.schema import (
+    WITHOUT_EFFECT,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 _Request = TypeVar("_Request", bound=GenerationRequest)
+_JSON: Final = "application/json"
+_UNSAID: Final = "application/x-www-form-urlencoded"
+"""What curl says of a body if its user says nothing."""
 _HEALTH_S: Final = 5.0
 _PROBED_S: Final = 1.0
 
@@ -84,20 +93,24 @@ class Service:
         generations = chat_generations(request, self._policy(http))
         heading = Heading.of("chatcmpl", request.model)
         http.scope["state"]["request_id"] = heading.id
-        tool_calls = reads_tool_calls(request)
+        form = call_form(request)
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         if not request.stream:
 
             def body(results: Sequence[Result], counts: Counts) -> BaseModel:
                 return chat_answer(
-                    heading, results, counts, num_logprobs=num_logprobs, tool_calls=tool_calls
+                    heading, results, counts, num_logprobs=num_logprobs, call_form=form
                 )
 
             return await self._whole(http, caller, heading, generations, request, body)
-        usage = includes_usage(request)
         writers = [
             ChatWriter(
-                heading, index, num_logprobs=num_logprobs, tool_calls=tool_calls, usage=usage
+                heading,
+                index,
+                num_logprobs=num_logprobs,
+                call_form=form,
+                usage=includes_usage(request),
+                continuous=continues_usage(request),
             )
             for index in range(len(generations))
         ]
@@ -128,6 +141,7 @@ class Service:
                 num_logprobs=request.logprobs,
                 echo=generation.echo,
                 usage=includes_usage(request),
+                continuous=continues_usage(request),
             )
             for index, generation in enumerate(generations)
         ]
@@ -169,10 +183,14 @@ class Service:
     # --- the way of a request ----------------------------------------------------------------
 
     async def _parsed(self, kind: type[_Request], http: Request) -> _Request:
+        said = http.headers.get("content-type", "")
+        if "origin" not in http.headers and not said:
+            said = _JSON
         head = Message()
-        head["Content-Type"] = http.headers.get("content-type", "")
-        is_json = head.get_content_type() == "application/json"
-        if not is_json or head.get_content_charset("utf-8") != "utf-8":
+        head["Content-Type"] = said
+        # a web page must say what makes its browser ask for permission
+        kinds = (_JSON,) if "origin" in http.headers else (_JSON, _UNSAID)
+        if head.get_content_type() not in kinds or head.get_content_charset("utf-8") != "utf-8":
             raise _media_type("the content type must be application/json in UTF-8")
         if http.headers.get("content-encoding", "identity").lower() != "identity":
             raise _media_type("the body must not be compressed")
@@ -180,6 +198,7 @@ class Service:
             request = parse(kind, await http.body())
         except ClientDisconnect:
             raise ApiError(GONE, "the client went away", code="client_gone") from None
+        http.scope["state"]["without_effect"] = sorted(WITHOUT_EFFECT & request.model_fields_set)
         self._check_model(request.model)
         return request
 
@@ -187,7 +206,7 @@ class Service:
         if name != self._options.model_name:
             raise ApiError(
                 404,
-                f"the model {name[:60]!r} does not exist",
+                f"the model {shown(name)} does not exist",
                 code="model_not_found",
                 param="model",
             )
@@ -195,7 +214,12 @@ class Service:
     def _policy(self, http: Request) -> Policy:
         state = http.scope["state"]
         left_s = state["deadline_s"] - time.monotonic()
-        return Policy(left_s, self._options.default_max_tokens, state["caller"].salt)
+        return Policy(
+            left_s,
+            self._options.default_max_tokens,
+            self._options.shorten_max_tokens,
+            state["caller"].salt,
+        )
 
     async def _whole(
         self,

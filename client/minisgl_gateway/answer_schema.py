@@ -118,6 +118,25 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class Tokenized(BaseModel):
+    """The tokens of a prompt, as vLLM has them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="as the vocabulary spells them")
+
+
+class Detokenized(BaseModel):
+    """The text of tokens, special ones spelled out."""
+
+    prompt: str
+
+
+class Version(BaseModel):
+    version: str
+
+
 class Error(BaseModel):
     message: str
     type: str

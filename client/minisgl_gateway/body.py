@@ -8,17 +8,50 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
+from email.message import Message
 from typing import Any, Final, TypeVar
 
+from fastapi import Request
 from minisgl_client import strict_json
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from starlette.requests import ClientDisconnect
 
-from minisgl_gateway.errors import ApiError, invalid, shown, unsupported
-from minisgl_gateway.schema import NOT_ENFORCED, NOT_OFFERED, GenerationRequest
+from minisgl_gateway.errors import GONE, ApiError, invalid, shown, unsupported
+from minisgl_gateway.schema import NOT_ENFORCED, NOT_OFFERED, WITHOUT_EFFECT
 
 MAX_DEPTH: Final = 32
-_Request = TypeVar("_Request", bound=GenerationRequest)
+_JSON: Final = "application/json"
+_UNSAID: Final = "application/x-www-form-urlencoded"
+"""What curl says of a body if its user says nothing."""
+_Request = TypeVar("_Request", bound=BaseModel)
+
+
+async def received(kind: type[_Request], http: Request) -> _Request:
+    """The request that a caller sends; raises ``ApiError``.
+
+    What it says without effect is left in the state, for a header of the answer.
+    """
+    said = http.headers.get("content-type", "")
+    # a web page must say what makes its browser ask for permission
+    is_page = "origin" in http.headers
+    head = Message()
+    head["Content-Type"] = said if said or is_page else _JSON
+    kinds = (_JSON,) if is_page else (_JSON, _UNSAID)
+    if head.get_content_type() not in kinds or head.get_content_charset("utf-8") != "utf-8":
+        raise _media_type("the content type must be application/json in UTF-8")
+    if http.headers.get("content-encoding", "identity").lower() != "identity":
+        raise _media_type("the body must not be compressed")
+    try:
+        request = parse(kind, await http.body())
+    except ClientDisconnect:
+        raise ApiError(GONE, "the client went away", code="client_gone") from None
+    http.scope["state"]["without_effect"] = sorted(WITHOUT_EFFECT & request.model_fields_set)
+    return request
+
+
+def _media_type(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type")
 
 
 def parse(kind: type[_Request], body: bytes) -> _Request:
@@ -57,7 +90,7 @@ def _is_shallow(value: Any, depth: int) -> bool:
     return depth > 0 and all(_is_shallow(child, depth - 1) for child in children)
 
 
-def _offered(kind: type[GenerationRequest], fields: dict[str, Any]) -> dict[str, Any]:
+def _offered(kind: type[BaseModel], fields: dict[str, Any]) -> dict[str, Any]:
     """The fields without those that are null or change nothing; the rest must be known."""
     known = kind.model_fields
     neutral = NOT_OFFERED[kind]

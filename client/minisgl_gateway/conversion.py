@@ -21,6 +21,7 @@ from minisgl_gateway.schema import (
     CompletionRequest,
     GenerationRequest,
     Message,
+    Tool,
 )
 from minisgl_gateway.tool_calls import CLOSING, CallForm
 
@@ -76,6 +77,8 @@ def completion_generations(request: CompletionRequest, policy: Policy) -> list[G
             each = _seeded(parameters, choice)
             if isinstance(prompt, str):
                 echo = prompt if request.echo else ""
+                if not request.add_special_tokens:
+                    each = {**each, "add_special_tokens": False}
                 generations.append(Generation(each, prompt=prompt, echo=echo))
             else:
                 generations.append(Generation(each, input_ids=prompt))
@@ -107,7 +110,9 @@ def chat_generations(request: ChatCompletionRequest, policy: Policy) -> list[Gen
             )
         parameters["stop"] = [*stops, CLOSING]
         parameters["return_stop_reason"] = True
-    messages = [_message(message) for message in request.messages]
+    if not request.add_generation_prompt:
+        parameters["add_generation_prompt"] = False
+    messages = template_messages(request.messages)
     tools = _tools(request) if reads_calls else None
     return [
         Generation(_seeded(parameters, choice), messages=messages, tools=tools)
@@ -127,7 +132,7 @@ def call_form(request: ChatCompletionRequest) -> CallForm | None:
 def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]]:
     """What the model may call, in the form that chat templates know."""
     if request.tools:
-        return [tool.model_dump(exclude_none=True) for tool in request.tools]
+        return template_tools(request.tools)
     functions = [function.model_dump(exclude_none=True) for function in request.functions or ()]
     return [{"type": "function", "function": function} for function in functions]
 
@@ -207,6 +212,16 @@ def _salt(of_key: str, of_request: str | None) -> str | None:
     if not of_key or not of_request:
         return of_key or of_request
     return hashlib.sha256(f"{of_key} {of_request}".encode()).hexdigest()
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A chat as templates know it."""
+    return [_message(message) for message in messages]
+
+
+def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The tools of a chat as templates know them."""
+    return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -131,7 +131,8 @@ def api_error(error: client.MinisglError, fields: Container[str]) -> ApiError:
     if _NO_MODEL.match(str(error)):  # callers know the model by the gateway's name, not by this one
         return busy(503, "the engine does not have the model", "engine_unavailable")
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
-        message = _OTHER_NAMES.sub(lambda found: _NAMES[found[0]], str(error))
+        names = {**_NAMES, "input_ids": "tokens"} if "tokens" in fields else _NAMES
+        message = _OTHER_NAMES.sub(lambda found: names[found[0]], str(error))
         word = re.split(r"\W", message, maxsplit=1)[0]
         if word == "prompt" and word not in fields:
             word = "messages"

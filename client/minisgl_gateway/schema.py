@@ -120,6 +120,9 @@ class CompletionRequest(GenerationRequest):
     )
     echo: bool = Field(False, description="the prompt, if it is text, stands before the answer")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: bool = Field(
+        True, description="those that the tokenizer puts around a text"
+    )
 
 
 def _cache_control() -> Any:
@@ -215,6 +218,7 @@ Message = Annotated[
     SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
     Field(discriminator="role"),
 ]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 class OlderFunction(_Strict):
@@ -247,7 +251,7 @@ class Tool(_Strict):
 class ChatCompletionRequest(GenerationRequest):
     """A chat to be continued by the assistant."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: int | None = Field(
         None, ge=NO_LIMIT, lt=2**31, description="the newer name of max_tokens"
     )
@@ -265,6 +269,9 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the chat template, such as enable_thinking"
     )
+    add_generation_prompt: bool = Field(
+        True, description="the template ends with the beginning of an answer"
+    )
     enable_thinking: bool | None = Field(
         None, description="the same variable of the chat template, if it has one"
     )
@@ -280,6 +287,28 @@ class ChatCompletionRequest(GenerationRequest):
         if choice == "required" or isinstance(choice, dict):
             raise _not_enforced("'none' and 'auto'")
         return choice
+
+
+class TokenizeRequest(_Strict):
+    """A text or a chat whose tokens are asked for, in vLLM's form."""
+
+    model: str | None = None
+    prompt: str | None = Field(None, description="a text; either this or messages")
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="those that the tokenizer puts around a text; true for one"
+    )
+    add_generation_prompt: bool = Field(True, description="for messages")
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(_Strict):
+    """Tokens whose text is asked for."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 def _not_enforced(offered: str) -> PydanticCustomError:
@@ -327,7 +356,6 @@ _BOTH: Final[dict[str, tuple[Any, ...]]] = {
     "xtc_probability": (0,),
 }
 _CHAT: Final[dict[str, tuple[Any, ...]]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
@@ -339,18 +367,17 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "prediction": (),
     "web_search_options": (),
 }
-_COMPLETION: Final[dict[str, tuple[Any, ...]]] = {
-    "add_special_tokens": (True,),
-    "suffix": ("",),
+_TOKENIZE: Final[dict[str, tuple[Any, ...]]] = {
+    name: _CHAT[name] for name in ("chat_template", "continue_final_message", "mm_processor_kwargs")
 }
 
-NOT_OFFERED: Final[Mapping[type[GenerationRequest], Mapping[str, tuple[Any, ...]]]] = (
-    MappingProxyType(
-        {
-            CompletionRequest: MappingProxyType({**_BOTH, **_COMPLETION}),
-            ChatCompletionRequest: MappingProxyType({**_BOTH, **_CHAT}),
-        }
-    )
+NOT_OFFERED: Final[Mapping[type[BaseModel], Mapping[str, tuple[Any, ...]]]] = MappingProxyType(
+    {
+        CompletionRequest: MappingProxyType({**_BOTH, "suffix": ("",)}),
+        ChatCompletionRequest: MappingProxyType({**_BOTH, **_CHAT}),
+        TokenizeRequest: MappingProxyType(_TOKENIZE),
+        DetokenizeRequest: MappingProxyType({}),
+    }
 )
 """By kind of request: names, and the values with which each is accepted; null always is."""
 

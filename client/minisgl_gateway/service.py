@@ -13,20 +13,19 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from email.message import Message
 from typing import Any, Final, TypeVar
 
 from minisgl_client.answer import Result
 from minisgl_client.client import AsyncClient
 from minisgl_client.errors import MinisglError
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.admission import Admission
 from minisgl_gateway.answers import Counts, Heading, chat_answer, completion_answer
-from minisgl_gateway.body import parse
+from minisgl_gateway.body import received
 from minisgl_gateway.conversion import (
     Generation,
     Policy,
@@ -36,7 +35,7 @@ from minisgl_gateway.conversion import (
     continues_usage,
     includes_usage,
 )
-from minisgl_gateway.errors import GONE, ApiError, api_error, busy, shown
+from minisgl_gateway.errors import GONE, ApiError, api_error, busy
 from minisgl_gateway.event_stream import (
     Disconnected,
     EventStream,
@@ -47,19 +46,12 @@ from minisgl_gateway.event_stream import (
 from minisgl_gateway.events import DONE, ChatWriter, CompletionWriter, Writer, usage_event
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Caller
-from minisgl_gateway.schema import (
-    WITHOUT_EFFECT,
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-)
+from minisgl_gateway.lookups import Lookups
+from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 _Request = TypeVar("_Request", bound=GenerationRequest)
-_JSON: Final = "application/json"
-_UNSAID: Final = "application/x-www-form-urlencoded"
-"""What curl says of a body if its user says nothing."""
 _HEALTH_S: Final = 5.0
 _PROBED_S: Final = 1.0
 
@@ -75,12 +67,18 @@ class _Probe:
 class Service:
     """One gateway in front of one engine."""
 
-    def __init__(self, options: GatewayOptions, engine: AsyncClient, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        options: GatewayOptions,
+        engine: AsyncClient,
+        lookups: Lookups,
+        telemetry: Telemetry,
+    ) -> None:
         self._options = options
         self._engine = engine
+        self._lookups = lookups
         self._telemetry = telemetry
         self._admission = Admission(options.max_requests, options.max_requests_per_key)
-        self._started = int(time.time())
         self._probing = asyncio.Lock()
         self._probe = _Probe(is_ready=False, until_s=0.0)
 
@@ -88,7 +86,7 @@ class Service:
 
     async def chat(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
-        request = await self._parsed(ChatCompletionRequest, http)
+        request = await self._received(ChatCompletionRequest, http)
         caller: Caller = http.scope["state"]["caller"]
         generations = chat_generations(request, self._policy(http))
         heading = Heading.of("chatcmpl", request.model)
@@ -120,7 +118,7 @@ class Service:
 
     async def completions(self, http: Request) -> Response:
         """POST /v1/completions."""
-        request = await self._parsed(CompletionRequest, http)
+        request = await self._received(CompletionRequest, http)
         caller: Caller = http.scope["state"]["caller"]
         generations = completion_generations(request, self._policy(http))
         heading = Heading.of("cmpl", request.model)
@@ -147,17 +145,6 @@ class Service:
         ]
         return self._streamed(caller, heading, generations, writers, request, "text_completion")
 
-    async def models(self) -> schema.ModelList:
-        """GET /v1/models."""
-        return schema.ModelList(
-            data=[schema.Model(id=self._options.model_name, created=self._started)]
-        )
-
-    async def model(self, name: str) -> schema.Model:
-        """GET /v1/models/{name}; raises ``ApiError`` 404."""
-        self._check_model(name)
-        return (await self.models()).data[0]
-
     async def health(self) -> schema.Health:
         """GET /health; raises ``ApiError`` 503 if the engine takes no requests.
 
@@ -182,34 +169,10 @@ class Service:
 
     # --- the way of a request ----------------------------------------------------------------
 
-    async def _parsed(self, kind: type[_Request], http: Request) -> _Request:
-        said = http.headers.get("content-type", "")
-        if "origin" not in http.headers and not said:
-            said = _JSON
-        head = Message()
-        head["Content-Type"] = said
-        # a web page must say what makes its browser ask for permission
-        kinds = (_JSON,) if "origin" in http.headers else (_JSON, _UNSAID)
-        if head.get_content_type() not in kinds or head.get_content_charset("utf-8") != "utf-8":
-            raise _media_type("the content type must be application/json in UTF-8")
-        if http.headers.get("content-encoding", "identity").lower() != "identity":
-            raise _media_type("the body must not be compressed")
-        try:
-            request = parse(kind, await http.body())
-        except ClientDisconnect:
-            raise ApiError(GONE, "the client went away", code="client_gone") from None
-        http.scope["state"]["without_effect"] = sorted(WITHOUT_EFFECT & request.model_fields_set)
-        self._check_model(request.model)
+    async def _received(self, kind: type[_Request], http: Request) -> _Request:
+        request = await received(kind, http)
+        self._lookups.check_model(request.model)
         return request
-
-    def _check_model(self, name: str) -> None:
-        if name != self._options.model_name:
-            raise ApiError(
-                404,
-                f"the model {shown(name)} does not exist",
-                code="model_not_found",
-                param="model",
-            )
 
     def _policy(self, http: Request) -> Policy:
         state = http.scope["state"]
@@ -304,10 +267,6 @@ def _as_api_errors(kind: type[GenerationRequest]) -> Iterator[None]:
         yield
     except MinisglError as error:
         raise api_error(error, kind.model_fields) from error
-
-
-def _media_type(message: str) -> ApiError:
-    return ApiError(415, message, code="unsupported_media_type")
 
 
 def _call(heading: Heading, index: int, generation: Generation) -> dict[str, Any]:

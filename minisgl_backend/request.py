@@ -9,7 +9,7 @@ any number of ``Generated``, then exactly one terminal event, ``Finished`` or ``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, NewType, TypeAlias
@@ -172,6 +172,17 @@ class PromptLogprobs:
             self.ranks[begin:end],
             self.alternative_ids[begin:end],
             self.alternatives[begin:end],
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
+        """Those of all parts, of which there is at least one; all have as many alternatives."""
+        return cls(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.ranks for part in parts]),
+            np.concatenate([part.alternative_ids for part in parts]),
+            np.concatenate([part.alternatives for part in parts]),
         )
 
     def tokens(self) -> list[TokenLogprobs]:

@@ -18,7 +18,7 @@ class Parameters(TypedDict, total=False):
     """
 
     max_tokens: int | None
-    """Tokens to generate, 1 .. context - prompt; 16 if absent."""
+    """Tokens to generate, 1 .. context - prompt; 16 if absent. 0 with ``num_prompt_logprobs``."""
     max_new_tokens: int | None
     fit_max_tokens: bool | None
     """Fewer than ``max_tokens`` if there is no room for more; True if that is absent."""
@@ -53,6 +53,8 @@ class Parameters(TypedDict, total=False):
     """The model's end of sequence does not end the answer."""
     num_logprobs: int | None
     """Most likely tokens to tell at each position, 0 .. 20."""
+    num_prompt_logprobs: int | None
+    """Tell ``prompt_logprobs``, with that many of the most likely tokens a position, 0 .. 20."""
     return_logprobs: bool | None
     """Logprobs of the chosen tokens alone."""
     return_log_probs: bool | None
@@ -68,8 +70,12 @@ class Parameters(TypedDict, total=False):
     """The least time in ms between two deltas."""
     chat_template_kwargs: Mapping[str, Any] | str | None
     """Variables for the chat template, such as ``{"enable_thinking": False}``."""
+    add_generation_prompt: bool | None
+    """False: the text of ``messages`` does not end with the beginning of an answer."""
     parse_special_tokens: bool | None
     """Special-token text in the prompt becomes control tokens."""
+    add_special_tokens: bool | None
+    """False: the prompt does not get the special tokens that the tokenizer puts around a text."""
     exclude_input_in_output: bool | None
     """False: the prompt stands before the text; with ``generate(prompt)`` only."""
     sampling_parameters: Mapping[str, Any] | str | None

@@ -13,8 +13,8 @@ from minisgl_backend.wire.packets import Times
 class Output:
     """The output for one prompt: all of it (``generate``), or its new part (``stream``).
 
-    In a stream, ``text``, ``token_ids``, ``num_output_tokens`` and ``logprobs`` are those since the
-    last output, and add up to the whole; the other fields are about the request so far.
+    In a stream, ``text``, ``token_ids``, ``num_output_tokens`` and both kinds of logprobs are those
+    since the last output, and add up to the whole; the other fields are about the request so far.
     """
 
     index: int
@@ -33,6 +33,9 @@ class Output:
     """Tokens of the prompt that came from the prefix cache."""
     logprobs: Sequence[TokenLogprobs]
     """[num_output_tokens], each with ``num_logprobs`` alternatives; empty if not asked for."""
+    prompt_logprobs: Sequence[TokenLogprobs | None]
+    """[num_input_tokens], each with ``num_prompt_logprobs`` alternatives; None for the first token.
+    Empty if not asked for, and in a stream after the first output."""
     cumulative_logprob: float | None
     """The sum over all tokens so far; None if not asked for."""
     times: Times | None

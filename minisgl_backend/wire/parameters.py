@@ -39,6 +39,13 @@ INPUTS: Final[tuple[Input, ...]] = (
         top_level=True,
         text_only=True,
     ),
+    _flag(
+        "add_special_tokens",
+        "text_input gets the special tokens that the tokenizer puts around a text",
+        default=True,
+        top_level=True,
+        text_only=True,
+    ),
     _text(
         "messages",
         "a JSON list of chat messages; the model's chat template is applied. Special-token text in "
@@ -54,6 +61,13 @@ INPUTS: Final[tuple[Input, ...]] = (
         top_level=True,
         text_only=True,
     ),
+    _flag(
+        "add_generation_prompt",
+        "the text that the template makes of messages ends with the beginning of an answer",
+        default=True,
+        top_level=True,
+        text_only=True,
+    ),
     Input(name="input_ids", kind=Kind.INTEGERS, meaning="the prompt as token ids", top_level=True),
     _text("sampling_parameters", "a JSON object of the parameters below", top_level=True),
     _flag("stream", "false: exactly one response; true: one whenever there is new text"),
@@ -65,10 +79,11 @@ INPUTS: Final[tuple[Input, ...]] = (
     ),
     _integer(
         "max_tokens",
-        "tokens to generate, 1 .. context - prompt",
+        "tokens to generate, 1 .. context - prompt; 0 with num_prompt_logprobs: only the prompt is "
+        "computed",
         synonyms=("max_new_tokens",),
         default=16,
-        minimum=1,
+        minimum=0,
     ),
     _flag(
         "fit_max_tokens",
@@ -118,6 +133,13 @@ INPUTS: Final[tuple[Input, ...]] = (
         "num_logprobs",
         "alternatives a token in logprobs, 0 .. 20",
         parameter_synonyms=("logprobs", "top_logprobs"),
+        minimum=0,
+    ),
+    _integer(
+        "num_prompt_logprobs",
+        "asks for prompt_logprobs, with so many alternatives a token, 0 .. 20; then nothing of the "
+        "prompt is taken from the prefix cache",
+        parameter_synonyms=("prompt_logprobs",),
         minimum=0,
     ),
     _flag("return_logprobs", "logprobs of the chosen tokens alone", synonyms=("return_log_probs",)),
@@ -192,6 +214,13 @@ OUTPUTS: Final[tuple[Output, ...]] = (
         asked_by=_LOGPROBS,
     ),
     Output(
+        name="prompt_logprobs",
+        kind=Kind.TEXT,
+        meaning="the same of the prompt's tokens, each given those before it; null for the first. "
+        "With stream they come before the text, in parts that add up",
+        asked_by=("num_prompt_logprobs",),
+    ),
+    Output(
         name="cumulative_logprob",
         kind=Kind.NUMBER,
         meaning="sum over the chosen tokens so far",
@@ -223,6 +252,13 @@ OUTPUTS: Final[tuple[Output, ...]] = (
 REQUEST: Final = Tensor(name="request", kind=Kind.TEXT)
 """tokenizer -> llm_engine: the validated request (``record``)."""
 INPUT_IDS: Final = Tensor(name="input_ids", kind=Kind.INTEGERS)
+TOKEN_STRS: Final = Tensor(name="token_strs", kind=Kind.TEXTS)
+"""Of the tokenizer, for clients that ask it alone: the tokens as the vocabulary spells them."""
+TEXT: Final = Tensor(name="text", kind=Kind.TEXT)
+"""The same: the text of the tokens, special ones spelled out."""
+MAX_SEQUENCE_LENGTH: Final = Tensor(name="max_sequence_length", kind=Kind.INTEGER)
+"""The same: the most tokens of a prompt and its answer."""
+LOOKUPS: Final = (TOKEN_STRS, TEXT, MAX_SEQUENCE_LENGTH)
 OUTPUT_IDS: Final = Tensor(name="output_ids", kind=Kind.INTEGERS)
 CHUNK: Final = Tensor(name="chunk", kind=Kind.BYTES)
 """llm_engine -> detokenizer: token ids and what belongs to them (``packets``)."""
@@ -254,7 +290,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "guided_grammar": (),
         "logits_processors": (),
         "lora_name": (),
-        "prompt_logprobs": (),
         "response_format": ({"type": "text"},),
         "tool_choice": ("auto", "none"),
         "truncate_prompt_tokens": (),

@@ -113,6 +113,7 @@ def build(
         num_cached_tokens=given["return_num_cached_tokens"],
         perf_metrics=given["return_perf_metrics"],
         logprobs=given["num_logprobs"] is not None or given["return_logprobs"],
+        prompt_logprobs=given["num_prompt_logprobs"] is not None,
     )
     prompts = [name for name in PROMPTS if given[name] is not None]
     if given["stop_request"]:
@@ -163,6 +164,10 @@ def _earliest(timeout_ms: int | None, timeout_us: int) -> int | None:
 def _prompt(given: Mapping[str, Any], limits: Limits) -> Prompt:
     if given["parse_special_tokens"] and given["text_input"] is None:
         raise InvalidRequest("parse_special_tokens goes with text_input")
+    if not given["add_special_tokens"] and given["text_input"] is None:
+        raise InvalidRequest("add_special_tokens goes with text_input")
+    if not given["add_generation_prompt"] and given["messages"] is None:
+        raise InvalidRequest("add_generation_prompt goes with messages")
     for name in ("tools", "chat_template_kwargs"):
         if given[name] is not None and given["messages"] is None:
             raise InvalidRequest(f"{name} goes with messages")
@@ -173,9 +178,16 @@ def _prompt(given: Mapping[str, Any], limits: Limits) -> Prompt:
                 f"{name} must be at most {limits.prompt_bytes} bytes, got {len(text.encode())}"
             )
     if given["text_input"] is not None:
-        return TextPrompt(given["text_input"], given["parse_special_tokens"])
+        return TextPrompt(
+            given["text_input"], given["parse_special_tokens"], given["add_special_tokens"]
+        )
     if given["messages"] is not None:
-        return MessagesPrompt(given["messages"], given["tools"], given["chat_template_kwargs"])
+        return MessagesPrompt(
+            given["messages"],
+            given["tools"],
+            given["chat_template_kwargs"],
+            given["add_generation_prompt"],
+        )
     ids: IntArray = given["input_ids"]
     if not ids.size:
         raise InvalidRequest("input_ids must not be empty")
@@ -187,6 +199,8 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
         raise InvalidRequest(
             f"min_tokens must be <= max_tokens {given['max_tokens']}, got {given['min_tokens']}"
         )
+    if given["max_tokens"] == 0 and given["num_prompt_logprobs"] is None:
+        raise InvalidRequest("max_tokens must be >= 1 without num_prompt_logprobs, got 0")
     num_logprobs = given["num_logprobs"]
     if num_logprobs is None and (wanted.logprobs or wanted.cumulative_logprob):
         num_logprobs = 0
@@ -205,6 +219,7 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
         ignore_eos=given["ignore_eos"],
         logit_bias=given["logit_bias"],
         num_logprobs=num_logprobs,
+        num_prompt_logprobs=given["num_prompt_logprobs"],
     )
 
 
@@ -223,10 +238,9 @@ def _check_limits(given: Mapping[str, Any], limits: Limits) -> None:
                 f"stop must be strings of at most {limits.stop_string_bytes} bytes, "
                 f"got {len(text.encode())}"
             )
-    if (given["num_logprobs"] or 0) > limits.logprobs:
-        raise InvalidRequest(
-            f"num_logprobs must be <= {limits.logprobs}, got {given['num_logprobs']}"
-        )
+    for name in ("num_logprobs", "num_prompt_logprobs"):
+        if (given[name] or 0) > limits.logprobs:
+            raise InvalidRequest(f"{name} must be <= {limits.logprobs}, got {given[name]}")
     salt = given["cache_salt"]
     if len(salt) > limits.cache_salt_characters or not _SALT.fullmatch(salt):
         raise InvalidRequest(

@@ -60,9 +60,11 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: Sequence[TokenId],
     ) -> None:
-        """``load`` gives a tokenizer's definition and its special tokens (``TokenizerFacts``). It is
-        called by the first request that brings a grammar, which therefore waits for some seconds if
-        there are 150,000 tokens."""
+        """``load`` gives a tokenizer's definition and its special tokens (``TokenizerFacts``).
+
+        It is called by the first request that brings a grammar, which therefore waits for some
+        seconds if there are 150,000 tokens.
+        """
         self.num_words = -(-vocab_size // 32)
         self._load = load
         self._vocab_size = vocab_size
@@ -80,7 +82,10 @@ class Grammars:
 
     def compile(self, grammar: Grammar, done: Callable[[Matcher | MiniSGLError], None]) -> None:
         """Call ``done`` on another thread with a matcher, or with what is wrong."""
-        self._threads.submit(self._compile, grammar, done)
+        try:
+            self._threads.submit(self._compile, grammar, done)
+        except RuntimeError:  # the threads have ended
+            done(Overloaded("the server is shutting down"))
 
     def advance(self, matchers: Sequence[Matcher], token_ids: Sequence[TokenId]) -> list[bool]:
         """Take one more token of each answer; True for those that are complete by it."""
@@ -89,8 +94,9 @@ class Grammars:
             for index, (matcher, token_id) in enumerate(zip(matchers, token_ids, strict=True))
             if not matcher.skips(token_id)
         ]
-        self._fillers.consume_token_par([(inner, token_id) for _, inner, token_id in followed])
         ended = [False] * len(matchers)
+        if followed:
+            self._fillers.consume_token_par([(inner, token_id) for _, inner, token_id in followed])
         for index, inner, _ in followed:
             ended[index] = inner.is_stopped()
         return ended

@@ -17,6 +17,7 @@ is not known here (``vetting``).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
 MAX_SOURCE_BYTES: Final = 256 * 1024
 """Of a grammar's source; the largest schemas of public collections have about 100 KiB."""
+_UNKNOWN_KEYS: Final = re.compile(r"Unimplemented keys: (\[[^\]]*\])")
 
 
 def check_source(grammar: Grammar) -> None:
@@ -59,6 +61,17 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> st
         return grammar_from("grammar", source)
     except ValueError as error:
         raise InvalidRequest(f"the grammar is wrong: {one_line(str(error))}") from error
+
+
+def complaint(error: str, grammar: Grammar) -> str:
+    """An error of llguidance in one line, with the places of the keywords that it names."""
+    line = one_line(error)
+    named = _UNKNOWN_KEYS.match(line)
+    if named is None or grammar.kind is not GrammarKind.JSON_SCHEMA:
+        return line
+    keys = json.loads(named[1])
+    places = places_of(json.loads(grammar.source), keys)
+    return f"{' and '.join(keys)} is not supported, at {', '.join(places[:5])}"
 
 
 def places_of(schema: Any, keys: Collection[str], place: str = "#") -> list[str]:

@@ -28,7 +28,7 @@ from typing import IO, Any, Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.grammar.sources import one_line, to_llguidance
+from minisgl_backend.grammar.sources import complaint, to_llguidance
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
 logger = logging.getLogger(__name__)
@@ -75,11 +75,11 @@ def limits() -> LLParserLimits:
 
 
 def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Raises ``InvalidRequest`` if llguidance does not take the grammar."""
+    """Raises ``InvalidRequest`` with llguidance's error, if it has one."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
     matcher.compute_bitmask()
     if matcher.is_error():
-        raise InvalidRequest(one_line(matcher.get_error()))
+        raise InvalidRequest(matcher.get_error())
     return matcher
 
 
@@ -187,7 +187,7 @@ def _serve(requests: IO[str], answers: IO[str]) -> None:
             new_matcher(tokenizer, grammar)
             answer = {"grammar": grammar}
         except InvalidRequest as error:
-            answer = {"error": str(error)}
+            answer = {"error": complaint(str(error), asked)}
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

@@ -2,8 +2,8 @@
 
 For most rows they are a few numbers. Penalties, biases, grammars and stop tokens that are held
 back change single logits before a token is chosen: their data for each token of the vocabulary is
-in a line of ``marks``, of ``bias`` and of ``masks``, which are never read for other rows. A mask, unlike
-the rest, is written anew for each token of its row.
+in a line of ``marks``, of ``bias`` and of ``masks``, which are never read for other rows. A mask,
+unlike the rest, is written anew for each token of its row.
 """
 
 from __future__ import annotations

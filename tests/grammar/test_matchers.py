@@ -1,0 +1,285 @@
+"""Every text that the masks allow follows its grammar, and what follows it is allowed."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import minisgl_backend
+from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded
+from minisgl_backend.grammar.matchers import Grammars, Matcher
+from minisgl_backend.request import Grammar, GrammarKind
+from minisgl_backend.text.detokenizer import TextStream
+from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
+from tests.grammar.schemas import SCHEMAS
+
+FOLDER: Final = Path(minisgl_backend.__file__).parent / "demo_model"
+VOCABULARY: Final = load_vocabulary(FOLDER)
+EOS: Final = 0
+NUM_EMBEDDINGS: Final = len(VOCABULARY) + 40  # as models pad them
+MOST_TOKENS: Final = 120
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(
+        lambda: load_definition(FOLDER), vocab_size=NUM_EMBEDDINGS, eos_token_ids=(EOS,)
+    )
+    yield made
+    made.close()
+
+
+def compiled(grammars: Grammars, kind: str, source: Any, **more: Any) -> Matcher:
+    """Raises what is wrong with the grammar."""
+    text = source if isinstance(source, str) else json.dumps(source)
+    found: list[object] = []
+    ready = threading.Event()
+
+    def done(outcome: object) -> None:
+        found.append(outcome)
+        ready.set()
+
+    grammars.compile(Grammar(GrammarKind(kind), text, **more), done)
+    assert ready.wait(60)
+    if isinstance(found[0], MiniSGLError):
+        raise found[0]
+    assert isinstance(found[0], Matcher)
+    return found[0]
+
+
+def allowed(grammars: Grammars, matcher: Matcher) -> list[int]:
+    """The tokens of a mask."""
+    masks = np.empty((1, grammars.num_words), np.int32)
+    assert grammars.fill([matcher], masks) == {}
+    bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
+    assert not bits[len(VOCABULARY) : NUM_EMBEDDINGS].any()
+    return np.flatnonzero(bits[: len(VOCABULARY)]).tolist()
+
+
+def walk(grammars: Grammars, matcher: Matcher, chance: random.Random) -> str | None:
+    """A text of random allowed tokens, the shorter ones more often; None if it does not end."""
+    tokens: list[int] = []
+    for _ in range(MOST_TOKENS):
+        options = allowed(grammars, matcher)
+        assert options, "nothing may follow, though the answer is not complete"
+        if EOS in options and chance.random() < 0.5:
+            token = EOS
+        else:
+            few = chance.sample(options, min(4, len(options)))
+            token = min(few, key=lambda option: len(VOCABULARY.pieces[option]))
+        tokens.append(token)
+        if grammars.advance([matcher], [token]) == [True]:
+            return TextStream(VOCABULARY).push(tokens, final=True).text
+    return None
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32))
+def test_what_ends_is_valid(grammars: Grammars, schema: dict[str, Any], seed: int) -> None:
+    matcher = compiled(grammars, "json_schema", schema)
+    text = walk(grammars, matcher, random.Random(seed))
+    if text is not None:
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    "expression", ["[a-z]{3,8}@[a-z]+[.]com", r"\d+(,\d+)*", "(yes|no)( really)?", "[äöü]+|日本?"]
+)
+def test_expressions_match_as_a_whole(grammars: Grammars, expression: str) -> None:
+    for seed in range(8):
+        matcher = compiled(grammars, "regex", expression)
+        text = walk(grammars, matcher, random.Random(seed))
+        assert text is None or re.fullmatch(expression, text)
+
+
+def test_a_choice_is_one_of_its_strings(grammars: Grammars) -> None:
+    choices = ["Paris", "Par", 'a "quote"', "new\nline", "ünï", "back\\slash", "<|im_end|>x"]
+    seen = set()
+    for seed in range(60):
+        matcher = compiled(grammars, "choice", choices)
+        seen.add(walk(grammars, matcher, random.Random(seed)))
+    assert seen <= set(choices) and len(seen) > 3
+
+
+def test_grammars_of_both_dialects(grammars: Grammars) -> None:
+    lark = 'start: item ("," item)*\nitem: /[0-9]/ | "x"'
+    gbnf = 'root ::= item ("," item)*\nitem ::= [0-9] | "x"'
+    for source in (lark, gbnf):
+        for seed in range(5):
+            matcher = compiled(grammars, "grammar", source)
+            text = walk(grammars, matcher, random.Random(seed))
+            assert text is None or re.fullmatch("[0-9x](,[0-9x])*", text)
+
+
+def follow(grammars: Grammars, matcher: Matcher, text: str) -> bool:
+    """Whether the text is allowed, by the longest tokens that are; True only if it may end there.
+
+    Where only one text may follow, its usual tokens alone are allowed.
+    """
+    rest = text.encode()
+    while rest:
+        options = [token for token in allowed(grammars, matcher) if VOCABULARY.pieces[token]]
+        options = [token for token in options if rest.startswith(VOCABULARY.pieces[token])]
+        if not options:
+            return False
+        token = max(options, key=lambda option: len(VOCABULARY.pieces[option]))
+        rest = rest[len(VOCABULARY.pieces[token]) :]
+        if grammars.advance([matcher], [token]) == [True]:
+            return not rest
+    return EOS in allowed(grammars, matcher)
+
+
+def test_a_structural_tag_binds_what_follows_its_trigger(grammars: Grammars) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tag = {
+        "structures": [
+            {"begin": "<call=weather>", "schema": schema, "end": "</call>"},
+            {"begin": "<call=time>", "schema": {"type": "integer"}, "end": "</call>"},
+        ],
+        "triggers": ["<call="],
+    }
+
+    def is_allowed(text: str) -> bool:
+        return follow(grammars, compiled(grammars, "structural_tag", tag), text)
+
+    assert is_allowed("no call at all")
+    assert is_allowed('well <call=weather>{"city":"Paris"}</call> and <call=time>12</call>.')
+    assert not is_allowed('<call=weather>{"city":"Berlin"}</call>')
+    assert not is_allowed("<call=news>")
+    assert not is_allowed("<call=time>12")
+
+
+def test_a_trigger_may_be_a_special_token(grammars: Grammars) -> None:
+    tag = {
+        "structures": [{"begin": "<|im_start|>f", "schema": {"type": "null"}, "end": "<|im_end|>"}],
+        "triggers": ["<|im_start|>"],
+    }
+    matcher = compiled(grammars, "structural_tag", tag)
+    start, end = (VOCABULARY.names.index(name) for name in ("<|im_start|>", "<|im_end|>"))
+    assert start in allowed(grammars, matcher)
+    for token in (start, VOCABULARY.pieces.index(b"f")):
+        grammars.advance([matcher], [token])
+    while end not in (options := allowed(grammars, matcher)):
+        token = max(options, key=lambda option: len(VOCABULARY.pieces[option]))
+        assert VOCABULARY.pieces[token] and b"null".find(VOCABULARY.pieces[token]) >= 0
+        grammars.advance([matcher], [token])
+    assert options == [end]
+
+
+def test_before_the_grammar_all_but_the_end_is_allowed(grammars: Grammars) -> None:
+    marker = VOCABULARY.names.index("<|im_start|>")
+    matcher = compiled(grammars, "choice", ["x"], begins_after=marker)
+    everything = set(range(len(VOCABULARY))) - {EOS}
+    for token in (500, 700):
+        masks = np.empty((1, grammars.num_words), np.int32)
+        grammars.fill([matcher], masks)
+        bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
+        assert everything <= set(np.flatnonzero(bits)) and not bits[EOS]
+        assert grammars.advance([matcher], [token]) == [False]
+    assert grammars.advance([matcher], [marker]) == [False]
+    assert [VOCABULARY.pieces[token] for token in allowed(grammars, matcher)] == [b"x"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "complaint"),
+    [
+        ("json_schema", {"type": "object", "not": {}}, r"not.*at #/not"),
+        (
+            "json_schema",
+            {"properties": {"a": {"items": {"uniqueItems": True}}}},
+            "uniqueItems.*at #/properties/a/items/uniqueItems",
+        ),
+        ("json_schema", "{", "must be JSON"),
+        ("json_schema", [1], "must be an object"),
+        ("json_schema", {"$ref": "#/$defs/none"}, "none"),
+        ("json_schema", {"$ref": "https://example.org/schema"}, "example.org"),
+        ("regex", "((", "unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("choice", [], "at least one string"),
+        ("choice", ["a", 1], "at least one string"),
+        ("choice", "yes", "must be JSON"),
+        ("grammar", "start: missing", 'unknown name: "missing"'),
+        ("grammar", "root ::= (", "grammar is wrong|Expected|Failed"),
+        ("structural_tag", {"structures": []}, "structures must be"),
+        (
+            "structural_tag",
+            {"structures": [{"begin": "x"}], "triggers": ["<"]},
+            r"structures\[0\].begin must be begun by a trigger",
+        ),
+        ("regex", "x" * 300_000, "at most 262144 bytes"),
+    ],
+)
+def test_a_wrong_grammar_is_refused_with_its_place(
+    grammars: Grammars, kind: str, source: Any, complaint: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=complaint) as caught:
+        compiled(grammars, kind, source)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+HOSTILE: Final = {
+    "rules that overflow a stack": (
+        "grammar",
+        "start: r0\n" + "\n".join(f'r{n}: "x" r{n + 1}' for n in range(9000)) + '\nr9000: "y"',
+    ),
+    "thousands of properties": (
+        "json_schema",
+        {"type": "object", "properties": {f"f{n}": {"type": "string"} for n in range(5000)}},
+    ),
+    "choices of everything": (
+        "json_schema",
+        {"allOf": [{"anyOf": [{"properties": {f"{a}{b}": {}}} for a in "abc"]} for b in range(14)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_fails_alone(grammars: Grammars, name: str) -> None:
+    kind, source = HOSTILE[name]
+    with pytest.raises(InvalidRequest, match=r"too large|longer than"):
+        compiled(grammars, kind, source)
+    assert walk(grammars, compiled(grammars, "choice", ["ok"]), random.Random(0)) == "ok"
+
+
+def test_a_state_that_explodes_fails_alone(grammars: Grammars) -> None:
+    """Its mask would take too much work."""
+    heavy = compiled(grammars, "regex", "(.*a.{1,30}){20}")
+    fine = compiled(grammars, "regex", "[ab]+")
+    masks = np.empty((2, grammars.num_words), np.int32)
+    a = VOCABULARY.pieces.index(b"a")
+    for _ in range(400):
+        failed = grammars.fill([heavy, fine], masks)
+        assert 1 not in failed
+        if failed:
+            assert "too complex" in str(failed[0])
+            return
+        grammars.advance([heavy, fine], [a, a])
+    pytest.fail("the limits of a step were not reached")
+
+
+def test_nothing_is_compiled_after_the_end() -> None:
+    closed = Grammars(
+        lambda: load_definition(FOLDER), vocab_size=NUM_EMBEDDINGS, eos_token_ids=(EOS,)
+    )
+    closed.close()
+    closed.close()
+    with pytest.raises(Overloaded):
+        compiled(closed, "choice", ["x"])

@@ -17,7 +17,7 @@ from minisgl_backend.cli.options import Refused, engine_options, refusing, trito
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
-from minisgl_backend.precheck import check_options, checked_spec, device_type
+from minisgl_backend.precheck import check_meeting_point, check_options, checked_spec, device_type
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.launch import ServerOptions, numeric, raise_descriptor_limit
@@ -130,6 +130,7 @@ def checked(options: EngineOptions) -> EngineOptions:
     """The options, ``located``; ``ConfigError`` if the engine could not start with them."""
     device = device_type(options)
     check_options(options, device)
+    check_meeting_point(options)
     options = located(options)
     checked_spec(options, Path(options.model), device)
     check_tokenizer(Path(options.tokenizer or options.model))

@@ -272,6 +272,10 @@ def test_what_ranks_cannot_do_is_refused_before_any_process_starts() -> None:
         ({"tensor_parallel_size": 2, "comm": "nccl"}, "comm=nccl does not work on cpu"),
         ({"tensor_parallel_size": 3}, "cannot be split evenly over 3"),
         ({"tensor_parallel_size": 2, "distributed_address": "nowhere"}, "must be HOST:PORT"),
+        (
+            {"tensor_parallel_size": 2, "distributed_address": "192.0.2.1:5555"},
+            r"^distributed_address 192\.0\.2\.1:5555 is not an address of this machine",
+        ),
     ):
         options = EngineOptions.from_mapping({"device": "cpu", "num_pages": 8, **wrong})
         with pytest.raises(ConfigError, match=message):

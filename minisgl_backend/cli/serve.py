@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -28,6 +29,8 @@ from minisgl_backend.server.supervisor import Supervisor
 from minisgl_backend.text.tokenizer import check_tokenizer
 
 _QUESTION = "What is the capital of France?"
+_LAST_ANSWERS_S = 5
+"""Time for the last errors after the drain; it usually takes one or two."""
 _PORT = click.IntRange(0, 65535)
 
 
@@ -85,7 +88,7 @@ def serve(
         grpc_port=grpc_port,
         metrics_port=metrics_port,
         log_verbose=log_verbose,
-        exit_timeout_s=int(options.drain_timeout_s) + 10,
+        exit_timeout_s=math.ceil(options.drain_timeout_s) + _LAST_ANSWERS_S,
     )
     if not (server_options.is_local or allow_remote):
         raise Refused(

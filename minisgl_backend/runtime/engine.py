@@ -29,8 +29,8 @@ from minisgl_backend.request import (
     Sink,
 )
 from minisgl_backend.runtime.capacity import Capacity
-from minisgl_backend.runtime.inbox import Abort, Fail, OpenRequest, Stop
-from minisgl_backend.runtime.loop import Loop
+from minisgl_backend.runtime.loop import Abort, Fail, Loop, Stop
+from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.runtime.recorder import EngineStats, Recorder, Refusal, Samples
 from minisgl_backend.runtime_files import State

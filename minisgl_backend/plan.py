@@ -24,7 +24,7 @@ import numpy as np
 from minisgl_backend.request import IntArray, RequestId, SamplingParams, TokenLogprobs
 
 NO_TOKEN: Final = -1
-"""In ``SampledTokens``: the logits of the row were not finite."""
+"""In place of a token: the logits of the row were not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

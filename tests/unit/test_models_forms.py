@@ -1,4 +1,4 @@
-"""All forms of the decoder against transformers, on a CPU by the kernels' twins."""
+"""The decoder's ways to compute a step against transformers, on a CPU by the kernels' twins."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def pages_of(model: Decoder) -> list[PagedKV]:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
-    """If fused, a layer computes 5 tokens by its small form, and 40 by its wide one; else plainly.
+    """If fused, a layer computes 5 tokens as a small batch, and 40 as a wide one; else plainly.
 
     The case "broad" is large enough for the products of ``wide_linear``.
     """

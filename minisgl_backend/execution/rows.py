@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
@@ -21,6 +22,7 @@ from minisgl_backend.request import IntArray, SamplingParams
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
+_NO_ENTRIES: Final = np.empty((0, 3), np.int64)
 _LEAST_FACTOR: Final = 1e-30
 """Repetition penalties are clamped between this and its inverse: others could make logits infinite,
 which counts as broken."""
@@ -50,21 +52,43 @@ class DeviceRows:
         )
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Let requests take rows: copy to the device how each is sampled."""
-        table = self.table.sampling
+        """Let requests take rows: copy to the device how each is sampled, in one buffer of int64.
+
+        for each admission      row | seed | the bits of each of its numbers
+        for each mark and bias  row | token | the bits of its value
+        """
+        table, vocab_size = self.table.sampling, self.table.sampling.vocab_size
         numbers = np.empty((len(admissions), len(COLUMNS)), np.float32)
+        marks, biases = [_NO_ENTRIES], [_NO_ENTRIES]
         for index, admission in enumerate(admissions):
-            marks = marks_of(admission, table.vocab_size)
-            bias = bias_of(admission.sampling, table.vocab_size)
-            numbers[index] = _numbers(
-                admission, table.vocab_size, marked=marks is not None, biased=bias is not None
-            )
-            self._write_line(table.marks[admission.row], marks)
-            self._write_line(table.bias[admission.row], bias)
-        rows = self._device.upload(np.array([admission.row for admission in admissions], np.int64))
+            row = admission.row
+            of_marks, of_bias = marks_of(admission, vocab_size), bias_of(admission, vocab_size)
+            # a line without entries is never read, so it is left as it is
+            if of_marks is not None:
+                table.marks[row].zero_()
+                marks.append(_entries(row, *of_marks))
+            if of_bias is not None:
+                table.bias[row].zero_()
+                biases.append(_entries(row, *of_bias))
+            is_marked, is_biased = of_marks is not None, of_bias is not None
+            numbers[index] = _numbers(admission, vocab_size, marked=is_marked, biased=is_biased)
+        rows = [admission.row for admission in admissions]
         seeds = np.array([admission.sampling.seed for admission in admissions], np.uint64)
-        table.numbers[rows] = self._device.upload(numbers)
-        table.seeds[rows] = self._device.upload(seeds.view(np.int64))
+        parts = [
+            np.column_stack([rows, seeds.view(np.int64), numbers.view(np.int32)]),
+            np.concatenate(marks),
+            np.concatenate(biases),
+        ]
+        buffer = self._device.upload(np.concatenate([part.ravel() for part in parts]))
+        pieces = buffer.split([part.size for part in parts])
+        shaped = (piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
+        lines, *entries = shaped  # [num_admissions, 2 + len(COLUMNS)]; [num_entries, 3] twice
+        table.seeds[lines[:, 0]] = lines[:, 1]
+        table.numbers[lines[:, 0]] = lines[:, 2:].int().view(torch.float32)
+        for target, of_target in zip((table.marks, table.bias), entries, strict=True):
+            if len(of_target):
+                to_rows, tokens, values = of_target.unbind(1)
+                target[to_rows, tokens] = values.int().view(target.dtype)
 
     def grant(self, rows: IntArray, indices: IntArray, pages: IntArray) -> None:
         """Write grants to the page table: pages[row, index] = page. Each is int32[num_grants]."""
@@ -81,14 +105,10 @@ class DeviceRows:
         pages = self.table.pages[rows, positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
 
-    def _write_line(
-        self, line: Tensor, entries: tuple[HostArray, IntArray | FloatArray] | None
-    ) -> None:
-        """Write the values of these tokens, and 0 for all others; a line without entries is never
-        read, so it is left as it is."""
-        if entries is not None:
-            tokens, values = entries
-            line.zero_()[self._device.upload(tokens)] = self._device.upload(values)
+
+def _entries(row: int, tokens: HostArray, values: IntArray | FloatArray) -> HostArray:
+    """Row, token and the bits of the value for each token: int64[num_tokens, 3]."""
+    return np.column_stack([np.full_like(tokens, row), tokens, values.view(np.int32)])
 
 
 def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray] | None:
@@ -108,10 +128,10 @@ def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray
     return tokens, line[tokens].astype(np.int32)
 
 
-def bias_of(params: SamplingParams, vocab_size: int) -> tuple[HostArray, FloatArray] | None:
+def bias_of(admission: Admission, vocab_size: int) -> tuple[HostArray, FloatArray] | None:
     """Tokens int64[n] and the biases of their logits, float32[n]; None if there are none."""
     known = range(vocab_size)
-    bias = [(token, value) for token, value in params.logit_bias if token in known]
+    bias = [(token, value) for token, value in admission.sampling.logit_bias if token in known]
     if not bias:
         return None
     ids, values = zip(*bias, strict=True)

@@ -48,8 +48,7 @@ class OutputHead(nn.Module):
         num_held = self._num_held(self.group.rank)
         held = Share(self.vocab_size, min(self.start, self.vocab_size), num_held)
         whole_input = Share(self.matrix.in_features, 0, self.matrix.in_features)
-        for name, place in self.matrix.places("", slice(num_held), held, whole_input):
-            yield name.removeprefix("."), place
+        yield from self.matrix.places("", slice(num_held), held, whole_input)
 
     def _num_held(self, rank: int) -> int:
         """The number of token ids whose rows a rank holds."""

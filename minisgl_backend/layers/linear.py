@@ -62,7 +62,7 @@ class MergedColumnLinear(nn.Module):
         begin = 0
         for name, share in self.parts.items():
             held = slice(begin, begin + share.size)
-            yield from self.matrix.places(f"../{name}", held, share, whole_input)
+            yield from self.matrix.places(f"../{name}.", held, share, whole_input)
             if self.bias is not None:
                 bias = self.bias.data[held]
                 yield f"../{name}.bias", WeightPlace(bias, (share.total,), 0, share.start)
@@ -107,7 +107,6 @@ class RowLinear(nn.Module):
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         out_features = self.matrix.out_features
         whole_output = Share(out_features, 0, out_features)
-        for name, place in self.matrix.places("", slice(None), whole_output, self.inputs):
-            yield name.removeprefix("."), place
+        yield from self.matrix.places("", slice(None), whole_output, self.inputs)
         if self.bias is not None:
             yield "bias", WeightPlace(self.bias.data, (out_features,))

@@ -57,12 +57,12 @@ class Matrix(nn.Module, ABC):
 
     @abstractmethod
     def places(
-        self, name: str, rows: slice, outs: Share, ins: Share
+        self, prefix: str, rows: slice, outs: Share, ins: Share
     ) -> Iterator[tuple[str, WeightPlace]]:
         """Where the checkpoint's tensors of one projection go: into ``rows`` of this matrix.
 
-        ``name`` is the projection's in the checkpoint; ``outs`` and ``ins`` are this rank's share
-        of its outputs and inputs.
+        Their names begin with ``prefix``; ``outs`` and ``ins`` are this rank's share of the
+        projection's outputs and inputs.
         """
 
     def cast(self, dtype: torch.dtype) -> None:
@@ -228,8 +228,8 @@ class DenseMatrix(Matrix):
         return self._fused and num_tokens > small_batch.MAX_BATCH_SIZE
 
     def places(
-        self, name: str, rows: slice, outs: Share, ins: Share
+        self, prefix: str, rows: slice, outs: Share, ins: Share
     ) -> Iterator[tuple[str, WeightPlace]]:
         target, shape = self.weight.data[rows], (outs.total, ins.total)
         dim, share = (0, outs) if outs.size < outs.total else (1, ins)
-        yield f"{name}.weight", WeightPlace(target, shape, dim, share.start)
+        yield f"{prefix}weight", WeightPlace(target, shape, dim, share.start)

@@ -109,6 +109,7 @@ class SelfAttention(nn.Module):
         pages."""
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
         q_weight, k_weight = (None, None) if norm is None else (norm.q, norm.k)
+        places = step.positions, step.slots, step.rotary_table, kv.keys, kv.values
         if kernel is not None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
             assert isinstance(self.qkv_proj.matrix, DenseMatrix)
@@ -116,11 +117,7 @@ class SelfAttention(nn.Module):
             return kernel(
                 rows,
                 self.qkv_proj.matrix.weight,
-                step.positions,
-                step.slots,
-                step.rotary_table,
-                kv.keys,
-                kv.values,
+                *places,
                 squares=squares,
                 eps=self.eps,
                 q_weight=q_weight,
@@ -132,11 +129,7 @@ class SelfAttention(nn.Module):
             )
         return qk_norm_rope_store(
             self.qkv_proj(x, pdl=step.pdl),
-            step.positions,
-            step.slots,
-            step.rotary_table,
-            kv.keys,
-            kv.values,
+            *places,
             num_heads=self.num_heads,
             q_weight=q_weight,
             k_weight=k_weight,

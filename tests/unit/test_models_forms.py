@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import Chunks, DecodeRows, PagedKV
-from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
+from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.kernels import wide_linear

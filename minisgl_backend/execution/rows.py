@@ -80,7 +80,7 @@ class DeviceRows:
             np.concatenate(biases),
         ]
         buffer = self._device.upload(np.concatenate([part.ravel() for part in parts]))
-        pieces = buffer.split([part.size for part in parts])
+        pieces = torch.split(buffer, [part.size for part in parts])
         shaped = (piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
         lines, *entries = shaped  # [num_admissions, 2 + len(COLUMNS)]; [num_entries, 3] twice
         table.seeds[lines[:, 0]] = lines[:, 1]

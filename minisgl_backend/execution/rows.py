@@ -22,7 +22,6 @@ from minisgl_backend.request import IntArray, SamplingParams
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
-_NO_ENTRIES: Final = np.empty((0, 3), np.int64)
 _LEAST_FACTOR: Final = 1e-30
 """Repetition penalties are clamped between this and its inverse: others could make logits infinite,
 which counts as broken."""
@@ -54,41 +53,34 @@ class DeviceRows:
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Let requests take rows: copy to the device how each is sampled, in one buffer of int64.
 
-        for each admission      row | seed | the bits of each of its numbers
-        for each mark and bias  row | token | the bits of its value
+        of each admission             row | seed | the bits of each of its numbers
+        of each line that it changes  tokens | the bits of their values
         """
         table, vocab_size = self.table.sampling, self.table.sampling.vocab_size
-        numbers = np.empty((len(admissions), len(COLUMNS)), np.float32)
-        marks, biases = [_NO_ENTRIES], [_NO_ENTRIES]
-        for index, admission in enumerate(admissions):
-            row = admission.row
-            of_marks, of_bias = marks_of(admission, vocab_size), bias_of(admission, vocab_size)
-            # a line without entries is never read, so it is left as it is
-            if of_marks is not None:
-                table.marks[row].zero_()
-                marks.append(_entries(row, *of_marks))
-            if of_bias is not None:
-                table.bias[row].zero_()
-                biases.append(_entries(row, *of_bias))
-            is_marked, is_biased = of_marks is not None, of_bias is not None
-            numbers[index] = _numbers(admission, vocab_size, marked=is_marked, biased=is_biased)
-        rows = [admission.row for admission in admissions]
-        seeds = np.array([admission.sampling.seed for admission in admissions], np.uint64)
-        parts = [
-            np.column_stack([rows, seeds.view(np.int64), numbers.view(np.int32)]),
-            np.concatenate(marks),
-            np.concatenate(biases),
-        ]
+        rows = np.empty((len(admissions), 2 + len(COLUMNS)), np.int64)
+        parts, lines = [rows], list[Tensor]()  # the lines of all parts but the first
+        for of_row, admission in zip(rows, admissions, strict=True):
+            marks, bias = marks_of(admission, vocab_size), bias_of(admission, vocab_size)
+            is_marked, is_biased = marks is not None, bias is not None
+            numbers = _numbers(admission, vocab_size, marked=is_marked, biased=is_biased)
+            of_row[0] = admission.row
+            of_row[1:2].view(np.uint64)[0] = admission.sampling.seed
+            of_row[2:] = np.array(numbers, np.float32).view(np.int32)
+            for target, entries in ((table.marks, marks), (table.bias, bias)):
+                if entries is not None:  # a line without entries is never read, and stays as it is
+                    tokens, values = entries
+                    parts.append(np.stack([tokens, values.view(np.int32)]))
+                    lines.append(target[admission.row])
         buffer = self._device.upload(np.concatenate([part.ravel() for part in parts]))
-        pieces = torch.split(buffer, [part.size for part in parts])
-        shaped = (piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
-        lines, *entries = shaped  # [num_admissions, 2 + len(COLUMNS)]; [num_entries, 3] twice
-        table.seeds[lines[:, 0]] = lines[:, 1]
-        table.numbers[lines[:, 0]] = lines[:, 2:].int().view(torch.float32)
-        for target, of_target in zip((table.marks, table.bias), entries, strict=True):
-            if len(of_target):
-                to_rows, tokens, values = of_target.unbind(1)
-                target[to_rows, tokens] = values.int().view(target.dtype)
+        end = rows.size
+        of_rows = buffer[:end].view(rows.shape)
+        to_rows = of_rows[:, 0]
+        table.seeds[to_rows] = of_rows[:, 1]
+        table.numbers[to_rows] = of_rows[:, 2:].int().view(torch.float32)
+        for line, part in zip(lines, parts[1:], strict=True):
+            begin, end = end, end + part.size
+            to_tokens, bits = buffer[begin:end].view(part.shape)
+            line.zero_()[to_tokens] = bits.int().view(line.dtype)
 
     def grant(self, rows: IntArray, indices: IntArray, pages: IntArray) -> None:
         """Write grants to the page table: pages[row, index] = page. Each is int32[num_grants]."""
@@ -104,11 +96,6 @@ class DeviceRows:
         """
         pages = self.table.pages[rows, positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
-
-
-def _entries(row: int, tokens: HostArray, values: IntArray | FloatArray) -> HostArray:
-    """Row, token and the bits of the value for each token: int64[num_tokens, 3]."""
-    return np.column_stack([np.full_like(tokens, row), tokens, values.view(np.int32)])
 
 
 def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray] | None:

@@ -70,7 +70,8 @@ class Matrix(nn.Module, ABC):
         self.to(dtype)
 
     def lay_out(self, device: torch.device) -> None:
-        """Arrange the memory for ``device``, before the weights are loaded."""
+        """Arrange the memory for ``device``, before the weights are loaded. Only of linear layers:
+        those of a vocabulary also have their rows read one by one."""
 
     def add_gemm(
         self,

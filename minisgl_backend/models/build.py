@@ -18,6 +18,7 @@ from torch import nn
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels import linear_cut
 from minisgl_backend.layers.feed_forward import GatedMLP
+from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.weight_place import collect_places
 from minisgl_backend.models.decoder import Decoder
@@ -66,8 +67,8 @@ def build_model(
     _cast(model, dtype)
     model.to_empty(device=device)
     for module in model.modules():
-        if isinstance(module, Matrix):
-            module.lay_out(device)
+        if isinstance(module, (MergedColumnLinear, RowLinear)):
+            module.matrix.lay_out(device)
     if load_format == "dummy":
         fill_random(collect_places(model), seed)
     elif load_format == "auto":

@@ -147,7 +147,7 @@ class TwinCores:
             eps: float,
             bias: Tensor | None,
             pdl: bool,
-            **norms: Tensor | None,
+            **norms: Any,
         ) -> Tensor:
             assert weight.shape == ((num_heads + 2 * num_kv_heads) * head_dim, in_features)
             assert page_size == PAGE_SIZE and not fp8

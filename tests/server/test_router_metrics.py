@@ -7,6 +7,7 @@ are ``TRTLLM``, vLLM's are ``VLLM``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -55,7 +56,7 @@ def test_load_as_routers_read_it(paced_server: TritonServer) -> None:
     busy = {"queued": 1, "running": 2}
     idle = {"queued": 0, "running": 0, "usage": 0}
 
-    def says(expected: dict[str, float]) -> bool:
+    def says(expected: Mapping[str, float]) -> bool:
         page = Page(paced_server)
         return all(expected.items() <= page.read(names).items() for names in (TRTLLM, VLLM))
 

@@ -24,9 +24,9 @@ from minisgl_backend.request import IntArray, TokenId
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.length import LengthCheck
 from minisgl_backend.text.messages import parse_messages, parse_tools, parse_variables
-from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.vocabulary import Vocabulary
+from minisgl_backend.wire.generation import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -44,10 +44,10 @@ from minisgl_backend.tritonserver.tensors import (
     read_parameters,
     text_array,
 )
-from minisgl_backend.tritonserver.wire.generation import StopRequest
-from minisgl_backend.tritonserver.wire.parameters import INPUT_IDS, REQUEST
-from minisgl_backend.tritonserver.wire.parse import PROMPTS, parse_generation
-from minisgl_backend.tritonserver.wire.record import encode_record
+from minisgl_backend.wire.generation import StopRequest
+from minisgl_backend.wire.parameters import INPUT_IDS, REQUEST
+from minisgl_backend.wire.parse import PROMPTS, parse_generation
+from minisgl_backend.wire.record import encode_record
 
 logger = logging.getLogger(__name__)
 

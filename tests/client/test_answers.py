@@ -14,8 +14,8 @@ from minisgl_client import AsyncClient, Client, InvalidArgument, Parameters, wir
 
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.server.process import TritonServer
-from minisgl_backend.text.prompt import MessagesPrompt, TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.wire.generation import MessagesPrompt, TextPrompt
 from tests.client.ways import Way, all_ways, url_of
 from tests.server.client import generate
 

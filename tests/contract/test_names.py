@@ -11,8 +11,8 @@ from google.protobuf import text_format
 from minisgl_client import wire as client
 from tritonclient.grpc import model_config_pb2
 
-from minisgl_backend.tritonserver.wire.entries import Tensor
-from minisgl_backend.tritonserver.wire.parameters import (
+from minisgl_backend.wire.entries import Tensor
+from minisgl_backend.wire.parameters import (
     BY_NAME,
     CHUNK,
     INPUT_IDS,

@@ -19,23 +19,22 @@ from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import Overloaded
 from minisgl_backend.request import Failed, Finished, FinishReason, IntArray
 from minisgl_backend.runtime_files import QueueMarker
-from minisgl_backend.text.prompt import Prompt, TextPrompt
+from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.tokenizer import PromptEncoder
-from minisgl_backend.tritonserver.answer_stream import AnswerStream
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.detokenizer import TritonPythonModel as Detokenizer
 from minisgl_backend.tritonserver.tensors import bytes_array
 from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenizer
-from minisgl_backend.tritonserver.wire.answer import Answer
-from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
-from minisgl_backend.tritonserver.wire.packets import (
+from minisgl_backend.wire.answer import Answer
+from minisgl_backend.wire.generation import Generation, Prompt, StopRequest, TextPrompt
+from minisgl_backend.wire.packets import (
     Ack,
     Packet,
     StreamStart,
     Verdict,
     encode_packet,
 )
-from minisgl_backend.tritonserver.wire.record import decode_record
+from minisgl_backend.wire.record import decode_record
 from tests.fakes import pb_utils
 from tests.waiting import wait_until
 

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, LlamaTokenizer
 
 from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import ConfigError, InvalidRequest, RequestError, Unsupported
-from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
+from minisgl_backend.wire.generation import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from tests.fakes import vocabularies
 
 TEMPLATE = (

@@ -18,12 +18,19 @@ import numpy.typing as npt
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.request import IntArray, SamplingParams
-from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
-from minisgl_backend.tritonserver.wire import values
-from minisgl_backend.tritonserver.wire.entries import Input, Kind
-from minisgl_backend.tritonserver.wire.gather import gather, gather_values
-from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
-from minisgl_backend.tritonserver.wire.parameters import BY_NAME, DEFAULTS
+from minisgl_backend.wire import values
+from minisgl_backend.wire.entries import Input, Kind
+from minisgl_backend.wire.gather import gather, gather_values
+from minisgl_backend.wire.generation import (
+    Generation,
+    MessagesPrompt,
+    Prompt,
+    StopRequest,
+    TextPrompt,
+    TokenPrompt,
+    Wanted,
+)
+from minisgl_backend.wire.parameters import BY_NAME, DEFAULTS
 
 PROMPTS: Final = ("text_input", "messages", "input_ids")
 """A request has one of these, or is a ``stop_request``."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from minisgl_backend.tritonserver.wire.entries import Input, Kind, Output, Tensor
+from minisgl_backend.wire.entries import Input, Kind, Output, Tensor
 
 
 def _flag(name: str, meaning: str, *, default: bool = False, **more: Any) -> Input:

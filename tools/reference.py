@@ -82,8 +82,8 @@ def render() -> str:
                 ("name", "type", "asked for by", "meaning"),
                 (
                     (
-                        _names(output.tensors),
-                        _type(output.tensors[0]),
+                        _names([output.tensor]),
+                        _type(output.tensor),
                         ", ".join(f"`{name}`" for name in output.asked_by),
                         output.meaning,
                     )
@@ -128,7 +128,8 @@ def _names(tensors: Iterable[Tensor]) -> str:
 
 
 def _type(tensor: Tensor) -> str:
-    return f"{tensor.data_type.removeprefix('TYPE_')}[{tensor.dims}]"
+    dims = ", ".join(map(str, tensor.dims))
+    return f"{tensor.data_type.removeprefix('TYPE_')}[{dims}]"
 
 
 def _default(value: Any, absent: str = "") -> str:

@@ -40,6 +40,13 @@ null go inside `sampling_parameters`: over HTTP Triton itself refuses them as pa
 `invalid type`.
 """
 
+_OUTPUTS: Final = """\
+## Outputs
+Absent unless asked for by a flag that is true, `text_output` apart. Names, types and values are
+those of the backend that has them: the flags of vllm_backend bring its outputs, `return_log_probs`
+those of the TensorRT-LLM backend. `minisgl_batched` gives each output a batch dimension of 1 more.
+"""
+
 _ERRORS: Final = """\
 ## Errors
 One short sentence that starts with its code; of an ensemble Triton writes
@@ -77,7 +84,7 @@ def render() -> str:
             _REFUSED,
             *_table(("name", "accepted"), ((f"`{n}`", _words(v)) for n, v in NEUTRAL.items())),
             "",
-            "## Outputs\nAbsent unless asked for, `text_output` apart.\n",
+            _OUTPUTS,
             *_table(
                 ("name", "type", "asked for by", "meaning"),
                 (

@@ -25,7 +25,7 @@ class Kind(Enum):
     TIME_NS = auto()
     NUMBER = auto()
     NUMBER_ROWS = auto()
-    """[1, n]: a row for each beam, of which there is one."""
+    """[num_beams, n]; there is one beam."""
     BIASES = auto()
     """A JSON object {token id: bias}, as a string."""
     BYTES = auto()
@@ -52,10 +52,10 @@ DIMS: Final[Mapping[Kind, tuple[int, ...]]] = MappingProxyType(
         Kind.BYTES: (-1,),
         Kind.TEXTS: (-1,),
         Kind.INTEGERS: (-1,),
-        Kind.NUMBER_ROWS: (1, -1),
+        Kind.NUMBER_ROWS: (-1, -1),
     }
 )
-"""-1 stands for any number; all other kinds have one element, (1,)."""
+"""-1 stands for any number; what is not here has one element, (1,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

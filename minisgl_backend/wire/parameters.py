@@ -198,8 +198,8 @@ OUTPUTS: Final[tuple[Output, ...]] = (
     Output(
         name="logprobs",
         kind=Kind.TEXT,
-        meaning="JSON list, one a token: {token id: {logprob, rank, decoded_token}}, the chosen one "
-        "and num_logprobs others; null without num_logprobs",
+        meaning="JSON list, one a token: {token id: {logprob, rank, decoded_token}}, of the chosen "
+        "token first; null without num_logprobs",
         asked_by=("return_logprobs",),
     ),
     Output(

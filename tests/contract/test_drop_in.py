@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -130,7 +130,7 @@ def test_vllm_outputs_come_if_and_only_if_asked_for(
 
 
 def check_names_and_types(responses: Sequence[Arrays], flags: set[str]) -> None:
-    expected = {"text_output": ((1,), np.object_)}
+    expected: dict[str, tuple[tuple[int, ...], Any]] = {"text_output": ((1,), np.object_)}
     for flag in flags:
         expected |= OUTPUTS[flag]
     for response in responses:
@@ -213,10 +213,10 @@ def test_flags_one_by_one(server: TritonServer, stream: bool, num_logprobs: int 
 
 def ask_trtllm(
     server: TritonServer,
+    more: Mapping[str, npt.NDArray[Any]],
     *,
     outputs: Sequence[str] = ("text_output",),
     stream: bool = False,
-    **more: npt.NDArray[Any],
 ) -> list[Arrays]:
     """The request of that backend's client, which also names the outputs that it wants."""
     arrays: Arrays = {
@@ -249,8 +249,8 @@ def test_trtllm_log_probs(server: TritonServer, stream: bool) -> None:
     The text is [batch, beams], too: an ensemble with a batch dimension cannot leave it out, as the
     TensorRT-LLM backend does.
     """
-    flag = np.array([[True]])
-    responses = ask_trtllm(server, outputs=LOG_PROBS, stream=stream, return_log_probs=flag)
+    asked = {"return_log_probs": np.array([[True]])}
+    responses = ask_trtllm(server, asked, outputs=LOG_PROBS, stream=stream)
     assert len(responses) > 1 if stream else len(responses) == 1
     total, count = 0.0, 0
     for response in responses:
@@ -270,7 +270,7 @@ def test_trtllm_log_probs(server: TritonServer, stream: bool) -> None:
 def test_trtllm_log_probs_that_are_not_asked_for(server: TritonServer, flag: bool | None) -> None:
     """Though the client names the outputs: one that is not there reads as None."""
     more = {} if flag is None else {"return_log_probs": np.array([[flag]])}
-    (response,) = ask_trtllm(server, outputs=LOG_PROBS, **more)
+    (response,) = ask_trtllm(server, more, outputs=LOG_PROBS)
     assert list(response) == ["text_output"]
 
 
@@ -291,9 +291,9 @@ def test_trtllm_what_is_not_offered_is_refused_by_name(
     def array(value: Any) -> npt.NDArray[Any]:
         return np.array([[value]], dtype=object if isinstance(value, bytes) else None)
 
-    assert ask_trtllm(server, **{name: array(neutral)})
+    assert ask_trtllm(server, {name: array(neutral)})
     with pytest.raises(Refused, match=f"UNSUPPORTED: {name} is not supported, got"):
-        ask_trtllm(server, **{name: array(other)})
+        ask_trtllm(server, {name: array(other)})
 
 
 @pytest.mark.parametrize("name", ["context_logits", "generation_logits", "batch_index"])
@@ -301,7 +301,7 @@ def test_trtllm_outputs_that_do_not_exist_are_refused_by_name(
     server: TritonServer, name: str
 ) -> None:
     with pytest.raises(Refused, match=f"unexpected inference output '{name}'"):
-        ask_trtllm(server, outputs=("text_output", name))
+        ask_trtllm(server, {}, outputs=("text_output", name))
 
 
 def test_trtllm_counts_and_times(server: TritonServer) -> None:
@@ -309,7 +309,7 @@ def test_trtllm_counts_and_times(server: TritonServer) -> None:
     flags = ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
     names = [name for flag in flags for name in OUTPUTS[flag]]
     given = {flag: np.array([[True]]) for flag in flags}
-    (response,) = ask_trtllm(server, outputs=("text_output", *names), **given)
+    (response,) = ask_trtllm(server, given, outputs=("text_output", *names))
     assert set(response) == {"text_output", *names}
     assert all(response[name].shape == (1, 1) for name in names)
     assert response["num_output_tokens"][0][0] == 8

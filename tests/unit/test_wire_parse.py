@@ -272,7 +272,10 @@ def test_a_value_given_twice_must_be_equal() -> None:
         ({"temperature": -1}, "temperature must be finite and >= 0, got -1"),
         ({"temperature": "1e999"}, "temperature must be finite and >= 0, got inf"),
         ({"temperature": 1e39}, "temperature must be finite and >= 0, got 1e+39"),
-        ({"temperature": 10**400}, "temperature must be finite and >= 0, got a number of 401 digits"),
+        (
+            {"temperature": 10**400},
+            "temperature must be finite and >= 0, got a number of 401 digits",
+        ),
         ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
         ({"temperature": True}, "temperature must be a number, got True"),
         ({"top_p": 0}, "top_p must be finite, > 0 and <= 1, got 0"),

@@ -23,7 +23,8 @@ from typing import Any, Final
 import numpy as np
 
 from minisgl_backend.config import Limits
-from minisgl_backend.errors import Cancelled, Overloaded, Recovering
+from minisgl_backend.errors import Overloaded, Recovering
+from minisgl_backend.request import IntArray
 from minisgl_backend.runtime_files import MarkerReader
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver.metrics import Rejections
@@ -44,13 +45,14 @@ from minisgl_backend.tritonserver.tensors import (
     read_parameters,
     text_array,
 )
-from minisgl_backend.wire.generation import StopRequest
+from minisgl_backend.wire.generation import Generation, Stopped, StopRequest
 from minisgl_backend.wire.parameters import INPUT_IDS, REQUEST
 from minisgl_backend.wire.parse import PROMPTS, parse_generation
 from minisgl_backend.wire.record import encode_record
 
 logger = logging.getLogger(__name__)
 
+_NO_IDS: Final = np.empty(0, dtype=np.int32)
 _AT_ONCE_BYTES: Final = 4096
 """A larger request goes through the pool, with a prompt or without."""
 
@@ -159,10 +161,12 @@ class TritonPythonModel:
 
     def _run(self, job: _Job, size: int) -> None:
         try:
-            outputs = self._tokenize(job)
+            request = self._parse(job)
+            ids, request = self._tokenize(job, request)
             with job.sending:
-                if job.stopped:
-                    raise Cancelled("a stop_request of the same id came in")
+                if job.stopped and isinstance(request, Generation):
+                    ids, request = _NO_IDS, Stopped(wanted=request.wanted)
+                outputs = {INPUT_IDS.name: ids, REQUEST.name: text_array(encode_record(request))}
                 job.responder.send(make_response(outputs), final=True)
         except Exception as error:
             self._refuse(job.responder, error)
@@ -171,24 +175,30 @@ class TritonPythonModel:
                 self._jobs.discard(job)
                 self._num_bytes -= size
 
-    def _tokenize(self, job: _Job) -> Arrays:
-        request = parse_generation(
+    def _parse(self, job: _Job) -> Generation | StopRequest:
+        return parse_generation(
             self._with_default(job),
             job.parameters,
             arrival_time_ns=job.arrival_time_ns,
             timeout_us=job.timeout_us,
             limits=self._limits,
         )
-        ids = np.empty(0, dtype=np.int32)
+
+    def _tokenize(
+        self, job: _Job, request: Generation | StopRequest
+    ) -> tuple[IntArray, Generation | StopRequest]:
+        """int32[num_prompt_tokens], and the request as the engine gets it."""
         if isinstance(request, StopRequest):
             self._stop(job)
-        else:
-            ids = self._encoder.encode(request.prompt)  # int32[num_prompt_tokens]
-            self._encoder.check_token_ids("stop_token_ids", request.sampling.stop_token_ids)
-            if not request.exclude_input_in_output:
-                prompt_text = self._encoder.prompt_text(request.prompt, ids)
-                request = replace(request, prompt_text=prompt_text)
-        return {INPUT_IDS.name: ids, REQUEST.name: text_array(encode_record(request))}
+            return _NO_IDS, request
+        if job.stopped:
+            return _NO_IDS, request
+        ids = self._encoder.encode(request.prompt)
+        self._encoder.check_token_ids("stop_token_ids", request.sampling.stop_token_ids)
+        if request.exclude_input_in_output:
+            return ids, request
+        prompt_text = self._encoder.prompt_text(request.prompt, ids)
+        return ids, replace(request, prompt_text=prompt_text)
 
     def _with_default(self, job: _Job) -> Arrays:
         """The inputs; if the operator says so, special tokens in a text are parsed."""

@@ -1,18 +1,20 @@
 """What is wrong with a server: processes of it that died, hang or say that they are broken.
 
-Knows the heartbeats of the models' processes, and asks tritonserver whether it is ready. Must not
-know what is done about a fault.
+Knows the heartbeats of the models' processes. Asks tritonserver whether it is ready, how many
+requests failed, and for a token if no request ends (``asking``). Must not know what is done about a
+fault.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from minisgl_backend.runtime_files import State
-from minisgl_backend.server.model_processes import ModelProcess, ModelProcesses
+from minisgl_backend.runtime_files import OPTIONS_MODEL, State
+from minisgl_backend.server.asking import Asker
+from minisgl_backend.server.model_processes import ModelProcess, ModelProcesses, counts_of
 from minisgl_backend.server.process import TritonServer
 
 HANG_AFTER_S: Final = 7.0
@@ -25,6 +27,8 @@ _PAUSED_S: Final = 3.0
 so were the others, and their silence in that time means nothing."""
 _ASK_EVERY_S: Final = 1.0
 """How often tritonserver itself is asked whether it is ready."""
+_TOLD_WITHIN_S: Final = 0.5
+"""Time for Triton to tell callers that their streams are lost."""
 _TRITON_HANGS: Final = "tritonserver hangs: it does not answer over HTTP"
 
 
@@ -41,6 +45,23 @@ class Fault:
         return frozenset(process.model for process in self.processes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Failures:
+    """Requests of which Triton says that they failed; streams that engines, by process, ended for
+    want of a detokenizer; and the detokenizers that these know."""
+
+    num_told: int
+    num_lost: Mapping[int, int]
+    num_detokenizers: int
+
+    def covers(self, before: _Failures) -> bool:
+        """Whether every stream lost since then is a request that failed."""
+        if self.num_detokenizers or self.num_lost.keys() != before.num_lost.keys():
+            return False
+        num_lost = sum(self.num_lost.values()) - sum(before.num_lost.values())
+        return self.num_told - before.num_told >= num_lost
+
+
 class FaultDetector:
     """Checks one server. Belongs to one thread; any thread may read what it saw last."""
 
@@ -51,9 +72,13 @@ class FaultDetector:
         """Why the server is not ready; empty if it is."""
         self.looked_s = time.monotonic()
         self._server = server
+        self._asker = Asker(server)
         self._models = server.model_names()
         self._asked_s = self._answered_s = self._awake_since_s = float("-inf")
         self._triton_is_ready = False
+        self._noted = (-1, False)
+        self._failures: _Failures | None = None
+        """As of before anything went wrong, as are the requests noted."""
 
     def serves(self) -> None:
         """The server has just been seen to be ready."""
@@ -61,6 +86,7 @@ class FaultDetector:
         self.missing = ()
         self.looked_s = time.monotonic()
         self._triton_is_ready = True
+        self._note_failures()
         self.has_answered()
 
     def has_answered(self) -> None:
@@ -90,12 +116,29 @@ class FaultDetector:
         self.looked_s = time.monotonic()
         return self._silent_s() > TRITON_HANG_AFTER_S
 
+    def are_callers_told(self) -> bool:
+        """Whether the callers whose streams were lost with a detokenizer have their errors.
+
+        The engine ends such streams at once, but releases of Triton after 24.10 may hold its errors
+        back for seconds. Waits for them a little.
+        """
+        if self._requests() == self._noted == (self._noted[0], False):
+            return True  # there were no streams
+        deadline_s = time.monotonic() + _TOLD_WITHIN_S
+        while self._failures is not None and time.monotonic() < deadline_s:
+            now = self._read_failures()
+            if now is not None and now.covers(self._failures):
+                return True
+            time.sleep(_TOLD_WITHIN_S / 10)
+        return False
+
     def num_inside_others(self, model: str) -> Iterator[int]:
         """How many requests are inside each process of the other models, asked now."""
         return (p.beat.num_inside for p in self.processes.look() if p.model != model)
 
     def close(self) -> None:
         """Look no more; closes what names the server's processes."""
+        self._asker.close()
         self.processes.close()
 
     def _note_pause(self) -> None:
@@ -115,6 +158,33 @@ class FaultDetector:
             if answer is not None:  # on a busy machine silence means nothing, until it is a hang
                 self._triton_is_ready = answer
                 self.has_answered()
+                self._note_failures()
+
+    def _note_failures(self) -> None:
+        """Note how many requests have failed so far, if there were any since the last time."""
+        requests = self._requests()
+        if requests != self._noted or requests[1]:
+            self._noted = requests
+            self._failures = self._read_failures() or self._failures
+
+    def _requests(self) -> tuple[int, bool]:
+        """How many requests the engines have seen, and whether any are inside."""
+        beats = [process.beat for process in self.seen if process.model == OPTIONS_MODEL]
+        return sum(beat.num_seen for beat in beats), any(beat.num_inside for beat in beats)
+
+    def _read_failures(self) -> _Failures | None:
+        num_told = self._server.num_failed(timeout_s=_TOLD_WITHIN_S)
+        try:
+            counts = {
+                process.pid: counts_of(self._server.directory, process)
+                for process in self.seen
+                if process.model == OPTIONS_MODEL and process.is_alive
+            }
+            num_lost = {pid: int(of_one["num_lost_streams"]) for pid, of_one in counts.items()}
+            num_detokenizers = sum(int(of_one["num_detokenizers"]) for of_one in counts.values())
+        except (OSError, ValueError, LookupError):
+            return None
+        return None if num_told is None else _Failures(num_told, num_lost, num_detokenizers)
 
     def _find_fault(self) -> Fault | None:
         code = self._server.poll()
@@ -132,7 +202,10 @@ class FaultDetector:
             patience_s = HANG_AFTER_S - 2 * _ASK_EVERY_S  # it is asked now and then
         if self._silent_s() > patience_s:
             return Fault("; ".join([_TRITON_HANGS, *found.values()]))
-        return Fault("; ".join(found.values()), tuple(found)) if found else None
+        if found:
+            return Fault("; ".join(found.values()), tuple(found))
+        unanswered = self._asker.look(self.seen)
+        return Fault(unanswered) if unanswered is not None else None
 
 
 def _is_only_silent(process: ModelProcess) -> bool:

@@ -189,6 +189,8 @@ class TritonPythonModel:
         return {
             **asdict(self._engine.stats()),
             "num_streams": len(self._dispatcher),
+            "num_lost_streams": self._dispatcher.num_lost,
+            "num_detokenizers": self._dispatcher.channel.num_peers,
             "info": asdict(self._engine.info),
         }
 

@@ -335,6 +335,9 @@ class Healthy:
     def is_ready(self, *, timeout_s: float) -> bool | None:
         return self.answers if timeout_s > 0 else None
 
+    def num_failed(self, *, timeout_s: float) -> None:
+        return None
+
     def poll(self) -> None:
         return None
 

@@ -1,19 +1,21 @@
 """Asks a server for one token, end to end, as clients do, when it seems to answer nobody.
 
 Triton may say that it is ready while no response leaves it, and its models' processes, which are
-well, do not know. What they show is that requests are inside and none of them ends. That may be in
-order, as of long answers and long prompts, so then a process of its own asks for a token, over gRPC
-and over HTTP: only it needs gRPC's library, and it can be killed whatever it waits for. Any answer
-will do, also an error. There is one at the latest when the request's deadline is over and the
-models have come to it, and only time in which they do not keep it waiting is held against Triton.
+well, do not know. What they show is that requests are inside one of them and none ends. That may be
+in order, as of long answers and long prompts, so then a process of its own asks for a token, over
+gRPC and over HTTP: only it needs gRPC's library, and it can be killed whatever it waits for. Any
+answer will do, also an error. There is one at the latest when the request's deadline is over and
+the models have come to it, and only time in which they do not keep it waiting is held against
+Triton.
 
-Costs: one such process at a time, each for a second or two of computing, and ever fewer while other
-requests do not end and the answers come.
+Costs: one such process at a time, which computes for less than a second, and has two places in the
+engine's queue until the deadline. As long as answers come, the pauses between questions double.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -27,14 +29,16 @@ from typing import Any, Final
 
 from minisgl_backend.death_signal import asking_for
 from minisgl_backend.loopback import DIRECT, STREAM_INFER, open_local
-from minisgl_backend.runtime_files import DETOKENIZER, OPTIONS_MODEL
+from minisgl_backend.runtime_files import OPTIONS_MODEL
 from minisgl_backend.server.model_processes import ModelProcess, computed_s, counts_of
 from minisgl_backend.server.process import TritonServer
+
+logger = logging.getLogger(__name__)
 
 ASK_AFTER_S: Final = 15.0
 """A token is asked for when requests are inside, and none has ended for so long."""
 _ASK_AT_LEAST_EVERY_S: Final = 120.0
-TIMEOUT_S: Final = 5.0
+TIMEOUT_S: Final = 2.0
 """The deadline of the request: the engine answers it then, after a few steps, whatever it does."""
 OVERDUE_S: Final = 20.0
 """An answer that has been due for so long does not come, as ``faults.TRITON_HANG_AFTER_S``."""
@@ -53,8 +57,8 @@ class Asker:
     def __init__(self, server: TritonServer) -> None:
         self._server = server
         self._looked_s = time.monotonic()
-        self._num_ended = -1
-        self._quiet_s = 0.0
+        self._quiet: dict[int, tuple[int, float]] = {}
+        """By process: how many requests have ended, and for how long none of those inside has."""
         self._pause_s = ASK_AFTER_S
         self._question: _Question | None = None
 
@@ -66,20 +70,15 @@ class Asker:
         self._looked_s = now_s
         if self._question is None:
             if self._is_due(processes, passed_s):
-                self._question = _Question(self._server)
+                self._begin()
             return None
         missing = self._question.missing()
-        has_failed = self._question.has_failed
-        is_overdue = self._question.is_overdue(processes, passed_s)
-        if missing and not (has_failed or is_overdue):
-            return None
-        self.close()
-        self._num_ended = -1
-        if missing and not has_failed:
+        if missing and self._question.is_overdue(processes, passed_s):
+            self.close()
             ways = " and ".join(missing)
             return f"tritonserver answers no request over {ways}, whatever it says of itself"
-        self._quiet_s = 0.0
-        self._pause_s = min(2 * self._pause_s, _ASK_AT_LEAST_EVERY_S)
+        if not missing or self._question.has_failed:
+            self.close()
         return None
 
     def close(self) -> None:
@@ -89,26 +88,32 @@ class Asker:
             self._question = None
 
     def _is_due(self, processes: Sequence[ModelProcess], passed_s: float) -> bool:
-        beats = [process.beat for process in processes]
-        # not packets, which may go on while nothing reaches a client
-        num_ended = sum(
-            process.beat.num_seen - process.beat.num_inside
-            for process in processes
-            if process.model != DETOKENIZER
-        )
-        if self._num_ended < 0:  # the change is that of the token just asked for
-            self._num_ended = num_ended
-        if num_ended != self._num_ended or not any(beat.num_inside for beat in beats):
-            self._num_ended = num_ended
-            self._quiet_s, self._pause_s = 0.0, ASK_AFTER_S
-        self._quiet_s += passed_s
-        return self._quiet_s >= self._pause_s
+        quiet: dict[int, tuple[int, float]] = {}
+        for process in processes:
+            num_ended = _num_ended(process)
+            before, so_far_s = self._quiet.get(process.pid, (num_ended, 0.0))
+            is_quiet = process.beat.num_inside and num_ended == before
+            quiet[process.pid] = num_ended, so_far_s + passed_s if is_quiet else 0.0
+        self._quiet = quiet
+        longest_s = max((quiet_s for _, quiet_s in quiet.values()), default=0.0)
+        if not longest_s:
+            self._pause_s = ASK_AFTER_S
+        return longest_s >= self._pause_s
+
+    def _begin(self) -> None:
+        self._quiet = {}  # the token asked for is no sign of life
+        self._pause_s = min(2 * self._pause_s, _ASK_AT_LEAST_EVERY_S)
+        try:
+            self._question = _Question(self._server)
+        except OSError as error:  # no memory, no descriptors, or the directory was removed
+            logger.warning("the server cannot be asked for a token: %s", error)
 
 
 class _Question:
     """One token asked for, by a process of its own."""
 
     def __init__(self, server: TritonServer) -> None:
+        """Raises ``OSError`` if the process cannot be started."""
         self._directory = server.directory
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, server.grpc_address, server.url()],
@@ -120,39 +125,37 @@ class _Question:
         )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._heard = b""
-        self._asked_for_s = 0.0
-        self._overdue_s = 0.0
+        self._heard: list[str] = []
+        self._waited_s = 0.0
         self._unseen_s = 0.0
-        self._num_steps: dict[int, int] | None = None
-        """Those of each engine when the deadline had passed, by process."""
+        self._overdue_s = 0.0
+        self._target: dict[int, int] = {}
+        """By process: the steps, or the ends of requests, at which it has dealt with the token."""
         self._computed_s: dict[int, float] = {}
 
     def missing(self) -> list[str]:
-        """The ways in which no answer came."""
+        """The ways in which no answer came so far."""
         assert self._process.stdout is not None
-        self._heard += self._process.stdout.read() or b""
-        words = self._heard.decode("ascii").split()
-        return [way for way in _WAYS if way not in words]
+        self._heard += (self._process.stdout.read() or b"").decode("ascii").split()
+        return [way for way in _WAYS if way not in self._heard]
 
     @property
     def has_failed(self) -> bool:
-        """Whether the process could not even ask."""
-        return self._process.poll() is not None and not self._has_asked
-
-    @property
-    def _has_asked(self) -> bool:
-        return _ASKED in self._heard.decode("ascii").split()
+        """Whether the process ended before it could ask."""
+        return _ASKED not in self._heard and self._process.poll() is not None
 
     def is_overdue(self, processes: Sequence[ModelProcess], passed_s: float) -> bool:
         """Whether an answer would be here if the server answered; ``passed_s`` is since before."""
-        if not self._has_asked:
+        if _ASKED not in self._heard:
             return False
-        self._asked_for_s += passed_s
+        self._waited_s += passed_s
         self._unseen_s += passed_s
-        if self._asked_for_s > TIMEOUT_S and self._unseen_s >= _LOOK_EVERY_S:
-            if not self._wait_for_models(processes, self._unseen_s):
-                self._overdue_s += self._unseen_s
+        if self._waited_s > TIMEOUT_S and self._unseen_s >= _LOOK_EVERY_S:
+            try:
+                if not any([self._is_at_work(process) for process in processes]):
+                    self._overdue_s += self._unseen_s
+            except (OSError, ValueError, LookupError):
+                pass  # a process does not tell its counts, which is noticed elsewhere
             self._unseen_s = 0.0
         return self._overdue_s > OVERDUE_S
 
@@ -163,36 +166,21 @@ class _Question:
         assert self._process.stdout is not None
         self._process.stdout.close()
 
-    def _wait_for_models(self, processes: Sequence[ModelProcess], seconds: float) -> bool:
-        """Whether it may be a model that keeps the answer waiting, as in the last ``seconds``."""
-        try:
-            counts = {
-                process.pid: counts_of(self._directory, process)
-                for process in processes
-                if process.model == OPTIONS_MODEL
-            }
-            num_steps = {pid: int(of_one["num_steps"]) for pid, of_one in counts.items()}
-            num_open = {pid: int(of_one["num_open"]) for pid, of_one in counts.items()}
-        except (OSError, ValueError, LookupError):
-            return True  # that is another fault, and noticed elsewhere
-        if self._num_steps is None or self._num_steps.keys() != num_steps.keys():
-            self._num_steps = num_steps
-        is_computing = any(
-            num_open[pid] and num_steps[pid] < self._num_steps[pid] + _FEW_STEPS for pid in counts
-        )
-        before, self._computed_s = (
-            self._computed_s,
-            {
-                process.pid: computed_s(process.pid)
-                for process in processes
-                if process.model != OPTIONS_MODEL and process.beat.num_inside
-            },
-        )
-        is_tokenizing = any(
-            now_s - before.get(pid, 0.0) > _AT_WORK * seconds
-            for pid, now_s in self._computed_s.items()
-        )
-        return is_computing or is_tokenizing
+    def _is_at_work(self, process: ModelProcess) -> bool:
+        """Whether the process may not have come to the token yet, and gets on with its work."""
+        if process.model == OPTIONS_MODEL:
+            counts = counts_of(self._directory, process)
+            target = self._target.setdefault(process.pid, int(counts["num_steps"]) + _FEW_STEPS)
+            return bool(counts["num_open"]) and int(counts["num_steps"]) < target
+        target = self._target.setdefault(process.pid, process.beat.num_seen)
+        before_s = self._computed_s.get(process.pid, 0.0)
+        self._computed_s[process.pid] = now_s = computed_s(process.pid)
+        is_computing = now_s - before_s > _AT_WORK * self._unseen_s
+        return _num_ended(process) < target and is_computing
+
+
+def _num_ended(process: ModelProcess) -> int:
+    return process.beat.num_seen - process.beat.num_inside
 
 
 # --- the process that asks ------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_answers_nothing_is_started_again_though_it_says_it_is_ready(
     tmp_path: Path, impatient: None
 ) -> None:
-    """No request would ever end: packets stay in the detokenizer, and the engine's errors with it."""
+    """No request would ever end: packets stay in the detokenizer, and errors in the engine."""
     models = {"detokenizer": STUCK, "llm_engine": LATE_ERRORS.format(after_s=3600)}
     with supervised(repository_with(models, tmp_path)) as world:
         before = world.server

@@ -130,6 +130,7 @@ class TritonPythonModel:
                 replace(parsed.wanted, finish_reason=True), responder, direct=direct
             )
         elif isinstance(parsed, Stopped):
+            self._engine.count_cancelled()
             self._answer_cancelled(parsed.wanted, responder, direct=direct)
         else:
             self._generate(parsed, responder, direct=direct)

@@ -10,6 +10,8 @@ model is to end, the engine drains.
 An engine that drains never comes back, and one answer proves nothing: newer servers ask the model
 before they answer, and if it was paused they say after some seconds that it is not ready. So it
 takes several answers in a row, and only prompt ones count.
+
+While the model serves, this thread alone calls Triton's metrics: two at once can end tritonserver.
 """
 
 from __future__ import annotations

@@ -344,6 +344,7 @@ def test_a_request_that_was_stopped_in_the_tokenizer(model: Model) -> None:
     packet = packet_of(response)
     assert packet.terminal == Finished(FinishReason.CANCELLED)
     assert packet.start is not None and packet.start.wanted == Wanted(finish_reason=True)
+    assert model.stats()["num_cancelled"] == 1
     wait_open(model, 1)
     other.sender.cancelled = True
     wait_idle(model)

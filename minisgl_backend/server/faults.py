@@ -8,7 +8,7 @@ fault.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,23 +45,6 @@ class Fault:
         return frozenset(process.model for process in self.processes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Failures:
-    """Requests of which Triton says that they failed; streams that engines, by process, ended for
-    want of a detokenizer; and the detokenizers that these know."""
-
-    num_told: int
-    num_lost: Mapping[int, int]
-    num_detokenizers: int
-
-    def covers(self, before: _Failures) -> bool:
-        """Whether every stream lost since then is a request that failed."""
-        if self.num_detokenizers or self.num_lost.keys() != before.num_lost.keys():
-            return False
-        num_lost = sum(self.num_lost.values()) - sum(before.num_lost.values())
-        return self.num_told - before.num_told >= num_lost
-
-
 class FaultDetector:
     """Checks one server. Belongs to one thread; any thread may read what it saw last."""
 
@@ -77,8 +60,8 @@ class FaultDetector:
         self._asked_s = self._answered_s = self._awake_since_s = float("-inf")
         self._triton_is_ready = False
         self._noted = (-1, False)
-        self._failures: _Failures | None = None
-        """As of before anything went wrong, as are the requests noted."""
+        self._failed_before = 0
+        self._lost_before: dict[int, int] = {}
 
     def serves(self) -> None:
         """The server has just been seen to be ready."""
@@ -122,15 +105,19 @@ class FaultDetector:
         The engine ends such streams at once, but releases of Triton after 24.10 may hold its errors
         back for seconds. Waits for them a little.
         """
-        if self._requests() == self._noted == (self._noted[0], False):
+        if not self._noted[1] and self._requests() == self._noted:
             return True  # there were no streams
         deadline_s = time.monotonic() + _TOLD_WITHIN_S
-        while self._failures is not None and time.monotonic() < deadline_s:
-            now = self._read_failures()
-            if now is not None and now.covers(self._failures):
-                return True
+        while True:
+            lost = self._lost_streams()
+            if lost is not None:
+                num_lost = sum(lost[pid] - self._lost_before.get(pid, 0) for pid in lost)
+                num_failed = self._server.num_failed(timeout_s=_TOLD_WITHIN_S) if num_lost else 0
+                if num_failed is not None and num_failed - self._failed_before >= num_lost:
+                    return True
+            if time.monotonic() > deadline_s:
+                return False
             time.sleep(_TOLD_WITHIN_S / 10)
-        return False
 
     def num_inside_others(self, model: str) -> Iterator[int]:
         """How many requests are inside each process of the other models, asked now."""
@@ -163,28 +150,36 @@ class FaultDetector:
     def _note_failures(self) -> None:
         """Note how many requests have failed so far, if there were any since the last time."""
         requests = self._requests()
-        if requests != self._noted or requests[1]:
+        if requests == self._noted and not requests[1]:
+            return
+        num_failed = self._server.num_failed(timeout_s=_TOLD_WITHIN_S)
+        lost = self._lost_streams(of_none=False)
+        if all(process.is_alive for process in self.processes.look()):  # else it is too late
             self._noted = requests
-            self._failures = self._read_failures() or self._failures
+            self._failed_before = self._failed_before if num_failed is None else num_failed
+            self._lost_before = self._lost_before if lost is None else lost
 
     def _requests(self) -> tuple[int, bool]:
         """How many requests the engines have seen, and whether any are inside."""
         beats = [process.beat for process in self.seen if process.model == OPTIONS_MODEL]
         return sum(beat.num_seen for beat in beats), any(beat.num_inside for beat in beats)
 
-    def _read_failures(self) -> _Failures | None:
-        num_told = self._server.num_failed(timeout_s=_TOLD_WITHIN_S)
-        try:
-            counts = {
-                process.pid: counts_of(self._server.directory, process)
-                for process in self.seen
-                if process.model == OPTIONS_MODEL and process.is_alive
-            }
-            num_lost = {pid: int(of_one["num_lost_streams"]) for pid, of_one in counts.items()}
-            num_detokenizers = sum(int(of_one["num_detokenizers"]) for of_one in counts.values())
-        except (OSError, ValueError, LookupError):
-            return None
-        return None if num_told is None else _Failures(num_told, num_lost, num_detokenizers)
+    def _lost_streams(self, *, of_none: bool = True) -> dict[int, int] | None:
+        """How many streams each engine, by process, has ended for want of a detokenizer.
+
+        None if one does not tell, or, with ``of_none``, has not noticed yet that none is left.
+        """
+        lost = {}
+        for process in self.seen:
+            if process.model == OPTIONS_MODEL and process.is_alive:
+                try:
+                    counts = counts_of(self._server.directory, process)
+                except (OSError, ValueError):
+                    return None
+                if not counts or (of_none and counts["num_detokenizers"]):
+                    return None
+                lost[process.pid] = int(counts["num_lost_streams"])
+        return lost
 
     def _find_fault(self) -> Fault | None:
         code = self._server.poll()

@@ -227,7 +227,7 @@ def test_many_stop_requests_on_one_stream(server: TritonServer) -> None:
     Wherever that is, the request ends once, with a reason and under its id, and is counted.
     """
     num_requests, num_rounds = 16, 8
-    kinds: list[dict[str, Any]] = [{"text_input": "word " * 1500}, {"input_ids": SHORT_PROMPT}]
+    kinds: list[dict[str, Any]] = [{"text_input": "word " * 5000}, {"input_ids": SHORT_PROMPT}]
     before = Before(server)
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
@@ -240,13 +240,15 @@ def test_many_stop_requests_on_one_stream(server: TritonServer) -> None:
         )
 
     for number in range(num_rounds):
-        for index in range(num_requests):
-            send(f"{number}.{index}", **kinds[index % 2], **LONG, ignore_eos=True)
+        ids = [f"{number}.{index}" for index in range(num_requests)]
+        reasons: dict[str, list[bytes]] = {request_id: [] for request_id in ids}
+        for index, request_id in enumerate(ids):
+            send(request_id, **kinds[index % 2], **LONG, ignore_eos=True)
+            if number % 2:
+                send(request_id, stop_request=True)
         time.sleep(number * 0.01)
-        reasons: dict[str, list[bytes]] = {}
-        for index in range(num_requests):
-            send(f"{number}.{index}", stop_request=True)
-            reasons[f"{number}.{index}"] = []
+        for request_id in () if number % 2 else ids:
+            send(request_id, stop_request=True)
         num_final = 0
         while num_final < 2 * num_requests:
             result = results.get(timeout=PATIENCE_S)

@@ -7,10 +7,12 @@ is ready.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from typing import Any
 import pytest
 
 from minisgl_backend.server import asking
+from minisgl_backend.server.installation import find_installation
 from minisgl_backend.tritonserver.unload_watcher import Readiness, ask
 from minisgl_kit.repositories import repository_with
 from tests.server.client import Call, generate, wait_for
@@ -145,6 +148,28 @@ def test_callers_of_a_detokenizer_that_died_are_told_though_errors_are_held_back
         world.wait_recovered(num_before)
         assert world.server is not before
         assert world.answers()
+
+
+def test_another_tritonserver_is_run_if_the_environment_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is complete: the one at hand, put together as a build of one's own would be."""
+    at_hand = find_installation()
+    at_hand.make_backend_directory(tmp_path)
+    if at_hand.backends is not None:
+        (tmp_path / "backends").symlink_to(at_hand.backends)
+    libraries = at_hand.environment({}).get("LD_LIBRARY_PATH", "")
+    binary = tmp_path / "bin" / "tritonserver"
+    binary.parent.mkdir()
+    binary.write_text(
+        f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {at_hand.binary} --id=another "$@"\n'
+    )
+    binary.chmod(0o755)
+    monkeypatch.setenv("MINISGL_TRITONSERVER", str(binary))
+    with running() as server:
+        with urllib.request.urlopen(server.url("/v2"), timeout=PATIENCE_S) as response:
+            assert json.load(response)["name"] == "another"
+        assert generate(server, input_ids=[1], max_tokens=2)["text_output"]
 
 
 class LateServer(ThreadingHTTPServer):

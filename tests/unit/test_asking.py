@@ -47,6 +47,17 @@ class World:
             time.sleep(0.02)
         return found
 
+    def finds(self) -> str:
+        """What the asker finds in the end."""
+        found: list[str] = []
+
+        def look() -> bool:
+            found.extend(filter(None, [self.look()]))
+            return bool(found)
+
+        wait_until(look)
+        return found[0]
+
     def close(self) -> None:
         self.asker.close()
         self.processes.close()
@@ -87,9 +98,7 @@ def test_an_answer_that_does_not_come_is_held_against_the_server(
         assert world.looks_for(1.0) == []
         assert world.asker._question is None, "asked though nothing was inside"
         world.engine.entered()
-        found: list[str] = []
-        wait_until(lambda: bool(found.extend(filter(None, [world.look()])) or found))
-        assert found[0].startswith("tritonserver answers no request over gRPC and HTTP")
+        assert world.finds().startswith("tritonserver answers no request over gRPC and HTTP")
 
 
 def test_an_engine_in_a_long_step_is_not_taken_for_a_server_that_hangs(
@@ -107,8 +116,7 @@ def test_an_engine_in_a_long_step_is_not_taken_for_a_server_that_hangs(
         wait_until(has_asked)  # and the deadline is over
         assert world.looks_for(3.0) == []
         world.counts["num_steps"] += 3  # by now it has met the deadline
-        found: list[str] = []
-        wait_until(lambda: bool(found.extend(filter(None, [world.look()])) or found))
+        assert world.finds()
 
 
 def test_one_way_that_answers_is_not_enough(tmp_path: Path, impatient: None, silent: str) -> None:
@@ -117,9 +125,7 @@ def test_one_way_that_answers_is_not_enough(tmp_path: Path, impatient: None, sil
         world_of(tmp_path, http_url, silent) as world,
     ):
         world.engine.entered()
-        found: list[str] = []
-        wait_until(lambda: bool(found.extend(filter(None, [world.look()])) or found))
-        assert found[0].startswith("tritonserver answers no request over gRPC, ")
+        assert world.finds().startswith("tritonserver answers no request over gRPC, ")
 
 
 class Answered:
@@ -171,7 +177,7 @@ def test_a_question_that_cannot_be_asked_is_no_fault(
         asked.set()
         raise OSError("no memory")
 
-    monkeypatch.setattr(asking.subprocess, "Popen", fails)
+    monkeypatch.setattr("subprocess.Popen", fails)
     with world_of(tmp_path, "", "") as world:
         world.engine.entered()
         assert world.looks_for(1.0) == []

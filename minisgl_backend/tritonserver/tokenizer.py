@@ -161,12 +161,12 @@ class TritonPythonModel:
 
     def _run(self, job: _Job, size: int) -> None:
         try:
-            request = self._parse(job)
-            ids, request = self._tokenize(job, request)
+            ids, request = self._tokenize(job, self._parse(job))
             with job.sending:
                 if job.stopped and isinstance(request, Generation):
-                    ids, request = _NO_IDS, Stopped(wanted=request.wanted)
-                outputs = {INPUT_IDS.name: ids, REQUEST.name: text_array(encode_record(request))}
+                    outputs = _outputs(_NO_IDS, Stopped(wanted=request.wanted))
+                else:
+                    outputs = _outputs(ids, request)
                 job.responder.send(make_response(outputs), final=True)
         except Exception as error:
             self._refuse(job.responder, error)
@@ -215,3 +215,8 @@ class TritonPythonModel:
         for job in same if label else ():
             with job.sending:
                 job.stopped = True
+
+
+def _outputs(ids: IntArray, request: Generation | StopRequest | Stopped) -> Arrays:
+    """The tensors for the engine."""
+    return {INPUT_IDS.name: ids, REQUEST.name: text_array(encode_record(request))}

@@ -1,4 +1,4 @@
-"""A thread beside the engine that reports metrics, and notices in time that the model must end.
+"""A thread beside the engine that notices in time that the model must end.
 
 Triton tells a model of its unloading only when its last request has ended, so that requests could
 hold up an unload, a reload or the end of the server for as long as they run. (Triton's own
@@ -10,8 +10,6 @@ model is to end, the engine drains.
 An engine that drains never comes back, and one answer proves nothing: newer servers ask the model
 before they answer, and if it was paused they say after some seconds that it is not ready. So it
 takes several answers in a row, and only prompt ones count.
-
-While the model serves, this thread alone calls Triton's metrics: two at once can end tritonserver.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def decode_record(
 
 
 def _given(request: Generation | StopRequest | Stopped) -> dict[str, Any]:
-    given: dict[str, Any] = {f"return_{name}": True for name in request.wanted.names()}
+    given: dict[str, Any] = dict.fromkeys(request.wanted.flags(), True)
     if isinstance(request, Stopped):
         return given
     if isinstance(request, StopRequest):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from minisgl_backend.config import DEMO_MODEL, EngineOptions, option_type
-from minisgl_backend.tritonserver.wire.entries import Input, Tensor
-from minisgl_backend.tritonserver.wire.parameters import INPUTS, NEUTRAL, OUTPUTS
+from minisgl_backend.wire.entries import Input, Tensor
+from minisgl_backend.wire.parameters import INPUTS, NEUTRAL, OUTPUTS
 
 PATH: Final = Path(__file__).parent.parent / "docs" / "reference.md"
 

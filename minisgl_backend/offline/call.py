@@ -31,9 +31,9 @@ from minisgl_backend.request import (
     TokenLogprobs,
 )
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.vocabulary import Vocabulary
-from minisgl_backend.tritonserver.answer_stream import AnswerStream
-from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times
+from minisgl_backend.wire.packets import Packet, StreamStart, Times
 
 _STOP_STRINGS_EVERY: Final = 8
 """A request that is answered at its end is searched for stop strings after this many tokens."""

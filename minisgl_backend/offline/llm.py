@@ -30,8 +30,8 @@ from minisgl_backend.request import IntArray, Request
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats
 from minisgl_backend.text.tokenizer import PromptEncoder
-from minisgl_backend.tritonserver.wire.generation import Generation
-from minisgl_backend.tritonserver.wire.packets import StreamStart
+from minisgl_backend.wire.generation import Generation
+from minisgl_backend.wire.packets import StreamStart
 
 
 class LLM:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl_backend.request import TokenId, TokenLogprobs
-from minisgl_backend.tritonserver.wire.packets import Times
+from minisgl_backend.wire.packets import Times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, RequestError, Unsupported
 from minisgl_backend.request import EMPTY
-from minisgl_backend.tritonserver.wire.generation import Generation
-from minisgl_backend.tritonserver.wire.parse import parse_values
-from minisgl_backend.tritonserver.wire.values import quoted
+from minisgl_backend.wire.generation import Generation
+from minisgl_backend.wire.parse import parse_values
+from minisgl_backend.wire.values import quoted
 
 Message: TypeAlias = Mapping[str, Any]
 """One message of a chat, as in OpenAI's schema: ``role``, ``content``, ``tool_calls``, ..."""

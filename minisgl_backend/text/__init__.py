@@ -1,4 +1,5 @@
-"""Text in, text out: chat templates, tokenizing and incremental detokenizing.
+"""Text in, text out: chat templates, tokenizing, incremental detokenizing, streams of answers.
 
-Knows strings and token ids. Must not know Triton, pages, tensors or the network.
+Knows strings, token ids, and the values of the wire. Must not know Triton, pages, tensors or the
+network.
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, Unsupported
-from minisgl_backend.text.strict_json import parse_json
+from minisgl_backend.wire.values import parse_json
 
 
 def parse_messages(text: str, limits: Limits) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from minisgl_backend.tritonserver.reactor import MAX_MESSAGE_BYTES, Peer, Reactor
-from minisgl_backend.tritonserver.wire.packets import (
+from minisgl_backend.wire.packets import (
     ACK,
     Ack,
     Verdict,

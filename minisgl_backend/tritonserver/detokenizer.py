@@ -21,8 +21,8 @@ from typing import Any, Final
 
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import Failed
+from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.tokenizer import load_vocabulary
-from minisgl_backend.tritonserver.answer_stream import AnswerStream
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.setup import (
@@ -33,9 +33,9 @@ from minisgl_backend.tritonserver.setup import (
 )
 from minisgl_backend.tritonserver.status import StatusServer
 from minisgl_backend.tritonserver.tensors import make_response, read_inputs
-from minisgl_backend.tritonserver.wire.answer import answer_arrays
-from minisgl_backend.tritonserver.wire.packets import Ack, Packet, Verdict, decode_packet
-from minisgl_backend.tritonserver.wire.parameters import CHUNK
+from minisgl_backend.wire.answer import answer_arrays
+from minisgl_backend.wire.packets import Ack, Packet, Verdict, decode_packet
+from minisgl_backend.wire.parameters import CHUNK
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from minisgl_backend.request import Event, FinishReason, RequestId
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.outbox import Outbox
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
-from minisgl_backend.tritonserver.wire.packets import Ack, Verdict
+from minisgl_backend.wire.packets import Ack, Verdict
 
 logger = logging.getLogger(__name__)
 

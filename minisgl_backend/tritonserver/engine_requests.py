@@ -17,7 +17,6 @@ from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import Failed, IntArray, Request, RequestId, SamplingParams
 from minisgl_backend.runtime.engine import EngineInfo
-from minisgl_backend.text.prompt import TokenPrompt
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.response_stream import ResponseStream
 from minisgl_backend.tritonserver.tensors import (
@@ -28,12 +27,12 @@ from minisgl_backend.tritonserver.tensors import (
     read_parameters,
 )
 from minisgl_backend.tritonserver.window import Window
-from minisgl_backend.tritonserver.wire.answer import Answer, answer_arrays
-from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
-from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, encode_packet
-from minisgl_backend.tritonserver.wire.parameters import CHUNK, INPUT_IDS, REQUEST
-from minisgl_backend.tritonserver.wire.parse import parse_token_generation
-from minisgl_backend.tritonserver.wire.record import decode_record
+from minisgl_backend.wire.answer import Answer, answer_arrays
+from minisgl_backend.wire.generation import Generation, StopRequest, TokenPrompt
+from minisgl_backend.wire.packets import Packet, StreamStart, encode_packet
+from minisgl_backend.wire.parameters import CHUNK, INPUT_IDS, REQUEST
+from minisgl_backend.wire.parse import parse_token_generation
+from minisgl_backend.wire.record import decode_record
 
 _STOP_STRINGS_EVERY_S: Final = 0.1
 """How often a request that is answered at its end shows its tokens to the stop strings."""

@@ -42,9 +42,9 @@ from minisgl_backend.tritonserver.setup import (
 from minisgl_backend.tritonserver.status import Status, StatusServer
 from minisgl_backend.tritonserver.tensors import make_response
 from minisgl_backend.tritonserver.unload_watcher import UnloadWatcher
-from minisgl_backend.tritonserver.wire.answer import Answer, answer_arrays
-from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
-from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart
+from minisgl_backend.wire.answer import Answer, answer_arrays
+from minisgl_backend.wire.generation import Generation, StopRequest
+from minisgl_backend.wire.packets import Packet, StreamStart
 
 logger = logging.getLogger(__name__)
 

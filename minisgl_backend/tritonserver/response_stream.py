@@ -33,7 +33,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.window import Window
-from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times, Verdict
+from minisgl_backend.wire.packets import Packet, StreamStart, Times, Verdict
 
 
 class Duty(Enum):

@@ -1,5 +1,9 @@
 """The model ``tokenizer``: text, chats or token ids in, token ids and a validated request out.
 
+A client that asks it alone is told more: the tokens as the vocabulary spells them, their text, and
+the context. Such a lookup needs no engine: no queue turns it away, and its text may be longer than
+the context.
+
 Knows every parameter of the wire (through ``wire``) and turns a wrong one away before any work is
 done for it: first if the engines' markers say that all queues are full, then by the size, the
 values, and the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not
@@ -24,6 +28,7 @@ import numpy as np
 
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import Cancelled, Overloaded, Recovering
+from minisgl_backend.request import IntArray
 from minisgl_backend.runtime_files import MarkerReader
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver.metrics import Rejections
@@ -43,11 +48,19 @@ from minisgl_backend.tritonserver.tensors import (
     read_inputs,
     read_parameters,
     text_array,
+    texts_array,
 )
-from minisgl_backend.tritonserver.wire.generation import StopRequest
-from minisgl_backend.tritonserver.wire.parameters import INPUT_IDS, REQUEST
-from minisgl_backend.tritonserver.wire.parse import PROMPTS, parse_generation
-from minisgl_backend.tritonserver.wire.record import encode_record
+from minisgl_backend.wire.generation import StopRequest
+from minisgl_backend.wire.parameters import (
+    INPUT_IDS,
+    LOOKUPS,
+    MAX_SEQUENCE_LENGTH,
+    REQUEST,
+    TEXT,
+    TOKEN_STRS,
+)
+from minisgl_backend.wire.parse import PROMPTS, parse_generation
+from minisgl_backend.wire.record import encode_record
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +74,7 @@ class _Job:
     __slots__ = (
         "arrival_time_ns",
         "inputs",
+        "is_lookup",
         "parameters",
         "responder",
         "sending",
@@ -69,9 +83,16 @@ class _Job:
     )
 
     def __init__(
-        self, request: Any, inputs: Arrays, parameters: Mapping[str, Any], responder: Responder
+        self,
+        request: Any,
+        inputs: Arrays,
+        parameters: Mapping[str, Any],
+        responder: Responder,
+        *,
+        is_lookup: bool,
     ) -> None:
         self.arrival_time_ns = time.time_ns()
+        self.is_lookup = is_lookup
         self.inputs = inputs
         self.parameters = parameters
         self.timeout_us: int = request.timeout()
@@ -91,10 +112,9 @@ class TritonPythonModel:
         self._limits = Limits()
         self._parse_special_tokens = options.parse_special_tokens
         spec = model_spec(options)
+        self._context = options.max_sequence_length or spec.context
         self._encoder = PromptEncoder.load(
-            tokenizer_folder(options),
-            self._limits,
-            context=options.max_sequence_length or spec.context,
+            tokenizer_folder(options), self._limits, context=self._context
         )
         self._encoder.vocabulary.check_fits(spec.vocab_size)
         self._markers = MarkerReader(runtime_directory())
@@ -135,13 +155,15 @@ class TritonPythonModel:
         parameters = read_parameters(request)
         given = {*(tensor.name() for tensor in request.inputs()), *parameters}
         has_prompt = not given.isdisjoint(PROMPTS)
-        if has_prompt and self._markers.is_queue_full():
-            raise Overloaded("queue full: every engine has as many requests as it may hold")
-        if self._markers.is_recovering():
-            raise Recovering("a part of the server died and is being started again")
+        is_lookup = _is_lookup(request)
+        if not is_lookup:
+            if has_prompt and self._markers.is_queue_full():
+                raise Overloaded("queue full: every engine has as many requests as it may hold")
+            if self._markers.is_recovering():
+                raise Recovering("a part of the server died and is being started again")
         inputs = read_inputs(request)
         size = checked_size(request, inputs, self._limits)
-        job = _Job(request, inputs, parameters, responder)
+        job = _Job(request, inputs, parameters, responder, is_lookup=is_lookup)
         at_once = not has_prompt and size <= _AT_ONCE_BYTES
         with self._lock:
             is_full = len(self._jobs) >= self._max_jobs or self._num_bytes + size > self._max_bytes
@@ -183,12 +205,22 @@ class TritonPythonModel:
         if isinstance(request, StopRequest):
             self._stop(job)
         else:
-            ids = self._encoder.encode(request.prompt)  # int32[num_prompt_tokens]
+            encode = self._encoder.look_up if job.is_lookup else self._encoder.encode
+            ids = encode(request.prompt)  # int32[num_prompt_tokens]
             self._encoder.check_token_ids("stop_token_ids", request.sampling.stop_token_ids)
             if not request.exclude_input_in_output:
                 prompt_text = self._encoder.prompt_text(request.prompt, ids)
                 request = replace(request, prompt_text=prompt_text)
-        return {INPUT_IDS.name: ids, REQUEST.name: text_array(encode_record(request))}
+        outputs = {INPUT_IDS.name: ids, REQUEST.name: text_array(encode_record(request))}
+        return {**outputs, **self._told(ids)} if job.is_lookup else outputs
+
+    def _told(self, ids: IntArray) -> Arrays:
+        """What a lookup is told beside the ids, int32[num_tokens]."""
+        return {
+            TOKEN_STRS.name: texts_array(self._encoder.names(ids)),
+            TEXT.name: text_array(self._encoder.text(ids)),
+            MAX_SEQUENCE_LENGTH.name: np.array([self._context], dtype=np.int32),
+        }
 
     def _with_default(self, job: _Job) -> Arrays:
         """The inputs; if the operator says so, special tokens in a text are parsed."""
@@ -205,3 +237,9 @@ class TritonPythonModel:
         for job in same if label else ():
             with job.sending:
                 job.stopped = True
+
+
+def _is_lookup(request: Any) -> bool:
+    """Whether a client asks for outputs that no ensemble takes; all are if it names none."""
+    wanted = request.requested_output_names()
+    return any(tensor.name in wanted for tensor in LOOKUPS)

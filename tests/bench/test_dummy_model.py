@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from minisgl_backend.cli.main import main
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.text.detokenizer import TextStream
-from minisgl_backend.text.prompt import TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
+from minisgl_backend.wire.generation import TextPrompt
 from minisgl_bench.dummy_model import SHAPES, write_dummy_model
 
 

@@ -14,8 +14,8 @@ from minisgl_client import AsyncClient, Client, InvalidArgument, Parameters, wir
 
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.server.process import TritonServer
-from minisgl_backend.text.prompt import MessagesPrompt, TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.wire.generation import MessagesPrompt, TextPrompt
 from tests.client.ways import Way, all_ways, url_of
 from tests.server.client import generate
 
@@ -39,6 +39,39 @@ def test_no_proxy_is_asked(server: TritonServer, way: Way, monkeypatch: pytest.M
 @pytest.fixture(scope="module")
 def encoder() -> PromptEncoder:
     return PromptEncoder.load(DEMO_MODEL)
+
+
+@all_ways
+def test_tokens(server: TritonServer, encoder: PromptEncoder, way: Way) -> None:
+    for text in ("The capital of Österreich", "x", ""):
+        told = way.tokenize(server, prompt=text)
+        assert told.text == text
+        assert len(told.ids) == len(told.strs)
+        if text:
+            assert list(told.ids) == encoder.encode(TextPrompt(text)).tolist()
+        assert told.max_sequence_length == 8192
+    again = way.tokenize(server, input_ids=told.ids or [5, 0])
+    assert again.strs == tuple(encoder.vocabulary.names[token_id] for token_id in again.ids)
+    with pytest.raises(InvalidArgument, match="2047"):
+        way.tokenize(server, input_ids=[2048])
+
+
+@all_ways
+def test_tokens_of_a_chat(server: TritonServer, way: Way) -> None:
+    whole = way.tokenize(server, messages=FRANCE)
+    assert whole.text.endswith("France?<|im_end|>\n<|im_start|>assistant\n")
+    assert "<|im_end|>" in whole.strs
+    shorter = way.tokenize(server, messages=FRANCE, add_generation_prompt=False)
+    assert shorter.text.endswith("France?<|im_end|>\n")
+    assert whole.ids[: len(shorter.ids)] == shorter.ids
+
+
+@all_ways
+def test_tokens_of_a_text_that_the_context_has_no_room_for(server: TritonServer, way: Way) -> None:
+    text = "A sentence of some words. " * 4000
+    assert len(way.tokenize(server, prompt=text).ids) > 8192
+    with pytest.raises(InvalidArgument, match="does not fit the context"):
+        way.generate(server, prompt=text)
 
 
 @all_ways

@@ -11,11 +11,12 @@ from google.protobuf import text_format
 from minisgl_client import wire as client
 from tritonclient.grpc import model_config_pb2
 
-from minisgl_backend.tritonserver.wire.entries import Tensor
-from minisgl_backend.tritonserver.wire.parameters import (
+from minisgl_backend.wire.entries import Tensor
+from minisgl_backend.wire.parameters import (
     BY_NAME,
     CHUNK,
     INPUT_IDS,
+    LOOKUPS,
     NEUTRAL,
     OUTPUT_IDS,
     OUTPUTS,
@@ -54,7 +55,7 @@ def table(tensors: Iterable[Tensor]) -> dict[str, tuple[str, int]]:
 @pytest.mark.parametrize(
     ("model", "inputs", "outputs"),
     [
-        ("tokenizer", TEXT_INPUTS, (INPUT_IDS, REQUEST)),
+        ("tokenizer", TEXT_INPUTS, (INPUT_IDS, REQUEST, *LOOKUPS)),
         ("llm_engine", (REQUEST, *TOKEN_INPUTS), (OUTPUT_IDS, CHUNK, *TOKEN_OUTPUTS)),
         ("detokenizer", (CHUNK,), TEXT_OUTPUTS),
         ("minisgl", TEXT_INPUTS, TEXT_OUTPUTS),

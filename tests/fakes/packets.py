@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.request import Failed
-from minisgl_backend.tritonserver.wire.packets import Packet
+from minisgl_backend.wire.packets import Packet
 
 
 def comparable(packet: Packet) -> tuple[Packet, type[MiniSGLError] | None, str]:

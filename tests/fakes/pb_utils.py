@@ -113,11 +113,13 @@ class InferenceRequest:
         request_id: str = "",
         parameters: Mapping[str, Any] | None = None,
         timeout_us: int = 0,
+        outputs: Sequence[str] = (),
     ) -> None:
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]
         self._request_id = request_id
         self._parameters = json.dumps(dict(parameters)) if parameters else ""
         self._timeout_us = timeout_us
+        self._outputs = list(outputs)
         self.sender = InferenceResponseSender()
 
     def inputs(self) -> list[Tensor]:
@@ -131,6 +133,9 @@ class InferenceRequest:
 
     def timeout(self) -> int:
         return self._timeout_us
+
+    def requested_output_names(self) -> list[str]:
+        return self._outputs
 
     def get_response_sender(self) -> InferenceResponseSender:
         return self.sender

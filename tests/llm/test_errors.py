@@ -20,7 +20,7 @@ import pytest
 from minisgl_backend import LLM
 from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded, RequestError
-from minisgl_backend.tritonserver.wire.parse import parse_generation
+from minisgl_backend.wire.parse import parse_generation
 from tests.waiting import wait_until
 
 

@@ -18,8 +18,8 @@ from minisgl_backend import LLM, Output
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.request import Event, Failed, Finished, Generated, Request, SamplingParams
-from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.wire.generation import MessagesPrompt, Prompt, TextPrompt
 from tests.waiting import wait_until
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40}

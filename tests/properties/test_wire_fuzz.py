@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import RequestError
 from minisgl_backend.request import Failed
-from minisgl_backend.text.prompt import MessagesPrompt
+from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.tokenizer import PromptEncoder
-from minisgl_backend.tritonserver.answer_stream import AnswerStream
-from minisgl_backend.tritonserver.wire.answer import answer_arrays
-from minisgl_backend.tritonserver.wire.generation import Generation, Wanted
-from minisgl_backend.tritonserver.wire.packets import decode_packet, encode_packet
-from minisgl_backend.tritonserver.wire.parameters import BY_NAME, NEUTRAL
-from minisgl_backend.tritonserver.wire.parse import parse_generation, parse_token_generation
-from minisgl_backend.tritonserver.wire.record import decode_record, encode_record
+from minisgl_backend.wire.answer import answer_arrays
+from minisgl_backend.wire.generation import Generation, MessagesPrompt, Wanted
+from minisgl_backend.wire.packets import decode_packet, encode_packet
+from minisgl_backend.wire.parameters import BY_NAME, NEUTRAL
+from minisgl_backend.wire.parse import parse_generation, parse_token_generation
+from minisgl_backend.wire.record import decode_record, encode_record
 from tests.fakes.packets import comparable
 from tests.fakes.vocabularies import byte_level
 from tests.properties.corpus import kept

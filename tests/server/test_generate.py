@@ -13,8 +13,8 @@ import tritonclient.grpc.aio as aio
 
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.server.process import TritonServer
-from minisgl_backend.text.prompt import MessagesPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.wire.generation import MessagesPrompt
 from tests.server.client import (
     Call,
     Metrics,

@@ -17,14 +17,13 @@ from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
 from minisgl_backend.request import Finished, FinishReason, Request, Sink
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime_files import DRAIN_MARKER, QUEUE_FULL, QUEUE_OPEN
-from minisgl_backend.text.prompt import TokenPrompt
 from minisgl_backend.tritonserver import window
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
-from minisgl_backend.tritonserver.wire.generation import Generation
-from minisgl_backend.tritonserver.wire.packets import Ack, Packet, Verdict, decode_packet
-from minisgl_backend.tritonserver.wire.parse import parse_generation
-from minisgl_backend.tritonserver.wire.record import encode_record
+from minisgl_backend.wire.generation import Generation, TokenPrompt
+from minisgl_backend.wire.packets import Ack, Packet, Verdict, decode_packet
+from minisgl_backend.wire.parse import parse_generation
+from minisgl_backend.wire.record import encode_record
 from minisgl_bench.paced import paced_engine
 from tests.fakes import pb_utils
 from tests.waiting import wait_until

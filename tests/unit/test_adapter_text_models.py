@@ -19,23 +19,22 @@ from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import Overloaded
 from minisgl_backend.request import Failed, Finished, FinishReason, IntArray
 from minisgl_backend.runtime_files import QueueMarker
-from minisgl_backend.text.prompt import Prompt, TextPrompt
+from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.tokenizer import PromptEncoder
-from minisgl_backend.tritonserver.answer_stream import AnswerStream
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.detokenizer import TritonPythonModel as Detokenizer
 from minisgl_backend.tritonserver.tensors import bytes_array
 from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenizer
-from minisgl_backend.tritonserver.wire.answer import Answer
-from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
-from minisgl_backend.tritonserver.wire.packets import (
+from minisgl_backend.wire.answer import Answer
+from minisgl_backend.wire.generation import Generation, Prompt, StopRequest, TextPrompt
+from minisgl_backend.wire.packets import (
     Ack,
     Packet,
     StreamStart,
     Verdict,
     encode_packet,
 )
-from minisgl_backend.tritonserver.wire.record import decode_record
+from minisgl_backend.wire.record import decode_record
 from tests.fakes import pb_utils
 from tests.waiting import wait_until
 
@@ -143,6 +142,26 @@ def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
     assert messages[4].startswith("INVALID_ARG: prompt of 3200000 tokens is too long")
     assert messages[5] == "INVALID_ARG: prompt of 9000 tokens does not fit the context of 8192"
     assert messages[6].startswith("INVALID_ARG: prompt of 6000000 bytes does not fit the context")
+
+
+def test_a_client_that_asks_alone_is_told_the_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """However full the queues are, and however long the text is."""
+    encoder = PromptEncoder.load(DEMO_MODEL)
+    QueueMarker(tmp_path, "a").show(True)
+    words = "lorem ipsum " * 10_000
+    for value in ("Hello<|im_end|>", "", words):
+        request = pb_utils.InferenceRequest(
+            {"text_input": text(value), "parse_special_tokens": np.array([True])},
+            outputs=["input_ids", "token_strs", "text", "max_sequence_length"],
+        )
+        tokenizer.execute([request])
+        arrays = outputs(answer_of(request))
+        ids = arrays["input_ids"]
+        assert arrays["text"].item().decode() == value
+        strs = [name.decode() for name in arrays["token_strs"]]
+        assert strs == [encoder.vocabulary.names[token_id] for token_id in ids.tolist()]
+        assert arrays["max_sequence_length"].tolist() == [8192]
+    assert len(ids) > 8192
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_fails_the_load(

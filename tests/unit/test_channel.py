@@ -26,7 +26,7 @@ from minisgl_backend.tritonserver.channel import (
     ForgetQueue,
 )
 from minisgl_backend.tritonserver.reactor import Peer, Reactor
-from minisgl_backend.tritonserver.wire.packets import (
+from minisgl_backend.wire.packets import (
     Ack,
     Verdict,
     decode_acks,

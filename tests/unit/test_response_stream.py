@@ -10,7 +10,7 @@ from minisgl_backend.request import Generated, RequestId
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
 from minisgl_backend.tritonserver.window import PROBE_AFTER_S, Window
-from minisgl_backend.tritonserver.wire.packets import StreamStart
+from minisgl_backend.wire.packets import StreamStart
 from tests.fakes import pb_utils
 
 

@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.text.length import LengthCheck, longest_token_bytes
-from minisgl_backend.text.prompt import MessagesPrompt, TextPrompt, TokenPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.text.vocabulary import Vocabulary
+from minisgl_backend.wire.generation import MessagesPrompt, TextPrompt, TokenPrompt
 from tests.fakes import vocabularies
 
 CONTEXT = 50

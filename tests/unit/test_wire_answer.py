@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend.request import Finished, FinishReason, TokenLogprobs
+from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.vocabulary import Vocabulary
-from minisgl_backend.tritonserver.answer_stream import AnswerStream
-from minisgl_backend.tritonserver.wire.answer import (
+from minisgl_backend.wire.answer import (
     LEAST_LOGPROB,
     Answer,
     answer_arrays,
     logprobs_json,
 )
-from minisgl_backend.tritonserver.wire.generation import Wanted
-from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times, Verdict
-from minisgl_backend.tritonserver.wire.parameters import output_tensors
+from minisgl_backend.wire.generation import Wanted
+from minisgl_backend.wire.packets import Packet, StreamStart, Times, Verdict
+from minisgl_backend.wire.parameters import output_tensors
 from tests.fakes.vocabularies import byte_level
 
 VOCABULARY = Vocabulary.of(byte_level())

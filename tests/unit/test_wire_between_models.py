@@ -13,16 +13,22 @@ import pytest
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
 from minisgl_backend.request import Failed, Finished, FinishReason, SamplingParams, TokenLogprobs
-from minisgl_backend.text.prompt import TextPrompt, TokenPrompt
-from minisgl_backend.tritonserver.wire.generation import NOTHING, Generation, StopRequest, Wanted
-from minisgl_backend.tritonserver.wire.packets import (
+from minisgl_backend.wire.generation import (
+    NOTHING,
+    Generation,
+    StopRequest,
+    TextPrompt,
+    TokenPrompt,
+    Wanted,
+)
+from minisgl_backend.wire.packets import (
     Packet,
     StreamStart,
     Times,
     decode_packet,
     encode_packet,
 )
-from minisgl_backend.tritonserver.wire.record import decode_record, encode_record
+from minisgl_backend.wire.record import decode_record, encode_record
 from tests.fakes.packets import comparable
 
 LIMITS = Limits()

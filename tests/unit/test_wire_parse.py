@@ -14,9 +14,15 @@ import pytest
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, RequestError, Unsupported
 from minisgl_backend.request import SamplingParams
-from minisgl_backend.text.prompt import MessagesPrompt, TextPrompt, TokenPrompt
-from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
-from minisgl_backend.tritonserver.wire.parse import (
+from minisgl_backend.wire.generation import (
+    Generation,
+    MessagesPrompt,
+    StopRequest,
+    TextPrompt,
+    TokenPrompt,
+    Wanted,
+)
+from minisgl_backend.wire.parse import (
     parse_generation,
     parse_token_generation,
     parse_values,

@@ -38,7 +38,7 @@ from minisgl_backend.errors import (
     Unsupported,
 )
 from minisgl_backend.request import Failed, Finished, FinishReason, TokenId, TokenLogprobs
-from minisgl_backend.tritonserver.wire.generation import NOTHING, Generation, Wanted
+from minisgl_backend.wire.generation import NOTHING, Generation, Wanted
 
 _MOST_LOGPROB: Final = 1e30
 """What float32 holds, and sums of it too."""

@@ -3,6 +3,8 @@
 A value comes as a numpy array (a tensor), as a string, bool, int or float (a request parameter), or
 as anything that JSON can hold (``sampling_parameters``). Strings are cast if a number or a flag
 is due. Numbers are rounded to float32, so that a value given twice, once as a tensor, is equal.
+An object of JSON may name each key once: which of two values counts differs from reader to reader,
+so neither does.
 
 Everything here raises ``InvalidRequest`` with one short sentence, whatever comes in.
 """
@@ -19,14 +21,32 @@ import numpy.typing as npt
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import IntArray
-from minisgl_backend.text.strict_json import parse_json
-from minisgl_backend.tritonserver.wire.entries import Input, Kind
+from minisgl_backend.wire.entries import Input, Kind
 
 _FLAGS: Final = {"true": True, "1": True, "false": False, "0": False}
 _INT32_MIN: Final = -(2**31)
 INT32_MAX: Final = 2**31 - 1
 _MAX_DIGITS: Final = 40
 """Longer numbers are out of every range, and slow to convert."""
+
+
+def parse_json(name: str, text: str) -> Any:
+    """The value of a JSON text; an object that repeats a key is refused."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name} {error}") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{name} must be valid JSON") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise InvalidRequest(f"has the key {name[:60]!r} twice")
+        found[name] = value
+    return found
 
 
 def quoted(value: Any) -> str:

@@ -17,15 +17,15 @@ import numpy.typing as npt
 
 from minisgl_backend.config import Limits, did_you_mean
 from minisgl_backend.errors import InvalidRequest, Unsupported
-from minisgl_backend.text.strict_json import parse_json
-from minisgl_backend.tritonserver.wire import values
-from minisgl_backend.tritonserver.wire.entries import Input
-from minisgl_backend.tritonserver.wire.parameters import (
+from minisgl_backend.wire import values
+from minisgl_backend.wire.entries import Input
+from minisgl_backend.wire.parameters import (
     BY_NAME,
     NEUTRAL,
     TRITON_NAMES,
     TRITON_PREFIXES,
 )
+from minisgl_backend.wire.values import parse_json
 
 
 def gather(

@@ -18,12 +18,19 @@ import numpy.typing as npt
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.request import IntArray, SamplingParams
-from minisgl_backend.text.prompt import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
-from minisgl_backend.tritonserver.wire import values
-from minisgl_backend.tritonserver.wire.entries import Input, Kind
-from minisgl_backend.tritonserver.wire.gather import gather, gather_values
-from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest, Wanted
-from minisgl_backend.tritonserver.wire.parameters import BY_NAME, DEFAULTS
+from minisgl_backend.wire import values
+from minisgl_backend.wire.entries import Input, Kind
+from minisgl_backend.wire.gather import gather, gather_values
+from minisgl_backend.wire.generation import (
+    Generation,
+    MessagesPrompt,
+    Prompt,
+    StopRequest,
+    TextPrompt,
+    TokenPrompt,
+    Wanted,
+)
+from minisgl_backend.wire.parameters import BY_NAME, DEFAULTS
 
 PROMPTS: Final = ("text_input", "messages", "input_ids")
 """A request has one of these, or is a ``stop_request``."""
@@ -156,6 +163,10 @@ def _earliest(timeout_ms: int | None, timeout_us: int) -> int | None:
 def _prompt(given: Mapping[str, Any], limits: Limits) -> Prompt:
     if given["parse_special_tokens"] and given["text_input"] is None:
         raise InvalidRequest("parse_special_tokens goes with text_input")
+    if not given["add_special_tokens"] and given["text_input"] is None:
+        raise InvalidRequest("add_special_tokens goes with text_input")
+    if not given["add_generation_prompt"] and given["messages"] is None:
+        raise InvalidRequest("add_generation_prompt goes with messages")
     for name in ("tools", "chat_template_kwargs"):
         if given[name] is not None and given["messages"] is None:
             raise InvalidRequest(f"{name} goes with messages")
@@ -166,9 +177,16 @@ def _prompt(given: Mapping[str, Any], limits: Limits) -> Prompt:
                 f"{name} must be at most {limits.prompt_bytes} bytes, got {len(text.encode())}"
             )
     if given["text_input"] is not None:
-        return TextPrompt(given["text_input"], given["parse_special_tokens"])
+        return TextPrompt(
+            given["text_input"], given["parse_special_tokens"], given["add_special_tokens"]
+        )
     if given["messages"] is not None:
-        return MessagesPrompt(given["messages"], given["tools"], given["chat_template_kwargs"])
+        return MessagesPrompt(
+            given["messages"],
+            given["tools"],
+            given["chat_template_kwargs"],
+            given["add_generation_prompt"],
+        )
     ids: IntArray = given["input_ids"]
     if not ids.size:
         raise InvalidRequest("input_ids must not be empty")

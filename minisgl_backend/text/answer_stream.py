@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from minisgl_backend.request import Failed, Finished, FinishReason, TokenId, TokenLogprobs
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.vocabulary import Vocabulary
-from minisgl_backend.tritonserver.wire.answer import Answer
-from minisgl_backend.tritonserver.wire.packets import Packet, StreamStart, Times, Verdict
+from minisgl_backend.wire.answer import Answer
+from minisgl_backend.wire.packets import Packet, StreamStart, Times, Verdict
 
 
 class AnswerStream:

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.request import FinishReason, TokenId, TokenLogprobs
-from minisgl_backend.tritonserver.wire.generation import NOTHING, Wanted
-from minisgl_backend.tritonserver.wire.packets import Times
+from minisgl_backend.wire.generation import NOTHING, Wanted
+from minisgl_backend.wire.packets import Times
 
 LEAST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""

@@ -16,11 +16,11 @@ from typing import Any, Final
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import IntArray, SamplingParams
-from minisgl_backend.text.strict_json import parse_json
-from minisgl_backend.tritonserver.wire import values
-from minisgl_backend.tritonserver.wire.generation import Generation, StopRequest
-from minisgl_backend.tritonserver.wire.parameters import BY_NAME, DEFAULTS
-from minisgl_backend.tritonserver.wire.parse import build
+from minisgl_backend.wire import values
+from minisgl_backend.wire.generation import Generation, StopRequest
+from minisgl_backend.wire.parameters import BY_NAME, DEFAULTS
+from minisgl_backend.wire.parse import build
+from minisgl_backend.wire.values import parse_json
 
 VERSION: Final = 1
 

@@ -94,9 +94,8 @@ def _streamed(client: OpenAI, messages: list[Any]) -> tuple[str, list[Any], str 
 def test_openai_sends_back_its_own_objects(client: OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     first = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
-    message = first.choices[0].message
-    assert message.tool_calls is not None
-    told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": TOLD}
+    message: Any = first.choices[0].message
+    told: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": TOLD}
     second = client.chat.completions.create(
         model=MODEL, messages=[*messages, message, told], tools=TOOLS
     )
@@ -134,7 +133,7 @@ def test_langchain_uses_tools(langchain: ChatOpenAI, streams: bool) -> None:
     def asked(messages: list[Any]) -> Any:
         if not streams:
             return bound.invoke(messages)
-        whole = AIMessageChunk("")
+        whole = AIMessageChunk(content="")
         for piece in bound.stream(messages):
             whole += piece  # type: ignore[assignment]  # adds up to its own kind
         return whole
@@ -153,12 +152,13 @@ def test_langchain_uses_tools(langchain: ChatOpenAI, streams: bool) -> None:
 
 @pytest.fixture
 def pydantic_agent(async_client: AsyncOpenAI) -> pydantic_ai.Agent:
-    pydantic_ai = pytest.importorskip("pydantic_ai", reason="needs Python 3.11")
+    pytest.importorskip("pydantic_ai", reason="needs Python 3.11")
+    from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     provider = OpenAIProvider(openai_client=async_client)
-    made: pydantic_ai.Agent = pydantic_ai.Agent(OpenAIChatModel(MODEL, provider=provider))
+    made = Agent(OpenAIChatModel(MODEL, provider=provider))
     made.tool_plain(strict=False)(weather)
     return made
 

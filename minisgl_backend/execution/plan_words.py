@@ -4,7 +4,7 @@
     arrays    one after another, in the order of ``_ARRAYS``
 
 Admissions are left out: they say how rows are sampled, and rank 0 alone samples. Must not know who
-sends a plan, or how (``plan_channel``).
+sends a plan, or how (``rank_channel``).
 """
 
 from __future__ import annotations

@@ -35,9 +35,8 @@ CASES = [pytest.param(one, id=f"{one['client']}-{n}") for n, one in enumerate(RE
 def test_a_recorded_request(agent: Gateway, recorded: dict[str, Any]) -> None:
     headers = recorded["headers"]
     answer = agent.post(recorded["path"], recorded["body"].encode(), headers=headers)
-    assert answer.headers["x-request-id"] == headers.get(
-        "X-Request-ID", answer.headers["x-request-id"]
-    )
+    if request_id := headers.get("X-Request-ID"):
+        assert answer.headers["x-request-id"] == request_id
     if recorded["says"] == "too long":
         assert answer.status_code == 400
         # litellm knows by this phrase that the context is exceeded

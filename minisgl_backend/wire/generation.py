@@ -55,11 +55,19 @@ class Wanted:
     num_output_tokens: bool = False
     num_cached_tokens: bool = False
     perf_metrics: bool = False
+    log_probs: bool = False
+    """``cum_log_probs`` and ``output_log_probs``."""
     logprobs: bool = False
+    null_logprobs: bool = False
+    """``logprobs`` without a number of alternatives: the output is null."""
 
     def names(self) -> list[str]:
         """Those that are asked for."""
         return [spec.name for spec in fields(self) if getattr(self, spec.name)]
+
+    def flags(self) -> list[str]:
+        """The inputs that ask for them."""
+        return [f"return_{name.removeprefix('null_')}" for name in self.names()]
 
 
 NOTHING = Wanted()

@@ -71,7 +71,7 @@ def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Generation 
 
 
 def _given(request: Generation | StopRequest) -> dict[str, Any]:
-    given: dict[str, Any] = {f"return_{name}": True for name in request.wanted.names()}
+    given: dict[str, Any] = dict.fromkeys(request.wanted.flags(), True)
     if isinstance(request, StopRequest):
         return {**given, "stop_request": True}
     sampling = request.sampling

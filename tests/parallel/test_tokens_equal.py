@@ -68,6 +68,14 @@ def test_tokens_of_steps_that_do_not_overlap(
         check_equal(serve(ranked), of_one_rank("qwen3"))
 
 
+def test_random_weights_are_those_of_one_rank(checkpoints: Path) -> None:
+    answers = []
+    for size in (1, 2):
+        with ranked_engine(size, checkpoints / "qwen3", load_format="dummy", **OPTIONS) as ranked:
+            answers.append(serve(ranked))
+    check_equal(*answers)
+
+
 def serve(ranked: Ranked) -> list[Answer]:
     """The answers to two waves of requests, the second of which finds prefixes cached.
 

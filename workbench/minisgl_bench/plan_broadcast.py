@@ -19,10 +19,9 @@ import numpy as np
 from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.death_signal import end_with
 from minisgl_backend.execution.followers import Followers
-from minisgl_backend.execution.plan_words import decode_plan, encode_plan
 from minisgl_backend.execution.rank_channel import FollowerEnd
 from minisgl_backend.parallel.place import Place
-from minisgl_backend.plan import StepPlan
+from minisgl_backend.plan import StepPlan, decode_plan, encode_plan
 from minisgl_bench.planner import decoding_plan
 from minisgl_kit.report import Report, json_option
 

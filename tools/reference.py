@@ -40,6 +40,16 @@ null go inside `sampling_parameters`: over HTTP Triton itself refuses them as pa
 `invalid type`.
 """
 
+_TOKENIZER: Final = """\
+## The tokenizer alone
+The model `tokenizer` takes the same inputs and answers with `input_ids`, INT32[-1], and a record
+for `llm_engine`. A client that asks it alone, and names no outputs or some of these, also gets
+`token_strs`, STRING[-1], the tokens as the vocabulary spells them; `text`, STRING[1], what they
+stand for, special tokens spelled out; and `max_sequence_length`, INT32[1], the most tokens of a
+prompt and its answer. Then the text may be longer than the context, and full queues turn nothing
+away.
+"""
+
 _OUTPUTS: Final = """\
 ## Outputs
 Absent unless asked for by a flag that is true, `text_output` apart. Names, types and values are
@@ -98,6 +108,7 @@ def render() -> str:
                 ),
             ),
             "",
+            _TOKENIZER,
             _ERRORS,
             _OPTIONS,
             *_table(

@@ -4,7 +4,7 @@
 in ``errors``, answers in ``answer``, and what a request may say in ``parameters``.
 """
 
-from minisgl_client.answer import Delta, Result, Times, TokenLogprob, TokenLogprobs
+from minisgl_client.answer import Delta, Result, Times, TokenLogprob, TokenLogprobs, Tokens
 from minisgl_client.client import AsyncClient, Client
 from minisgl_client.errors import (
     Cancelled,
@@ -40,6 +40,7 @@ __all__ = [
     "Times",
     "TokenLogprob",
     "TokenLogprobs",
+    "Tokens",
     "Unavailable",
     "Unsupported",
 ]

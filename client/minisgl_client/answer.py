@@ -85,6 +85,19 @@ class Result:
     """Seconds from the call to the end."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A prompt as tokens."""
+
+    ids: tuple[int, ...]
+    strs: tuple[str, ...]
+    """The tokens as the vocabulary spells them."""
+    text: str
+    """What they stand for, special tokens spelled out."""
+    max_sequence_length: int
+    """Most tokens of a prompt and its answer."""
+
+
 def add_up(
     deltas: Sequence[Delta], *, request_id: str, first_delta_s: float | None, total_s: float
 ) -> Result:

@@ -17,20 +17,23 @@ with ``tools``) and ``input_ids``. Errors are those of ``errors``.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from minisgl_client.answer import Result
+from minisgl_client.answer import Result, Tokens
 from minisgl_client.attempts import Attempts
-from minisgl_client.errors import InvalidArgument, short
+from minisgl_client.errors import InvalidArgument, MinisglError, short
 from minisgl_client.request import Request, build, check_text
 from minisgl_client.stream import AsyncStream, Stream
 from minisgl_client.transport import AsyncTransport, Transport, unless_closed
+from minisgl_client.wire import TOKENIZER
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -145,6 +148,28 @@ class Client(_Caller):
         given = _given(prompt, messages, input_ids, tools, parameters, stream=True)
         return self._open(request_id, given)
 
+    def tokenize(
+        self,
+        /,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        input_ids: Sequence[int] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **parameters: Unpack[Parameters],
+    ) -> Tokens:
+        """The prompt's tokens, also if they are none or too many; raises ``MinisglError``."""
+        given = _given(prompt, messages, input_ids, tools, parameters, stream=False)
+        request = build(TOKENIZER, "", given, asked={})
+        attempts = self._attempts(request)
+        while True:
+            try:
+                with unless_closed(self._transport):
+                    return self._transport.look_up(request, attempts.remaining_ms())
+            except MinisglError as error:
+                pause_s = attempts.pause_after(error)
+            time.sleep(pause_s)
+
     def cancel(self, request_id: str) -> None:
         """Cancel all requests of that id, those of other clients too; raises ``MinisglError``."""
         with self._open(request_id, {"stop_request": True}) as stream:
@@ -216,6 +241,28 @@ class AsyncClient(_Caller):
         """The answer as it comes; sent when the first delta is asked for. Closing it cancels."""
         given = _given(prompt, messages, input_ids, tools, parameters, stream=True)
         return self._open(request_id, given)
+
+    async def tokenize(
+        self,
+        /,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        input_ids: Sequence[int] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **parameters: Unpack[Parameters],
+    ) -> Tokens:
+        """The prompt's tokens, also if they are none or too many; raises ``MinisglError``."""
+        given = _given(prompt, messages, input_ids, tools, parameters, stream=False)
+        request = build(TOKENIZER, "", given, asked={})
+        attempts = self._attempts(request)
+        while True:
+            try:
+                with unless_closed(self._transport):
+                    return await self._transport.look_up(request, attempts.remaining_ms())
+            except MinisglError as error:
+                pause_s = attempts.pause_after(error)
+            await asyncio.sleep(pause_s)
 
     async def cancel(self, request_id: str) -> None:
         """Cancel all requests of that id, those of other clients too; raises ``MinisglError``."""

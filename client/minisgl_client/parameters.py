@@ -68,8 +68,12 @@ class Parameters(TypedDict, total=False):
     """The least time in ms between two deltas."""
     chat_template_kwargs: Mapping[str, Any] | str | None
     """Variables for the chat template, such as ``{"enable_thinking": False}``."""
+    add_generation_prompt: bool | None
+    """False: the text of ``messages`` does not end with the beginning of an answer."""
     parse_special_tokens: bool | None
     """Special-token text in the prompt becomes control tokens."""
+    add_special_tokens: bool | None
+    """False: the prompt does not get the special tokens that the tokenizer puts around a text."""
     exclude_input_in_output: bool | None
     """False: the prompt stands before the text; with ``generate(prompt)`` only."""
     sampling_parameters: Mapping[str, Any] | str | None

@@ -72,17 +72,19 @@ class Request:
         return json.dumps(body, ensure_ascii=False).encode()
 
 
-def build(model: str, request_id: str, given: Mapping[str, Any]) -> Request:
+def build(
+    model: str, request_id: str, given: Mapping[str, Any], asked: Mapping[str, bool] = ASKED
+) -> Request:
     """The request of values by input name, None for absent; raises ``InvalidArgument``.
 
-    It asks for ``ASKED``, unless the values say otherwise, and for logprobs if any of their names
+    It asks for ``asked``, unless the values say otherwise, and for logprobs if any of their names
     is given.
     """
     check_text("model", model)
     check_text("request_id", request_id)
     values: dict[str, Any] = {}
     others: dict[str, bool | int | float | str] = {}
-    for name, value in {**ASKED, **given, **_asked_logprobs(given)}.items():
+    for name, value in {**asked, **given, **_asked_logprobs(given)}.items():
         if value is None or (value is False and name in ASKED):
             continue
         if name not in INPUTS:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from minisgl_client.answer import Delta, Times, TokenLogprob, TokenLogprobs
+from minisgl_client.answer import Delta, Times, TokenLogprob, TokenLogprobs, Tokens
 from minisgl_client.errors import ServerError, error_from
-from minisgl_client.wire import OUTPUTS
+from minisgl_client.wire import OUTPUTS, TOKENIZER_OUTPUTS
 
 
 def delta_of_message(message: Any) -> Delta:
@@ -84,6 +84,55 @@ def _times(values: Mapping[str, int]) -> Times:
         first_token_ns=values["first_token_time_ns"],
         last_token_ns=values["last_token_time_ns"],
     )
+
+
+def tokens_of_message(message: Any) -> Tokens:
+    """What the tokenizer says in a ``ModelStreamInferResponse``."""
+    if message.error_message:
+        raise error_from(message.error_message)
+    response = message.infer_response
+    found: dict[str, list[Any]] = {}
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        if (datatype := TOKENIZER_OUTPUTS.get(output.name)) is not None:
+            found[output.name] = list(_strings(raw) if datatype == "BYTES" else _integers(raw))
+    return _tokens(found)
+
+
+def tokens_of_json(fields: Mapping[str, Any]) -> Tokens:
+    """What the tokenizer says to ``/generate``; Triton writes a list of one item as the item."""
+    if "error" in fields:
+        raise error_from(str(fields["error"]))
+    return _tokens(
+        {
+            name: value if isinstance(value, list) else [value]
+            for name, value in fields.items()
+            if name in TOKENIZER_OUTPUTS
+        }
+    )
+
+
+def _tokens(found: Mapping[str, list[Any]]) -> Tokens:
+    if found.keys() != TOKENIZER_OUTPUTS.keys():
+        raise ServerError("the model that was asked for tokens is no tokenizer of this version")
+    return Tokens(
+        ids=tuple(found["input_ids"]),
+        strs=tuple(found["token_strs"]),
+        text=found["text"][0],
+        max_sequence_length=found["max_sequence_length"][0],
+    )
+
+
+def _integers(raw: bytes) -> Iterator[int]:
+    return (number for (number,) in struct.iter_unpack("<i", raw))
+
+
+def _strings(raw: bytes) -> Iterator[str]:
+    """Each stands behind its length."""
+    begin = 0
+    while begin < len(raw):
+        end = begin + 4 + int.from_bytes(raw[begin : begin + 4], "little")
+        yield raw[begin + 4 : end].decode()
+        begin = end
 
 
 class EventReader:

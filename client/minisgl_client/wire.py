@@ -13,9 +13,11 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "text_input": "BYTES",
         "parse_special_tokens": "BOOL",
+        "add_special_tokens": "BOOL",
         "messages": "BYTES",
         "tools": "BYTES",
         "chat_template_kwargs": "BYTES",
+        "add_generation_prompt": "BOOL",
         "input_ids": "INT32",
         "sampling_parameters": "BYTES",
         "stream": "BOOL",
@@ -85,6 +87,18 @@ OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Data type by output; each has one element, but for those in ``LISTS``."""
+
+TOKENIZER: Final = "tokenizer"
+"""The model that knows the tokens, which may be asked alone."""
+TOKENIZER_OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "input_ids": "INT32",
+        "token_strs": "BYTES",
+        "text": "BYTES",
+        "max_sequence_length": "INT32",
+    }
+)
+"""Data type by output of the tokenizer; what else it tells is for the engine."""
 
 LISTS: Final = frozenset(
     {"input_ids", "stop", "stop_words", "stop_token_ids", "bad_words", "output_log_probs"}

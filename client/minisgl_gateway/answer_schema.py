@@ -59,18 +59,23 @@ class CalledTool(BaseModel):
     function: CalledFunction
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    tool_calls: list[CalledTool] | None = Field(None, exclude_if=lambda calls: calls is None)
+    tool_calls: list[CalledTool] | None = Field(None, exclude_if=_is_none)
+    function_call: CalledFunction | None = Field(None, exclude_if=_is_none)
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class ChatCompletion(BaseModel):
@@ -103,11 +108,33 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["minisgl"] = "minisgl"
+    max_model_len: int | None = Field(
+        description="tokens of a prompt and its answer; null while the engine does not answer"
+    )
 
 
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class Tokenized(BaseModel):
+    """The tokens of a prompt, as vLLM has them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="as the vocabulary spells them")
+
+
+class Detokenized(BaseModel):
+    """The text of tokens, special ones spelled out."""
+
+    prompt: str
+
+
+class Version(BaseModel):
+    version: str
 
 
 class Error(BaseModel):

@@ -17,7 +17,7 @@ from minisgl_client.answer import Delta, Result, TokenLogprobs
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.errors import api_error_of_finish
-from minisgl_gateway.tool_calls import CLOSING, CalledTool, ToolCallReader
+from minisgl_gateway.tool_calls import CLOSING, CalledTool, CallForm, ToolCallReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +66,23 @@ def chat_answer(
     counts: Counts,
     *,
     num_logprobs: int | None,
-    tool_calls: bool,
+    call_form: CallForm | None,
 ) -> schema.ChatCompletion:
     """The answer of a chat, its choices in order."""
     choices = []
     for index, result in enumerate(results):
         pieces: list[str | CalledTool] = [result.text]
-        if tool_calls:
+        if call_form is not None:
             reader = ToolCallReader()
             pieces = reader.push(result.text)
             pieces += reader.finish(closed=result.stop_reason == CLOSING)
         calls = [called(piece) for piece in pieces if isinstance(piece, CalledTool)]
         text = "".join(piece for piece in pieces if isinstance(piece, str))
+        is_older = bool(calls) and call_form == "function_call"
         message = schema.AnswerMessage(
-            content=text if text or not calls else None, tool_calls=calls or None
+            content=text if text or not calls else None,
+            tool_calls=None if is_older else calls or None,
+            function_call=calls[0].function if is_older else None,
         )
         logprobs = None
         if num_logprobs is not None:
@@ -89,7 +92,7 @@ def chat_answer(
                 index=index,
                 message=message,
                 logprobs=logprobs,
-                finish_reason=chat_finish(result.finish_reason, len(calls)),
+                finish_reason=chat_finish(result.finish_reason, call_form if calls else None),
             )
         )
     return schema.ChatCompletion(
@@ -147,9 +150,12 @@ def finish(reason: str | None) -> Literal["stop", "length"]:
     raise api_error_of_finish(reason)
 
 
-def chat_finish(reason: str | None, num_calls: int) -> Literal["stop", "length", "tool_calls"]:
+def chat_finish(
+    reason: str | None, call_form: CallForm | None
+) -> Literal["stop", "length"] | CallForm:
+    """``call_form`` is that of the answer's calls, None if it has none."""
     known = finish(reason)
-    return "tool_calls" if known == "stop" and num_calls else known
+    return call_form if known == "stop" and call_form else known
 
 
 # --- logprobs, in the two forms of OpenAI's API --------------------------------------------------

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
+import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from minisgl_client.client import AsyncClient
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.types import ASGIApp
 
 from minisgl_gateway import answer_schema as schema
-from minisgl_gateway.description import answer_of, body_of, describe
-from minisgl_gateway.errors import ApiError, error_response, internal
-from minisgl_gateway.gate import PAGE_FILES, Gate
+from minisgl_gateway.description import answer_of, body_of, describe, page_of
+from minisgl_gateway.errors import ApiError, error_response, internal, shown
+from minisgl_gateway.gate import PAGE_FILES, REQUEST_ID, WITHOUT_EFFECT, Gate
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Keys
-from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
+from minisgl_gateway.lookups import Lookups
+from minisgl_gateway.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from minisgl_gateway.service import Service
 from minisgl_gateway.telemetry import CONTENT_TYPE, Telemetry
 
@@ -43,7 +53,8 @@ _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
     """A gateway as an ASGI application; it connects to Triton when it is first asked."""
     engine = AsyncClient(options.triton, protocol="grpc", model=options.model, retries=0)
-    service = Service(options, engine, telemetry)
+    lookups = Lookups(options, engine)
+    service = Service(options, engine, lookups, telemetry)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -59,18 +70,28 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
         description="OpenAI's API in front of MiniSGL in Triton Inference Server.",
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # these pages would load scripts from elsewhere
+        docs_url=None,  # this page and the next would load scripts from elsewhere
         redoc_url=None,
         separate_input_output_schemas=False,
         responses=_RESPONSES,
     )
     _add_api(app, service, telemetry)
+    _add_probes(app, service, lookups)
     _add_page(app)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
     describe(app)
-    return Gate(app, options, Keys(options.api_keys), telemetry)
+    gate = Gate(app, options, Keys(options.api_keys, options.cors_origins), telemetry)
+    if not options.cors_origins:
+        return gate
+    return CORSMiddleware(
+        gate,
+        allow_origins=options.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),  # OpenAI's client for browsers sends a dozen of its own
+        expose_headers=(REQUEST_ID, WITHOUT_EFFECT, "Retry-After"),
+    )
 
 
 def _add_api(app: FastAPI, service: Service, telemetry: Telemetry) -> None:
@@ -84,13 +105,29 @@ def _add_api(app: FastAPI, service: Service, telemetry: Telemetry) -> None:
         responses={200: answer_of(schema.Completion)},
         openapi_extra=body_of(CompletionRequest),
     )(service.completions)
-    app.get("/v1/models")(service.models)
-    app.get("/v1/models/{name:path}")(service.model)
-    app.get("/health")(service.health)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         return Response(telemetry.text(), media_type=CONTENT_TYPE)
+
+
+def _add_probes(app: FastAPI, service: Service, lookups: Lookups) -> None:
+    """What clients and routers look at before they ask, by OpenAI's names and vLLM's."""
+    app.get("/v1/models")(lookups.models)
+    app.get("/v1/models/{name:path}")(lookups.model)
+    app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))(lookups.tokenize)
+    app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))(lookups.detokenize)
+    app.get("/health")(service.health)
+    app.get("/ping")(service.health)
+    app.post("/ping", include_in_schema=False)(service.health)
+
+    @app.get("/version")
+    async def version() -> schema.Version:
+        return schema.Version(version=importlib.metadata.version("minisgl-triton"))
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(page_of(app.openapi()), headers=_PAGE_HEADERS)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -104,12 +141,56 @@ def _add_page(app: FastAPI) -> None:
         app.get(path, include_in_schema=False)(page(name))
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
     """Every error in OpenAI's form: ours, the framework's (no such route, no such method), bugs."""
     if isinstance(error, ApiError):
         return error_response(error)
     if isinstance(error, HTTPException):
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        told = ApiError(error.status_code, error.detail, code=code, headers=error.headers)
+        told = _of_framework(error, request)
         return error_response(told)
     return error_response(internal())
+
+
+def _of_framework(error: HTTPException, request: Request) -> ApiError:
+    """What the framework refuses: the sentence names method and path, and the right ones."""
+    path = request.scope["path"]
+    is_plain = path.isascii() and path.isprintable() and len(path) <= 100
+    asked = f"{request.method} {path if is_plain else shown(path)}"
+    if error.status_code == 404:
+        near = _near_route(request.app, path)
+        hint = f"; did you mean {near}?" if near else ""
+        return ApiError(404, f"{asked} is not offered{hint}", code="not_found")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{asked} is not offered, only {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers=error.headers)
+    return ApiError(error.status_code, error.detail, code="http_error", headers=error.headers)
+
+
+def _near_route(app: FastAPI, path: str) -> str | None:
+    """The route that is meant, with its method."""
+    routes = {
+        route.path: method
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+        for method in route.methods or ()
+    }
+    words = [part for part in path.split("/") if part not in ("", *_PREFIXES)]
+    name = "/".join(words)
+    near = [f"/v1/{name}", f"/{name}", _ELSEWHERE.get(name, "")]
+    near += difflib.get_close_matches(path[:100], routes, n=1, cutoff=0.75)
+    return next((f"{routes[one]} {one}" for one in near if one in routes), None)
+
+
+_PREFIXES: Final = ("api", "openai", "v1")
+"""Parts of a path that callers give once too often, or forget."""
+_ELSEWHERE: Final = {
+    "chat": "/v1/chat/completions",
+    "completion": "/v1/completions",
+    "generate": "/v1/completions",
+    "messages": "/v1/chat/completions",
+    "responses": "/v1/chat/completions",
+    "tags": "/v1/models",
+}
+"""Routes of other APIs (Anthropic's, llama.cpp's, Ollama's, OpenAI's newer one), and what comes
+nearest here."""

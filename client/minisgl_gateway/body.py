@@ -8,18 +8,50 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
+from email.message import Message
 from typing import Any, Final, TypeVar
 
+from fastapi import Request
 from minisgl_client import strict_json
-from minisgl_client.errors import short
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from starlette.requests import ClientDisconnect
 
-from minisgl_gateway.errors import ApiError, invalid, unsupported
-from minisgl_gateway.schema import NOT_ENFORCED, NOT_OFFERED, GenerationRequest
+from minisgl_gateway.errors import GONE, ApiError, invalid, shown, unsupported
+from minisgl_gateway.schema import NOT_ENFORCED, NOT_OFFERED, WITHOUT_EFFECT
 
 MAX_DEPTH: Final = 32
-_Request = TypeVar("_Request", bound=GenerationRequest)
+_JSON: Final = "application/json"
+_UNSAID: Final = "application/x-www-form-urlencoded"
+"""What curl says of a body if its user says nothing."""
+_Request = TypeVar("_Request", bound=BaseModel)
+
+
+async def received(kind: type[_Request], http: Request) -> _Request:
+    """The request that a caller sends; raises ``ApiError``.
+
+    What it says without effect is left in the state, for a header of the answer.
+    """
+    said = http.headers.get("content-type", "")
+    # a web page must say what makes its browser ask for permission
+    is_page = "origin" in http.headers
+    head = Message()
+    head["Content-Type"] = said if said or is_page else _JSON
+    kinds = (_JSON,) if is_page else (_JSON, _UNSAID)
+    if head.get_content_type() not in kinds or head.get_content_charset("utf-8") != "utf-8":
+        raise _media_type("the content type must be application/json in UTF-8")
+    if http.headers.get("content-encoding", "identity").lower() != "identity":
+        raise _media_type("the body must not be compressed")
+    try:
+        request = parse(kind, await http.body())
+    except ClientDisconnect:
+        raise ApiError(GONE, "the client went away", code="client_gone") from None
+    http.scope["state"]["without_effect"] = sorted(WITHOUT_EFFECT & request.model_fields_set)
+    return request
+
+
+def _media_type(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type")
 
 
 def parse(kind: type[_Request], body: bytes) -> _Request:
@@ -58,24 +90,25 @@ def _is_shallow(value: Any, depth: int) -> bool:
     return depth > 0 and all(_is_shallow(child, depth - 1) for child in children)
 
 
-def _offered(kind: type[GenerationRequest], fields: dict[str, Any]) -> dict[str, Any]:
+def _offered(kind: type[BaseModel], fields: dict[str, Any]) -> dict[str, Any]:
     """The fields without those that are null or change nothing; the rest must be known."""
     known = kind.model_fields
     neutral = NOT_OFFERED[kind]
     kept = {}
     for name, value in fields.items():
+        if value is None:
+            continue
         if name in known:
-            if value is not None:
-                kept[name] = value
+            kept[name] = value
         elif name in neutral:
-            if value is not None and not any(_same(value, other) for other in neutral[name]):
-                raise unsupported(f"{name} is not supported, got {short(value)}", name)
+            if not any(_same(value, other) for other in neutral[name]):
+                raise unsupported(f"{name} is not supported, got {shown(value)}", name)
         else:
             near = difflib.get_close_matches(name[:60], [*known, *neutral], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {shown(near[0])}?" if near else ""
             raise ApiError(
                 400,
-                f"unknown parameter {short(name)}{hint}",
+                f"unknown parameter {shown(name) if len(name) <= 60 else 'of a long name'}{hint}",
                 code="unknown_parameter",
                 param=name[:60],
             )
@@ -96,12 +129,14 @@ def _explained(error: ValidationError) -> ApiError:
     if kind in ("missing", "union_tag_not_found"):
         return ApiError(400, f"{place} is missing", code="missing_required_parameter", param=place)
     if kind == "extra_forbidden":
-        return ApiError(400, f"unknown parameter {place!r}", code="unknown_parameter", param=place)
+        return ApiError(
+            400, f"unknown parameter {shown(place)}", code="unknown_parameter", param=place
+        )
     if kind == "union_tag_invalid":
         tag, expected = first["ctx"]["tag"], first["ctx"]["expected_tags"]
-        return invalid(f"{place} must be one of {expected}, got {short(tag)}", place)
+        return invalid(f"{place} must be one of {expected}, got {shown(tag)}", place)
     nouns = dict.fromkeys(_TYPES[one["type"]] for one in complaints if one["type"] in _TYPES)
-    got = f", got {short(first['input'])}"
+    got = f", got {shown(first['input'])}"
     if kind == NOT_ENFORCED:
         return unsupported(f"{place} {first['msg']}{got}", place)
     if nouns:
@@ -169,14 +204,14 @@ def _about_one_value(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
 def _place(loc: tuple[int | str, ...]) -> str:
     """``messages[0].content``; which member of a union was tried is left out."""
     place = ""
-    for part in loc:
+    for depth, part in enumerate(loc):
         if isinstance(part, int):
             place += f"[{part}]"
-        elif part in _ROLES and place.endswith("]"):
+        elif depth == 2 and loc[0] == "messages" and part in _ROLES:
             continue
         elif part.isidentifier() and part != "str":
             place += f".{part}" if place else part
     return place
 
 
-_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import logging
 import math
 import os
+import re
 import signal
 import socket
 from collections.abc import Sequence
@@ -75,6 +77,18 @@ _SECONDS: Final = _Seconds(min=0.1, max=86_400)
     help="of a chat that does not say max_tokens",
 )
 @click.option(
+    "--shorten-max-tokens",
+    is_flag=True,
+    help="lower a max_tokens that the context has no room for, instead of refusing it",
+)
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="origin whose web pages may ask, such as https://chat.example.org; repeatable, * for all",
+)
+@click.option(
     "--max-requests",
     type=_POSITIVE,
     default=_DEFAULTS.max_requests,
@@ -124,6 +138,8 @@ def gateway(
     api_keys: tuple[str, ...],
     api_key_file: Path | None,
     default_max_tokens: int,
+    shorten_max_tokens: bool,
+    cors_origins: tuple[str, ...],
     max_requests: int,
     max_requests_per_key: int,
     max_body_bytes: int,
@@ -136,12 +152,15 @@ def gateway(
     keys = _keys_of(api_keys, os.environ.get("MINISGL_API_KEYS"), api_key_file)
     if not keys and not _is_loopback(host):
         raise click.UsageError(f"listening on {host} needs an API key: see --api-key-file")
+    _check_origins(cors_origins, has_keys=bool(keys))
     options = GatewayOptions(
         triton=triton,
         model=model,
         model_name=model_name or model,
         api_keys=keys,
+        cors_origins=cors_origins,
         default_max_tokens=default_max_tokens,
+        shorten_max_tokens=shorten_max_tokens,
         max_requests=max_requests,
         max_requests_per_key=max_requests_per_key,
         max_body_bytes=max_body_bytes,
@@ -170,6 +189,9 @@ def gateway(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         click.echo(f"ready on http://{shown}:{listener.getsockname()[1]}")
+        # what is there by now stays, so collections, in which all streams wait, need not look at it
+        gc.collect()
+        gc.freeze()
         server.run(sockets=[listener])
 
 
@@ -196,6 +218,19 @@ def _checked(source: str, keys: Sequence[str]) -> Sequence[str]:
     if not all(key.isprintable() for key in keys):  # nor are bytes that are no UTF-8
         raise click.UsageError(f"{source} holds a key that is no printable text in UTF-8")
     return keys
+
+
+def _check_origins(origins: Sequence[str], *, has_keys: bool) -> None:
+    """Origins as browsers spell them; not all of the web's, unless keys say who may ask."""
+    for origin in origins:
+        if origin == "*":
+            if not has_keys:
+                raise click.UsageError("--cors-origin '*' needs an API key: see --api-key-file")
+        elif not _ORIGIN.fullmatch(origin):
+            raise click.UsageError(f"--cors-origin {origin!r} is not as https://chat.example.org")
+
+
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 def _is_loopback(host: str) -> bool:

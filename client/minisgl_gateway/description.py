@@ -1,18 +1,28 @@
-"""The OpenAPI description at /openapi.json.
+"""The OpenAPI description at /openapi.json, and the same as a page to read at /docs.
 
-The routes read their bodies themselves, strictly; here the description learns of their models.
+The routes read their bodies themselves, strictly; here the description learns of their models. The
+page is plain HTML: it runs no scripts, and loads nothing from elsewhere.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Mapping
+from html import escape
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
+from minisgl_gateway.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
+_BODIES: Final = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 _REFERENCE = "#/components/schemas/{model}"
 
 
@@ -38,7 +48,7 @@ def describe(app: FastAPI) -> None:
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
             parts = whole["components"]
-            for model in (ChatCompletionRequest, CompletionRequest):
+            for model in _BODIES:
                 schema = model.model_json_schema(ref_template=_REFERENCE)
                 parts["schemas"].update(schema.pop("$defs", {}))
                 parts["schemas"][model.__name__] = schema
@@ -48,3 +58,55 @@ def describe(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def page_of(description: Mapping[str, Any]) -> str:
+    """A page that shows an OpenAPI description: the routes, and each object with its fields."""
+    title = escape(description["info"]["title"])
+    lines = [
+        "<!doctype html>",
+        f'<html lang="en"><meta charset="utf-8"><title>{title}</title>',
+        f"<h1>{title}</h1>",
+        f"<p>{escape(description['info']['description'])} The same for programs: ",
+        '<a href="openapi.json">openapi.json</a>.',
+        "<table><tr><th>route<th>body<th>answer",
+    ]
+    for path, methods in description["paths"].items():
+        for method, route in methods.items():
+            body = _content(route.get("requestBody", {}))
+            answer = _content(route["responses"].get("200", {}))
+            lines.append(f"<tr><td>{method.upper()} {escape(path)}<td>{body}<td>{answer}")
+    lines.append("</table>")
+    for name, schema in sorted(description["components"]["schemas"].items()):
+        lines.append(f'<h2 id="{escape(name)}">{escape(name)}</h2>')
+        lines.append(f"<p>{escape(schema.get('description', ''))}")
+        lines.append("<table><tr><th>field<th>type<th>default<th>meaning")
+        for field, spec in schema.get("properties", {}).items():
+            default = "required" if field in schema.get("required", ()) else ""
+            if spec.get("default") is not None:
+                default = escape(json.dumps(spec["default"]))
+            meaning = escape(spec.get("description", ""))
+            lines.append(f"<tr><td>{escape(field)}<td>{_type(spec)}<td>{default}<td>{meaning}")
+        lines.append("</table>")
+    return "\n".join(lines)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """What a body or an answer may be."""
+    schemas = [one["schema"] for one in message.get("content", {}).values() if "schema" in one]
+    return " or ".join(map(_type, schemas))
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """The type that a JSON schema describes, in words, as HTML."""
+    if reference := schema.get("$ref"):
+        name = escape(reference.rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    if either := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(_type(one) for one in either if one.get("type") != "null")
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum") or [schema["const"]]
+        return escape(" or ".join(map(json.dumps, values)))
+    if schema.get("type") == "array":
+        return f"array of {_type(schema.get('items', {}))}"
+    return escape(schema.get("type", "any"))

@@ -2,6 +2,7 @@
 
 Knows the errors of ``minisgl_client``, whose messages the server wrote for callers; whatever else
 goes wrong becomes one sentence without details, and the log has the story under the request id.
+Clients look for some phrases of OpenAI's: that a prompt is too long is said in its words.
 """
 
 from __future__ import annotations
@@ -60,6 +61,27 @@ class ApiError(Exception):
         return b"data: " + json.dumps(self.body).encode() + b"\n\n"
 
 
+def shown(value: object) -> str:
+    """A value as a sentence shows it: its JSON, or what it is if that is long."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        if not text.isprintable():
+            text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):  # or an int of thousands of digits
+        return "a value that cannot be shown"
+    if len(text) <= _SHOWN_CHARS:
+        return text
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    if isinstance(value, (list, dict)):
+        noun = "an array" if isinstance(value, list) else "an object"
+        return f"{noun} of {len(value)} item{'s' if len(value) > 1 else ''}"
+    return f"a number of {len(text)} digits"
+
+
+_SHOWN_CHARS: Final = 80
+
+
 def invalid(message: str, param: str | None = None) -> ApiError:
     """The request is wrong."""
     return ApiError(400, message, code="invalid_value", param=param)
@@ -109,14 +131,16 @@ def api_error(error: client.MinisglError, fields: Container[str]) -> ApiError:
     if _NO_MODEL.match(str(error)):  # callers know the model by the gateway's name, not by this one
         return busy(503, "the engine does not have the model", "engine_unavailable")
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
-        message = _OTHER_NAMES.sub(lambda found: _NAMES[found[0]], str(error))
+        names = {**_NAMES, "input_ids": "tokens"} if "tokens" in fields else _NAMES
+        message = _OTHER_NAMES.sub(lambda found: names[found[0]], str(error))
         word = re.split(r"\W", message, maxsplit=1)[0]
         if word == "prompt" and word not in fields:
             word = "messages"
+        param = word if word in fields else None
+        if found := _TOO_LONG.match(str(error)):
+            return too_long(_too_long_sentence(found, fields), param)
         make = invalid if isinstance(error, client.InvalidArgument) else unsupported
-        if _TOO_LONG.match(str(error)):
-            make = too_long
-        return make(message, word if word in fields else None)
+        return make(message, param)
     if isinstance(error, client.Timeout):
         return deadline_passed()
     if isinstance(error, client.ConnectionFailed):
@@ -145,9 +169,30 @@ _LOST: Final = frozenset(
 _NO_MODEL: Final = re.compile(r"Request for unknown model: '.*' is not found$")
 """How Triton says that it has no such model."""
 _TOO_LONG: Final = re.compile(
-    r"prompt of .* does not fit the context |max_tokens .* with a prompt of .* exceeds the context "
+    r"(?:max_tokens (?P<max_tokens>\d+) with a )?prompt of (?P<length>(?:more than )?\d+ \w+) "
+    r"(?:does not fit the context of|exceeds the context of|needs \d+ pages of) (?P<context>\d+)"
+    r"(?: tokens, the KV cache has (?P<num_pages>\d+))?"
 )
 """How the engine says that a prompt is too long; at this code OpenAI's clients shorten the chat."""
+
+
+def _too_long_sentence(found: re.Match[str], fields: Container[str]) -> str:
+    """The same as OpenAI says it, in the words that clients look for."""
+    prompt = "messages" if "messages" in fields else "prompt"
+    context = int(found["context"]) * int(found["num_pages"] or 1)
+    sentence = f"This model's maximum context length is {context} tokens. However, "
+    if found["max_tokens"] is None:
+        return (
+            f"{sentence}your {prompt} resulted in {found['length']}, and the answer needs one more "
+            f"token at least. Please reduce the length of the {prompt}."
+        )
+    num_prompt, num_answer = int(found["length"].split()[0]), int(found["max_tokens"])
+    return (
+        f"{sentence}you requested {num_prompt + num_answer} tokens ({num_prompt} in the {prompt}, "
+        f"{num_answer} in the completion). Please reduce the length of the {prompt} or completion."
+    )
+
+
 _NAMES: Final = {
     "text_input": "prompt",
     "input_ids": "prompt",

@@ -21,7 +21,7 @@ from minisgl_gateway.answers import (
     completion_logprobs,
     finish,
 )
-from minisgl_gateway.tool_calls import CLOSING, ToolCallReader
+from minisgl_gateway.tool_calls import CLOSING, CallForm, ToolCallReader
 
 DONE: Final = b"data: [DONE]\n\n"
 _json: Final = json.JSONEncoder(separators=(",", ":")).encode
@@ -36,7 +36,8 @@ class Writer(Protocol):
 
 
 class ChatWriter:
-    """One choice of a chat. ``num_logprobs`` is None if they were not asked for."""
+    """One choice of a chat. ``num_logprobs`` is None if they were not asked for, ``call_form`` if
+    there is nothing to call. With ``continuous`` every chunk tells the tokens so far."""
 
     def __init__(
         self,
@@ -44,18 +45,23 @@ class ChatWriter:
         index: int,
         *,
         num_logprobs: int | None = None,
-        tool_calls: bool = False,
+        call_form: CallForm | None = None,
         usage: bool = False,
+        continuous: bool = False,
     ) -> None:
         start = _start(heading, "chat.completion.chunk")
         self._head = f'{start},"choices":[{{"index":{index},"delta":'
         self._end = _end(usage)
         self._num_logprobs = num_logprobs
-        self._reader = ToolCallReader() if tool_calls else None
+        self._call_form = call_form
+        self._reader = ToolCallReader() if call_form else None
+        self._counts = Counts() if continuous else None
         self._opened = False
 
     def push(self, delta: Delta) -> bytes:
         """The events of a delta."""
+        if self._counts is not None:
+            self._end = _told(self._counts, delta)
         events = []
         if not self._opened:
             self._opened = True
@@ -67,8 +73,8 @@ class ChatWriter:
             events.append(self._event(change, logprobs))
             logprobs = "null"
         if delta.finish_reason is not None:
-            calls = self._reader.num_calls if self._reader else 0
-            reason = chat_finish(delta.finish_reason, calls)
+            has_calls = self._reader is not None and self._reader.num_calls > 0
+            reason = chat_finish(delta.finish_reason, self._call_form if has_calls else None)
             events.append(self._event("{}", finish_reason=f'"{reason}"'))
         return "".join(events).encode()
 
@@ -84,6 +90,8 @@ class ChatWriter:
         for piece in pieces:
             if isinstance(piece, str):
                 changes.append(f'{{"content":{_json(piece)}}}')
+            elif self._call_form == "function_call":
+                changes.append(f'{{"function_call":{_json(called(piece).function.model_dump())}}}')
             else:
                 call = {"index": before, **called(piece).model_dump()}
                 changes.append(f'{{"tool_calls":[{_json(call)}]}}')
@@ -97,7 +105,7 @@ class ChatWriter:
 
 
 class CompletionWriter:
-    """One choice of a completion; ``echo`` stands before its text."""
+    """One choice of a completion; ``echo`` stands before its text, the rest is as for a chat."""
 
     def __init__(
         self,
@@ -107,15 +115,19 @@ class CompletionWriter:
         num_logprobs: int | None = None,
         echo: str = "",
         usage: bool = False,
+        continuous: bool = False,
     ) -> None:
         self._head = f'{_start(heading, "text_completion")},"choices":[{{"index":{index},"text":'
         self._end = _end(usage)
         self._num_logprobs = num_logprobs
+        self._counts = Counts() if continuous else None
         self._echo = echo
         self._offset = 0
 
     def push(self, delta: Delta) -> bytes:
         """The event of a delta."""
+        if self._counts is not None:
+            self._end = _told(self._counts, delta)
         text = self._echo + delta.text
         self._echo = ""
         logprobs = finish_reason = "null"
@@ -147,6 +159,14 @@ def _start(heading: Heading, kind: str) -> str:
         "model": heading.model,
     }
     return "data: " + _json(fields)[:-1]
+
+
+def _told(counts: Counts, delta: Delta) -> str:
+    """After a choice, with the tokens of its prompt and of its answer up to this delta."""
+    counts.num_input_tokens = delta.num_input_tokens or 0
+    counts.num_cached_tokens = delta.num_cached_tokens or 0
+    counts.num_output_tokens += delta.num_output_tokens or 0
+    return f'}}],"usage":{counts.usage.model_dump_json()}}}\n\n'
 
 
 def _end(usage: bool) -> str:

@@ -1,5 +1,5 @@
 """What every request passes before it reaches a route: counting, the size of its head, the key, and
-the size of its body.
+the size of its body. On the way back an answer gets the headers that tell of its request.
 
 Pure ASGI, so that nothing stands between a route and the socket while an answer streams.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,16 +28,22 @@ PAGE_FILES: Final = {
     "/page.js": "page.js",
     "/markdown.js": "markdown.js",
 }
-OPEN_PATHS: Final = frozenset({*PAGE_FILES, "/health"})
-"""What needs no key: the page, which asks for one, and the probe."""
+OPEN_PATHS: Final = frozenset({*PAGE_FILES, "/health", "/ping"})
+"""What needs no key: the page, which asks for one, and the probes."""
+REQUEST_ID: Final = "X-Request-Id"
+WITHOUT_EFFECT: Final = "X-Minisgl-Without-Effect"
+"""The header that names what was given and changed nothing."""
+
+_SANE_ID: Final = re.compile(rb"[!-~]{1,128}")
 
 
 class Gate:
     """Wraps the application.
 
     A route finds the caller in ``scope["state"]["caller"]``, beside it ``deadline_s``, when by
-    ``time.monotonic`` the request must have ended. It leaves the request's id there, which the
-    answer's headers tell, and as ``outcome`` the status of a stream that fails after its start.
+    ``time.monotonic`` the request must have ended. It leaves there ``request_id``, the id of the
+    answer, which its headers tell if the caller has sent none; ``without_effect``, names; and as
+    ``outcome`` the status of a stream that fails after its start.
     """
 
     def __init__(
@@ -50,17 +58,23 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # whose body the server leaves out
+        # the server leaves out the body of a GET that is a HEAD
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
+        state = scope.setdefault("state", {})
+        callers_id = _callers_id(scope["headers"])
         status = GONE
 
         async def watched_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if request_id := scope.get("state", {}).get("request_id"):
-                    header = (b"x-request-id", request_id.encode())
-                    message = {**message, "headers": [*message["headers"], header]}
+                headers = list(message["headers"])
+                if request_id := callers_id or state.get("request_id", "").encode():
+                    headers.append((REQUEST_ID.lower().encode(), request_id))
+                if names := state.get("without_effect"):
+                    headers.append((WITHOUT_EFFECT.lower().encode(), ", ".join(names).encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
         started_s = time.perf_counter()
@@ -75,11 +89,13 @@ class Gate:
             finally:
                 seconds = time.perf_counter() - started_s
                 route = getattr(scope.get("route"), "path", "other")
-                status = scope.get("state", {}).get("outcome", status)
+                status = state.get("outcome", status)
                 self._telemetry.requests.labels(route, str(status)).inc()
                 self._telemetry.request_seconds.labels(route).observe(seconds)
-                request_id = scope.get("state", {}).get("request_id", "-")
-                logger.info("%s: %s %d in %.3f s", request_id, route, status, seconds)
+                ids = [state.get("request_id", "-")]
+                if callers_id:
+                    ids.append(f"({callers_id.decode()})")
+                logger.info("%s: %s %d in %.3f s", " ".join(ids), route, status, seconds)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         deadline_s = time.monotonic() + self._options.timeout_s
@@ -94,7 +110,7 @@ class Gate:
                 code="headers_too_large",
             )
         if scope["path"] not in OPEN_PATHS:
-            state = scope.setdefault("state", {})
+            state = scope["state"]
             state["caller"] = self._keys.caller(headers)
             state["deadline_s"] = deadline_s
         most_body = self._options.max_body_bytes
@@ -119,3 +135,9 @@ class Gate:
             return message
 
         await self._app(scope, bounded_receive, send)
+
+
+def _callers_id(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The id that the caller gives its request; b"" for none, or one that is not fit for a log."""
+    given = [value for name, value in headers if name == b"x-request-id"]
+    return given[0] if len(given) == 1 and _SANE_ID.fullmatch(given[0]) else b""

@@ -10,6 +10,10 @@ class GatewayOptions:
     """``model`` is the ensemble in Triton, ``model_name`` what callers call it. Limits are those of
     one gateway; a request counts once for each of its answers.
 
+    With ``shorten_max_tokens`` a ``max_tokens`` that the context has no room for is lowered instead
+    of refused. ``cors_origins`` are the origins whose web pages may ask and read the answers, "*"
+    for all.
+
     ``timeout_s`` bounds a request as a whole, including the time in which its body arrives;
     ``patience_s`` bounds each silence of a client that must send its request or take its answer;
     ``drain_timeout_s`` is how long the gateway, when it ends, waits for answers.
@@ -19,7 +23,9 @@ class GatewayOptions:
     model: str = "minisgl"
     model_name: str = "minisgl"
     api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     default_max_tokens: int = 1024
+    shorten_max_tokens: bool = False
     max_requests: int = 256
     max_requests_per_key: int = 64
     max_body_bytes: int = 2**20

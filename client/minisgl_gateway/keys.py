@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -26,9 +26,13 @@ class Caller:
 
 
 class Keys:
-    """The keys in use; without any, every caller may ask."""
+    """The keys in use; without any, every caller may ask.
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    ``origins`` are those whose pages may ask without a key, beside the pages of this machine.
+    """
+
+    def __init__(self, keys: Iterable[str], origins: Iterable[str] = ()) -> None:
+        self._origins = frozenset(origins)
         self._callers: dict[bytes, Caller] = {}
         for key in keys:
             data = key.encode()
@@ -38,7 +42,7 @@ class Keys:
     def caller(self, headers: Sequence[tuple[bytes, bytes]]) -> Caller:
         """Who sends these headers; raises ``ApiError`` 401, or 403 for a page from elsewhere."""
         if not self._callers:
-            _check_page(headers)
+            _check_page(headers, self._origins)
             return Caller()
         given = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
@@ -55,14 +59,15 @@ class Keys:
         return found
 
 
-def _check_page(headers: Sequence[tuple[bytes, bytes]]) -> None:
+def _check_page(headers: Sequence[tuple[bytes, bytes]], origins: Container[str]) -> None:
     """Refuse a web page from elsewhere: a browser on this machine would ask in its user's name.
 
     The name of such a page may resolve to this machine all the same (DNS rebinding), so its address
     must be one that no name server has a say in.
     """
     for name, value in headers:
-        if name == b"origin" and not _is_of_this_machine(value.decode("latin-1")):
+        origin = value.decode("latin-1")
+        if name == b"origin" and origin not in origins and not _is_of_this_machine(origin):
             raise ApiError(
                 403,
                 "without API keys only pages of this machine may ask",

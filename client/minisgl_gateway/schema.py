@@ -2,7 +2,11 @@
 
 Knows types and OpenAI's own ranges; the engine checks the rest and says so in the same words to all
 its clients. ``NOT_OFFERED`` lists what callers may know from elsewhere but would not get here: it
-is refused by name, unless it has a value that changes nothing.
+is refused by name, unless it has a value that changes nothing. ``WITHOUT_EFFECT`` lists what is
+taken whatever it says, and named in a header of the answer.
+
+Null is "not given", at any depth, for names that are known here or not; only in what goes to the
+chat template as it is (variables, schemas of parameters) does it stand for itself.
 
 Lists are read up to the first item that is wrong (``fail_fast``): a body of a megabyte can have
 hundreds of thousands, and a complaint about each would take seconds.
@@ -14,13 +18,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 MAX_CHOICES: Final = 16
 """Generations of one request: ``n`` times the number of prompts."""
 MAX_LOGPROBS: Final = 20
 MAX_STOPS: Final = 16
+NO_LIMIT: Final = -1
+"""``max_tokens`` of a caller who wants as many as there is room for, as llama.cpp has it."""
 NOT_ENFORCED: Final = "not_enforced"
 """The type of pydantic's error for what would need constrained decoding."""
 
@@ -28,14 +34,45 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
+def _take_nulls(schema: dict[str, Any]) -> None:
+    """Let a JSON schema say that null stands for what is not given, known or not."""
+    schema["additionalProperties"] = _NULL
+    properties = schema.get("properties", {})
+    for name, spec in properties.items():
+        if name not in schema.get("required", ()) and _NULL not in spec.get("anyOf", ()):
+            about = {key: spec[key] for key in ("default", "description", "title") if key in spec}
+            itself = {key: value for key, value in spec.items() if key not in about}
+            properties[name] = {"anyOf": [*spec.get("anyOf", [itself]), _NULL], **about}
+
+
+_NULL: Final[dict[str, Any]] = {"type": "null"}
+
+
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_take_nulls
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and None in fields.values():
+            return {name: value for name, value in fields.items() if value is not None}
+        return fields
+
+
+def _label(description: str = "a label; no effect") -> Any:
+    """A field that is taken and named in the answer's header."""
+    return Field(None, description=description)
 
 
 class StreamOptions(_Strict):
-    """How a stream ends."""
+    """What a stream tells beside the answer."""
 
     include_usage: bool = Field(False, description="a last chunk tells the numbers of tokens")
+    continuous_usage_stats: bool = Field(
+        False, description="every chunk tells the numbers of tokens of its choice so far"
+    )
     include_obfuscation: Literal[False] | None = None
 
 
@@ -46,7 +83,9 @@ class GenerationRequest(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers, made in parallel")
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: int | None = Field(
+        None, ge=NO_LIMIT, lt=2**31, description="-1 is as many as there is room for"
+    )
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -68,10 +107,22 @@ class GenerationRequest(_Strict):
         description="prefixes are shared under equal salts only",
     )
     priority: int = Field(0, gt=-(2**31), lt=2**31, description="lower goes first")
-    prompt_cache_key: str | None = Field(None, description="a label; no effect")
-    user: str | None = Field(None, description="a label; no effect")
-    safety_identifier: str | None = Field(None, description="a label; no effect")
-    metadata: dict[str, str] | None = Field(None, description="a label; no effect")
+    prompt_cache_key: str | None = _label()
+    prompt_cache_retention: str | None = _label("prefixes stay while there is room; no effect")
+    cache_prompt: bool | None = _label("prefixes are always cached; no effect")
+    user: str | None = _label()
+    safety_identifier: str | None = _label()
+    metadata: dict[str, str] | None = _label()
+    request_id: str | None = _label("the header X-Request-Id has one; no effect")
+    service_tier: Literal["auto", "default"] | None = _label("there is one; no effect")
+    store: bool | None = _label("nothing is stored; no effect")
+
+    @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
+    @classmethod
+    def _is_some(cls, num_tokens: int | None) -> int | None:
+        if num_tokens == 0:
+            raise PydanticKnownError("greater_than_equal", {"ge": 1})
+        return num_tokens
 
 
 class CompletionRequest(GenerationRequest):
@@ -85,6 +136,14 @@ class CompletionRequest(GenerationRequest):
     )
     echo: bool = Field(False, description="the prompt, if it is text, stands before the answer")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: bool = Field(
+        True, description="those that the tokenizer puts around a text"
+    )
+
+
+def _cache_control() -> Any:
+    """Where a caller would have a prefix end; here all prefixes are cached."""
+    return Field(None, exclude=True, description="prefixes are always cached; no effect")
 
 
 class TextPart(_Strict):
@@ -92,6 +151,7 @@ class TextPart(_Strict):
 
     type: Literal["text"]
     text: str
+    cache_control: Any = _cache_control()
 
 
 Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
@@ -111,9 +171,12 @@ class FunctionCall(_Strict):
 
 
 class ToolCall(_Strict):
+    """``index`` is from a chunk of a stream, as which callers send calls back."""
+
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = Field(None, exclude=True)
 
 
 class SystemMessage(_Strict):
@@ -122,12 +185,14 @@ class SystemMessage(_Strict):
     role: Literal["system", "developer"]
     content: Content
     name: str | None = None
+    cache_control: Any = _cache_control()
 
 
 class UserMessage(_Strict):
     role: Literal["user"]
     content: Content
     name: str | None = None
+    cache_control: Any = _cache_control()
 
 
 class AssistantMessage(_Strict):
@@ -142,8 +207,9 @@ class AssistantMessage(_Strict):
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = Field(None, description="the older form of tool_calls")
     parsed: Any = _read_by_sdk()
+    cache_control: Any = _cache_control()
 
 
 class ToolMessage(_Strict):
@@ -153,19 +219,35 @@ class ToolMessage(_Strict):
     content: Content
     tool_call_id: str | None = None
     name: str | None = None
+    cache_control: Any = _cache_control()
+
+
+class FunctionMessage(_Strict):
+    """What a function answered, in the older form."""
+
+    role: Literal["function"]
+    content: Content
+    name: str
 
 
 Message = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
+    Field(discriminator="role"),
 ]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
-class Function(_Strict):
+class OlderFunction(_Strict):
     """A function that the model may call; ``parameters`` is a JSON schema."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
+
+
+class Function(OlderFunction):
+    """The same of a tool."""
+
     strict: Literal[False] | None = Field(None, description="schemas are not enforced")
 
     @field_validator("strict", mode="before")
@@ -179,28 +261,70 @@ class Function(_Strict):
 class Tool(_Strict):
     type: Literal["function"]
     function: Function
+    cache_control: Any = _cache_control()
 
 
 class ChatCompletionRequest(GenerationRequest):
     """A chat to be continued by the assistant."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    messages: Messages
+    max_completion_tokens: int | None = Field(
+        None, ge=NO_LIMIT, lt=2**31, description="the newer name of max_tokens"
+    )
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool = True
+    functions: Annotated[list[OlderFunction], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="the older form of tools: one call at most"
+    )
+    function_call: Literal["none", "auto"] | None = Field(
+        None, description="the older form of tool_choice"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the chat template, such as enable_thinking"
     )
+    add_generation_prompt: bool = Field(
+        True, description="the template ends with the beginning of an answer"
+    )
+    enable_thinking: bool | None = Field(
+        None, description="the same variable of the chat template, if it has one"
+    )
+    reasoning_effort: str | None = _label("not known to the model; no effect")
+    verbosity: str | None = _label("not known to the model; no effect")
+    separate_reasoning: bool | None = _label("an answer is one text; no effect")
+    stream_reasoning: bool | None = _label("an answer is one text; no effect")
+    include_reasoning: bool | None = _label("an answer is one text; no effect")
 
-    @field_validator("tool_choice", mode="before")
+    @field_validator("tool_choice", "function_call", mode="before")
     @classmethod
     def _forces_no_call(cls, choice: Any) -> Any:
         if choice == "required" or isinstance(choice, dict):
             raise _not_enforced("'none' and 'auto'")
         return choice
+
+
+class TokenizeRequest(_Strict):
+    """A text or a chat whose tokens are asked for, in vLLM's form."""
+
+    model: str | None = None
+    prompt: str | None = Field(None, description="a text; either this or messages")
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="those that the tokenizer puts around a text; true for one"
+    )
+    add_generation_prompt: bool = Field(True, description="for messages")
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(_Strict):
+    """Tokens whose text is asked for."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 def _not_enforced(offered: str) -> PydanticCustomError:
@@ -214,48 +338,81 @@ _BOTH: Final[dict[str, tuple[Any, ...]]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "detokenize": (True,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
     "early_stopping": (False,),
+    "ebnf": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": (),
-    "prompt_cache_retention": (),
+    "lora_path": (),
+    "mirostat": (0,),
+    "n_probs": (0,),
+    "no_stop_trim": (False,),
     "prompt_logprobs": (),
+    "regex": (),
+    "repeat_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "structured_outputs": (),
+    "tfs_z": (1,),
+    "top_a": (0,),
     "truncate_prompt_tokens": (),
+    "typical_p": (1,),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "xtc_probability": (0,),
 }
 _CHAT: Final[dict[str, tuple[Any, ...]]] = {
-    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": (),
     "echo": (False,),
-    "function_call": (),
-    "functions": ([],),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
     "web_search_options": (),
 }
+_TOKENIZE: Final[dict[str, tuple[Any, ...]]] = {
+    name: _CHAT[name] for name in ("chat_template", "continue_final_message", "mm_processor_kwargs")
+}
 
-NOT_OFFERED: Final[Mapping[type[GenerationRequest], Mapping[str, tuple[Any, ...]]]] = (
-    MappingProxyType(
-        {
-            CompletionRequest: MappingProxyType({**_BOTH, "suffix": ("",)}),
-            ChatCompletionRequest: MappingProxyType({**_BOTH, **_CHAT}),
-        }
-    )
+NOT_OFFERED: Final[Mapping[type[BaseModel], Mapping[str, tuple[Any, ...]]]] = MappingProxyType(
+    {
+        CompletionRequest: MappingProxyType({**_BOTH, "suffix": ("",)}),
+        ChatCompletionRequest: MappingProxyType({**_BOTH, **_CHAT}),
+        TokenizeRequest: MappingProxyType(_TOKENIZE),
+        DetokenizeRequest: MappingProxyType({}),
+    }
 )
 """By kind of request: names, and the values with which each is accepted; null always is."""
+
+WITHOUT_EFFECT: Final = frozenset(
+    {
+        "cache_prompt",
+        "include_reasoning",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "request_id",
+        "safety_identifier",
+        "separate_reasoning",
+        "service_tier",
+        "store",
+        "stream_reasoning",
+        "user",
+        "verbosity",
+    }
+)
+"""Fields that change nothing, whatever they say."""

@@ -13,27 +13,27 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from email.message import Message
 from typing import Any, Final, TypeVar
 
 from minisgl_client.answer import Result
 from minisgl_client.client import AsyncClient
 from minisgl_client.errors import MinisglError
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.admission import Admission
 from minisgl_gateway.answers import Counts, Heading, chat_answer, completion_answer
-from minisgl_gateway.body import parse
+from minisgl_gateway.body import received
 from minisgl_gateway.conversion import (
     Generation,
     Policy,
+    call_form,
     chat_generations,
     completion_generations,
+    continues_usage,
     includes_usage,
-    reads_tool_calls,
 )
 from minisgl_gateway.errors import GONE, ApiError, api_error, busy
 from minisgl_gateway.event_stream import (
@@ -46,6 +46,7 @@ from minisgl_gateway.event_stream import (
 from minisgl_gateway.events import DONE, ChatWriter, CompletionWriter, Writer, usage_event
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Caller
+from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from minisgl_gateway.telemetry import Telemetry
 
@@ -66,12 +67,18 @@ class _Probe:
 class Service:
     """One gateway in front of one engine."""
 
-    def __init__(self, options: GatewayOptions, engine: AsyncClient, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        options: GatewayOptions,
+        engine: AsyncClient,
+        lookups: Lookups,
+        telemetry: Telemetry,
+    ) -> None:
         self._options = options
         self._engine = engine
+        self._lookups = lookups
         self._telemetry = telemetry
         self._admission = Admission(options.max_requests, options.max_requests_per_key)
-        self._started = int(time.time())
         self._probing = asyncio.Lock()
         self._probe = _Probe(is_ready=False, until_s=0.0)
 
@@ -79,25 +86,29 @@ class Service:
 
     async def chat(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
-        request = await self._parsed(ChatCompletionRequest, http)
+        request = await self._received(ChatCompletionRequest, http)
         caller: Caller = http.scope["state"]["caller"]
         generations = chat_generations(request, self._policy(http))
         heading = Heading.of("chatcmpl", request.model)
         http.scope["state"]["request_id"] = heading.id
-        tool_calls = reads_tool_calls(request)
+        form = call_form(request)
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         if not request.stream:
 
             def body(results: Sequence[Result], counts: Counts) -> BaseModel:
                 return chat_answer(
-                    heading, results, counts, num_logprobs=num_logprobs, tool_calls=tool_calls
+                    heading, results, counts, num_logprobs=num_logprobs, call_form=form
                 )
 
             return await self._whole(http, caller, heading, generations, request, body)
-        usage = includes_usage(request)
         writers = [
             ChatWriter(
-                heading, index, num_logprobs=num_logprobs, tool_calls=tool_calls, usage=usage
+                heading,
+                index,
+                num_logprobs=num_logprobs,
+                call_form=form,
+                usage=includes_usage(request),
+                continuous=continues_usage(request),
             )
             for index in range(len(generations))
         ]
@@ -107,7 +118,7 @@ class Service:
 
     async def completions(self, http: Request) -> Response:
         """POST /v1/completions."""
-        request = await self._parsed(CompletionRequest, http)
+        request = await self._received(CompletionRequest, http)
         caller: Caller = http.scope["state"]["caller"]
         generations = completion_generations(request, self._policy(http))
         heading = Heading.of("cmpl", request.model)
@@ -128,21 +139,11 @@ class Service:
                 num_logprobs=request.logprobs,
                 echo=generation.echo,
                 usage=includes_usage(request),
+                continuous=continues_usage(request),
             )
             for index, generation in enumerate(generations)
         ]
         return self._streamed(caller, heading, generations, writers, request, "text_completion")
-
-    async def models(self) -> schema.ModelList:
-        """GET /v1/models."""
-        return schema.ModelList(
-            data=[schema.Model(id=self._options.model_name, created=self._started)]
-        )
-
-    async def model(self, name: str) -> schema.Model:
-        """GET /v1/models/{name}; raises ``ApiError`` 404."""
-        self._check_model(name)
-        return (await self.models()).data[0]
 
     async def health(self) -> schema.Health:
         """GET /health; raises ``ApiError`` 503 if the engine takes no requests.
@@ -168,34 +169,20 @@ class Service:
 
     # --- the way of a request ----------------------------------------------------------------
 
-    async def _parsed(self, kind: type[_Request], http: Request) -> _Request:
-        head = Message()
-        head["Content-Type"] = http.headers.get("content-type", "")
-        is_json = head.get_content_type() == "application/json"
-        if not is_json or head.get_content_charset("utf-8") != "utf-8":
-            raise _media_type("the content type must be application/json in UTF-8")
-        if http.headers.get("content-encoding", "identity").lower() != "identity":
-            raise _media_type("the body must not be compressed")
-        try:
-            request = parse(kind, await http.body())
-        except ClientDisconnect:
-            raise ApiError(GONE, "the client went away", code="client_gone") from None
-        self._check_model(request.model)
+    async def _received(self, kind: type[_Request], http: Request) -> _Request:
+        request = await received(kind, http)
+        self._lookups.check_model(request.model)
         return request
-
-    def _check_model(self, name: str) -> None:
-        if name != self._options.model_name:
-            raise ApiError(
-                404,
-                f"the model {name[:60]!r} does not exist",
-                code="model_not_found",
-                param="model",
-            )
 
     def _policy(self, http: Request) -> Policy:
         state = http.scope["state"]
         left_s = state["deadline_s"] - time.monotonic()
-        return Policy(left_s, self._options.default_max_tokens, state["caller"].salt)
+        return Policy(
+            left_s,
+            self._options.default_max_tokens,
+            self._options.shorten_max_tokens,
+            state["caller"].salt,
+        )
 
     async def _whole(
         self,
@@ -262,12 +249,14 @@ class Service:
                 async with aclosing(merged(choices) if len(choices) > 1 else choices[0]) as merging:
                     async for event in merging:
                         yield event
-                if includes_usage(request):
-                    yield usage_event(heading, kind, counts)
-                yield DONE
+
+        def closing() -> bytes:
+            usage = usage_event(heading, kind, counts) if includes_usage(request) else b""
+            return usage + DONE
 
         return EventStream(
             events(),
+            closing,
             request_id=heading.id,
             telemetry=self._telemetry,
         )
@@ -280,10 +269,6 @@ def _as_api_errors(kind: type[GenerationRequest]) -> Iterator[None]:
         yield
     except MinisglError as error:
         raise api_error(error, kind.model_fields) from error
-
-
-def _media_type(message: str) -> ApiError:
-    return ApiError(415, message, code="unsupported_media_type")
 
 
 def _call(heading: Heading, index: int, generation: Generation) -> dict[str, Any]:

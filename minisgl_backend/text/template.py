@@ -58,15 +58,20 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
-        """The text of a chat, up to where the assistant's answer begins.
+        """The text of a chat, up to where the assistant's answer begins, or ends before that.
 
         ``variables`` come beside what every template gets. Raises ``InvalidRequest`` if the
         template refuses the chat, a bound is exceeded, or a variable is one of ours.
         """
         plain = [dict(message) for message in messages]
         return self._render(
-            plain if self._takes_parts else join_parts(plain), tools, variables or {}
+            plain if self._takes_parts else join_parts(plain),
+            tools,
+            variables or {},
+            add_generation_prompt,
         )
 
     def _render(
@@ -74,13 +79,14 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
+        add_generation_prompt: bool = True,
     ) -> str:
         own = {
             **self._special_tokens,
             "messages": messages,
             "tools": tools,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": add_generation_prompt,
             self._meter_name: Meter(self._clock, self._max_seconds, 4 * self._max_chars),
         }
         for name in variables:

@@ -115,11 +115,23 @@ class PromptEncoder:
                     f"prompt of {len(prompt.ids)} tokens does not fit the context "
                     f"of {self._context}"
                 )
-            self.check_token_ids("input_ids", (prompt.ids.min(), prompt.ids.max()))
-            return prompt.ids
-        if isinstance(prompt, TextPrompt):
-            return self._encode_text(prompt)
-        return self._ids(self._with_control, self.render(prompt), add_special_tokens=False)
+            return self._checked(prompt)
+        if isinstance(prompt, TextPrompt) and not prompt.text:
+            raise InvalidRequest("text_input must not be empty")
+        ids = self._ids(prompt, bounded=True)
+        if not ids.size:
+            raise InvalidRequest("the prompt has no tokens")
+        return ids
+
+    def look_up(self, prompt: Prompt) -> IntArray:
+        """The token ids of a text, or of a chat, int32[num_tokens], none or more than the context
+        takes; token ids are only checked.
+
+        Raises ``InvalidRequest`` or ``Unsupported``.
+        """
+        if isinstance(prompt, TokenPrompt):
+            return self._checked(prompt)
+        return self._ids(prompt, bounded=False)
 
     def render(self, prompt: MessagesPrompt) -> str:
         """The text that the chat template makes of a chat."""
@@ -132,7 +144,21 @@ class PromptEncoder:
             raise InvalidRequest("messages need a chat template, and this model has none")
         given = prompt.variables
         variables = parse_variables(given, limits) if given is not None else None
-        return template.render(messages, tools or None, variables)
+        return template.render(
+            messages,
+            tools or None,
+            variables,
+            add_generation_prompt=prompt.add_generation_prompt,
+        )
+
+    def names(self, ids: IntArray) -> list[str]:
+        """The tokens as the vocabulary spells them; "" for an id with no token."""
+        return [self.vocabulary.names[token_id] or "" for token_id in ids.tolist()]
+
+    def text(self, ids: IntArray) -> str:
+        """The text of tokens, special ones spelled out."""
+        text: str = self._with_control.decode(ids.tolist(), skip_special_tokens=False)
+        return text
 
     def prompt_text(self, prompt: Prompt, ids: IntArray) -> str:
         """The prompt as text, for an answer that starts with it."""
@@ -147,28 +173,31 @@ class PromptEncoder:
                 last = len(self.vocabulary) - 1
                 raise InvalidRequest(f"{name} must be in 0 .. {last}, got {token_id}")
 
-    def _encode_text(self, prompt: TextPrompt) -> IntArray:
-        if not prompt.text:
-            raise InvalidRequest("text_input must not be empty")
-        if not prompt.parse_special_tokens:
-            return self._ids(self._plain, prompt.text, add_special_tokens=True)
-        ids = self._ids(self._with_control, prompt.text, add_special_tokens=True)
-        doubled = len(ids) > 1 and ids[0] == ids[1] == self._bos_token_id
-        return ids[1:] if doubled else ids
+    def _checked(self, prompt: TokenPrompt) -> IntArray:
+        self.check_token_ids("input_ids", (prompt.ids.min(), prompt.ids.max()))
+        return prompt.ids
 
-    def _ids(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> IntArray:
+    def _ids(self, prompt: TextPrompt | MessagesPrompt, *, bounded: bool) -> IntArray:
+        """The ids, int32[num_tokens]; with ``bounded`` a text that certainly has too many for the
+        context is refused before all of it is tokenized."""
+        if isinstance(prompt, MessagesPrompt):
+            text, tokenizer, add_special_tokens = self.render(prompt), self._with_control, False
+        else:
+            text, add_special_tokens = prompt.text, prompt.add_special_tokens
+            tokenizer = self._with_control if prompt.parse_special_tokens else self._plain
         num_bytes = len(text.encode())
         if num_bytes > self._limits.prompt_bytes:
             most = self._limits.prompt_bytes
             raise InvalidRequest(f"the prompt must be at most {most} bytes, got {num_bytes}")
-        if self._length is not None:
+        if bounded and self._length is not None:
             self._length.check(tokenizer, text, num_bytes)
         # A batch of one: tokenizing a single text would keep the GIL.
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids = np.array(encoding.ids, dtype=np.int32)
-        if not ids.size:
-            raise InvalidRequest("the prompt has no tokens")
-        return ids
+        if not (isinstance(prompt, TextPrompt) and prompt.parse_special_tokens):
+            return ids
+        doubled = len(ids) > 1 and ids[0] == ids[1] == self._bos_token_id
+        return ids[1:] if doubled else ids
 
 
 def _load(folder: str | Path) -> Any:

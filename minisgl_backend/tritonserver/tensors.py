@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,8 +60,13 @@ def checked_size(request: Any, arrays: Arrays, limits: Limits) -> int:
 
 def text_array(text: str) -> npt.NDArray[np.object_]:
     """An array of one string."""
-    array = np.empty(1, dtype=object)
-    array[0] = text.encode()
+    return texts_array([text])
+
+
+def texts_array(texts: Sequence[str]) -> npt.NDArray[np.object_]:
+    """An array of strings."""
+    array = np.empty(len(texts), dtype=object)
+    array[:] = [text.encode() for text in texts]
     return array
 
 

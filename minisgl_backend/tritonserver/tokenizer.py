@@ -1,5 +1,9 @@
 """The model ``tokenizer``: text, chats or token ids in, token ids and a validated request out.
 
+A client that asks it alone is told more: the tokens as the vocabulary spells them, their text, and
+the context. Such a lookup needs no engine: no queue turns it away, and its text may be longer than
+the context.
+
 Knows every parameter of the wire (through ``wire``) and turns a wrong one away before any work is
 done for it: first if the engines' markers say that all queues are full, then by the size, the
 values, and the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not
@@ -44,9 +48,17 @@ from minisgl_backend.tritonserver.tensors import (
     read_inputs,
     read_parameters,
     text_array,
+    texts_array,
 )
 from minisgl_backend.wire.generation import Generation, Stopped, StopRequest
-from minisgl_backend.wire.parameters import INPUT_IDS, REQUEST
+from minisgl_backend.wire.parameters import (
+    INPUT_IDS,
+    LOOKUPS,
+    MAX_SEQUENCE_LENGTH,
+    REQUEST,
+    TEXT,
+    TOKEN_STRS,
+)
 from minisgl_backend.wire.parse import PROMPTS, parse_generation
 from minisgl_backend.wire.record import encode_record
 
@@ -63,6 +75,7 @@ class _Job:
     __slots__ = (
         "arrival_time_ns",
         "inputs",
+        "is_lookup",
         "parameters",
         "responder",
         "sending",
@@ -71,9 +84,16 @@ class _Job:
     )
 
     def __init__(
-        self, request: Any, inputs: Arrays, parameters: Mapping[str, Any], responder: Responder
+        self,
+        request: Any,
+        inputs: Arrays,
+        parameters: Mapping[str, Any],
+        responder: Responder,
+        *,
+        is_lookup: bool,
     ) -> None:
         self.arrival_time_ns = time.time_ns()
+        self.is_lookup = is_lookup
         self.inputs = inputs
         self.parameters = parameters
         self.timeout_us: int = request.timeout()
@@ -94,10 +114,9 @@ class TritonPythonModel:
         self._parse_special_tokens = options.parse_special_tokens
         self._exclude_input_in_output = options.exclude_input_in_output
         spec = model_spec(options)
+        self._context = options.max_sequence_length or spec.context
         self._encoder = PromptEncoder.load(
-            tokenizer_folder(options),
-            self._limits,
-            context=options.max_sequence_length or spec.context,
+            tokenizer_folder(options), self._limits, context=self._context
         )
         self._encoder.vocabulary.check_fits(spec.vocab_size)
         self._markers = MarkerReader(runtime_directory())
@@ -138,13 +157,15 @@ class TritonPythonModel:
         parameters = read_parameters(request)
         given = {*(tensor.name() for tensor in request.inputs()), *parameters}
         has_prompt = not given.isdisjoint(PROMPTS)
-        if has_prompt and self._markers.is_queue_full():
-            raise Overloaded("queue full: every engine has as many requests as it may hold")
-        if self._markers.is_recovering():
-            raise Recovering("a part of the server died and is being started again")
+        is_lookup = _is_lookup(request)
+        if not is_lookup:
+            if has_prompt and self._markers.is_queue_full():
+                raise Overloaded("queue full: every engine has as many requests as it may hold")
+            if self._markers.is_recovering():
+                raise Recovering("a part of the server died and is being started again")
         inputs = read_inputs(request)
         size = checked_size(request, inputs, self._limits)
-        job = _Job(request, inputs, parameters, responder)
+        job = _Job(request, inputs, parameters, responder, is_lookup=is_lookup)
         at_once = not has_prompt and size <= _AT_ONCE_BYTES
         with self._lock:
             is_full = len(self._jobs) >= self._max_jobs or self._num_bytes + size > self._max_bytes
@@ -163,11 +184,12 @@ class TritonPythonModel:
     def _run(self, job: _Job, size: int) -> None:
         try:
             ids, request = self._tokenize(job, self._parse(job))
+            told = self._told(ids) if job.is_lookup else {}
             with job.sending:
                 if job.stopped and isinstance(request, Generation):
                     outputs = _outputs(_NO_IDS, Stopped(wanted=request.wanted))
                 else:
-                    outputs = _outputs(ids, request)
+                    outputs = {**_outputs(ids, request), **told}
                 job.responder.send(make_response(outputs), final=True)
         except Exception as error:
             self._refuse(job.responder, error)
@@ -195,12 +217,21 @@ class TritonPythonModel:
             return _NO_IDS, request
         if job.stopped:
             return _NO_IDS, request
-        ids = self._encoder.encode(request.prompt)
+        encode = self._encoder.look_up if job.is_lookup else self._encoder.encode
+        ids = encode(request.prompt)  # int32[num_prompt_tokens]
         self._encoder.check_token_ids("stop_token_ids", request.sampling.stop_token_ids)
         if request.exclude_input_in_output:
             return ids, request
         prompt_text = self._encoder.prompt_text(request.prompt, ids)
         return ids, replace(request, prompt_text=prompt_text)
+
+    def _told(self, ids: IntArray) -> Arrays:
+        """What a lookup is told beside the ids, int32[num_tokens]."""
+        return {
+            TOKEN_STRS.name: texts_array(self._encoder.names(ids)),
+            TEXT.name: text_array(self._encoder.text(ids)),
+            MAX_SEQUENCE_LENGTH.name: np.array([self._context], dtype=np.int32),
+        }
 
     def _with_default(self, job: _Job) -> Arrays:
         """The inputs; if the operator says so, special tokens in a text are parsed."""
@@ -217,6 +248,12 @@ class TritonPythonModel:
         for job in same if label else ():
             with job.sending:
                 job.stopped = True
+
+
+def _is_lookup(request: Any) -> bool:
+    """Whether a client asks for outputs that no ensemble takes; all are if it names none."""
+    wanted = request.requested_output_names()
+    return any(tensor.name in wanted for tensor in LOOKUPS)
 
 
 def _outputs(ids: IntArray, request: Generation | StopRequest | Stopped) -> Arrays:

@@ -135,7 +135,8 @@ def _known(name: str, value: Any) -> Input | None:
     entry = BY_NAME.get(name)
     if entry is None:
         hint = did_you_mean(name[:60], [*BY_NAME, *NEUTRAL])
-        raise InvalidRequest(f"unknown parameter {values.quoted(name)}{hint}")
+        told = values.quoted(name) if len(name) <= 50 else f"of {len(name)} characters"
+        raise InvalidRequest(f"unknown parameter {told}{hint}")
     return entry
 
 

@@ -13,20 +13,28 @@ from minisgl_backend.request import IntArray, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A text as it is; what looks like a special token becomes one only on demand."""
+    """A text as it is; what looks like a special token becomes one only on demand.
+
+    With ``add_special_tokens`` it gets those that the tokenizer puts around each text.
+    """
 
     text: str
     parse_special_tokens: bool = False
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class MessagesPrompt:
     """A chat: JSON texts of a list of messages and, if there are any, of a list of tools and of
-    an object of variables for the template."""
+    an object of variables for the template.
+
+    With ``add_generation_prompt`` the text ends with the beginning of an answer.
+    """
 
     messages: str
     tools: str | None = None
     variables: str | None = None
+    add_generation_prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -39,6 +39,13 @@ INPUTS: Final[tuple[Input, ...]] = (
         top_level=True,
         text_only=True,
     ),
+    _flag(
+        "add_special_tokens",
+        "text_input gets the special tokens that the tokenizer puts around a text",
+        default=True,
+        top_level=True,
+        text_only=True,
+    ),
     _text(
         "messages",
         "a JSON list of chat messages; the model's chat template is applied. Special-token text in "
@@ -51,6 +58,13 @@ INPUTS: Final[tuple[Input, ...]] = (
         "chat_template_kwargs",
         "a JSON object of variables for the template, such as enable_thinking; not those that it "
         "gets anyway, such as messages",
+        top_level=True,
+        text_only=True,
+    ),
+    _flag(
+        "add_generation_prompt",
+        "the text that the template makes of messages ends with the beginning of an answer",
+        default=True,
         top_level=True,
         text_only=True,
     ),
@@ -239,6 +253,13 @@ OUTPUTS: Final[tuple[Output, ...]] = (
 REQUEST: Final = Tensor(name="request", kind=Kind.TEXT)
 """tokenizer -> llm_engine: the validated request (``record``)."""
 INPUT_IDS: Final = Tensor(name="input_ids", kind=Kind.INTEGERS)
+TOKEN_STRS: Final = Tensor(name="token_strs", kind=Kind.TEXTS)
+"""Of the tokenizer, for clients that ask it alone: the tokens as the vocabulary spells them."""
+TEXT: Final = Tensor(name="text", kind=Kind.TEXT)
+"""The same: the text of the tokens, special ones spelled out."""
+MAX_SEQUENCE_LENGTH: Final = Tensor(name="max_sequence_length", kind=Kind.INTEGER)
+"""The same: the most tokens of a prompt and its answer."""
+LOOKUPS: Final = (TOKEN_STRS, TEXT, MAX_SEQUENCE_LENGTH)
 OUTPUT_IDS: Final = Tensor(name="output_ids", kind=Kind.INTEGERS)
 CHUNK: Final = Tensor(name="chunk", kind=Kind.BYTES)
 """llm_engine -> detokenizer: token ids and what belongs to them (``packets``)."""

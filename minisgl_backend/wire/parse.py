@@ -176,6 +176,10 @@ def _earliest(timeout_ms: int | None, timeout_us: int) -> int | None:
 def _prompt(given: Mapping[str, Any], limits: Limits) -> Prompt:
     if given["parse_special_tokens"] and given["text_input"] is None:
         raise InvalidRequest("parse_special_tokens goes with text_input")
+    if not given["add_special_tokens"] and given["text_input"] is None:
+        raise InvalidRequest("add_special_tokens goes with text_input")
+    if not given["add_generation_prompt"] and given["messages"] is None:
+        raise InvalidRequest("add_generation_prompt goes with messages")
     for name in ("tools", "chat_template_kwargs"):
         if given[name] is not None and given["messages"] is None:
             raise InvalidRequest(f"{name} goes with messages")
@@ -186,9 +190,16 @@ def _prompt(given: Mapping[str, Any], limits: Limits) -> Prompt:
                 f"{name} must be at most {limits.prompt_bytes} bytes, got {len(text.encode())}"
             )
     if given["text_input"] is not None:
-        return TextPrompt(given["text_input"], given["parse_special_tokens"])
+        return TextPrompt(
+            given["text_input"], given["parse_special_tokens"], given["add_special_tokens"]
+        )
     if given["messages"] is not None:
-        return MessagesPrompt(given["messages"], given["tools"], given["chat_template_kwargs"])
+        return MessagesPrompt(
+            given["messages"],
+            given["tools"],
+            given["chat_template_kwargs"],
+            given["add_generation_prompt"],
+        )
     ids: IntArray = given["input_ids"]
     if not ids.size:
         raise InvalidRequest("input_ids must not be empty")

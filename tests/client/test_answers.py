@@ -42,6 +42,39 @@ def encoder() -> PromptEncoder:
 
 
 @all_ways
+def test_tokens(server: TritonServer, encoder: PromptEncoder, way: Way) -> None:
+    for text in ("The capital of Österreich", "x", ""):
+        told = way.tokenize(server, prompt=text)
+        assert told.text == text
+        assert len(told.ids) == len(told.strs)
+        if text:
+            assert list(told.ids) == encoder.encode(TextPrompt(text)).tolist()
+        assert told.max_sequence_length == 8192
+    again = way.tokenize(server, input_ids=told.ids or [5, 0])
+    assert again.strs == tuple(encoder.vocabulary.names[token_id] for token_id in again.ids)
+    with pytest.raises(InvalidArgument, match="2047"):
+        way.tokenize(server, input_ids=[2048])
+
+
+@all_ways
+def test_tokens_of_a_chat(server: TritonServer, way: Way) -> None:
+    whole = way.tokenize(server, messages=FRANCE)
+    assert whole.text.endswith("France?<|im_end|>\n<|im_start|>assistant\n")
+    assert "<|im_end|>" in whole.strs
+    shorter = way.tokenize(server, messages=FRANCE, add_generation_prompt=False)
+    assert shorter.text.endswith("France?<|im_end|>\n")
+    assert whole.ids[: len(shorter.ids)] == shorter.ids
+
+
+@all_ways
+def test_tokens_of_a_text_that_the_context_has_no_room_for(server: TritonServer, way: Way) -> None:
+    text = "A sentence of some words. " * 4000
+    assert len(way.tokenize(server, prompt=text).ids) > 8192
+    with pytest.raises(InvalidArgument, match="does not fit the context"):
+        way.generate(server, prompt=text)
+
+
+@all_ways
 def test_whole_and_streamed(server: TritonServer, encoder: PromptEncoder, way: Way) -> None:
     said = generate(server, messages=json.dumps(FRANCE), **GREEDY)["text_output"]
     assert "Paris" in said
@@ -132,6 +165,7 @@ PARAMETERS: dict[str, Any] = {
     "cache_salt": "pepper-7",
     "min_chunk_interval_ms": 1,
     "parse_special_tokens": True,
+    "add_special_tokens": False,
     "exclude_input_in_output": False,
     "sampling_parameters": {"max_tokens": "3"},
     "beam_width": 1,
@@ -151,7 +185,10 @@ PARAMETERS: dict[str, Any] = {
 }
 ARGUMENTS = {"text_input", "messages", "input_ids", "tools", "stream", "stop_request"}
 """Inputs that are arguments or methods of the clients."""
-OF_CHATS: dict[str, Any] = {"chat_template_kwargs": {"any": [1, "é"]}}
+OF_CHATS: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "chat_template_kwargs": {"any": [1, "é"]},
+}
 """Parameters that go with messages alone."""
 
 

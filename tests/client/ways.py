@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from minisgl_client import AsyncClient, Client, Delta, Result
+from minisgl_client import AsyncClient, Client, Delta, Result, Tokens
 
 from minisgl_backend.server.process import TritonServer
 
@@ -40,6 +40,19 @@ class Way:
             return asyncio.run(ask())
         with Client(url, **settings or {}) as client:
             return client.generate(**values)
+
+    def tokenize(self, server: TritonServer, **values: Any) -> Tokens:
+        """The tokens of one prompt, by a client of its own."""
+        url = url_of(server, self.protocol)
+
+        async def ask() -> Tokens:
+            async with AsyncClient(url) as client:
+                return await client.tokenize(**values)
+
+        if self.is_async:
+            return asyncio.run(ask())
+        with Client(url) as client:
+            return client.tokenize(**values)
 
     def stream(
         self,

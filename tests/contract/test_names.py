@@ -16,6 +16,7 @@ from minisgl_backend.wire.parameters import (
     BY_NAME,
     CHUNK,
     INPUT_IDS,
+    LOOKUPS,
     NEUTRAL,
     OUTPUT_IDS,
     OUTPUTS,
@@ -51,7 +52,7 @@ def table(tensors: Iterable[Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize(
     ("model", "inputs", "outputs"),
     [
-        ("tokenizer", TEXT_INPUTS, (INPUT_IDS, REQUEST)),
+        ("tokenizer", TEXT_INPUTS, (INPUT_IDS, REQUEST, *LOOKUPS)),
         ("llm_engine", (REQUEST, *TOKEN_INPUTS), (OUTPUT_IDS, CHUNK, *TOKEN_OUTPUTS)),
         ("detokenizer", (CHUNK,), TEXT_OUTPUTS),
         ("minisgl", TEXT_INPUTS, TEXT_OUTPUTS),

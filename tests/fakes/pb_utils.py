@@ -115,6 +115,7 @@ class InferenceRequest:
         request_id: str | bytes = "",
         parameters: Mapping[str, Any] | bytes | None = None,
         timeout_us: int = 0,
+        outputs: Sequence[str] = (),
     ) -> None:
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]
         self._request_id = request_id if isinstance(request_id, bytes) else request_id.encode()
@@ -122,6 +123,7 @@ class InferenceRequest:
             parameters = json.dumps(dict(parameters)).encode() if parameters else b""
         self._parameters = parameters
         self._timeout_us = timeout_us
+        self._outputs = list(outputs)
         self.sender = InferenceResponseSender()
 
     def inputs(self) -> list[Tensor]:
@@ -135,6 +137,9 @@ class InferenceRequest:
 
     def timeout(self) -> int:
         return self._timeout_us
+
+    def requested_output_names(self) -> list[str]:
+        return self._outputs
 
     def get_response_sender(self) -> InferenceResponseSender:
         return self.sender

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from minisgl_gateway.body import parse
+from minisgl_gateway.conversion import Policy, chat_generations
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.schema import (
     NOT_OFFERED,
+    WITHOUT_EFFECT,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
@@ -72,7 +74,7 @@ def test_bodies_that_are_no_request(body: bytes, words: str) -> None:
 
 WRONG: dict[str, list[Any]] = {
     "prompt": [7, True, [], [1.5], ["a", 1], [True], [["a"]], [[]], {}, [-1]],
-    "max_tokens": [0, -1, 1.5, True, "16", 2**31, 2**63, 1e308],
+    "max_tokens": [0, -2, 1.5, True, "16", 2**31, 2**63, 1e308],
     "temperature": [-1, "hot", True, [1]],
     "top_p": [0, -0.1, 1.0001],
     "top_k": [-2, 1.5, 2**31],
@@ -137,20 +139,26 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
     [
         ("prompt", 7, "prompt must be a string or an array, got 7"),
         ("prompt", [], "prompt must not be empty, got []"),
-        ("prompt", ["a", 1, "b"], "prompt[1] must be a string, got 1"),
-        ("prompt", [1, 2, "a"], "prompt[2] must be an integer, got 'a'"),
+        ("prompt", ["a" * 200, 1, "b"], "prompt[1] must be a string, got 1"),
+        ("prompt", [1, 2, "a"], 'prompt[2] must be an integer, got "a"'),
         ("prompt", [1, -1], "prompt[1] must be >= 0, got -1"),
-        ("prompt", [[1], [1, "a"]], "prompt[1][1] must be an integer, got 'a'"),
-        ("prompt", ["a"] * 17, "prompt must have at most 16 items, got ['a', "),
+        ("prompt", [[1], [1, "a"]], 'prompt[1][1] must be an integer, got "a"'),
+        ("prompt", ["letters"] * 17, "prompt must have at most 16 items, got an array of 17 items"),
         ("stop", 7, "stop must be a string or an array, got 7"),
         ("stop", ["a", 7], "stop[1] must be a string, got 7"),
         ("n", 17, "n must be <= 16, got 17"),
         ("top_p", 0, "top_p must be > 0, got 0"),
+        ("user", ["x"] * 100, "user must be a string, got an array of 100 items"),
+        ("user", {"a": True}, 'user must be a string, got {"a": true}'),
+        ("user", {"a": "x" * 100}, "user must be a string, got an object of 1 item"),
+        ("user", [chr(7)], 'user must be a string, got ["\\u0007"]'),
+        ("n", "x" * 100, "n must be an integer, got a string of 100 characters"),
+        ("n", 10**99, "n must be <= 16, got a number of 100 digits"),
         ("temperature", -0.5, "temperature must be >= 0, got -0.5"),
         ("seed", 2**63, "seed must be < 9223372036854775808, got 9223372036854775808"),
-        ("stream", "yes", "stream must be a boolean, got 'yes'"),
+        ("stream", "yes", 'stream must be a boolean, got "yes"'),
         ("logit_bias", [], "logit_bias must be an object, got []"),
-        ("stop", ["a"] * 17, "stop must have at most 16 items, got ['a', "),
+        ("stop", ["letters"] * 17, "stop must have at most 16 items, got an array of 17 items"),
         (
             "messages",
             [{"role": "user", "content": 7}],
@@ -159,15 +167,15 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
         (
             "messages",
             [*MESSAGES, {"role": "user", "content": [IMAGE]}],
-            "messages[1].content[0].type must be 'text', got 'image_url'",
+            "messages[1].content[0].type must be 'text', got \"image_url\"",
         ),
         ("messages", [{"content": "Hi"}], "messages[0].role is missing"),
-        ("messages", ["Hi"], "messages[0] must be an object, got 'Hi'"),
+        ("messages", ["Hi"], 'messages[0] must be an object, got "Hi"'),
         (
             "messages",
             [{"role": "wizard", "content": "Hi"}],
             "messages[0].role must be one of 'system', 'developer', 'user', 'assistant', 'tool', "
-            "got 'wizard'",
+            "'function', got \"wizard\"",
         ),
     ],
 )
@@ -249,10 +257,69 @@ def test_a_flag_is_not_a_neutral_number() -> None:
     assert told(CompletionRequest, best_of=True).code == "unsupported_parameter"
 
 
-def test_null_is_absent() -> None:
-    request = completion(temperature=None, stop=None, seed=None, n=None)
+def test_null_is_absent_whether_the_name_is_known_or_not() -> None:
+    request = completion(temperature=None, stop=None, seed=None, n=None, regex=None, nonsense=None)
     assert request == completion()
     assert "temperature" not in request.model_fields_set
+    part = {"type": "text", "text": "Hi", "annotations": None}
+    nested = chat(messages=[{"role": "user", "content": [part], "name": None, "thread": None}])
+    assert nested == chat(messages=[{"role": "user", "content": [part]}])
+    assert "name" not in nested.messages[0].model_fields_set
+
+
+def test_null_that_goes_to_the_template_stays() -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": {"default": None}}}}
+    request = chat(
+        tools=[{"type": "function", "function": function}], chat_template_kwargs={"a": None}
+    )
+    assert request.tools is not None and request.chat_template_kwargs == {"a": None}
+    assert request.tools[0].function.parameters == function["parameters"]
+
+
+HARMLESS: list[dict[str, Any]] = [
+    {"tool_choice": "none"},
+    {"tool_choice": "auto"},
+    {"function_call": "auto"},
+    {"tools": []},
+    {"stop": []},
+    {"logit_bias": {}},
+    {"top_logprobs": 0},
+    {"parallel_tool_calls": False},
+    {"verbosity": "low"},
+    {"reasoning_effort": "minimal"},
+    {"separate_reasoning": True},
+    {"return_token_ids": False},
+    {"request_id": "mine"},
+    {"cache_prompt": True},
+    {"add_special_tokens": False},
+    {"repeat_penalty": 1.0},
+    {"mirostat": 0},
+    {"typical_p": 1},
+    {"no_stop_trim": False},
+    {"store": True},
+    {"service_tier": "auto"},
+    {"max_tokens": -1},
+    *({name: None} for name in ("regex", "ebnf", "lora_path", "kv_transfer_params")),
+    *({name: None} for name in ("vllm_xargs", "mm_processor_kwargs", "never_heard_of")),
+]
+"""What clients send by default."""
+
+
+@pytest.mark.parametrize("fields", HARMLESS)
+def test_what_changes_nothing_is_taken(fields: dict[str, Any]) -> None:
+    chat_generations(chat(**fields), Policy(timeout_s=1.0, chat_tokens=5))
+
+
+def test_what_is_taken_without_effect_is_a_field_that_says_so() -> None:
+    for kind in (ChatCompletionRequest, CompletionRequest):
+        for name, field in kind.model_fields.items():
+            has_none = (field.description or "").endswith("no effect")
+            assert has_none is (name in WITHOUT_EFFECT)
+    assert ChatCompletionRequest.model_fields.keys() >= WITHOUT_EFFECT
+
+
+def test_a_tier_of_service_that_is_not_offered() -> None:
+    assert told(ChatCompletionRequest, service_tier="flex").param == "service_tier"
 
 
 @pytest.mark.parametrize(
@@ -290,3 +357,28 @@ def test_messages_of_the_official_client_are_taken_back() -> None:
         "tool_calls": None,
     }
     assert len(chat(messages=[*MESSAGES, answer, *MESSAGES]).messages) == 3
+
+
+def test_calls_as_a_stream_has_told_them_are_taken_back() -> None:
+    """Clients add up the chunks, index and all."""
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call], "refusal": None}
+    result = {"role": "tool", "content": "5", "tool_call_id": "c"}
+    (generation,) = chat_generations(
+        chat(messages=[*MESSAGES, answer, result]), Policy(timeout_s=1.0, chat_tokens=5)
+    )
+    del call["index"]
+    assert generation.messages is not None
+    assert generation.messages[1]["tool_calls"] == [call]
+
+
+def test_hints_to_a_cache_do_not_reach_the_template() -> None:
+    hint = {"type": "ephemeral"}
+    part = {"type": "text", "text": "Hi", "cache_control": hint}
+    message = {"role": "user", "content": [part], "cache_control": hint}
+    tool = {"type": "function", "function": {"name": "f"}, "cache_control": hint}
+    (generation,) = chat_generations(
+        chat(messages=[message], tools=[tool]), Policy(timeout_s=1.0, chat_tokens=5)
+    )
+    assert generation.messages == [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    assert generation.tools == [{"type": "function", "function": {"name": "f"}}]

@@ -87,10 +87,41 @@ def test_most_tokens_of_a_chat(fields: dict[str, Any], expected: int) -> None:
     assert parameters["fit_max_tokens"] is (not fields)
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_no_limit_is_the_room_that_there_is(name: str) -> None:
+    parameters = of_chat(**{name: -1}).parameters
+    assert parameters["max_tokens"] == 2**31 - 1
+    assert parameters["fit_max_tokens"]
+
+
+def test_max_tokens_beyond_the_room_are_shortened_if_the_operator_says_so() -> None:
+    policy = Policy(timeout_s=30, chat_tokens=512, shortens=True)
+    parameters = of_chat(policy, max_tokens=16384).parameters
+    assert (parameters["max_tokens"], parameters["fit_max_tokens"]) == (16384, True)
+
+
+def test_functions_are_tools_of_an_older_form() -> None:
+    function = TOOLS[0]["function"]
+    generation = of_chat(functions=[function])
+    assert generation.tools == [{"type": "function", "function": function}]
+    assert generation.parameters["stop"] == [CLOSING]
+    assert of_chat(functions=[function], function_call="none").tools is None
+    said = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    told = {"role": "function", "name": "f", "content": "5"}
+    messages = of_chat(messages=[{"role": "user", "content": "Hi"}, said, told]).messages
+    assert messages is not None
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert messages[1:] == [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "content": "5"},
+    ]
+
+
 def test_variables_of_the_chat_template() -> None:
     assert "chat_template_kwargs" not in of_chat().parameters
     variables = {"enable_thinking": False}
     assert of_chat(chat_template_kwargs=variables).parameters["chat_template_kwargs"] == variables
+    assert of_chat(enable_thinking=False).parameters["chat_template_kwargs"] == variables
 
 
 @pytest.mark.parametrize(
@@ -98,7 +129,11 @@ def test_variables_of_the_chat_template() -> None:
     [
         ({"max_tokens": 7, "max_completion_tokens": 8}, "max_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [{"name": "f"}], "tools": TOOLS}, "functions"),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+            "enable_thinking",
+        ),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )

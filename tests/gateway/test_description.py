@@ -18,7 +18,11 @@ OPERATIONS = (
     "POST /v1/completions",
     "GET /v1/models",
     "GET /v1/models/{name}",
+    "POST /tokenize",
+    "POST /detokenize",
     "GET /health",
+    "GET /ping",
+    "GET /version",
     "GET /metrics",
 )
 BOUNDED = settings(

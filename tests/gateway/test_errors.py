@@ -10,6 +10,8 @@ from minisgl_gateway.errors import _LOST, api_error
 
 from minisgl_backend.errors import EngineFailure, InvalidRequest
 from minisgl_backend.runtime.capacity import Capacity
+from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.wire.generation import TextPrompt
 
 BACKEND = Path(__file__).parents[2] / "minisgl_backend"
 
@@ -32,17 +34,51 @@ def test_the_engine_speaks_so() -> None:
     assert [text for text in _LOST if not any(f'"{text}"' in source for source in sources)] == []
 
 
-@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(5000, 1), (4000, 100)])
-def test_what_exceeds_the_context_has_a_code_of_its_own(num_prompt: int, max_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "num_pages", "words"),
+    [
+        (5000, 1, 10_000, "4096 tokens. However, your messages resulted in 5000 tokens"),
+        (
+            4000,
+            100,
+            10_000,
+            "4096 tokens. However, you requested 4100 tokens (4000 in the messages, 100 in the ",
+        ),
+        (
+            300,
+            200,
+            25,
+            "400 tokens. However, you requested 500 tokens (300 in the messages, 200 in the ",
+        ),
+    ],
+)
+def test_what_exceeds_the_context_is_said_as_openai_says_it(
+    num_prompt: int, max_tokens: int, num_pages: int, words: str
+) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        capacity = Capacity(max_sequence_length=4096, num_pages=10_000, page_size=1)
+        capacity = Capacity(max_sequence_length=4096, num_pages=num_pages, page_size=16)
         capacity.check(num_prompt_tokens=num_prompt, max_tokens=max_tokens)
     sentence = f"{InvalidRequest.code}: {refusal.value}"
     error = api_error(error_from(sentence), ("messages", "max_tokens"))
     assert (error.status, error.code) == (400, "context_length_exceeded")
+    assert error.message.startswith("This model's maximum context length is ")
+    assert words in error.message
     assert error.param == ("max_tokens" if num_prompt < 4096 else "messages")
-    other = api_error(error_from(f"{InvalidRequest.code}: max_tokens must be >= 1, got 0"), ())
-    assert other.code == "invalid_value"
+
+
+@pytest.mark.parametrize("text", ["word " * 1000, "w" * 10_000])
+def test_a_text_that_is_seen_to_be_too_long_without_tokenizing_it(text: str) -> None:
+    encoder = PromptEncoder.load(BACKEND / "demo_model", context=100)
+    with pytest.raises(InvalidRequest) as refusal:
+        encoder.encode(TextPrompt(text))
+    error = api_error(error_from(f"{InvalidRequest.code}: {refusal.value}"), ("prompt",))
+    assert (error.code, error.param) == ("context_length_exceeded", "prompt")
+    assert error.message.startswith("This model's maximum context length is 100 tokens. However, ")
+
+
+def test_other_wrong_values_are_not_about_the_context() -> None:
+    error = api_error(error_from(f"{InvalidRequest.code}: max_tokens must be >= 1, got 0"), ())
+    assert error.code == "invalid_value"
 
 
 def test_a_client_that_is_closed_means_that_the_gateway_ends() -> None:

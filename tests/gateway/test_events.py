@@ -80,6 +80,43 @@ def test_usage_is_null_until_it_is_told() -> None:
     }
 
 
+def test_usage_so_far_is_told_by_every_chunk() -> None:
+    """Of the choice that the chunk is of; the sum of all choices comes at the end."""
+    told: Any = {"num_input_tokens": 5, "num_cached_tokens": 4}
+    deltas = [
+        Delta(text="a", num_output_tokens=2, **told),
+        Delta(text="b", num_output_tokens=1, finish_reason="stop", **told),
+    ]
+    for writer in (
+        ChatWriter(HEADING, 0, continuous=True),
+        CompletionWriter(HEADING, 0, continuous=True),
+    ):
+        chunks = events(b"".join(map(writer.push, deltas)))
+        assert chunks[0]["usage"]["prompt_tokens"] == 5
+        assert chunks[0]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+        assert chunks[0]["usage"]["completion_tokens"] == 2
+        assert chunks[-1]["usage"]["completion_tokens"] == 3
+        assert chunks[-1]["usage"]["total_tokens"] == 8
+
+
+def test_the_call_of_a_function_in_the_older_form() -> None:
+    writer = ChatWriter(HEADING, 0, call_form="function_call")
+    text = 'Well. <tool_call>{"name": "f", "arguments": {"a": 1}}'
+    chunks = events(
+        writer.push(Delta(text=text))
+        + writer.push(Delta(finish_reason="stop", stop_reason="</tool_call>"))
+    )
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Well."},
+        {"function_call": {"name": "f", "arguments": '{"a": 1}'}},
+        {},
+    ]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "function_call"
+
+
 def test_a_completion_ends_with_its_last_text() -> None:
     writer = CompletionWriter(HEADING, 0, echo="Prompt. ")
     chunks = events(

@@ -151,6 +151,26 @@ def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
     assert messages[6].startswith("INVALID_ARG: prompt of 6000000 bytes does not fit the context")
 
 
+def test_a_client_that_asks_alone_is_told_the_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """However full the queues are, and however long the text is."""
+    encoder = PromptEncoder.load(DEMO_MODEL)
+    QueueMarker(tmp_path, "a").show(True)
+    words = "lorem ipsum " * 10_000
+    for value in ("Hello<|im_end|>", "", words):
+        request = pb_utils.InferenceRequest(
+            {"text_input": text(value), "parse_special_tokens": np.array([True])},
+            outputs=["input_ids", "token_strs", "text", "max_sequence_length"],
+        )
+        tokenizer.execute([request])
+        arrays = outputs(answer_of(request))
+        ids = arrays["input_ids"]
+        assert arrays["text"].item().decode() == value
+        strs = [name.decode() for name in arrays["token_strs"]]
+        assert strs == [encoder.vocabulary.names[token_id] for token_id in ids.tolist()]
+        assert arrays["max_sequence_length"].tolist() == [8192]
+    assert len(ids) > 8192
+
+
 def test_ids_and_parameters_that_are_not_utf_8_are_refused(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -96,6 +96,33 @@ def test_the_beginning_is_not_doubled(encoder: PromptEncoder) -> None:
     assert shown(encoder, encoder.encode(chat("a"))) == ["<|start|>", "a"]
 
 
+def test_no_beginning_if_the_caller_wants_none(encoder: PromptEncoder) -> None:
+    for control in (False, True):
+        prompt = TextPrompt("a", parse_special_tokens=control, add_special_tokens=False)
+        assert shown(encoder, encoder.encode(prompt)) == ["a"]
+
+
+def test_a_lookup_has_as_many_tokens_as_there_are(tmp_path: Path) -> None:
+    encoder = PromptEncoder.load(folder(tmp_path), context=4)
+    assert len(encoder.look_up(TextPrompt("a" * 1000))) == 1001
+    assert len(encoder.look_up(TextPrompt(""))) == 1
+    assert not encoder.look_up(TextPrompt("", add_special_tokens=False)).size
+    ids = np.zeros(9, dtype=np.int32)
+    assert encoder.look_up(TokenPrompt(ids)) is ids
+    with pytest.raises(InvalidRequest, match="input_ids must be in"):
+        encoder.look_up(TokenPrompt(ids - 1))
+    for prompt in (TextPrompt("a" * 1000), TokenPrompt(ids)):
+        with pytest.raises(InvalidRequest, match="does not fit the context"):
+            encoder.encode(prompt)
+
+
+def test_the_text_of_tokens_spells_special_ones_out(demo: PromptEncoder) -> None:
+    text = "é 日本 🎉<|im_end|>\n"
+    ids = demo.look_up(TextPrompt(text, parse_special_tokens=True))
+    assert demo.text(ids) == text
+    assert "<|im_end|>" in demo.names(ids)
+
+
 def test_no_beginning_where_the_tokenizer_wants_none(tmp_path: Path) -> None:
     encoder = PromptEncoder.load(folder(tmp_path, bos=False, template=None))
     assert shown(encoder, encoder.encode(TextPrompt("a"))) == ["a"]
@@ -127,6 +154,9 @@ def test_as_transformers_does(demo: PromptEncoder) -> None:
             )
             prompt = MessagesPrompt(json.dumps(messages), json.dumps(given) if given else None)
             assert demo.encode(prompt).tolist() == expected
+            unopened = theirs.apply_chat_template(messages, tools=given, return_dict=False)
+            prompt = replace(prompt, add_generation_prompt=False)
+            assert demo.encode(prompt).tolist() == unopened
 
 
 def test_token_prompts(encoder: PromptEncoder) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from minisgl_client.answer import Delta
+from minisgl_client.answer import Delta, Tokens
 from minisgl_client.errors import Closed
 from minisgl_client.request import Request
 
@@ -38,6 +38,9 @@ class Transport(Protocol):
 
     def start(self, request: Request, timeout_ms: int | None) -> Call:
         """Send a request."""
+
+    def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
+        """What the tokenizer answers to a request."""
 
     def is_ready(self, model: str) -> bool:
         """Whether the server is there and has the model loaded."""
@@ -63,6 +66,9 @@ class AsyncTransport(Protocol):
 
     async def start(self, request: Request, timeout_ms: int | None) -> AsyncCall:
         """Send a request."""
+
+    async def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
+        """What the tokenizer answers to a request."""
 
     async def is_ready(self, model: str) -> bool:
         """Whether the server is there and has the model loaded."""

@@ -10,7 +10,7 @@ sent; so what is known to be at its end is read to the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2
 
-from minisgl_client.answer import Delta
+from minisgl_client.answer import Delta, Tokens
 from minisgl_client.attempts import GRACE_S
 from minisgl_client.errors import (
     Cancelled,
@@ -29,7 +29,7 @@ from minisgl_client.errors import (
     Timeout,
 )
 from minisgl_client.request import Request
-from minisgl_client.response import delta_of_message
+from minisgl_client.response import delta_of_message, tokens_of_message
 
 _SERVICE: Final = "/inference.GRPCInferenceService"
 _OPTIONS: Final = (
@@ -65,6 +65,16 @@ class GrpcTransport:
         return GrpcCall(
             self._infer(message, timeout=_timeout_s(timeout_ms), metadata=self._metadata)
         )
+
+    def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
+        call = self._infer(
+            request.to_grpc(timeout_ms), timeout=_timeout_s(timeout_ms), metadata=self._metadata
+        )
+        try:
+            messages = list(call)  # to the end, which must not be met by a cancel
+        except grpc.RpcError as error:
+            raise _error_of(error) from None
+        return _only(messages)
 
     def is_ready(self, model: str) -> bool:
         request = service_pb2.ModelReadyRequest(name=model)
@@ -120,6 +130,17 @@ class AsyncGrpcTransport:
             self._infer(message, timeout=_timeout_s(timeout_ms), metadata=self._metadata)
         )
 
+    async def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
+        self._connect()
+        call = self._infer(
+            request.to_grpc(timeout_ms), timeout=_timeout_s(timeout_ms), metadata=self._metadata
+        )
+        try:
+            messages = [message async for message in call]
+        except grpc.RpcError as error:
+            raise _error_of(error) from None
+        return _only(messages)
+
     async def is_ready(self, model: str) -> bool:
         self._connect()
         ask = self._channel.unary_unary(**_READY)
@@ -168,6 +189,12 @@ _READY: Final = {
     "request_serializer": service_pb2.ModelReadyRequest.SerializeToString,
     "response_deserializer": service_pb2.ModelReadyResponse.FromString,
 }
+
+
+def _only(messages: Sequence[Any]) -> Tokens:
+    if not messages:
+        raise ConnectionLost("the answer ended before it was whole")
+    return tokens_of_message(messages[0])
 
 
 def _metadata(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import httpx
 
-from minisgl_client.answer import Delta
+from minisgl_client.answer import Delta, Tokens
 from minisgl_client.attempts import GRACE_S
 from minisgl_client.errors import (
     ConnectionFailed,
@@ -29,7 +29,7 @@ from minisgl_client.errors import (
     error_from,
 )
 from minisgl_client.request import Request
-from minisgl_client.response import EventReader, delta_of_event, json_object
+from minisgl_client.response import EventReader, delta_of_event, json_object, tokens_of_json
 
 _CONNECT_S: Final = 20.0
 _READY_S: Final = 5.0
@@ -71,6 +71,10 @@ class HttpTransport:
                 response.read()
                 raise _refusal(response)
         return HttpCall(response, _Events(timeout_ms))
+
+    def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
+        with _as_client_errors():
+            return _tokens(self._http.request(**_post(request, timeout_ms, "generate")))
 
     def is_ready(self, model: str) -> bool:
         try:
@@ -117,6 +121,10 @@ class AsyncHttpTransport:
                 raise _refusal(response)
         return AsyncHttpCall(response, _Events(timeout_ms))
 
+    async def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
+        with _as_client_errors():
+            return _tokens(await self._http.request(**_post(request, timeout_ms, "generate")))
+
     async def is_ready(self, model: str) -> bool:
         try:
             return (await self._http.get(_ready_path(model), timeout=_READY_S)).is_success
@@ -159,12 +167,20 @@ def _settings(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _post(request: Request, timeout_ms: int | None) -> dict[str, Any]:
+def _tokens(response: httpx.Response) -> Tokens:
+    if response.status_code != httpx.codes.OK:
+        raise _refusal(response)
+    return tokens_of_json(json_object(response.content))
+
+
+def _post(
+    request: Request, timeout_ms: int | None, method: str = "generate_stream"
+) -> dict[str, Any]:
     """The arguments of ``build_request``."""
     wait_s = None if timeout_ms is None else _wait_s(timeout_ms)
     return {
         "method": "POST",
-        "url": f"/v2/models/{quote(request.model, safe='')}/generate_stream",
+        "url": f"/v2/models/{quote(request.model, safe='')}/{method}",
         "content": request.to_json(timeout_ms),
         "timeout": httpx.Timeout(wait_s, connect=_CONNECT_S if wait_s is None else wait_s),
     }

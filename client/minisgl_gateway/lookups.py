@@ -1,0 +1,106 @@
+"""What callers look up without an answer being made: the model, tokens, the text of tokens.
+
+Knows the engine through ``AsyncClient`` only, and of it only the tokenizer: no queue, no key's
+places and no step of the engine are touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+from fastapi import Request
+from minisgl_client.answer import Tokens
+from minisgl_client.client import AsyncClient
+from minisgl_client.errors import MinisglError
+from pydantic import BaseModel
+
+from minisgl_gateway import answer_schema as schema
+from minisgl_gateway.body import received
+from minisgl_gateway.conversion import lookup_arguments
+from minisgl_gateway.errors import ApiError, api_error, shown
+from minisgl_gateway.gateway_options import GatewayOptions
+from minisgl_gateway.schema import DetokenizeRequest, TokenizeRequest
+
+_ANSWER_S: Final = 2.0
+"""How long the list of models waits for the engine."""
+_KNOWN_S: Final = 10.0
+_UNKNOWN_S: Final = 1.0
+
+
+class Lookups:
+    """The lookups of one gateway."""
+
+    def __init__(self, options: GatewayOptions, engine: AsyncClient) -> None:
+        self._options = options
+        self._engine = engine
+        self._started = int(time.time())
+        self._asking = asyncio.Lock()
+        self._context: int | None = None
+        self._asked_again_s = 0.0
+
+    async def models(self) -> schema.ModelList:
+        """GET /v1/models."""
+        model = schema.Model(
+            id=self._options.model_name,
+            created=self._started,
+            max_model_len=await self._max_model_len(),
+        )
+        return schema.ModelList(data=[model])
+
+    async def model(self, name: str) -> schema.Model:
+        """GET /v1/models/{name}; raises ``ApiError`` 404."""
+        self.check_model(name)
+        return (await self.models()).data[0]
+
+    async def tokenize(self, http: Request) -> schema.Tokenized:
+        """POST /tokenize; raises ``ApiError``."""
+        request = await received(TokenizeRequest, http)
+        self.check_model(request.model)
+        tokens = await self._tokens(http, request, lookup_arguments(request))
+        return schema.Tokenized(
+            count=len(tokens.ids),
+            max_model_len=tokens.max_sequence_length,
+            tokens=list(tokens.ids),
+            token_strs=list(tokens.strs) if request.return_token_strs else None,
+        )
+
+    async def detokenize(self, http: Request) -> schema.Detokenized:
+        """POST /detokenize; raises ``ApiError``."""
+        request = await received(DetokenizeRequest, http)
+        self.check_model(request.model)
+        if not request.tokens:
+            return schema.Detokenized(prompt="")
+        tokens = await self._tokens(http, request, {"input_ids": request.tokens})
+        return schema.Detokenized(prompt=tokens.text)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ``ApiError`` 404; None is whichever model there is."""
+        if name not in (None, self._options.model_name):
+            raise ApiError(
+                404,
+                f"the model {shown(name)} does not exist",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def _tokens(self, http: Request, request: BaseModel, given: dict[str, Any]) -> Tokens:
+        left_s = http.scope["state"]["deadline_s"] - time.monotonic()
+        try:
+            return await self._engine.tokenize(**given, timeout_ms=max(1, round(left_s * 1000)))
+        except MinisglError as error:
+            raise api_error(error, type(request).model_fields) from error
+
+    async def _max_model_len(self) -> int | None:
+        """The context; one answer of the engine serves all who ask within a while."""
+        async with self._asking:
+            if time.monotonic() >= self._asked_again_s:
+                try:
+                    told = await asyncio.wait_for(self._engine.tokenize(input_ids=[0]), _ANSWER_S)
+                    self._context = told.max_sequence_length
+                except (MinisglError, asyncio.TimeoutError):
+                    self._context = None
+                known_s = _UNKNOWN_S if self._context is None else _KNOWN_S
+                self._asked_again_s = time.monotonic() + known_s
+            return self._context

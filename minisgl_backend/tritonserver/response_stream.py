@@ -137,6 +137,7 @@ class ResponseStream:
                     event.part(begin, begin + most) for begin in range(0, len(event), most)
                 )
             else:
+                assert isinstance(event, Finished | Failed)
                 self._terminal = event
                 if isinstance(event, Failed):
                     self._prompt_logprobs.clear()

@@ -119,7 +119,9 @@ class EngineOptions:
         "library by which ranks communicate",
         choices=("nccl", "pynccl", "flashinfer", "gloo"),
     )
-    distributed_address: str | None = option(None, "where ranks meet at the start, HOST:PORT")
+    distributed_address: str | None = option(
+        None, "where ranks meet at the start, HOST:PORT of this machine"
+    )
     distributed_timeout_s: float = option(
         60.0, "a rank that is silent for longer than this is lost", minimum=1, maximum=_WEEK_S
     )

@@ -72,7 +72,7 @@ class DecodeGraphs:
         self._inputs.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
         self._schedule = schedule
-        captured = capture(
+        self.captured = capture(
             device,
             "batch size",
             self._sizes,
@@ -81,8 +81,6 @@ class DecodeGraphs:
             option="cuda_graph_max_batch_size",
             progress=progress,
         )
-        self.cost = captured.cost
-        self._graphs = captured.graphs
 
     def fits(self, num_rows: int, num_grants: int) -> bool:
         """Whether a step of these numbers of rows and grants can be replayed."""
@@ -114,13 +112,13 @@ class DecodeGraphs:
             lengths = np.ones(size, np.int32)
             lengths[:num_rows] += positions
             self._schedule(lengths)
-        graph = self._graphs[size]
+        graph = self.captured.graphs[size]
         graph.replay()
         return graph.output
 
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""
-        self._graphs.clear()
+        self.captured.graphs.clear()
 
     def _schedule_padding(self, size: int) -> None:
         if self._schedule is not None:

@@ -20,8 +20,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
-from minisgl_backend.offline.call import Asked, Call
-from minisgl_backend.offline.output import Output
+from minisgl_backend.offline.call import Asked, Call, Output
 from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts
 from minisgl_backend.offline.room import Room
 from minisgl_backend.precheck import context_of

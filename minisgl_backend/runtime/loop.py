@@ -26,19 +26,45 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvariantError, MiniSGLError
 from minisgl_backend.plan import Pending, StepPlan
-from minisgl_backend.request import Event, Failed, Request, RequestId
-from minisgl_backend.runtime.inbox import Abort, Fail, Message, OpenRequest, Stop
-from minisgl_backend.runtime.open_requests import OpenRequests
+from minisgl_backend.request import Event, Failed, Finished, Request, RequestId
+from minisgl_backend.runtime.open_requests import OpenRequest, OpenRequests
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.runtime.recorder import Recorder, StepKind
 from minisgl_backend.runtime.returning import Returning
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request with ``event``; ignored if the request is not open any more."""
+
+    request_id: RequestId
+    event: Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the loop; requests that are still open fail with ``error``."""
+
+    error: MiniSGLError
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End the loop by raising ``error`` in it: the executor is lost."""
+
+    error: EngineFailure
+
+
+Message: TypeAlias = OpenRequest | Abort | Stop | Fail
+"""What other threads put into the inbox: requests, and orders."""
 
 
 @dataclass(frozen=True, slots=True)

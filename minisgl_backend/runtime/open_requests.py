@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
 from minisgl_backend.request import (
@@ -24,13 +25,31 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     Sink,
+    TokenId,
 )
-from minisgl_backend.runtime.inbox import OpenRequest
 from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.runtime.timeouts import Timeouts
 from minisgl_backend.scheduling.report import StepResult
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that was accepted at the door, and what the loop notes of it until it ends.
+
+    Times are of ``time.monotonic``.
+    """
+
+    request: Request
+    sink: Sink
+    arrived_s: float
+    admitted: bool = False
+    num_scored: int = 0
+    """Log-probabilities of its prompt that were delivered."""
+    tokens: list[TokenId] = field(default_factory=list)
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
 
 
 class OpenRequests:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-from minisgl_backend.errors import EngineFailure
+from minisgl_backend.errors import EngineFailure, MiniSGLError
 from minisgl_backend.request import Event, FinishReason, RequestId
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.outbox import Outbox
@@ -116,6 +116,12 @@ class Dispatcher:
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def end_all(self, error: MiniSGLError) -> None:
+        """Answer every open stream with ``error``, without waiting for the engine's event."""
+        for stream in self._snapshot():
+            if stream.mute(error):
+                self._outbox.put(stream, urgent=True)
 
     def wait_empty(self, timeout_s: float) -> bool:
         """Wait until every stream has sent its final flag; False if one has not in time."""

@@ -22,7 +22,7 @@ from typing import Any, Final
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, Overloaded
 from minisgl_backend.request import Event, Failed, Finished, FinishReason
-from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine import Engine, shutting_down
 from minisgl_backend.runtime_files import QueueMarker, State
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
@@ -48,6 +48,9 @@ from minisgl_backend.wire.packets import Packet, StreamStart
 
 logger = logging.getLogger(__name__)
 
+_LAST_STEP_S: Final = 1.0
+"""How long the step that runs when the drain is over may still take, until requests end without it:
+on a CPU a step of a long prompt can take minutes."""
 _LAST_FLAGS_S: Final = 10.0
 """Time for the last responses once every request has ended."""
 
@@ -111,6 +114,7 @@ class TritonPythonModel:
         """End what is in flight, then all threads; nothing of this model is left."""
         self._watcher.close()
         self._drain()
+        self._engine.close(drain_s=0)
         self._dispatcher.close()
         self._metrics.close()
         self._status.close()
@@ -208,7 +212,11 @@ class TritonPythonModel:
 
     def _drain(self) -> None:
         """Give open requests the time the operator granted, then end the rest with an error."""
-        self._engine.close(drain_s=self._options.drain_timeout_s)
+        drain_s = self._options.drain_timeout_s
+        has_ended = self._engine.close(drain_s=drain_s, patience_s=_LAST_STEP_S)
+        if not has_ended and len(self._dispatcher):
+            logger.warning("the engine is in a long step: its requests end without it")
+            self._dispatcher.end_all(shutting_down())
         if not self._dispatcher.wait_empty(_LAST_FLAGS_S):
             logger.error("%d requests did not get their last response", len(self._dispatcher))
         self._marker.remove()

@@ -203,7 +203,7 @@ def test_the_requests_of_lm_evaluation_harness(gateway: Gateway, reference: Refe
     ]
     texts = [context + ending for context, ending in zip(contexts, endings, strict=True)]
     for prompts in ([whole for _, whole in pairs], texts):
-        body = {
+        body: dict[str, Any] = {
             "model": MODEL,
             "prompt": prompts,
             "temperature": 0,

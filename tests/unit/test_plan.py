@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_backend.execution.plan_words import decode_plan, encode_plan
-from minisgl_backend.plan import Admission, StepPlan
+from minisgl_backend.plan import Admission, StepPlan, decode_plan, encode_plan
 from minisgl_backend.request import IntArray, RequestId, SamplingParams
 from tests.fakes.plans import make_plan
 

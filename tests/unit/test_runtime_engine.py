@@ -33,8 +33,8 @@ from minisgl_backend.request import (
     SamplingParams,
 )
 from minisgl_backend.runtime.engine import Engine, EngineInfo
-from minisgl_backend.runtime.inbox import OpenRequest, Stop
-from minisgl_backend.runtime.loop import Loop
+from minisgl_backend.runtime.loop import Loop, Stop
+from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig

@@ -142,6 +142,11 @@ class EngineOptions:
         False,
         "default of the request parameter of that name; set it behind Triton's OpenAI frontend",
     )
+    exclude_input_in_output: bool = option(
+        True,
+        "default of the request parameter of that name for a text_input without stream; with false "
+        "the prompt stands before the text, as vllm_backend has it",
+    )
     seed: int | None = option(
         None,
         "start of the random seeds for requests that bring none; auto: another at each start",

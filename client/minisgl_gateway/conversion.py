@@ -6,7 +6,7 @@ Knows both vocabularies, OpenAI's and that of ``minisgl_client``; never the answ
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from minisgl_gateway.schema import (
     CompletionRequest,
     GenerationRequest,
     Message,
+    TokenizeRequest,
     Tool,
 )
 from minisgl_gateway.tool_calls import CLOSING, CallForm
@@ -109,7 +110,7 @@ def chat_generations(request: ChatCompletionRequest, policy: Policy) -> list[Gen
         parameters["return_stop_reason"] = True
     if not request.add_generation_prompt:
         parameters["add_generation_prompt"] = False
-    messages = template_messages(request.messages)
+    messages = [_message(message) for message in request.messages]
     tools = _tools(request) if reads_calls else None
     return [
         Generation(_seeded(parameters, choice), messages=messages, tools=tools)
@@ -129,7 +130,7 @@ def call_form(request: ChatCompletionRequest) -> CallForm | None:
 def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]]:
     """What the model may call, in the form that chat templates know."""
     if request.tools:
-        return template_tools(request.tools)
+        return _plain_tools(request.tools)
     functions = [function.model_dump(exclude_none=True) for function in request.functions or ()]
     return [{"type": "function", "function": function} for function in functions]
 
@@ -222,13 +223,25 @@ def _salt(of_key: str, of_request: str | None) -> str | None:
     return hashlib.sha256(f"{of_key} {of_request}".encode()).hexdigest()
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A chat as templates know it."""
-    return [_message(message) for message in messages]
+def lookup_arguments(request: TokenizeRequest) -> dict[str, Any]:
+    """What the tokenizer is asked."""
+    if (request.prompt is None) is (request.messages is None):
+        raise invalid("give one of prompt and messages", "prompt")
+    if request.messages is None:
+        if request.tools:
+            raise invalid("tools go with messages", "tools")
+        return {"prompt": request.prompt, "add_special_tokens": request.add_special_tokens}
+    if request.add_special_tokens:
+        raise invalid("add_special_tokens goes with prompt", "add_special_tokens")
+    return {
+        "messages": [_message(message) for message in request.messages],
+        "tools": _plain_tools(request.tools or ()) or None,
+        "chat_template_kwargs": request.chat_template_kwargs or None,
+        "add_generation_prompt": request.add_generation_prompt,
+    }
 
 
-def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools of a chat as templates know them."""
+def _plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True) for tool in tools]
 
 

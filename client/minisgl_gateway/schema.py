@@ -34,8 +34,24 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
+def _take_nulls(schema: dict[str, Any]) -> None:
+    """Let a JSON schema say that null stands for what is not given, known or not."""
+    schema["additionalProperties"] = _NULL
+    properties = schema.get("properties", {})
+    for name, spec in properties.items():
+        if name not in schema.get("required", ()) and _NULL not in spec.get("anyOf", ()):
+            about = {key: spec[key] for key in ("default", "description", "title") if key in spec}
+            itself = {key: value for key, value in spec.items() if key not in about}
+            properties[name] = {"anyOf": [*spec.get("anyOf", [itself]), _NULL], **about}
+
+
+_NULL: Final[dict[str, Any]] = {"type": "null"}
+
+
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_take_nulls
+    )
 
     @model_validator(mode="before")
     @classmethod

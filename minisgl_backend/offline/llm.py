@@ -147,6 +147,7 @@ class LLM:
             stream=stream,
             arrival_time_ns=arrival_time_ns,
             parse_special_tokens=self._options.parse_special_tokens,
+            exclude_input_in_output=self._options.exclude_input_in_output,
             limits=self._limits,
         )
         asked = []

@@ -73,9 +73,7 @@ class TritonPythonModel:
         self._options = options
         self._limits = Limits()
         self._engine = self.make_engine(options)
-        self._metrics = EngineMetrics(
-            self._engine, model=options.model, version=args["model_version"]
-        )
+        self._metrics = EngineMetrics(self._engine, options, version=args["model_version"])
         self._dispatcher = Dispatcher(
             self._engine,
             grace_s=options.cancel_grace_ms / 1000,
@@ -90,7 +88,10 @@ class TritonPythonModel:
         )
         self._marking = threading.Lock()
         self._watcher = UnloadWatcher(
-            ready_url=ready_url(args), marker=self._marker, report=self._report, drain=self._drain
+            ready_url=ready_url(args),
+            marker=self._marker,
+            report=self._show_queue,
+            drain=self._drain,
         )
         self._broken_since_s: float | None = None
         self._status = StatusServer(
@@ -201,10 +202,6 @@ class TritonPythonModel:
         now_s = time.monotonic()
         self._broken_since_s = self._broken_since_s or now_s
         return not len(self._dispatcher) or now_s - self._broken_since_s > _LAST_FLAGS_S
-
-    def _report(self) -> None:
-        self._show_queue()
-        self._metrics.report()
 
     def _show_queue(self) -> None:
         with self._marking:  # so that the marker shows what was looked up last

@@ -111,6 +111,7 @@ class TritonPythonModel:
         options = engine_options(args)
         self._limits = Limits()
         self._parse_special_tokens = options.parse_special_tokens
+        self._exclude_input_in_output = options.exclude_input_in_output
         spec = model_spec(options)
         self._context = options.max_sequence_length or spec.context
         self._encoder = PromptEncoder.load(
@@ -199,6 +200,7 @@ class TritonPythonModel:
             job.parameters,
             arrival_time_ns=job.arrival_time_ns,
             timeout_us=job.timeout_us,
+            exclude_input_in_output=self._exclude_input_in_output,
             limits=self._limits,
         )
         ids = np.empty(0, dtype=np.int32)

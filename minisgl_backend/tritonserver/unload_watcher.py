@@ -1,4 +1,4 @@
-"""A thread beside the engine that reports metrics, and notices in time that the model must end.
+"""A thread beside the engine that notices in time that the model must end.
 
 Triton tells a model of its unloading only when its last request has ended, so that requests could
 hold up an unload, a reload or the end of the server for as long as they run. (Triton's own

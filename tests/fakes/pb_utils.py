@@ -1,13 +1,15 @@
 """A strict stand-in for ``triton_python_backend_utils``, which exists inside Triton's stub only.
 
 Real classes with the methods that the package uses and no others, so that a misspelt one fails.
-Response senders check what Triton would crash or hang on: anything after the final flag.
+Response senders check what Triton would crash or hang on, anything after the final flag, and so do
+metrics: calls from another thread than that which made their family.
 """
 
 from __future__ import annotations
 
 import json
 import queue
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,19 +149,26 @@ class Metric:
     def __init__(self, kind: str, buckets: list[float] | None) -> None:
         assert (kind == "histogram") == (buckets is not None)
         self._kind = kind
+        self._thread = threading.current_thread()
         self.current = 0.0
         self.observed: list[float] = []
 
+    def _check_thread(self) -> None:
+        assert threading.current_thread() is self._thread, "tritonserver would die"
+
     def increment(self, value: float) -> None:
+        self._check_thread()
         assert self._kind in ("counter", "gauge")
         assert self._kind == "gauge" or value >= 0
         self.current += value
 
     def set(self, value: float) -> None:
+        self._check_thread()
         assert self._kind == "gauge"
         self.current = value
 
     def observe(self, value: float) -> None:
+        self._check_thread()
         assert self._kind == "histogram"
         self.observed.append(value)
 
@@ -178,10 +187,13 @@ class MetricFamily:
     def __init__(self, name: str, description: str, kind: str) -> None:
         assert description
         self.kind = kind
+        self._thread = threading.current_thread()
         self.metrics: dict[tuple[tuple[str, str], ...], Metric] = {}
         MetricFamily.families[name] = self
 
     def Metric(self, labels: Mapping[str, str], buckets: list[float] | None = None) -> Metric:
+        assert threading.current_thread() is self._thread, "tritonserver would die"
+        assert all(isinstance(value, str) for value in labels.values())
         key = tuple(sorted(labels.items()))
         assert key not in self.metrics, "two metrics of the same labels are one in Triton"
         metric = Metric(self.kind, buckets)

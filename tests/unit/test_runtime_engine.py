@@ -212,6 +212,8 @@ def test_every_request_gets_its_tokens_and_one_ending(overlap: bool) -> None:
         assert sink.ending() == Finished(FinishReason.LENGTH)
         assert sink.tokens == expected_tokens(request, it.model)
         assert isinstance(sink.events[0], Admitted)
+        marks = [event.is_last for event in sink.events if isinstance(event, Generated)]
+        assert marks == [False] * (len(marks) - 1) + [True]
         assert sum(isinstance(e, Admitted | Finished | Failed) for e in sink.events) == 2
     it.engine.close(drain_s=0)
     assert it.executor.closed

@@ -94,12 +94,21 @@ def test_defaults_do_not_travel() -> None:
     assert decoded.prompt_text is None
 
 
-def test_a_cumulative_logprob_alone_stays_alone() -> None:
-    asked = replace(
-        PLAIN,
-        sampling=SamplingParams(num_logprobs=0),
-        wanted=Wanted(cumulative_logprob=True),
-    )
+@pytest.mark.parametrize(
+    ("wanted", "num_logprobs"),
+    [
+        (Wanted(cumulative_logprob=True), 0),
+        (Wanted(log_probs=True), 0),
+        (Wanted(logprobs=True), 2),
+        (Wanted(null_logprobs=True), None),
+        (Wanted(null_logprobs=True, log_probs=True), 0),
+    ],
+)
+def test_log_probabilities_stay_what_was_asked_for(
+    wanted: Wanted, num_logprobs: int | None
+) -> None:
+    sampling = SamplingParams(num_logprobs=num_logprobs)
+    asked = replace(PLAIN, sampling=sampling, wanted=wanted)
     decoded = decode_record(encode_record(asked), IDS, LIMITS)
     assert isinstance(decoded, Generation)
     assert decoded.wanted == asked.wanted

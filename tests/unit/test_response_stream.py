@@ -130,8 +130,9 @@ def test_a_sender_that_was_held_up_does_not_cost_the_stream() -> None:
     assert stream.tick(now_s, acknowledged_s, grace_s=0.0) is Duty.NOTHING
 
 
-def test_the_last_token_is_in_the_packet_that_ends_the_request(stream: ResponseStream) -> None:
+def test_the_last_token_is_in_the_packet_that_ends_the_request() -> None:
     """Whatever asks for a packet between the two events: a sender, the clock, the detokenizer."""
+    stream = opened(stream=True)
     assert stream.put(Generated(5))
     first = stream.take()
     assert first is not None

@@ -99,6 +99,8 @@ def prefill(
                     for index in range((repeats + 1) * (1 + both) + 1)
                 ]
                 first_token_ms(engine, prompts.pop())
+                if both:
+                    first_token_ms(engine, prompts.pop(), prompt_logprobs)
                 measured, scored = [], []
                 for _ in range(repeats):
                     measured.append(first_token_ms(engine, prompts.pop()))
@@ -107,7 +109,7 @@ def prefill(
                 times = [ms for ms, _ in measured]
                 more: dict[str, float] = {}
                 if both:
-                    scored_ms = statistics.median(scored[1:] or scored)
+                    scored_ms = statistics.median(scored)
                     more["prompt_logprobs_ms"] = round(scored_ms, 3)
                     more["times_as_long"] = round(scored_ms / statistics.median(times), 3)
                 report.add(

@@ -71,6 +71,7 @@ def build_rank(
     progress = shown if group.rank == 0 else unseen
     _log_free_memory(facts, "before loading")
     model = _model(facts, group, progress)
+    model.pack()
     _log_free_memory(facts, "after loading the weights")
     meet()
     storage = _storage(facts, _num_pages(facts, group))

@@ -276,12 +276,14 @@ class Service:
                 async with aclosing(merged(choices) if len(choices) > 1 else choices[0]) as merging:
                     async for event in merging:
                         yield event
-                if includes_usage(request):
-                    yield usage_event(heading, kind, counts)
-                yield DONE
+
+        def closing() -> bytes:
+            usage = usage_event(heading, kind, counts) if includes_usage(request) else b""
+            return usage + DONE
 
         return EventStream(
             events(),
+            closing,
             request_id=heading.id,
             telemetry=self._telemetry,
         )

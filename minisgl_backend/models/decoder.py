@@ -23,7 +23,7 @@ from minisgl_backend.kernels.dispatch import can_start_early
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
 from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
 from minisgl_backend.layers.feed_forward import ExpertsMLP, FeedForward, GatedMLP
-from minisgl_backend.layers.matrix import MakeMatrix
+from minisgl_backend.layers.matrix import MakeMatrix, Matrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, is_sum_fused
 from minisgl_backend.models.rope import rotary_table
 from minisgl_backend.models.spec import ModelSpec
@@ -123,6 +123,14 @@ class Decoder(nn.Module):
     def head(self) -> OutputHead:
         """The output head, which may be the embedding."""
         return self.model.embed_tokens if self.spec.tie_embeddings else self.lm_head
+
+    def pack(self) -> None:
+        """Arrange the loaded weights for GEMMs: afterwards only these may read them."""
+        for layer in self.layers:
+            for module in layer.modules():
+                if isinstance(module, Matrix):
+                    module.pack()
+        self.head.matrix.pack(keep=self.spec.tie_embeddings)
 
     def set_positions(self, num_positions: int, device: torch.device) -> None:
         """Compute the rotary table for sequences of up to ``num_positions`` tokens."""

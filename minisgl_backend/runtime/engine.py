@@ -145,6 +145,10 @@ class Engine:
         """Count a request that was refused before it came to ``submit``."""
         self._recorder.request_rejected(reason)
 
+    def count_cancelled(self) -> None:
+        """Count a request that its caller cancelled before it came to ``submit``."""
+        self._recorder.request_cancelled()
+
     def abort(
         self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
     ) -> None:

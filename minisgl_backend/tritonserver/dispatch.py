@@ -72,6 +72,8 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
         self._newest_acknowledged_s = float("-inf")
+        self.num_lost = 0
+        """Streams that ended because the detokenizer had gone."""
         self._outbox: Outbox[ResponseStream] = Outbox(max(6, half))
         self._stopping = threading.Event()
         self.channel = EngineChannel(
@@ -214,6 +216,7 @@ class Dispatcher:
         lost = [stream for stream in self._snapshot() if stream.is_acknowledged]
         if lost:
             logger.warning("the detokenizer has gone, and %d requests with it", len(lost))
+        self.num_lost += len(lost)
         for stream in lost:
             self._give_up(stream, "the detokenizer has gone")
 

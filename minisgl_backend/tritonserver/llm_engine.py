@@ -43,7 +43,7 @@ from minisgl_backend.tritonserver.status import Status, StatusServer
 from minisgl_backend.tritonserver.tensors import make_response
 from minisgl_backend.tritonserver.unload_watcher import UnloadWatcher
 from minisgl_backend.wire.answer import Answer, answer_arrays
-from minisgl_backend.wire.generation import Generation, StopRequest
+from minisgl_backend.wire.generation import Generation, Stopped, StopRequest, Wanted
 from minisgl_backend.wire.packets import Packet, StreamStart
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,13 @@ class TritonPythonModel:
                 self._engine.count_refused(reason)
             raise
         if isinstance(parsed, StopRequest):
-            self._stop(parsed, responder, direct=direct)
+            self._stop(responder)
+            self._answer_cancelled(
+                replace(parsed.wanted, finish_reason=True), responder, direct=direct
+            )
+        elif isinstance(parsed, Stopped):
+            self._engine.count_cancelled()
+            self._answer_cancelled(parsed.wanted, responder, direct=direct)
         else:
             self._generate(parsed, responder, direct=direct)
 
@@ -155,8 +161,8 @@ class TritonPythonModel:
         if stream.is_muted:  # given up before the engine knew its request
             self._engine.abort(stream.request_id)
 
-    def _stop(self, request: StopRequest, responder: Responder, *, direct: bool) -> None:
-        """Cancel the requests that bear the same id, and say so."""
+    def _stop(self, responder: Responder) -> None:
+        """Cancel the requests that bear the same id."""
         if not responder.label:
             raise InvalidRequest("stop_request needs the request id of what it stops")
         streams = self._dispatcher.labelled(responder.label)
@@ -165,7 +171,9 @@ class TritonPythonModel:
             raise Overloaded("the engine takes no requests")
         for stream in streams:
             self._engine.abort(stream.request_id)
-        wanted = replace(request.wanted, finish_reason=True)
+
+    def _answer_cancelled(self, wanted: Wanted, responder: Responder, *, direct: bool) -> None:
+        """Answer a request of which the engine does not know: it is cancelled."""
         if direct:
             answer = Answer(finish=FinishReason.CANCELLED)
             response = make_response(answer_arrays(answer, wanted))
@@ -187,6 +195,8 @@ class TritonPythonModel:
         return {
             **asdict(self._engine.stats()),
             "num_streams": len(self._dispatcher),
+            "num_lost_streams": self._dispatcher.num_lost,
+            "num_detokenizers": self._dispatcher.channel.num_peers,
             "info": asdict(self._engine.info),
         }
 

@@ -1,4 +1,7 @@
-"""What a parsed request is: a ``Generation`` of a prompt, or a ``StopRequest`` that ends others."""
+"""What a parsed request is: a ``Generation`` of a prompt, or a ``StopRequest`` that ends others.
+
+``Stopped`` is what a ``Generation`` becomes that was ended before it reached the engine.
+"""
 
 from __future__ import annotations
 
@@ -106,5 +109,12 @@ class Generation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequest:
     """Cancel all live requests that have the same id as the request that asks for it."""
+
+    wanted: Wanted = NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """A request that a ``StopRequest`` ended before it reached the engine, which answers it."""
 
     wanted: Wanted = NOTHING

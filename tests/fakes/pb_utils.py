@@ -106,20 +106,22 @@ class InferenceResponseSender:
 
 
 class InferenceRequest:
-    """A request with its inputs."""
+    """A request with its inputs; an id or parameters given as bytes need not be UTF-8."""
 
     def __init__(
         self,
         inputs: Mapping[str, npt.NDArray[Any]],
         *,
-        request_id: str = "",
-        parameters: Mapping[str, Any] | None = None,
+        request_id: str | bytes = "",
+        parameters: Mapping[str, Any] | bytes | None = None,
         timeout_us: int = 0,
         outputs: Sequence[str] = (),
     ) -> None:
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]
-        self._request_id = request_id
-        self._parameters = json.dumps(dict(parameters)) if parameters else ""
+        self._request_id = request_id if isinstance(request_id, bytes) else request_id.encode()
+        if not isinstance(parameters, bytes):
+            parameters = json.dumps(dict(parameters)).encode() if parameters else b""
+        self._parameters = parameters
         self._timeout_us = timeout_us
         self._outputs = list(outputs)
         self.sender = InferenceResponseSender()
@@ -128,10 +130,10 @@ class InferenceRequest:
         return self._inputs
 
     def request_id(self) -> str:
-        return self._request_id
+        return self._request_id.decode()
 
     def parameters(self) -> str:
-        return self._parameters
+        return self._parameters.decode()
 
     def timeout(self) -> int:
         return self._timeout_us

@@ -23,6 +23,7 @@ from minisgl_backend.request import (
 from minisgl_backend.wire.generation import (
     NOTHING,
     Generation,
+    Stopped,
     StopRequest,
     TextPrompt,
     TokenPrompt,
@@ -121,6 +122,12 @@ def test_a_stop_request_has_a_record_too() -> None:
     assert decode_record(text, np.array([], dtype=np.int32), LIMITS) == request
 
 
+def test_a_stopped_request_has_a_record_too() -> None:
+    request = Stopped(wanted=Wanted(finish_reason=True, null_logprobs=True))
+    text = encode_record(request)
+    assert decode_record(text, np.array([], dtype=np.int32), LIMITS) == request
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -133,6 +140,7 @@ def test_a_stop_request_has_a_record_too() -> None:
         '{"v": 1, "arrival": 9223372036854775808, "given": {}}',
         '{"v": 1, "arrival": 5, "given": []}',
         '{"v": 1, "arrival": 5, "given": {}, "prompt": 5}',
+        '{"v": 1, "arrival": 5, "given": {}, "stopped": 1}',
         '{"v": 1, "arrival": 5, "given": {"temperature": NaN}}',
         '{"v": 1, "arrival": 5, "given": {"temperature": -1}}',
         '{"v": 1, "arrival": 5, "given": {"max_tokens": 0}}',

@@ -20,6 +20,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.chunk_graphs import token_counts
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
+from minisgl_backend.execution.prompt_logprobs import rows_at_once
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.kernels.sampling_table import SamplingTable
@@ -219,6 +220,7 @@ def _limits(
         max_prefill_tokens=options.max_prefill_tokens,
         graph_sizes=tuple(sizes[0]),
         chunk_graph_sizes=tuple(sizes[1]),
+        scored_at_once=rows_at_once(model.spec.vocab_size, model.dtype),
     )
 
 

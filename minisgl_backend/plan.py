@@ -22,7 +22,13 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from minisgl_backend.request import IntArray, RequestId, SamplingParams, TokenLogprobs
+from minisgl_backend.request import (
+    IntArray,
+    PromptLogprobs,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 NO_TOKEN: Final = -1
 """In place of a token: the logits of the row were not finite."""
@@ -48,7 +54,9 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One forward pass with P prefill chunks, D decoding rows and G grants. All arrays are int32.
+    """One forward pass with P prefill chunks, S of them scored, D decoding rows and G grants.
+
+    All arrays are int32.
 
     ``released_rows``: rows that no request holds any more. Their state may be dropped before the
     admissions of this plan are applied; an admission overwrites all of it in any case.
@@ -61,6 +69,10 @@ class StepPlan:
     chunk after chunk.
     ``prefill_samples`` [P] is 1 if the chunk is the last of its prompt, so that a token is sampled
     after it, and otherwise 0.
+    ``score_chunks`` [S]: chunks, by index, of which the positions from ``score_starts`` up to
+    ``score_starts`` + ``score_lengths`` [S] are scored: the log-probability is wanted of the token
+    behind each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
+    behind them, chunk after chunk.
     ``decode_rows``, ``decode_positions`` [D]: the last sampled token of the row stands at that
     position; it is computed, and the next token is sampled.
     """
@@ -79,6 +91,10 @@ class StepPlan:
     prefill_tokens: IntArray
     decode_rows: IntArray
     decode_positions: IntArray
+    score_chunks: IntArray
+    score_starts: IntArray
+    score_lengths: IntArray
+    score_tokens: IntArray
 
     @property
     def sample_rows(self) -> IntArray:
@@ -124,10 +140,12 @@ class SampledTokens:
     """What a step sampled: ``token_ids`` int32[num_samples], ordered as ``StepPlan.sample_rows``.
 
     ``logprobs`` is keyed by index in that order, and has an entry for each row that asked for it.
+    ``prompt_logprobs`` [S] are those of the scored chunks, in the order of the plan.
     """
 
     token_ids: IntArray
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class Pending(Protocol):

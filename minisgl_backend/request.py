@@ -3,13 +3,13 @@
 Knows token ids and validated sampling parameters. Must not know text, Triton, pages or tensors.
 Everything here is immutable.
 
-A request's events arrive in this order: at most one ``Admitted``, any number of ``Generated``, then
-exactly one terminal event, ``Finished`` or ``Failed``.
+A request's events arrive in this order: at most one ``Admitted``, any number of ``PromptLogprobs``,
+any number of ``Generated``, then exactly one terminal event, ``Finished`` or ``Failed``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, NewType, TypeAlias
@@ -24,6 +24,7 @@ RequestId = NewType("RequestId", int)
 
 TokenId: TypeAlias = int
 IntArray: TypeAlias = npt.NDArray[np.int32]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
 EMPTY: Final = np.empty(0, dtype=np.int32)
 """No tokens, rows or pages."""
 EMPTY.flags.writeable = False
@@ -49,7 +50,9 @@ class SamplingParams:
     ``min_p`` 0 are off. The random numbers depend on ``seed`` and on the token's position alone,
     not on the rest of the batch. Each of the ``stop_token_ids`` ends the request; none of them can
     be sampled before there are ``min_tokens`` tokens. ``num_logprobs`` is None for no logprobs, 0
-    for the chosen token's alone, and otherwise the number of alternatives returned with it.
+    for the chosen token's alone, and otherwise the number of alternatives returned with it;
+    ``num_prompt_logprobs`` says the same of the prompt's tokens. With it ``max_tokens`` may be 0:
+    then the prompt is only scored.
     """
 
     max_tokens: int = 16
@@ -66,6 +69,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: tuple[tuple[TokenId, float], ...] = ()
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -103,7 +107,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability of one sampled token under the model's raw logits.
+    """The log-probability of one token under the model's raw logits.
 
     ``rank`` is 1 for the most likely token. ``alternatives`` holds pairs of token id and logprob,
     the most likely first.
@@ -112,6 +116,58 @@ class TokenLogprobs:
     logprob: float
     rank: int
     alternatives: tuple[tuple[TokenId, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of n successive tokens of the prompt, each given all tokens before it.
+
+    They are those of the model's raw logits. The first token of a prompt has none; the others come
+    in order, each once, however often the request leaves and comes back. [n]: ``token_ids`` int32,
+    ``logprobs`` float32 and ``ranks`` int32, 1 for the most likely token. [n, num_alternatives],
+    the most likely first: ``alternative_ids`` int32 and their log-probabilities ``alternatives``
+    float32.
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    ranks: IntArray
+    alternative_ids: IntArray
+    alternatives: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def part(self, begin: int, end: int) -> PromptLogprobs:
+        """Those of the tokens from ``begin`` up to ``end``; arrays are views."""
+        return PromptLogprobs(
+            self.token_ids[begin:end],
+            self.logprobs[begin:end],
+            self.ranks[begin:end],
+            self.alternative_ids[begin:end],
+            self.alternatives[begin:end],
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
+        """Those of all parts, of which there is at least one; all have as many alternatives."""
+        return cls(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.ranks for part in parts]),
+            np.concatenate([part.alternative_ids for part in parts]),
+            np.concatenate([part.alternatives for part in parts]),
+        )
+
+    def tokens(self) -> list[TokenLogprobs]:
+        """The same token by token."""
+        alternatives = zip(self.alternative_ids.tolist(), self.alternatives.tolist(), strict=True)
+        return [
+            TokenLogprobs(logprob, rank, tuple(zip(ids, logprobs, strict=True)))
+            for logprob, rank, (ids, logprobs) in zip(
+                self.logprobs.tolist(), self.ranks.tolist(), alternatives, strict=True
+            )
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +201,6 @@ class Failed:
     error: MiniSGLError
 
 
-Event: TypeAlias = Admitted | Generated | Finished | Failed
+Event: TypeAlias = Admitted | PromptLogprobs | Generated | Finished | Failed
 Sink: TypeAlias = Callable[[Event], None]
 """Takes the events of one request. Called on the engine's thread, so it must only enqueue."""

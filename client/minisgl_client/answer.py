@@ -21,7 +21,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One position: the chosen token, and the other likely ones by rank."""
+    """One position: the token that stands there, and the other likely ones by rank."""
 
     chosen: TokenLogprob
     alternatives: tuple[TokenLogprob, ...] = ()
@@ -45,8 +45,8 @@ class Times:
 class Delta:
     """What is new since the delta before.
 
-    ``num_output_tokens`` and ``logprobs`` are those of this delta, and add up to the total; the
-    other counts, ``cumulative_logprob`` and ``times`` are about the request so far.
+    ``num_output_tokens`` and both kinds of logprobs are those of this delta, and add up to the
+    total; the other counts, ``cumulative_logprob`` and ``times`` are about the request so far.
     """
 
     text: str = ""
@@ -63,6 +63,8 @@ class Delta:
     """One a token of this delta."""
     cumulative_logprob: float | None = None
     times: Times | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """The next tokens of the prompt; all come before the first text. None for the very first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class Result:
     """Seconds from the call to the first delta, by this machine's clock."""
     total_s: float
     """Seconds from the call to the end."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """One a token of the prompt; None for the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +121,5 @@ def add_up(
         request_id=request_id,
         first_delta_s=first_delta_s,
         total_s=total_s,
+        prompt_logprobs=tuple(one for delta in deltas for one in delta.prompt_logprobs),
     )

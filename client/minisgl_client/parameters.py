@@ -18,7 +18,7 @@ class Parameters(TypedDict, total=False):
     """
 
     max_tokens: int | None
-    """Tokens to generate, 1 .. context - prompt; 16 if absent."""
+    """Tokens to generate, 1 .. context - prompt; 16 if absent. 0 with ``num_prompt_logprobs``."""
     max_new_tokens: int | None
     fit_max_tokens: bool | None
     """Fewer than ``max_tokens`` if there is no room for more; True if that is absent."""
@@ -53,6 +53,8 @@ class Parameters(TypedDict, total=False):
     """The model's end of sequence does not end the answer."""
     num_logprobs: int | None
     """Most likely tokens to tell at each position, 0 .. 20; asks for ``logprobs``."""
+    num_prompt_logprobs: int | None
+    """Tell ``prompt_logprobs``, with that many of the most likely tokens a position, 0 .. 20."""
     return_logprobs: bool | None
     """Logprobs of the chosen tokens alone."""
     return_log_probs: bool | None

@@ -55,6 +55,7 @@ def _delta(values: Mapping[str, Any]) -> Delta:
         raise ServerError("the model answered without text_output, so it is none for texts")
     get = values.get
     finish_reason, stop_reason, logprobs = get("finish_reason"), get("stop_reason"), get("logprobs")
+    prompt_logprobs = get("prompt_logprobs")
     return Delta(
         values["text_output"],
         None if finish_reason == _UNFINISHED else finish_reason,
@@ -65,6 +66,9 @@ def _delta(values: Mapping[str, Any]) -> Delta:
         tuple(map(_position, json.loads(logprobs))) if logprobs else (),
         get("cumulative_logprob"),
         _times(values) if "arrival_time_ns" in values else None,
+        tuple(one and _position(one) for one in json.loads(prompt_logprobs))
+        if prompt_logprobs
+        else (),
     )
 
 

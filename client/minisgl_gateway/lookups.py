@@ -17,8 +17,9 @@ from minisgl_client.errors import MinisglError
 from pydantic import BaseModel
 
 from minisgl_gateway import answer_schema as schema
+from minisgl_gateway.answers import Echo
 from minisgl_gateway.body import received
-from minisgl_gateway.conversion import lookup_arguments
+from minisgl_gateway.conversion import Generation, lookup_arguments
 from minisgl_gateway.errors import ApiError, api_error, shown
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.schema import DetokenizeRequest, TokenizeRequest
@@ -74,6 +75,23 @@ class Lookups:
             return schema.Detokenized(prompt="")
         tokens = await self._tokens(http, request, {"input_ids": request.tokens})
         return schema.Detokenized(prompt=tokens.text)
+
+    async def echo(self, generation: Generation, *, scored: bool) -> Echo:
+        """The prompt as it stands before an answer, with its first token if it is ``scored``.
+
+        Raises ``MinisglError``.
+        """
+        parameters = generation.parameters
+        given: dict[str, Any] = {"timeout_ms": parameters.get("timeout_ms")}
+        text, ids = generation.prompt, generation.input_ids
+        if text is None:
+            text = (await self._engine.tokenize(input_ids=ids, **given)).text
+        elif scored:
+            added = parameters.get("add_special_tokens")
+            ids = (await self._engine.tokenize(text, add_special_tokens=added, **given)).ids
+        if not scored or not ids:
+            return Echo(text)
+        return Echo(text, (await self._engine.tokenize(input_ids=ids[:1], **given)).text)
 
     def check_model(self, name: str | None) -> None:
         """Raises ``ApiError`` 404; None is whichever model there is."""

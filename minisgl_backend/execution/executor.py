@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
+from minisgl_backend.config import Limits
 from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
 from minisgl_backend.execution.chunk_graphs import ChunkGraphs
@@ -28,6 +29,7 @@ from minisgl_backend.execution.decode_graphs import DecodeGraphs
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.logprobs import RawLogprobs
+from minisgl_backend.execution.prompt_logprobs import PromptScorer, ScoredChunks
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.sampling import Sampler, StepOutput
 from minisgl_backend.execution.storage import KVStorage
@@ -48,7 +50,8 @@ class ExecutorLimits:
     """The sizes that an executor is made for.
 
     To capture, ascending, empty for no graphs: ``graph_sizes``, batch sizes of decode steps;
-    ``chunk_graph_sizes``, numbers of tokens of steps with prompt chunks.
+    ``chunk_graph_sizes``, numbers of tokens of steps with prompt chunks. ``scored_at_once`` bounds
+    the positions of prompts whose logits are computed at once.
     """
 
     max_rows: int
@@ -56,6 +59,7 @@ class ExecutorLimits:
     max_prefill_tokens: int
     graph_sizes: tuple[int, ...] = ()
     chunk_graph_sizes: tuple[int, ...] = ()
+    scored_at_once: int = 1024
 
 
 class ModelExecutor:
@@ -132,6 +136,12 @@ class ModelExecutor:
         )
         self._forward = ForwardPass(model, self.rows, self._attention, device)
         self._sampler = Sampler(self.rows.table, device, model.group)
+        self._scorer = PromptScorer(
+            model,
+            device,
+            num_rows=len(self.rows.table.tokens),
+            most_rows=limits.scored_at_once,
+        )
         self._logits = torch.empty(  # of captured decode steps
             (max([0, *limits.graph_sizes]), model.spec.vocab_size),
             dtype=model.dtype,
@@ -158,17 +168,21 @@ class ModelExecutor:
         if plan.admissions:
             self.rows.admit(plan.admissions)
             self._sampler.admit(plan.admissions)
+            self._scorer.admit(plan.admissions)
         grants = np.stack([plan.grant_rows, plan.grant_indices, plan.grant_pages])
         num_decodes, num_grants = len(plan.decode_rows), grants.shape[1]
         is_decode = num_decodes > 0 and not len(plan.prefill_rows)
+        scored = None
         if is_decode and self.graphs and self.graphs.fits(num_decodes, num_grants):
             output = self.graphs.replay(plan.decode_rows, plan.decode_positions, grants)
         else:
             self.rows.grant(*grants)
-            output = self._flat_step(FlatBatch.of(plan), plan.prefill_tokens)
+            output, scored = self._flat_step(plan)
         rows = plan.sample_rows
         return _HostOutput(
-            self.device.download(output.tokens[: len(rows)]), self._sampler.logprobs(output, rows)
+            self.device.download(output.tokens[: len(rows)]),
+            self._sampler.logprobs(output, rows),
+            None if scored is None else scored.download(self.device),
         )
 
     def _decode_step(self, inputs: StepInputs, batch_size: int) -> StepOutput:
@@ -178,12 +192,24 @@ class ModelExecutor:
         logits = self._model.logits(hidden, out=self._logits[:batch_size])
         return self._sampler.sample(logits, step.rows, step.lengths)
 
-    def _flat_step(self, batch: FlatBatch, prefill_tokens: IntArray) -> StepOutput:
-        """Any step: the layers over its tokens, then head and sampling."""
+    def _flat_step(self, plan: StepPlan) -> tuple[StepOutput, ScoredChunks | None]:
+        """Any step: the layers over its tokens, then head and sampling, then the scores."""
+        batch = FlatBatch.of(plan)
+        hidden = self._layers(batch, plan.prefill_tokens)
+        output = self._sample(batch, hidden)
+        if not len(plan.score_chunks):
+            return output, None
+        with self._mark("prompt logprobs"):
+            return output, self._scorer.scored(hidden, plan, batch.chunk_offsets)
+
+    def _layers(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+        """The residual stream after the layers, [num_tokens, hidden_size]; rows of padding may
+        follow."""
         if self.chunk_graphs is not None and self.chunk_graphs.fits(batch):
-            hidden = self.chunk_graphs.replay(batch, prefill_tokens)
-        else:
-            hidden = self._forward.over_batch(batch, prefill_tokens)
+            return self.chunk_graphs.replay(batch, prefill_tokens)
+        return self._forward.over_batch(batch, prefill_tokens)
+
+    def _sample(self, batch: FlatBatch, hidden: Tensor) -> StepOutput:
         if not len(batch.samples):
             nothing = torch.empty(0, dtype=torch.int32, device=self.device.torch_device)
             return StepOutput(nothing, self._logits[:0])
@@ -239,10 +265,15 @@ class ModelExecutor:
 
     def _warm_up(self, chunks: list[int], num_decodes: int) -> None:
         """Run a step of chunks of these lengths and ``num_decodes`` decodes, with logprobs of all
-        its samples."""
+        its samples and of all its chunks."""
         plan = self._dummy_plan(chunks, num_decodes)
         try:
-            output = self._flat_step(FlatBatch.of(plan), plan.prefill_tokens)
+            batch = FlatBatch.of(plan)
+            hidden = self._layers(batch, plan.prefill_tokens)
+            output = self._sample(batch, hidden)
+            tokens = plan.prefill_tokens
+            for num_top in (0, Limits().logprobs) if len(tokens) else ():
+                self._scorer.score(hidden, np.arange(len(tokens)), tokens, num_top)
             wanted = np.ones(len(output.tokens), np.int64)
             RawLogprobs.of(output.logits, output.tokens, wanted, self.device.upload)
         except torch.OutOfMemoryError as error:
@@ -270,15 +301,20 @@ class ModelExecutor:
             prefill_tokens=np.zeros(sum(chunks), np.int32),
             decode_rows=np.full(num_decodes, row, np.int32),
             decode_positions=np.zeros(num_decodes, np.int32),
+            score_chunks=empty,
+            score_starts=empty,
+            score_lengths=empty,
+            score_tokens=empty,
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _HostOutput:
-    """What a step sampled, on the host: ``tokens`` int32 [num_samples]."""
+    """What a step sampled and scored, on the host: ``tokens`` int32 [num_samples]."""
 
     tokens: Tensor
     logprobs: RawLogprobs | None
+    scored: ScoredChunks | None
 
 
 class LaunchedStep:
@@ -291,4 +327,5 @@ class LaunchedStep:
         output = self._submission.result()
         token_ids = output.tokens.numpy()
         logprobs = output.logprobs.by_sample(token_ids) if output.logprobs else {}
-        return SampledTokens(token_ids, logprobs)
+        scored = output.scored.by_chunk() if output.scored else ()
+        return SampledTokens(token_ids, logprobs, scored)

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
-from minisgl_backend.kernels.dispatch import at_least_float32
+from minisgl_backend.kernels.likelihood import likelihoods
 from minisgl_backend.request import IntArray, TokenLogprobs
 
 
@@ -52,12 +52,9 @@ class RawLogprobs:
             return None
         counts = num_logprobs[samples]
         index = upload(samples)
-        logprobs = at_least_float32(logits[index]).log_softmax(dim=-1)  # [n, vocab_size]
-        chosen = logprobs.gather(1, tokens[index].long().clamp_min(0).unsqueeze(1))  # [n, 1]
-        ranks = (logprobs > chosen).sum(dim=-1) + 1  # [n]
         most = min(int(counts.max()), logits.shape[1])
-        alternatives, ids = logprobs.topk(most, dim=-1)  # [n, most] each
-        return cls(samples, counts, chosen.squeeze(1), ranks, alternatives, ids)
+        found = likelihoods(logits[index], tokens[index].clamp_min(0), most)
+        return cls(samples, counts, found.logprobs, found.ranks, found.top, found.top_ids)
 
     def download(self, device: Device) -> RawLogprobs:
         """The same, with all tensors on the host."""

@@ -7,10 +7,9 @@ not need: these are never read. Knows ``kernels.rows.RowTable``. Must not know m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,9 +17,7 @@ from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.kernels.rows import RowTable
 from minisgl_backend.kernels.sampling_table import COLUMNS, IN_PROMPT, IS_STOP, ONCE
 from minisgl_backend.plan import Admission
-from minisgl_backend.request import IntArray, SamplingParams
-
-FloatArray: TypeAlias = npt.NDArray[np.float32]
+from minisgl_backend.request import FloatArray, IntArray, SamplingParams
 
 _LEAST_FACTOR: Final = 1e-30
 """Repetition penalties are clamped between this and its inverse: others could make logits infinite,

@@ -25,6 +25,7 @@ from minisgl_backend.request import (
     Failed,
     Finished,
     Generated,
+    PromptLogprobs,
     Request,
     TokenId,
     TokenLogprobs,
@@ -42,8 +43,8 @@ _STOP_STRINGS_EVERY: Final = 8
 class Output:
     """The output for one prompt: all of it (``generate``), or its new part (``stream``).
 
-    In a stream, ``text``, ``token_ids``, ``num_output_tokens`` and ``logprobs`` are those since the
-    last output, and add up to the whole; the other fields are about the request so far.
+    In a stream, ``text``, ``token_ids``, ``num_output_tokens`` and both kinds of logprobs are those
+    since the last output, and add up to the whole; the other fields are about the request so far.
     """
 
     index: int
@@ -62,6 +63,9 @@ class Output:
     """Tokens of the prompt that came from the prefix cache."""
     logprobs: Sequence[TokenLogprobs]
     """[num_output_tokens], each with ``num_logprobs`` alternatives; empty if not asked for."""
+    prompt_logprobs: Sequence[TokenLogprobs | None]
+    """[num_input_tokens], each with ``num_prompt_logprobs`` alternatives; None for the first token.
+    Empty if not asked for, and in a stream after the first output."""
     cumulative_logprob: float | None
     """The sum over all tokens so far; None if not asked for."""
     times: Times | None
@@ -89,6 +93,7 @@ class Mailbox:
         "_last_token_ns",
         "_num_cached_tokens",
         "_num_waiting_tokens",
+        "_prompt_logprobs",
         "_ready",
         "_room",
         "_scheduled_ns",
@@ -116,10 +121,13 @@ class Mailbox:
         self._room = room
         self._num_waiting_tokens = len(asked.request.prompt)
         self._wake_after = _tokens_per_wake(asked.start)
-        self._events: deque[Generated | Finished | Failed] = deque()
+        self._events: deque[PromptLogprobs | Generated | Finished | Failed] = deque()
         self._is_announced = False
         self._num_cached_tokens: int | None = None
         self._untold_ids: list[TokenId] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] = []
+        if asked.start.wanted.prompt_logprobs:
+            self._prompt_logprobs.append(None)
         self._arrival_ns = asked.arrival_time_ns
         self._scheduled_ns = self._first_token_ns = self._last_token_ns = 0
 
@@ -134,6 +142,8 @@ class Mailbox:
             self._num_waiting_tokens = 0
             return
         self._events.append(event)
+        if isinstance(event, PromptLogprobs):
+            return
         if isinstance(event, Generated):
             if self._answers.start.wanted.perf_metrics:
                 self._last_token_ns = time.time_ns()
@@ -156,6 +166,7 @@ class Mailbox:
             return None
         count = answer.num_output_tokens
         told_ids, self._untold_ids = self._untold_ids[:count], self._untold_ids[count:]
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         wanted = self._answers.start.wanted
         return Output(
             index=self.index,
@@ -167,6 +178,7 @@ class Mailbox:
             num_output_tokens=count,
             num_cached_tokens=answer.num_cached_tokens,
             logprobs=answer.logprobs if wanted.logprobs else (),
+            prompt_logprobs=prompt_logprobs,
             cumulative_logprob=(
                 answer.cumulative_logprob if wanted.logprobs or wanted.cumulative_logprob else None
             ),
@@ -184,6 +196,8 @@ class Mailbox:
                 raise event.error
             if isinstance(event, Finished):
                 finish, self.has_ended = event, True
+            elif isinstance(event, PromptLogprobs):
+                self._prompt_logprobs += event.tokens()
             else:
                 token_ids.append(event.token_id)
                 if event.logprobs is not None:

@@ -137,6 +137,8 @@ class Engine:
         _check_ids("input_ids", prompt, info.vocab_size)
         _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
         _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
+        if sampling.max_tokens == 0 and sampling.num_prompt_logprobs is None:
+            raise InvalidRequest("max_tokens must be at least 1 without prompt_logprobs, got 0")
         self._capacity.check(num_prompt_tokens=len(prompt), max_tokens=sampling.max_tokens)
 
     def count_refused(self, reason: Refusal) -> None:
@@ -184,7 +186,7 @@ class Engine:
         If there is no room for a single token, or for ``min_tokens``, ``submit`` refuses it.
         """
         most = self._capacity.most_tokens(num_prompt_tokens)
-        least = max(1, sampling.min_tokens)
+        least = max(min(1, sampling.max_tokens), sampling.min_tokens)
         return dataclasses.replace(sampling, max_tokens=max(least, min(sampling.max_tokens, most)))
 
     def is_queue_full(self) -> bool:

@@ -220,7 +220,8 @@ class Loop:
 
     def _schedule(self, request_id: RequestId) -> None:
         entry = self._open[request_id]
-        self._scheduler.add(entry.request, np.array(entry.tokens, dtype=np.int32))
+        tokens = np.array(entry.tokens, dtype=np.int32)
+        self._scheduler.add(entry.request, tokens, entry.num_scored)
 
     def _abort(self, request_id: RequestId, event: Event) -> None:
         self._scheduler.abort(request_id)
@@ -247,7 +248,7 @@ class Loop:
             tokens = flight.pending.tokens()
         self._flights.popleft()
         result = self._scheduler.commit(plan, tokens)
-        if result.request_ids:
+        if result.request_ids or result.scored:
             self._returning.progressed()
         now = time.monotonic()
         self._recorder.step_committed(

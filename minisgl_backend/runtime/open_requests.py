@@ -45,6 +45,8 @@ class OpenRequest:
     sink: Sink
     arrived_s: float
     admitted: bool = False
+    num_scored: int = 0
+    """Log-probabilities of its prompt that were delivered."""
     tokens: list[TokenId] = field(default_factory=list)
     first_token_s: float = 0.0
     last_token_s: float = 0.0
@@ -98,7 +100,12 @@ class OpenRequests:
             self._deliver(entry.sink, Admitted(num_cached_tokens))
 
     def deliver(self, result: StepResult, now_s: float) -> None:
-        """Deliver the tokens of a step; the caller delivers what it ends, right after."""
+        """Deliver the log-probabilities of prompts, then the tokens, of a step; the caller delivers
+        what it ends, right after."""
+        for request_id, scored in result.scored:
+            entry = self._open[request_id]
+            entry.num_scored += len(scored)
+            self._deliver(entry.sink, scored)
         logprobs, ended = result.logprobs, result.ended
         for index, (request_id, token_id) in enumerate(
             zip(result.request_ids, result.token_ids.tolist(), strict=True)

@@ -16,10 +16,11 @@ from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 class Scheduler(Protocol):
     """Decides what each step does. Pure: no clock, thread, tensor or environment."""
 
-    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
+    def add(self, request: Request, generated: IntArray = EMPTY, num_scored: int = 0) -> None:
         """Queue a request, which fits the context and the pool of pages (``runtime.capacity``).
 
-        ``generated``, int32[num_tokens], is the output that it already has, if any.
+        ``generated``, int32[num_tokens], is the output that it already has, if any, and
+        ``num_scored`` the number of log-probabilities of its prompt that it already has.
         """
 
     def abort(self, request_id: RequestId) -> bool:

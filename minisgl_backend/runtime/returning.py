@@ -48,7 +48,7 @@ class Returning:
         return culprit
 
     def progressed(self) -> None:
-        """Note that some request has a new token."""
+        """Note that some request has a new token, or log-probabilities of its prompt."""
         self._num_barren = 0
 
     def come_back(self, request_ids: Iterable[RequestId]) -> None:

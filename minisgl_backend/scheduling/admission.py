@@ -42,7 +42,8 @@ class AdmissionControl:
             sequence = life.queue.choose()
             if sequence is None or (before is not None and sequence.precedence > before):
                 return
-            num_tokens = min(sequence.limit - 1, len(sequence.tokens) + self._reserve_tokens)
+            known = len(sequence.tokens)
+            num_tokens = max(known, min(sequence.limit - 1, known + self._reserve_tokens))
             needed = num_pages_for(num_tokens, self._page_size)
             is_alone = not life.rows.num_used
             room = life.cache.num_pages if is_alone else life.num_available_pages - reserved

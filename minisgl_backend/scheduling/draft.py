@@ -22,6 +22,8 @@ class Draft:
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
         self._chunks: list[tuple[int, int, int, int]] = []
         self._tokens: list[IntArray] = []
+        self._scores: list[tuple[int, int, int]] = []
+        self._score_tokens: list[IntArray] = []
 
     @property
     def is_empty(self) -> bool:
@@ -46,6 +48,12 @@ class Draft:
         self._tokens.append(tokens)
         self.budget -= len(tokens)
 
+    def score(self, start: int, tokens: IntArray) -> None:
+        """Score positions of the chunk added last, from ``start`` on; ``tokens`` stand behind
+        them."""
+        self._scores.append((len(self._chunks) - 1, start, len(tokens)))
+        self._score_tokens.append(tokens)
+
     def decode(self, rows: IntArray, positions: IntArray) -> None:
         """Decode these rows. The arrays are kept, so the caller must not write to them again."""
         self.decode_rows = rows
@@ -54,6 +62,7 @@ class Draft:
     def freeze(self, step: int, *, released_rows: list[int], broken_pages: IntArray) -> StepPlan:
         """The finished plan, which shares no memory with anything that will change."""
         chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 4).T
+        scores = np.array(self._scores, dtype=np.int32).reshape(-1, 3).T
         grant_rows, grant_indices, grant_pages = (
             (_join(column) for column in zip(*self._grants, strict=True))
             if self._grants
@@ -74,6 +83,10 @@ class Draft:
             prefill_tokens=_join(self._tokens) if self._tokens else EMPTY,
             decode_rows=self.decode_rows,
             decode_positions=self.decode_positions,
+            score_chunks=scores[0],
+            score_starts=scores[1],
+            score_lengths=scores[2],
+            score_tokens=_join(self._score_tokens) if self._score_tokens else EMPTY,
         )
 
 

@@ -52,12 +52,14 @@ class Lifecycle:
         """Pages that can be granted now."""
         return self.cache.num_free + self.cache.num_evictable
 
-    def enqueue(self, request: Request, generated: IntArray) -> None:
-        """Queue a new request, or one that comes back with the tokens ``generated`` so far."""
+    def enqueue(self, request: Request, generated: IntArray, num_scored: int) -> None:
+        """Queue a new request, or one that comes back with the tokens ``generated`` so far, and
+        ``num_scored`` log-probabilities of its prompt."""
         if request.id in self.live:
             raise InvariantError(f"request {request.id} is live already")
         known = np.concatenate([request.prompt, generated]) if len(generated) else request.prompt
-        sequence = Sequence(request, precedence_of(request, self._num_arrivals), known)
+        precedence = precedence_of(request, self._num_arrivals)
+        sequence = Sequence(request, precedence, known, num_scored=num_scored)
         self._num_arrivals += 1
         self.live[request.id] = sequence
         self.queue.push(sequence)
@@ -71,7 +73,7 @@ class Lifecycle:
         """
         cache, size = self.cache, self.cache.page_size
         available = self.num_available_pages
-        lease = cache.acquire(sequence.tokens, sequence.request.cache_salt)
+        lease = cache.acquire(sequence.reusable, sequence.request.cache_salt)
         # [0, num_shared)           cached: pinned from now on; those that no other lease pinned
         #                           before were available until now
         # [num_shared, known)       granted now, for the known tokens that are not cached

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from minisgl_backend.request import Failed, Finished, IntArray, RequestId, TokenLogprobs
+from minisgl_backend.request import (
+    Failed,
+    Finished,
+    IntArray,
+    PromptLogprobs,
+    RequestId,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -12,13 +19,14 @@ class StepResult:
     """What a commit made known: new tokens of live requests, and the requests that ended with it.
 
     ``request_ids`` and ``token_ids``, int32[num_tokens], run in parallel; ``logprobs`` is keyed by
-    index in them. ``ended`` has the terminal events. Tokens of requests that were aborted meanwhile
-    do not appear.
+    index in them. ``scored`` has log-probabilities of prompts, ``ended`` the terminal events.
+    Requests that were aborted meanwhile do not appear.
     """
 
     request_ids: list[RequestId]
     token_ids: IntArray
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    scored: list[tuple[RequestId, PromptLogprobs]] = field(default_factory=list)
     ended: dict[RequestId, Finished | Failed] = field(default_factory=dict)
 
 

@@ -145,6 +145,10 @@ class RunningRows:
         """Which of ``rows`` retire and have no step in flight any more, bool[num_rows]."""
         return np.asarray(self.retiring[rows] & (self.in_flight[rows] == 0))
 
+    def are_complete(self, rows: IntArray) -> Mask:
+        """Which rows have all their tokens already, before the newest one, bool[num_rows]."""
+        return np.asarray(self.computed[rows] >= self.limit[rows])
+
     def ends(self, rows: IntArray, token_ids: IntArray) -> tuple[Mask, Mask]:
         """Which rows end with their newest token: by a stop token, and by their length.
 

@@ -42,6 +42,7 @@ from minisgl_backend.request import (
     Finished,
     FinishReason,
     IntArray,
+    PromptLogprobs,
     Request,
     RequestId,
     TokenLogprobs,
@@ -102,9 +103,9 @@ class Scheduler:
         self._next_step = 0
         self._next_commit = 0
 
-    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
+    def add(self, request: Request, generated: IntArray = EMPTY, num_scored: int = 0) -> None:
         """Queue a request, which fits the context and the pool."""
-        self._life.enqueue(request, generated)
+        self._life.enqueue(request, generated, num_scored)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request without a result; False if it is not live."""
@@ -139,7 +140,8 @@ class Scheduler:
         rows = self._rows
         rows.landed(plan.prefill_rows, plan.prefill_starts + plan.prefill_lengths)
         rows.landed(plan.decode_rows, plan.decode_positions + 1)
-        result = self._take(plan.sample_rows, tokens)
+        scored = self._take_scores(plan, tokens.prompt_logprobs)
+        result = self._take(plan.sample_rows, tokens, scored)
         for row in plan.prefill_rows.tolist():
             sequence = rows.sequences[row]
             if sequence is not None and not sequence.failed:
@@ -236,6 +238,11 @@ class Scheduler:
         is_last = end == len(sequence.tokens)
         self._rows.plan_prefill(sequence.row, end)
         draft.prefill(sequence.row, start, tokens, samples=is_last)
+        # a position is scored by the token behind it: the first one that is still to be scored has
+        # index num_scored + 1, the last one num_to_score
+        first, last = max(start, sequence.num_scored), min(end, sequence.num_to_score)
+        if first < last:
+            draft.score(first, sequence.tokens[first + 1 : last + 1])
         if is_last:
             self._life.planned(sequence)
 
@@ -253,7 +260,7 @@ class Scheduler:
         """Let the executor know of a sequence that has taken a row, and of its pages."""
         request, lease = sequence.request, sequence.held()
         num_cached_tokens = lease.num_shared * self._cache.page_size
-        self._counters.prefix_queries += len(sequence.tokens)
+        self._counters.prefix_queries += len(sequence.reusable)
         self._counters.prefix_hits += num_cached_tokens
         draft.admit(
             Admission(
@@ -268,10 +275,31 @@ class Scheduler:
         pages = np.array(lease.pages, dtype=np.int32)
         draft.grant_row(sequence.row, range(len(pages)), pages)
 
-    def _take(self, sample_rows: IntArray, tokens: SampledTokens) -> StepResult:
+    def _take_scores(
+        self, plan: StepPlan, scores: tuple[PromptLogprobs, ...]
+    ) -> list[tuple[RequestId, PromptLogprobs]]:
+        """Give the log-probabilities of prompts to their sequences."""
+        if len(scores) != len(plan.score_chunks):
+            raise InvariantError(f"{len(scores)} scores for {len(plan.score_chunks)} chunks")
+        found = []
+        for chunk, score in zip(plan.score_chunks.tolist(), scores, strict=True):
+            row = int(plan.prefill_rows[chunk])
+            if self._rows.accepting[row]:
+                sequence = self._rows.sequence(row)
+                sequence.num_scored += len(score)
+                found.append((sequence.request.id, score))
+        return found
+
+    def _take(
+        self,
+        sample_rows: IntArray,
+        tokens: SampledTokens,
+        scored: list[tuple[RequestId, PromptLogprobs]],
+    ) -> StepResult:
         """Give the sampled tokens to their sequences, and end the sequences that are complete.
 
-        A row that accepts no tokens any more belongs to a request that was aborted or has ended.
+        A row that accepts no tokens any more belongs to a request that was aborted or has ended. A
+        request of no tokens at all ends with its first, which is not its own.
         """
         rows, token_ids, logprobs = self._rows, tokens.token_ids, tokens.logprobs
         if len(token_ids) != len(sample_rows):
@@ -287,6 +315,13 @@ class Scheduler:
                 ended[sequence.request.id] = Failed(EngineFailure(_NOT_FINITE))
                 self._life.end(sequence)
             accepted &= ~failed
+        surplus = accepted & rows.are_complete(sample_rows)
+        if surplus.any():
+            for row in sample_rows[surplus].tolist():
+                sequence = rows.sequence(row)
+                ended[sequence.request.id] = Finished(FinishReason.LENGTH)
+                self._life.end(sequence)
+            accepted &= ~surplus
         if not accepted.all():
             kept = np.flatnonzero(accepted)
             logprobs = _renumbered(logprobs, kept.tolist())
@@ -299,7 +334,7 @@ class Scheduler:
             reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
             ended[request_ids[index]] = Finished(reason, stop)
             self._life.end(self._life.live[request_ids[index]])
-        return StepResult(request_ids, token_ids, dict(logprobs), ended)
+        return StepResult(request_ids, token_ids, dict(logprobs), scored, ended)
 
 
 def _renumbered(

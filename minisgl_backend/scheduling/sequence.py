@@ -58,7 +58,8 @@ class Sequence:
     finite, so the keys and values must not be shared. ``remapped_at`` is the number of positions
     that were planned when the lease last took pages of others in place of its own; only steps that
     compute later positions read those. ``overtaken`` counts the sequences that passed this one at
-    the head of the queue.
+    the head of the queue. ``num_scored`` counts the prompt's tokens whose log-probabilities
+    committed steps have made known.
     """
 
     request: Request
@@ -70,6 +71,7 @@ class Sequence:
     failed: bool = False
     remapped_at: int = -1
     overtaken: int = 0
+    num_scored: int = 0
     _phase: Phase = Phase.WAITING
 
     @property
@@ -89,6 +91,22 @@ class Sequence:
     def limit(self) -> int:
         """The largest number of tokens, prompt included, that the sequence may have."""
         return len(self.request.prompt) + self.request.sampling.max_tokens
+
+    @property
+    def num_to_score(self) -> int:
+        """How many of the prompt's tokens get log-probabilities: all but the first, or none."""
+        asked = self.request.sampling.num_prompt_logprobs
+        return 0 if asked is None else len(self.request.prompt) - 1
+
+    @property
+    def reusable(self) -> IntArray:
+        """The known tokens that may come from the cache, but for the last, which is computed.
+
+        The log-probability of a token needs the position before it to be computed.
+        """
+        if self.num_scored >= self.num_to_score:
+            return self.tokens
+        return self.tokens[: self.num_scored + 1]
 
     def held(self) -> Lease:
         """The lease of the sequence. Raises ``InvariantError`` if it has none."""

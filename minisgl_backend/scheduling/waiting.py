@@ -81,4 +81,4 @@ class WaitingQueue:
         self.remove(sequence)
 
     def _num_cached_tokens(self, sequence: Sequence) -> int:
-        return self._cache.match_length(sequence.tokens, sequence.request.cache_salt)
+        return self._cache.match_length(sequence.reusable, sequence.request.cache_salt)

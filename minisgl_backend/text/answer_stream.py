@@ -1,8 +1,9 @@
 """The detokenizer's side of one stream: packets in, answers out.
 
 Joins ``text.detokenizer`` with what the packets carry beside token ids, and decides when there is
-something to say: with ``stream`` whenever there is new text, else once, at the end. Counts and
-logprobs that an answer leaves out are kept for the next one. Must not know Triton or sockets.
+something to say: with ``stream`` whenever there is new text, or more log-probabilities of the
+prompt, else once, at the end. Counts and logprobs that an answer leaves out are kept for the next
+one. Must not know Triton or sockets.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from minisgl_backend.request import Failed, Finished, FinishReason, TokenId, TokenLogprobs
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.vocabulary import Vocabulary
-from minisgl_backend.wire.answer import Answer
+from minisgl_backend.wire.answer import NO_LOGPROBS, Answer, prompt_logprobs_json
 from minisgl_backend.wire.packets import Packet, StreamStart, Times, Verdict
 
 
@@ -24,10 +25,12 @@ class AnswerStream:
         "_logprobs",
         "_num_cached",
         "_num_unsent",
+        "_prompt_logprobs",
         "_text",
         "_times",
         "_token_ids",
         "_unsent",
+        "_vocabulary",
         "heard_s",
         "next_poll_s",
         "over",
@@ -42,6 +45,8 @@ class AnswerStream:
         """When the last packet came, of ``time.monotonic``, as is the next."""
         self.next_poll_s = 0.0
         """When to ask Triton again if the client has cancelled."""
+        self._vocabulary = vocabulary
+        self._prompt_logprobs = [NO_LOGPROBS]  # as JSON: see ``prompt_logprobs_json``
         self._text = TextStream(
             vocabulary,
             stop_strings=start.stop_strings,
@@ -66,6 +71,9 @@ class AnswerStream:
             self._num_cached = packet.num_cached_tokens
         if packet.times is not None:
             self._times = packet.times
+        if (scored := packet.prompt_logprobs) is not None:
+            text_of = self._vocabulary.token_text
+            self._prompt_logprobs.append(prompt_logprobs_json(scored, text_of))
         text = self._read(packet, finish)
         if self._text.stop is not None:
             self.over = Verdict.STOP
@@ -73,7 +81,7 @@ class AnswerStream:
         if finish is not None:
             self.over = Verdict.STOP
             return self._answer(text, finish.reason, finish.stop_token_id)
-        if text and self.start.stream:
+        if (text or scored is not None) and self.start.stream:
             return self._answer(text, None, None)
         if text:
             self._unsent.append(text)
@@ -112,8 +120,10 @@ class AnswerStream:
             logprobs=self._logprobs,
             cumulative_logprob=self._cumulative,
             times=self._times,
+            prompt_logprobs=self._prompt_logprobs,
         )
         self._num_unsent = 0
+        self._prompt_logprobs = []
         if self._logprobs:
             self._token_ids, self._logprobs = [], []
         return answer

@@ -27,7 +27,12 @@ from minisgl_backend.tritonserver.tensors import (
     read_parameters,
 )
 from minisgl_backend.tritonserver.window import Window
-from minisgl_backend.wire.answer import Answer, answer_arrays
+from minisgl_backend.wire.answer import (
+    NO_LOGPROBS,
+    Answer,
+    answer_arrays,
+    prompt_logprobs_json,
+)
 from minisgl_backend.wire.generation import Generation, Stopped, StopRequest, TokenPrompt
 from minisgl_backend.wire.packets import Packet, StreamStart, encode_packet
 from minisgl_backend.wire.parameters import CHUNK, INPUT_IDS, REQUEST
@@ -156,6 +161,7 @@ class TokenEncoder:
         self._start = start
         self._num_cached_tokens = 0
         self._cumulative_logprob = 0.0
+        self._prompt_logprobs = [NO_LOGPROBS]
 
     def __call__(self, packet: Packet) -> Any:
         terminal = packet.terminal
@@ -164,6 +170,8 @@ class TokenEncoder:
         if packet.num_cached_tokens is not None:
             self._num_cached_tokens = packet.num_cached_tokens
         self._cumulative_logprob += sum(one.logprob for one in packet.logprobs)
+        if packet.prompt_logprobs is not None:
+            self._prompt_logprobs.append(prompt_logprobs_json(packet.prompt_logprobs))
         answer = Answer(
             token_ids=packet.token_ids,
             finish=terminal.reason if terminal is not None else None,
@@ -174,5 +182,7 @@ class TokenEncoder:
             logprobs=packet.logprobs,
             cumulative_logprob=self._cumulative_logprob,
             times=packet.times,
+            prompt_logprobs=self._prompt_logprobs,
         )
+        self._prompt_logprobs = []
         return make_response(answer_arrays(answer, self._start.wanted))

@@ -11,15 +11,19 @@ Invariants: the responder gets its final flag as soon as the terminal event has 
 is muted: by a verdict, or because it is not acknowledged any more. A muted stream sends nothing
 else. The token with which a request ends is in the packet that says so: no client gets an end
 without one, unless the request ended without one (by its deadline, or cancelled).
+Log-probabilities of the prompt come before all tokens and before the end, so many at a time
+that no packet takes its reader long, each packet once the one before it is acknowledged. A client
+that is answered once gets them in the one packet that it gets.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Final
 
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.request import (
@@ -28,6 +32,7 @@ from minisgl_backend.request import (
     Failed,
     Finished,
     Generated,
+    PromptLogprobs,
     RequestId,
     TokenId,
     TokenLogprobs,
@@ -35,6 +40,9 @@ from minisgl_backend.request import (
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.window import Window
 from minisgl_backend.wire.packets import Packet, StreamStart, Times, Verdict
+
+_MOST_LOGPROBS: Final = 4096
+"""Log-probabilities of a prompt in one packet, the alternatives counted."""
 
 
 class Duty(Enum):
@@ -73,6 +81,8 @@ class ResponseStream:
         self._window = window
         self._token_ids: list[TokenId] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: deque[PromptLogprobs] = deque()
+        self._is_whole = not self.is_acknowledged and not start.stream
         self._num_cached_tokens: int | None = None
         self._is_timed = start.wanted.perf_metrics
         self._arrival_time_ns = arrival_time_ns
@@ -93,7 +103,10 @@ class ResponseStream:
         """Whether what goes out next should not wait for the packets of other streams.
 
         That is its first tokens, its end, a probe, and all of a stream that is not acknowledged.
+        Log-probabilities of the prompt are never urgent.
         """
+        if self._prompt_logprobs and not self._muted:
+            return False
         return (
             not self._has_sent_tokens
             or self._muted
@@ -122,11 +135,18 @@ class ResponseStream:
             elif isinstance(event, Admitted):
                 self._scheduled_time_ns = time.time_ns()
                 self._num_cached_tokens = event.num_cached_tokens
+            elif isinstance(event, PromptLogprobs):
+                most = max(1, _MOST_LOGPROBS // (1 + event.alternatives.shape[1]))
+                self._prompt_logprobs.extend(
+                    event.part(begin, begin + most) for begin in range(0, len(event), most)
+                )
             else:
                 assert isinstance(event, Finished | Failed)
                 if self._last is not None:
                     self._append(self._last)
                 self._terminal = event
+                if isinstance(event, Failed):
+                    self._prompt_logprobs.clear()
             return self._claim(time.monotonic())
 
     def _append(self, event: Generated) -> None:
@@ -198,7 +218,11 @@ class ResponseStream:
                 return None
             token_ids: list[TokenId] = []
             logprobs: list[TokenLogprobs] = []
-            if self._terminal is not None or self._window.may_send_tokens(now_s):
+            prompt_logprobs = self._take_prompt_logprobs()
+            terminal = None if self._prompt_logprobs else self._terminal
+            if not self._prompt_logprobs and (
+                terminal is not None or self._window.may_send_tokens(now_s)
+            ):
                 token_ids, self._token_ids = self._token_ids, token_ids
                 logprobs, self._logprobs = self._logprobs, logprobs
             num_cached_tokens, self._num_cached_tokens = self._num_cached_tokens, None
@@ -214,9 +238,21 @@ class ResponseStream:
                 self._start if index == 0 else None,
                 num_cached_tokens,
                 tuple(logprobs),
-                self._terminal,
+                terminal,
                 self._times() if self._is_timed else None,
+                prompt_logprobs,
             )
+
+    def _take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """The log-probabilities of the prompt that go out now, if any."""
+        waiting = self._prompt_logprobs
+        if self._is_whole:
+            if self._terminal is None or not waiting:
+                return None
+            parts = list(waiting)
+            waiting.clear()
+            return PromptLogprobs.joined(parts)
+        return waiting.popleft() if waiting and self._window.is_open else None
 
     def _times(self) -> Times:
         return Times(
@@ -248,8 +284,16 @@ class ResponseStream:
     def _claim(self, now_s: float) -> bool:
         if self._claimed:
             return False
-        over = self._muted or self._terminal is not None
-        if not over and not (self._token_ids and self._window.may_send_tokens(now_s)):
+        if not self._muted and not self._has_news(now_s):
             return False
         self._claimed = True
         return True
+
+    def _has_news(self, now_s: float) -> bool:
+        if self._is_whole:
+            return self._terminal is not None
+        if self._prompt_logprobs:
+            return self._window.is_open
+        if self._terminal is not None:
+            return True
+        return bool(self._token_ids) and self._window.may_send_tokens(now_s)

@@ -7,6 +7,7 @@ if the request asked for them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.request import FinishReason, TokenId, TokenLogprobs
+from minisgl_backend.request import FinishReason, PromptLogprobs, TokenId, TokenLogprobs
 from minisgl_backend.wire.generation import NOTHING, Wanted
 from minisgl_backend.wire.packets import Times
 
@@ -33,7 +34,8 @@ class Answer:
 
     ``text`` is None for a client of ``llm_engine`` alone, which gets ``token_ids``. ``finish`` is
     None while the request runs. ``stop_reason`` is the stop string or token id that matched.
-    ``cumulative_logprob`` covers all tokens so far.
+    ``cumulative_logprob`` covers all tokens so far. ``prompt_logprobs`` are parts of a JSON list
+    (``prompt_logprobs_json``), which follow those of the answers before.
     """
 
     text: str | None = None
@@ -46,6 +48,7 @@ class Answer:
     logprobs: Sequence[TokenLogprobs] = ()
     cumulative_logprob: float = 0.0
     times: Times | None = None
+    prompt_logprobs: Sequence[str] = ()
 
 
 def answer_arrays(
@@ -81,6 +84,8 @@ def answer_arrays(
         arrays["logprobs"] = _string(logprobs_json(answer.token_ids, answer.logprobs, token_text))
     elif wanted.null_logprobs:
         arrays["logprobs"] = _string("null")
+    if wanted.prompt_logprobs:
+        arrays["prompt_logprobs"] = _string(f"[{','.join(answer.prompt_logprobs)}]")
     if wanted.perf_metrics and (times := answer.times) is not None:
         for name in Times.__slots__:
             arrays[name] = np.array([getattr(times, name)], dtype=np.int64)
@@ -94,24 +99,45 @@ def logprobs_json(
 ) -> str:
     """A JSON list, one object a token: {token id: {logprob, rank, decoded_token}}."""
 
-    def entry(token_id: TokenId, logprob: float, rank: int) -> dict[str, Any]:
-        shown: dict[str, Any] = {"logprob": _at_least(logprob), "rank": rank}
-        if token_text is not None:
-            shown["decoded_token"] = token_text(token_id)
-        return shown
+    tables = zip(token_ids, logprobs, strict=True)
+    return f"[{','.join([_table(*each, token_text) for each in tables])}]"
 
-    tokens = []
-    for token_id, one in zip(token_ids, logprobs, strict=True):
-        table = {str(token_id): entry(token_id, one.logprob, one.rank)}
-        for rank, (other, logprob) in enumerate(one.alternatives, 1):
-            table.setdefault(str(other), entry(other, logprob, rank))
-        tokens.append(table)
-    return _encode(tokens)
+
+NO_LOGPROBS: Final = "null"
+"""In place of the first token of a prompt."""
+
+
+def prompt_logprobs_json(
+    scored: PromptLogprobs, token_text: Callable[[TokenId], str] | None = None
+) -> str:
+    """The same without the brackets, so that parts can be joined by commas.
+
+    A long prompt's is written in many parts: all at once it would take seconds, in which nothing
+    else is answered.
+    """
+    tables = zip(scored.token_ids.tolist(), scored.tokens(), strict=True)
+    return ",".join([_table(*each, token_text) for each in tables])
+
+
+def _table(
+    token_id: TokenId, one: TokenLogprobs, token_text: Callable[[TokenId], str] | None
+) -> str:
+    """One token's JSON object; the token itself comes first."""
+
+    def entry(token_id: TokenId, logprob: float, rank: int) -> str:
+        text = "" if token_text is None else f',"decoded_token":{_encode(token_text(token_id))}'
+        return f'"{token_id}":{{"logprob":{_at_least(logprob)!r},"rank":{rank}{text}}}'
+
+    entries = [entry(token_id, one.logprob, one.rank)]
+    for rank, (other, logprob) in enumerate(one.alternatives, 1):
+        if other != token_id:
+            entries.append(entry(other, logprob, rank))
+    return f"{{{','.join(entries)}}}"
 
 
 def _at_least(logprob: float) -> float:
-    """At least ``LEAST_LOGPROB``; the comparison makes that of a NaN, too."""
-    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+    """At least ``LEAST_LOGPROB``; the comparison makes that of a NaN, too, and of infinity."""
+    return logprob if LEAST_LOGPROB < logprob < math.inf else LEAST_LOGPROB
 
 
 def _string(text: str) -> npt.NDArray[Any]:

@@ -63,14 +63,16 @@ class Wanted:
     logprobs: bool = False
     null_logprobs: bool = False
     """``logprobs`` without a number of alternatives: the output is null."""
+    prompt_logprobs: bool = False
 
     def names(self) -> list[str]:
         """Those that are asked for."""
         return [spec.name for spec in fields(self) if getattr(self, spec.name)]
 
     def flags(self) -> list[str]:
-        """The inputs that ask for them."""
-        return [f"return_{name.removeprefix('null_')}" for name in self.names()]
+        """The inputs that ask for them; ``prompt_logprobs`` are asked for by number."""
+        names = [name for name in self.names() if name != "prompt_logprobs"]
+        return [f"return_{name.removeprefix('null_')}" for name in names]
 
 
 NOTHING = Wanted()

@@ -7,9 +7,13 @@ A packet is JSON in the tensor ``chunk``:
     "d": {...}          with index 0: what the detokenizer has to know of the stream
     "c": int            once known: prompt tokens found in the cache
     "l": [[logprob, rank, [[token id, logprob], ...]], ...]  one a token
+    "p": [number of alternatives, base64]    log-probabilities of the next tokens of the prompt
     "f": [reason] or [reason, stop token id]                 the last packet
     "e": [code, message]                                     the last packet, of a failed request
     "t": [arrival, first scheduled, first token, last token] in ns since 1970, if asked for
+
+Prompts can be long, so "p" has the arrays of a ``PromptLogprobs`` one after another, in the order
+of its fields: four bytes a number, the least significant first.
 
 All of it is one tensor of bytes, and the keys are short, because this is on the path of every
 response: each further tensor, and each string in one, costs more than this text does. A client may
@@ -21,6 +25,7 @@ the same socket the engine sends the keys of streams that end without a last pac
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import struct
@@ -28,6 +33,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final
+
+import numpy as np
 
 from minisgl_backend.errors import (
     Cancelled,
@@ -37,7 +44,14 @@ from minisgl_backend.errors import (
     Overloaded,
     Unsupported,
 )
-from minisgl_backend.request import Failed, Finished, FinishReason, TokenId, TokenLogprobs
+from minisgl_backend.request import (
+    Failed,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    TokenId,
+    TokenLogprobs,
+)
 from minisgl_backend.wire.generation import NOTHING, Generation, Wanted
 
 _MOST_LOGPROB: Final = 1e30
@@ -131,7 +145,7 @@ class Packet:
     client of ``llm_engine`` alone, which is never encoded. ``key`` names the stream, ``index``
     counts its packets from 0. ``start`` is set if ``index`` is 0, ``num_cached_tokens`` once, when
     it became known, ``terminal`` in the last packet. ``logprobs`` has one entry a token, if they
-    were asked for.
+    were asked for; ``prompt_logprobs`` follow those of the packets before.
     """
 
     reply_to: str
@@ -143,6 +157,7 @@ class Packet:
     logprobs: tuple[TokenLogprobs, ...] = ()
     terminal: Finished | Failed | None = None
     times: Times | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 def encode_packet(packet: Packet) -> bytes:
@@ -156,6 +171,8 @@ def encode_packet(packet: Packet) -> bytes:
         body["c"] = packet.num_cached_tokens
     if packet.logprobs:
         body["l"] = [(one.logprob, one.rank, one.alternatives) for one in packet.logprobs]
+    if (scored := packet.prompt_logprobs) is not None:
+        body["p"] = _encode_prompt_logprobs(scored)
     if isinstance(terminal := packet.terminal, Finished):
         body["f"] = [terminal.reason.value]
         if terminal.stop_token_id is not None:
@@ -211,6 +228,7 @@ def _decode(body: dict[str, Any]) -> Packet:
         logprobs=logprobs,
         terminal=_decode_terminal(body),
         times=Times(*(_int(moment) for moment in body["t"])) if "t" in body else None,
+        prompt_logprobs=_decode_prompt_logprobs(*body["p"]) if "p" in body else None,
     )
 
 
@@ -218,6 +236,37 @@ def _decode_logprobs(one: list[Any]) -> TokenLogprobs:
     logprob, rank, alternatives = one
     pairs = tuple((_int(token_id), _logprob(value)) for token_id, value in alternatives)
     return TokenLogprobs(_logprob(logprob), _int(rank), pairs)
+
+
+def _encode_prompt_logprobs(scored: PromptLogprobs) -> tuple[int, str]:
+    arrays = (
+        scored.token_ids.astype("<i4"),
+        scored.logprobs.astype("<f4"),
+        scored.ranks.astype("<i4"),
+        scored.alternative_ids.astype("<i4"),
+        scored.alternatives.astype("<f4"),
+    )
+    raw = b"".join([array.tobytes() for array in arrays])
+    return scored.alternatives.shape[1], base64.b64encode(raw).decode()
+
+
+def _decode_prompt_logprobs(num_alternatives: Any, text: Any) -> PromptLogprobs:
+    width = _unsigned(num_alternatives, 16)
+    raw = base64.b64decode(_str(text), validate=True)
+    words = np.frombuffer(raw, "<i4")  # raises ValueError if there is a piece of a number
+    num_tokens, rest = divmod(len(words), 3 + 2 * width)
+    if rest:
+        raise ValueError
+    borders = np.cumsum([num_tokens, num_tokens, num_tokens, width * num_tokens])
+    token_ids, logprobs, ranks, ids, alternatives = np.split(words, borders)
+    shape = (num_tokens, width)
+    return PromptLogprobs(
+        token_ids,
+        logprobs.view("<f4"),
+        ranks,
+        ids.reshape(shape),
+        alternatives.view("<f4").reshape(shape),
+    )
 
 
 def _decode_terminal(body: dict[str, Any]) -> Finished | Failed | None:

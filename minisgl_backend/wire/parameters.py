@@ -79,10 +79,11 @@ INPUTS: Final[tuple[Input, ...]] = (
     ),
     _integer(
         "max_tokens",
-        "tokens to generate, 1 .. context - prompt",
+        "tokens to generate, 1 .. context - prompt; 0 with num_prompt_logprobs: only the prompt is "
+        "computed",
         synonyms=("max_new_tokens",),
         default=16,
-        minimum=1,
+        minimum=0,
     ),
     _flag(
         "fit_max_tokens",
@@ -132,6 +133,13 @@ INPUTS: Final[tuple[Input, ...]] = (
         "num_logprobs",
         "alternatives a token in logprobs, 0 .. 20; asks for nothing by itself",
         parameter_synonyms=("logprobs", "top_logprobs"),
+        minimum=0,
+    ),
+    _integer(
+        "num_prompt_logprobs",
+        "asks for prompt_logprobs, with so many alternatives a token, 0 .. 20; then nothing of the "
+        "prompt is taken from the prefix cache",
+        parameter_synonyms=("prompt_logprobs",),
         minimum=0,
     ),
     Input(name="logit_bias", kind=Kind.BIASES, meaning="JSON {token id: bias}", default=()),
@@ -217,6 +225,13 @@ OUTPUTS: Final[tuple[Output, ...]] = (
         asked_by=("return_logprobs",),
     ),
     Output(
+        name="prompt_logprobs",
+        kind=Kind.TEXT,
+        meaning="the same of the prompt's tokens, each given those before it; null for the first. "
+        "With stream they come before the text, in parts that add up",
+        asked_by=("num_prompt_logprobs",),
+    ),
+    Output(
         name="cumulative_logprob",
         kind=Kind.NUMBER,
         meaning="sum over the chosen tokens so far",
@@ -291,7 +306,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "guided_grammar": (),
         "logits_processors": (),
         "lora_name": (),
-        "prompt_logprobs": (),
         "response_format": ({"type": "text"},),
         "tool_choice": ("auto", "none"),
         "truncate_prompt_tokens": (),

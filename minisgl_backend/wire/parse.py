@@ -126,6 +126,7 @@ def build(
         log_probs=given["return_log_probs"],
         logprobs=given["return_logprobs"] and given["num_logprobs"] is not None,
         null_logprobs=given["return_logprobs"] and given["num_logprobs"] is None,
+        prompt_logprobs=given["num_prompt_logprobs"] is not None,
     )
     prompts = [name for name in PROMPTS if given[name] is not None]
     if given["stop_request"]:
@@ -211,6 +212,8 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
         raise InvalidRequest(
             f"min_tokens must be <= max_tokens {given['max_tokens']}, got {given['min_tokens']}"
         )
+    if given["max_tokens"] == 0 and given["num_prompt_logprobs"] is None:
+        raise InvalidRequest("max_tokens must be >= 1 without num_prompt_logprobs, got 0")
     num_logprobs: int | None = None
     if wanted.logprobs:
         num_logprobs = given["num_logprobs"]
@@ -231,6 +234,7 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
         ignore_eos=given["ignore_eos"],
         logit_bias=given["logit_bias"],
         num_logprobs=num_logprobs,
+        num_prompt_logprobs=given["num_prompt_logprobs"],
     )
 
 
@@ -249,10 +253,9 @@ def _check_limits(given: Mapping[str, Any], limits: Limits) -> None:
                 f"stop must be strings of at most {limits.stop_string_bytes} bytes, "
                 f"got {len(text.encode())}"
             )
-    if (given["num_logprobs"] or 0) > limits.logprobs:
-        raise InvalidRequest(
-            f"num_logprobs must be <= {limits.logprobs}, got {given['num_logprobs']}"
-        )
+    for name in ("num_logprobs", "num_prompt_logprobs"):
+        if (given[name] or 0) > limits.logprobs:
+            raise InvalidRequest(f"{name} must be <= {limits.logprobs}, got {given[name]}")
     salt = given["cache_salt"]
     if len(salt) > limits.cache_salt_characters or not _SALT.fullmatch(salt):
         raise InvalidRequest(

@@ -27,6 +27,7 @@ from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import (
     Failed,
     IntArray,
+    PromptLogprobs,
     Request,
     RequestId,
     SamplingParams,
@@ -58,6 +59,7 @@ class Outcome:
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
+    prompt_logprobs: list[list[PromptLogprobs]]
     failed: set[int] = field(default_factory=set)
     num_cached_tokens: int = 0
     num_steps: int = 0
@@ -82,6 +84,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         chunk_graph_sizes: tuple[int, ...] = (),
         kv_dtype: torch.dtype | None = None,
         scales: Sequence[KVScale] | None = None,
+        scored_at_once: int = 1024,
+        reserve_tokens: int = 256,
     ):
         device = device or CpuDevice()
         shape, dtype = model.spec.attention_shape(), model.dtype
@@ -121,9 +125,12 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 max_prefill_tokens=chunk,
                 graph_sizes=graph_sizes,
                 chunk_graph_sizes=chunk_graph_sizes,
+                scored_at_once=scored_at_once,
             ),
         )
-        config = SchedulerConfig(max_running_requests=MAX_ROWS, max_prefill_tokens=chunk)
+        config = SchedulerConfig(
+            max_running_requests=MAX_ROWS, max_prefill_tokens=chunk, reserve_tokens=reserve_tokens
+        )
         cache = (RadixCache if radix else NaiveCache)(num_pages, page_size)
         self._scheduler = Scheduler(cache, config)
         self._overlap = overlap
@@ -136,9 +143,14 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
     ) -> None:
         self.executor.close()
 
+    @property
+    def num_retractions(self) -> int:
+        """Of all runs."""
+        return self._scheduler.stats().num_retractions
+
     def run(self, prompts: Sequence[IntArray], sampling: Sequence[SamplingParams]) -> Outcome:
         """Serve all at once."""
-        outcome = Outcome([[] for _ in prompts], [[] for _ in prompts])
+        outcome = Outcome([[] for _ in prompts], [[] for _ in prompts], [[] for _ in prompts])
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             self._scheduler.add(Request(id=RequestId(index), prompt=prompt, sampling=params))
         flight: tuple[StepPlan, Pending] | None = None
@@ -158,6 +170,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
 
     def _commit(self, plan: StepPlan, pending: Pending, outcome: Outcome) -> None:
         result = self._scheduler.commit(plan, pending.tokens())
+        for request_id, scored in result.scored:
+            outcome.prompt_logprobs[request_id].append(scored)
         for index, request_id in enumerate(result.request_ids):
             outcome.tokens[request_id].append(int(result.token_ids[index]))
             if index in result.logprobs:

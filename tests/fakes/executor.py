@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,13 @@ from minisgl_backend.plan import (
     decode_plan,
     encode_plan,
 )
-from minisgl_backend.request import IntArray, Request, SamplingParams, TokenLogprobs
+from minisgl_backend.request import (
+    IntArray,
+    PromptLogprobs,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 _MASK = 2**64 - 1
 _POISON = 0xDEAD_BEEF
@@ -72,6 +79,22 @@ class Model:
             token = (token + 1) % self.vocabulary
         return token
 
+    def logprob(self, token: int, context: int) -> float:
+        """The log-probability of a prompt's token behind a context, a number that float32 holds."""
+        return -float(_mix(context, token) >> 48)
+
+
+def expected_prompt_logprobs(request: Request, model: Model) -> list[float]:
+    """Those of all tokens of the prompt but the first, none if they are not asked for."""
+    context = 0
+    found: list[float] = []
+    if request.sampling.num_prompt_logprobs is None:
+        return found
+    for position, (token, behind) in enumerate(pairwise(request.prompt.tolist())):
+        context = _add(context, model.kv(token, position, context), position)
+        found.append(model.logprob(behind, context))
+    return found
+
 
 def expected_tokens(request: Request, model: Model) -> list[int]:
     """The tokens that the request gets, NO_TOKEN included, whatever else is served beside it."""
@@ -88,6 +111,8 @@ def expected_tokens(request: Request, model: Model) -> list[int]:
             position += 1
         index = len(tokens) - num_prompt_tokens
         token = NO_TOKEN if has_nan else model.sample(context, index, params, tuple(tokens))
+        if params.max_tokens == 0:
+            return [NO_TOKEN] if token == NO_TOKEN else []
         tokens.append(token)
         stopped = token in params.stop_token_ids and index >= params.min_tokens
         if stopped or token == NO_TOKEN or index + 1 >= params.max_tokens:
@@ -196,7 +221,36 @@ class FakeExecutor:
             for index, row in enumerate(plan.sample_rows.tolist())
             if self._rows[row].admission.sampling.num_logprobs is not None
         }
-        return SampledTokens(np.array(sampled, dtype=np.int32), logprobs)
+        return SampledTokens(np.array(sampled, dtype=np.int32), logprobs, self._score(plan))
+
+    def _score(self, plan: StepPlan) -> tuple[PromptLogprobs, ...]:
+        tokens = iter(plan.score_tokens.tolist())
+        found = []
+        for chunk, start, length in zip(
+            plan.score_chunks.tolist(),
+            plan.score_starts.tolist(),
+            plan.score_lengths.tolist(),
+            strict=True,
+        ):
+            row, begin = int(plan.prefill_rows[chunk]), int(plan.prefill_starts[chunk])
+            end = begin + int(plan.prefill_lengths[chunk])
+            assert begin <= start < start + length <= end, "only computed positions are scored"
+            behind = list(islice(tokens, length))
+            logprobs = [
+                self.model.logprob(token, self._context(row, position + 1))
+                for position, token in enumerate(behind, start)
+            ]
+            ids, nothing = np.array(behind, np.int32), np.empty((length, 0))
+            found.append(
+                PromptLogprobs(
+                    ids,
+                    np.array(logprobs, np.float32),
+                    np.ones_like(ids),
+                    nothing.astype(np.int32),
+                    nothing.astype(np.float32),
+                )
+            )
+        return tuple(found)
 
     def _grant(self, plan: StepPlan) -> None:
         triples = zip(

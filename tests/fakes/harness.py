@@ -23,7 +23,14 @@ from minisgl_backend.request import (
     SamplingParams,
 )
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
-from tests.fakes.executor import FakeExecutor, FakePending, Model, expected_tokens, tokens_of
+from tests.fakes.executor import (
+    FakeExecutor,
+    FakePending,
+    Model,
+    expected_prompt_logprobs,
+    expected_tokens,
+    tokens_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,7 @@ class Record:
 
     request: Request
     tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
     ending: Finished | Failed | None = None
     aborted: bool = False
 
@@ -115,6 +123,11 @@ class Harness:
         """Commit the oldest step in flight."""
         plan, pending = self._flights.popleft()
         result = self.scheduler.commit(plan, pending.tokens())
+        for request_id, scored in result.scored:
+            record = self.records[request_id]
+            assert record.ending is None and not record.aborted
+            assert not record.tokens, "a prompt is scored before its first token"
+            record.prompt_logprobs += scored.logprobs.tolist()
         assert len(result.request_ids) == len(result.token_ids)
         pairs = zip(result.request_ids, result.token_ids.tolist(), strict=True)
         for index, (request_id, token) in enumerate(pairs):
@@ -154,10 +167,15 @@ class Harness:
         """Every request got exactly its tokens and its one end, and nothing is held any more."""
         for record in self.records.values():
             expected = expected_tokens(record.request, self.setup.model)
+            scores = expected_prompt_logprobs(record.request, self.setup.model)
+            if record.aborted:
+                assert record.prompt_logprobs == scores[: len(record.prompt_logprobs)]
+            else:
+                assert record.prompt_logprobs == scores
             if record.aborted:
                 assert record.ending is None
                 assert record.tokens == expected[: len(record.tokens)]
-            elif expected[-1] == NO_TOKEN:
+            elif expected[-1:] == [NO_TOKEN]:
                 assert record.tokens == expected[:-1]
                 assert isinstance(record.ending, Failed)
             else:
@@ -179,7 +197,7 @@ class Harness:
 
 def expected_ending(request: Request, expected: list[int]) -> Finished:
     """How a request ends that got those tokens."""
-    params, last = request.sampling, expected[-1]
+    params, last = request.sampling, expected[-1] if expected else NO_TOKEN
     if last in params.stop_token_ids and len(expected) > params.min_tokens:
         return Finished(FinishReason.STOP, last)
     return Finished(FinishReason.LENGTH)
@@ -212,18 +230,20 @@ def random_request(rng: random.Random, setup: Setup, number: int) -> Request:
     longest = setup.max_sequence_length - 1
     stem = [1] * rng.randint(0, longest // 2)
     prompt = (stem + [rng.randint(0, 2) for _ in range(rng.randint(1, 20))])[:longest]
+    scores = rng.random() < 0.3
     return Request(
         id=RequestId(number),
         prompt=tokens_of(prompt),
         priority=rng.choice([0, 0, 1]),
         cache_salt=rng.choice(["", "", "a"]),
         sampling=SamplingParams(
-            max_tokens=rng.randint(1, setup.max_sequence_length - len(prompt)),
+            max_tokens=rng.randint(0 if scores else 1, setup.max_sequence_length - len(prompt)),
             min_tokens=rng.choice([0, 3]),
             seed=number,
             stop_token_ids=rng.choice([(), (3,), (3, 4, 5)]),
             presence_penalty=rng.choice([0.0, 1.0]),
             num_logprobs=rng.choice([None, 0]),
+            num_prompt_logprobs=0 if scores else None,
         ),
     )
 

@@ -83,11 +83,11 @@ class _Agent(SchedulerWrapper):
         self._by_row: dict[int, tuple[IntArray, int]] = {}
         """What the request of a row says, and the length of its prompt."""
 
-    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
+    def add(self, request: Request, generated: IntArray = EMPTY, num_scored: int = 0) -> None:
         text = b"".join(self._pieces[token] for token in request.prompt.tolist())
         calls = _TOOLS in text and _TOLD not in text
         self._says[request.id] = self._calling if calls else self._answering
-        super().add(request, generated)
+        super().add(request, generated, num_scored)
 
     def plan(self) -> StepPlan | None:
         plan = super().plan()

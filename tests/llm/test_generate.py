@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pexpect
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import minisgl_backend
 from minisgl_backend import LLM, Output
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import Event, Failed, Finished, Generated, Request, SamplingParams
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.wire.generation import MessagesPrompt, Prompt, TextPrompt
@@ -26,6 +29,52 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = "Tell me a story about a fox, please, and make it a rather long one."
 COUNT = "Count from 1 to 5."
+
+
+def test_a_prompts_logprobs_are_those_of_transformers(llm: LLM) -> None:
+    """Alone and beside others, with and without an answer; the prompt may be cached or not."""
+    text = "The capital of France is Paris, and the capital of Spain is Madrid."
+    ids = PromptEncoder.load(DEMO_MODEL).encode(TextPrompt(text))
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(ids).long().unsqueeze(0)).logits[0, :-1]
+    expected = logits.log_softmax(dim=-1)  # [num_prompt_tokens - 1, vocab_size]
+    of_tokens = expected.gather(1, torch.from_numpy(ids[1:]).long()[:, None]).squeeze(1)
+    scored = {"max_tokens": 0, "prompt_logprobs": 2}
+    answered = {**GREEDY, "max_tokens": 3, "num_prompt_logprobs": 0}
+    prompts: list[str | list[int]] = [text, text, ids.tolist()]
+    for output in llm.generate(prompts, [scored, answered, scored]):
+        first, *others = output.prompt_logprobs
+        assert first is None
+        found = torch.tensor([one.logprob for one in others if one is not None])
+        torch.testing.assert_close(found, of_tokens, rtol=1e-5, atol=2e-5)
+        if output.index == 1:
+            assert output.num_output_tokens == 3
+            continue
+        assert (output.text, output.finish_reason) == ("", "length")
+        assert output.num_output_tokens == 0 and output.token_ids == []
+        for one, row in zip(others, expected, strict=True):
+            assert one is not None
+            best = row.topk(2)
+            assert [token for token, _ in one.alternatives] == best.indices.tolist()
+            assert [logprob for _, logprob in one.alternatives] == pytest.approx(
+                best.values.tolist(), rel=1e-5, abs=2e-5
+            )
+    (output,) = llm.generate(text, {"max_tokens": 1})
+    assert output.prompt_logprobs == []
+    pieces = list(llm.stream(text, answered))
+    assert len(pieces[0].prompt_logprobs) == len(ids)
+    assert not any(piece.prompt_logprobs for piece in pieces[1:])
+
+
+def test_no_tokens_at_all_need_logprobs_of_the_prompt(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens must be >= 1 without num_prompt_logprobs"):
+        llm.generate("x", {"max_tokens": 0})
+    with pytest.raises(InvalidRequest, match="min_tokens must be <= max_tokens 0, got 1"):
+        llm.generate("x", {"max_tokens": 0, "min_tokens": 1, "prompt_logprobs": 0})
+    (output,) = llm.generate([[5]], {"max_tokens": 0, "prompt_logprobs": 3})
+    assert output.prompt_logprobs == [None]
+    assert output.finish_reason == "length"
 
 
 def texts(outputs: Sequence[Output]) -> list[str]:

@@ -36,7 +36,8 @@ ADMISSION = st.builds(
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    releases, broken, grants, chunks, tokens, decodes = (draw(st.integers(0, 4)) for _ in range(6))
+    sizes = (draw(st.integers(0, 4)) for _ in range(7))
+    releases, broken, grants, chunks, tokens, decodes, scores = sizes
     return StepPlan(
         step=draw(st.integers(0, 2**63 - 1)),
         released_rows=draw(arrays(releases)),
@@ -52,6 +53,10 @@ def plans(draw: st.DrawFn) -> StepPlan:
         prefill_tokens=draw(arrays(tokens)),
         decode_rows=draw(arrays(decodes)),
         decode_positions=draw(arrays(decodes)),
+        score_chunks=draw(arrays(scores)),
+        score_starts=draw(arrays(scores)),
+        score_lengths=draw(arrays(scores)),
+        score_tokens=draw(arrays(tokens)),
     )
 
 

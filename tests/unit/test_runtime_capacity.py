@@ -14,7 +14,7 @@ from minisgl_backend.runtime.capacity import Capacity
     ("num_prompt_tokens", "max_tokens", "message"),
     [
         (0, 1, "the prompt is empty"),
-        (1, 0, "max_tokens must be at least 1, got 0"),
+        (1, -1, "max_tokens must be at least 0, got -1"),
         (5000, 1, "prompt of 5000 tokens does not fit the context of 4096"),
         (4096, 1, "prompt of 4096 tokens does not fit the context of 4096"),
         (4000, 100, "max_tokens 100 with a prompt of 4000 tokens exceeds the context of 4096"),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from minisgl_backend.request import Finished, FinishReason, TokenLogprobs
+from minisgl_backend.request import Finished, FinishReason, PromptLogprobs, TokenLogprobs
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.wire.answer import (
     LEAST_LOGPROB,
+    NO_LOGPROBS,
     Answer,
     answer_arrays,
     logprobs_json,
+    prompt_logprobs_json,
 )
 from minisgl_backend.wire.generation import Wanted
 from minisgl_backend.wire.packets import Packet, StreamStart, Times, Verdict
@@ -130,6 +133,60 @@ def test_nothing_but_text_unless_asked_for() -> None:
     assert list(answer_arrays(Answer(text=""), Wanted(logprobs=False))) == ["text_output"]
 
 
+def scored(text: str, num_alternatives: int = 0) -> PromptLogprobs:
+    """Each token the likeliest, those of the first ids behind it."""
+    token_ids = np.array(ids(text), np.int32)
+    size = (len(token_ids), num_alternatives)
+    return PromptLogprobs(
+        token_ids,
+        np.full(len(token_ids), -0.25, np.float32),
+        np.ones(len(token_ids), np.int32),
+        np.tile(np.arange(num_alternatives, dtype=np.int32), (len(token_ids), 1)),
+        np.full(size, -np.inf, np.float32),
+    )
+
+
+def test_a_prompts_logprobs_are_those_of_tokens_without_brackets() -> None:
+    part = scored("é", 2)
+    text = prompt_logprobs_json(part, VOCABULARY.token_text)
+    assert f"[{text}]" == logprobs_json(ids("é"), part.tokens(), VOCABULARY.token_text)
+    first, second = json.loads(f"[{text}]")
+    assert list(first) == [str(ids("é")[0]), "0", "1"]
+    assert first[str(ids("é")[0])] == {"logprob": -0.25, "rank": 1, "decoded_token": "\ufffd"}
+    assert second["1"]["logprob"] == LEAST_LOGPROB and second["1"]["rank"] == 2
+    broken = replace(part, logprobs=np.array([np.nan, np.inf], np.float32))
+    for table in json.loads(f"[{prompt_logprobs_json(broken)}]"):
+        assert next(iter(table.values())) == {"logprob": LEAST_LOGPROB, "rank": 1}
+
+
+def test_a_prompts_logprobs_come_at_once_with_stream_and_at_the_end_without() -> None:
+    wanted = Wanted(prompt_logprobs=True)
+    stream = opened(stream=True, wanted=wanted)
+    parts = [told(stream, "", prompt_logprobs=scored("ab")), told(stream, "cd")]
+    parts.append(told(stream, "", terminal=LENGTH))
+    assert [len(json.loads(prompt_output(answer))) for answer in parts] == [3, 0, 0]
+    assert json.loads(prompt_output(parts[0]))[0] is None
+    whole = opened(wanted=wanted)
+    assert whole.push(packet([], prompt_logprobs=scored("a"))) is None
+    assert whole.push(packet(ids("x"), prompt_logprobs=scored("b"))) is None
+    answer = told(whole, "y", terminal=LENGTH)
+    assert answer.text == "xy"
+    first, *others = json.loads(prompt_output(answer))
+    assert first is None
+    assert [next(iter(table)) for table in others] == [str(token) for token in ids("ab")]
+
+
+def test_a_prompt_of_one_token_has_one_null() -> None:
+    answer = told(opened(wanted=Wanted(prompt_logprobs=True)), "", terminal=LENGTH)
+    assert prompt_output(answer) == "[null]"
+
+
+def prompt_output(answer: Answer) -> str:
+    array = answer_arrays(answer, Wanted(prompt_logprobs=True))["prompt_logprobs"]
+    text: str = array.item().decode()
+    return text
+
+
 def test_all_outputs_have_the_types_of_the_table() -> None:
     answer = Answer(
         text="ab",
@@ -142,6 +199,7 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
         logprobs=[TokenLogprobs(-0.5, 1), TokenLogprobs(float("-inf"), 7)],
         cumulative_logprob=-2.5,
         times=Times(1, 2, 3, 4),
+        prompt_logprobs=[NO_LOGPROBS, "{}"],
     )
     arrays = answer_arrays(answer, EVERYTHING)
     types = {
@@ -170,6 +228,7 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
         "first_scheduled_time_ns": [2],
         "first_token_time_ns": [3],
         "last_token_time_ns": [4],
+        "prompt_logprobs": [b"[null,{}]"],
     }
     assert arrays["output_log_probs"].tolist() == [[-0.5, LEAST_LOGPROB]]
 

@@ -12,7 +12,14 @@ import pytest
 
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
-from minisgl_backend.request import Failed, Finished, FinishReason, SamplingParams, TokenLogprobs
+from minisgl_backend.request import (
+    Failed,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    SamplingParams,
+    TokenLogprobs,
+)
 from minisgl_backend.wire.generation import (
     NOTHING,
     Generation,
@@ -53,6 +60,7 @@ FULL = Generation(
         ignore_eos=True,
         logit_bias=((3, -1.5),),
         num_logprobs=3,
+        num_prompt_logprobs=2,
     ),
     fit_max_tokens=True,
     seed=7,
@@ -62,7 +70,7 @@ FULL = Generation(
     timeout_ms=100,
     cache_salt="s",
     min_chunk_interval_ms=0,
-    wanted=Wanted(finish_reason=True, perf_metrics=True, logprobs=True),
+    wanted=Wanted(finish_reason=True, perf_metrics=True, logprobs=True, prompt_logprobs=True),
     prompt_text="hi",
 )
 
@@ -206,6 +214,31 @@ def test_nothing_wanted_is_one_object() -> None:
     assert start.wanted is NOTHING
 
 
+NO_IDS = np.empty((2, 0), np.int32)
+NO_LOGPROBS = np.empty((2, 0), np.float32)
+SCORED = PromptLogprobs(
+    token_ids=np.array([5, 2**31 - 1], np.int32),
+    logprobs=np.array([-0.1, -np.inf], np.float32),
+    ranks=np.array([1, 300], np.int32),
+    alternative_ids=np.array([[5, 6, 7], [8, 9, 10]], np.int32),
+    alternatives=np.array([[-0.1, -2, -3], [-0.5, -1.5, -np.inf]], np.float32),
+)
+
+
+@pytest.mark.parametrize(
+    "scored",
+    [SCORED, SCORED.part(1, 2), replace(SCORED, alternative_ids=NO_IDS, alternatives=NO_LOGPROBS)],
+)
+def test_log_probabilities_of_a_prompt_come_back(scored: PromptLogprobs) -> None:
+    back = decode_packet(encode_packet(replace(FIRST, prompt_logprobs=scored))).prompt_logprobs
+    assert back is not None
+    for name in PromptLogprobs.__slots__:
+        sent, came = getattr(scored, name), getattr(back, name)
+        assert came.dtype == sent.dtype
+        assert came.shape == sent.shape
+        assert np.array_equal(came, sent)
+
+
 def broken(**changes: Any) -> bytes:
     return json.dumps(json.loads(encode_packet(FIRST)) | changes).encode()
 
@@ -224,6 +257,13 @@ def broken(**changes: Any) -> bytes:
         b'{"r":"x","s":5,"i":true}',
         b'{"r":"x","s":"5","i":0}',
         b'{"r":"\\ud800","s":5,"i":0}',
+        broken(p=[]),
+        broken(p=[0]),
+        broken(p=[0, 5]),
+        broken(p=[0, "AAAA"]),
+        broken(p=[0, "AAAAAA=="]),
+        broken(p=[-1, "AAAAAAAAAAAAAAAA"]),
+        broken(p=[0, "no base64"]),
         broken(s=-1),
         broken(s=2**64),
         broken(i=-1),

@@ -141,6 +141,7 @@ _WRONG_NUMBERS: Final[Mapping[str, tuple[Any, ...]]] = {
     "presence_penalty": (_NAN, 2.5),
     "frequency_penalty": (_NAN, -2.5),
     "num_logprobs": (-1, 21, 10**6),
+    "num_prompt_logprobs": (-1, 21, 10**6),
     "timeout_ms": (0, -1),
     "min_chunk_interval_ms": (-1,),
 }

@@ -1,0 +1,137 @@
+"""Log-probabilities of a prompt's own tokens, from the residual stream of its chunks.
+
+The output head runs over a slice of the positions at a time, so logits never take more than
+``most_rows`` rows of the vocabulary, however long the chunks are. What is kept of a slice is a few
+numbers a position. Runs behind the layers, whether these are captured or not.
+
+All ranks run the head, which is split over them; rank 0 alone reads the logits. Must not know
+pages, attention or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.device.base import Device, HostArray
+from minisgl_backend.kernels.likelihood import Likelihoods, likelihoods
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.plan import Admission, StepPlan
+from minisgl_backend.request import FloatArray, IntArray, PromptLogprobs
+
+_SLICE_BYTES: Final = 2**28
+_TILE_ROWS: Final = 128
+"""Slices are multiples of this, in which GEMMs on a GPU are computed."""
+_MOST_ROWS: Final = 1024
+"""A GEMM of more rows is no faster by the row."""
+
+
+def rows_at_once(vocab_size: int, dtype: torch.dtype) -> int:
+    """How many positions' logits are computed at once: what 256 MiB hold, at most 1,024."""
+    held = _SLICE_BYTES // (vocab_size * dtype.itemsize)
+    return max(_TILE_ROWS, min(held // _TILE_ROWS * _TILE_ROWS, _MOST_ROWS))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredChunks:
+    """The scored positions of a step's S scored chunks, one chunk after another.
+
+    On the host: ``tokens`` int32 [num_scored], the tokens behind the positions; ``borders`` int64
+    [S + 1], where each chunk's begin and end; ``counts`` int64 [S], how many alternatives each is
+    asked for. ``found`` [num_scored] is on the device until ``download``.
+    """
+
+    tokens: IntArray
+    borders: HostArray
+    counts: HostArray
+    found: Likelihoods
+
+    def download(self, device: Device) -> ScoredChunks:
+        """The same on the host, valid once the queue has come so far."""
+        found = self.found
+        parts = (found.logprobs, found.ranks, found.top, found.top_ids)
+        on_host = Likelihoods(*map(device.download, parts))
+        return ScoredChunks(self.tokens, self.borders, self.counts, on_host)
+
+    def by_chunk(self) -> tuple[PromptLogprobs, ...]:
+        """The log-probabilities of each chunk. All must be on the host."""
+        logprobs: FloatArray = self.found.logprobs.numpy().astype(np.float32)
+        ranks: IntArray = self.found.ranks.numpy().astype(np.int32)
+        top: FloatArray = self.found.top.numpy().astype(np.float32)
+        top_ids: IntArray = self.found.top_ids.numpy().astype(np.int32)
+        return tuple(
+            PromptLogprobs(
+                self.tokens[begin:end],
+                logprobs[begin:end],
+                ranks[begin:end],
+                top_ids[begin:end, :count],
+                top[begin:end, :count],
+            )
+            for (begin, end), count in zip(
+                pairwise(self.borders.tolist()), self.counts.tolist(), strict=True
+            )
+        )
+
+
+class PromptScorer:
+    """Scores positions of prompts with the head of ``model``."""
+
+    def __init__(self, model: Decoder, device: Device, *, num_rows: int, most_rows: int) -> None:
+        """``num_rows`` is that of the row table; ``most_rows`` bounds the logits of a slice."""
+        self._model = model
+        self._device = device
+        self._most_rows = most_rows
+        self._num_alternatives = np.zeros(num_rows, np.int64)
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Note how many alternatives the requests ask for."""
+        for admission in admissions:
+            asked = admission.sampling.num_prompt_logprobs
+            self._num_alternatives[admission.row] = asked or 0
+
+    def scored(
+        self, hidden: Tensor, plan: StepPlan, chunk_offsets: IntArray
+    ) -> ScoredChunks | None:
+        """Score what the plan says, in ``hidden`` [num_tokens, hidden_size], the residual stream
+        of a step, in which chunk i begins at ``chunk_offsets`` [i].
+
+        The plan scores something. None on ranks other than 0.
+        """
+        chunks = plan.score_chunks
+        borders = np.concatenate([[0], np.cumsum(plan.score_lengths, dtype=np.int64)])  # [S + 1]
+        begins = chunk_offsets[chunks] + plan.score_starts - plan.prefill_starts[chunks]  # [S]
+        positions = np.arange(borders[-1]) + np.repeat(begins - borders[:-1], plan.score_lengths)
+        counts = self._num_alternatives[plan.prefill_rows[chunks]]  # [S]
+        counts = np.minimum(counts, self._model.spec.vocab_size)
+        found = self.score(hidden, positions, plan.score_tokens, int(counts.max()))
+        return None if found is None else ScoredChunks(plan.score_tokens, borders, counts, found)
+
+    def score(
+        self, hidden: Tensor, positions: HostArray, tokens: IntArray, num_top: int
+    ) -> Likelihoods | None:
+        """Score ``tokens`` [n] behind the ``positions`` [n] of ``hidden`` [num_tokens,
+        hidden_size]. None on ranks other than 0."""
+        numbers = np.stack([positions, tokens], dtype=np.int32, casting="same_kind")
+        where, behind = self._device.upload(numbers)  # int32 [n] each
+        slices = zip(where.split(self._most_rows), behind.split(self._most_rows), strict=True)
+        parts = [self._score_slice(hidden, *each, num_top) for each in slices]
+        if self._model.group.rank > 0:
+            return None
+        fields = zip(*((p.logprobs, p.ranks, p.top, p.top_ids) for p in parts), strict=True)
+        return Likelihoods(*(torch.cat(field) for field in fields))
+
+    def _score_slice(
+        self, hidden: Tensor, where: Tensor, behind: Tensor, num_top: int
+    ) -> Likelihoods:
+        """A function of its own, so that the logits are freed before the next are made."""
+        logits = self._model.logits(hidden.index_select(0, where))  # [<= most_rows, vocab_size]
+        if self._model.group.rank > 0:
+            nothing = logits[:0, 0]
+            return Likelihoods(nothing, nothing, nothing, nothing)
+        return likelihoods(logits, behind, num_top)

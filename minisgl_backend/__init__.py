@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from minisgl_backend.offline.call import Output
     from minisgl_backend.offline.llm import LLM
-    from minisgl_backend.offline.output import Output
 else:
-    _HOMES = {"LLM": "minisgl_backend.offline.llm", "Output": "minisgl_backend.offline.output"}
+    _HOMES = {"LLM": "minisgl_backend.offline.llm", "Output": "minisgl_backend.offline.call"}
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:

@@ -5,7 +5,6 @@ Names the concrete classes of the executor's side, as ``build`` does for the res
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,10 +24,10 @@ from minisgl_backend.execution.prompt_logprobs import rows_at_once
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.kernels.sampling_table import SamplingTable
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.build import build_model, use_tensor_cores
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
-from minisgl_backend.packages import import_error, slower_without
+from minisgl_backend.packages import slower_without
 from minisgl_backend.parallel.group import Group, least_free_memory
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.progress import Progress, shown, unseen
@@ -72,6 +71,7 @@ def build_rank(
     progress = shown if group.rank == 0 else unseen
     _log_free_memory(facts, "before loading")
     model = _model(facts, group, progress)
+    model.pack()
     _log_free_memory(facts, "after loading the weights")
     meet()
     storage = _storage(facts, _num_pages(facts, group))
@@ -84,7 +84,7 @@ def build_rank(
         max_captured = max_captured_batch_size(facts.options, facts.device.total_memory)
     attention = _attention(facts, max_captured)
     if isinstance(facts.device, CudaDevice):
-        _use_tensor_cores(model, facts.device.torch_device)
+        use_tensor_cores(model, facts.device.torch_device)
         facts.device.catch_up()  # wait for the weights, the pages and what kernels keep
     executor = ModelExecutor(
         model,
@@ -110,15 +110,6 @@ def _warn_if_slower(device: CudaDevice) -> None:
     line = slower_without(torch.cuda.get_device_capability(device.torch_device)[0])
     if line is not None:
         logger.warning(line)
-
-
-def _use_tensor_cores(model: Decoder, device: torch.device) -> None:
-    """Use this package's GEMMs for Hopper in the layers that have them."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return
-    if import_error("cuda.bindings") is None:
-        module = importlib.import_module("minisgl_backend.models.tensor_core")
-        module.use_tensor_cores(model)
 
 
 def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:

@@ -122,7 +122,9 @@ class EngineOptions:
         "library by which ranks communicate",
         choices=("nccl", "pynccl", "flashinfer", "gloo"),
     )
-    distributed_address: str | None = option(None, "where ranks meet at the start, HOST:PORT")
+    distributed_address: str | None = option(
+        None, "where ranks meet at the start, HOST:PORT of this machine"
+    )
     distributed_timeout_s: float = option(
         60.0, "a rank that is silent for longer than this is lost", minimum=1, maximum=_WEEK_S
     )
@@ -142,6 +144,11 @@ class EngineOptions:
     parse_special_tokens: bool = option(
         False,
         "default of the request parameter of that name; set it behind Triton's OpenAI frontend",
+    )
+    exclude_input_in_output: bool = option(
+        True,
+        "default of the request parameter of that name for a text_input without stream; with false "
+        "the prompt stands before the text, as vllm_backend has it",
     )
     seed: int | None = option(
         None,

@@ -51,7 +51,7 @@ class Parts:
     scheduler: Callable[[KVCache, SchedulerConfig], SchedulerPort] = Scheduler
     executor: Callable[[RankExecutor], RankExecutor] = _unchanged
     watch_logits: WatchLogits | None = None
-    follower: str = "minisgl_backend.cli.rank"
+    follower: str = "minisgl_backend.tensor_parallel"
 
 
 STANDARD: Final = Parts()

@@ -6,7 +6,7 @@ token: with overlap it is made before the tokens of the running step are known. 
 keeps the last sampled token of each row.
 
 Must not know tensors, devices, caches or queues. A plan consists of plain numbers, so the other
-tensor-parallel ranks get the very same plan (``execution.plan_words``).
+tensor-parallel ranks get the very same plan, encoded as 32-bit words.
 
 Invariants: a step computes at least one token; row and page numbers are those of the planner's
 tables; grants are written to the page table before anything else of the step runs; in a step a row
@@ -16,7 +16,8 @@ decodes or prefills, never both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import accumulate, pairwise
 from typing import Final, Protocol
 
 import numpy as np
@@ -30,7 +31,7 @@ from minisgl_backend.request import (
 )
 
 NO_TOKEN: Final = -1
-"""In ``SampledTokens``: the logits of the row were not finite."""
+"""In place of a token: the logits of the row were not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,6 +109,36 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Number of token positions that this step computes."""
         return len(self.prefill_tokens) + len(self.decode_rows)
+
+
+_ARRAYS: Final = tuple(
+    field.name
+    for field in fields(StepPlan)
+    if field.name not in ("step", "admissions", "masked_rows")
+)
+_NUM_HEADER_WORDS: Final = 2 * (1 + len(_ARRAYS))
+
+
+def encode_plan(plan: StepPlan) -> IntArray:
+    """Encode a plan, without admissions and masked rows, into one flat buffer, int32[num_words].
+
+        header    the step, and the length of each array; numbers of 64 bits, which take two words
+        arrays    one after another, in the order of the fields
+
+    What is left out says how rows are sampled, and rank 0 alone samples.
+    """
+    arrays: list[IntArray] = [getattr(plan, name) for name in _ARRAYS]
+    header = np.array([plan.step, *map(len, arrays)], dtype=np.int64)
+    return np.concatenate([header.view(np.int32), *arrays], dtype=np.int32)
+
+
+def decode_plan(buffer: IntArray) -> StepPlan:
+    """The plan at the front of a buffer by ``encode_plan``. Its arrays are views of the buffer."""
+    step, *lengths = buffer[:_NUM_HEADER_WORDS].view(np.int64).tolist()
+    borders = accumulate(lengths, initial=_NUM_HEADER_WORDS)
+    arrays = (buffer[begin:end] for begin, end in pairwise(borders))
+    named = dict(zip(_ARRAYS, arrays, strict=True))
+    return StepPlan(step=step, admissions=(), masked_rows=EMPTY, **named)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, tensor_files
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.parallel.place import Place, check_comm
+from minisgl_backend.parallel.place import Place, check_address, check_comm
 
 _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
     {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,6 +40,12 @@ def device_type(options: EngineOptions) -> str | None:
     if options.device == "cuda" and not has_driver:
         raise ConfigError("device cuda needs an NVIDIA GPU, and this machine has no driver for one")
     return options.device or (None if has_driver else "cpu")
+
+
+def check_meeting_point(options: EngineOptions) -> None:
+    """Raise ``ConfigError`` if the ranks could not meet at ``distributed_address`` now."""
+    if options.distributed_address is not None:
+        check_address(Place.first(options.tensor_parallel_size, options.distributed_address))
 
 
 def check_options(options: EngineOptions, device: str | None) -> None:

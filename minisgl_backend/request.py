@@ -205,10 +205,11 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One more token of the request."""
+    """One more token of the request; the terminal event follows at once if it ``is_last``."""
 
     token_id: TokenId
     logprobs: TokenLogprobs | None = None
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,23 @@ null go inside `sampling_parameters`: over HTTP Triton itself refuses them as pa
 `invalid type`.
 """
 
+_TOKENIZER: Final = """\
+## The tokenizer alone
+The model `tokenizer` takes the same inputs and answers with `input_ids`, INT32[-1], and a record
+for `llm_engine`. A client that asks it alone, and names no outputs or some of these, also gets
+`token_strs`, STRING[-1], the tokens as the vocabulary spells them; `text`, STRING[1], what they
+stand for, special tokens spelled out; and `max_sequence_length`, INT32[1], the most tokens of a
+prompt and its answer. Then the text may be longer than the context, and full queues turn nothing
+away.
+"""
+
+_OUTPUTS: Final = """\
+## Outputs
+Absent unless asked for by a flag that is true, `text_output` apart. Names, types and values are
+those of the backend that has them: the flags of vllm_backend bring its outputs, `return_log_probs`
+those of the TensorRT-LLM backend. `minisgl_batched` gives each output a batch dimension of 1 more.
+"""
+
 _ERRORS: Final = """\
 ## Errors
 One short sentence that starts with its code; of an ensemble Triton writes
@@ -77,13 +94,13 @@ def render() -> str:
             _REFUSED,
             *_table(("name", "accepted"), ((f"`{n}`", _words(v)) for n, v in NEUTRAL.items())),
             "",
-            "## Outputs\nAbsent unless asked for, `text_output` apart.\n",
+            _OUTPUTS,
             *_table(
                 ("name", "type", "asked for by", "meaning"),
                 (
                     (
-                        _names(output.tensors),
-                        _type(output.tensors[0]),
+                        _names([output.tensor]),
+                        _type(output.tensor),
                         ", ".join(f"`{name}`" for name in output.asked_by),
                         output.meaning,
                     )
@@ -91,6 +108,7 @@ def render() -> str:
                 ),
             ),
             "",
+            _TOKENIZER,
             _ERRORS,
             _OPTIONS,
             *_table(
@@ -128,7 +146,8 @@ def _names(tensors: Iterable[Tensor]) -> str:
 
 
 def _type(tensor: Tensor) -> str:
-    return f"{tensor.data_type.removeprefix('TYPE_')}[{tensor.dims}]"
+    dims = ", ".join(map(str, tensor.dims))
+    return f"{tensor.data_type.removeprefix('TYPE_')}[{dims}]"
 
 
 def _default(value: Any, absent: str = "") -> str:

@@ -338,4 +338,6 @@ def _given(
     }
     if mistaken := {*arguments, "stop_request"} & parameters.keys():
         raise InvalidArgument(f"{min(mistaken)} is no parameter: see the arguments and methods")
-    return {**arguments, **parameters}
+    # a server may have another default, as vllm_backend has
+    own = {"exclude_input_in_output": True} if prompt is not None and not stream else {}
+    return {**own, **arguments, **parameters}

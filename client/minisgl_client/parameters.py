@@ -52,7 +52,7 @@ class Parameters(TypedDict, total=False):
     ignore_eos: bool | None
     """The model's end of sequence does not end the answer."""
     num_logprobs: int | None
-    """Most likely tokens to tell at each position, 0 .. 20."""
+    """Most likely tokens to tell at each position, 0 .. 20; asks for ``logprobs``."""
     num_prompt_logprobs: int | None
     """Tell ``prompt_logprobs``, with that many of the most likely tokens a position, 0 .. 20."""
     return_logprobs: bool | None
@@ -81,7 +81,10 @@ class Parameters(TypedDict, total=False):
     sampling_parameters: Mapping[str, Any] | str | None
     """More of these names at once, as vllm_backend's clients send them."""
     beam_width: int | None
-    """1, or the server refuses it."""
+    """1, or the server refuses it. So it is with the next three: 1, 1.0 and none."""
+    num_return_sequences: int | None
+    length_penalty: float | None
+    bad_words: str | Sequence[str] | None
     pad_id: int | None
     """Without effect."""
     return_finish_reason: bool | None
@@ -92,5 +95,8 @@ class Parameters(TypedDict, total=False):
     return_stop_reason: bool | None
     """Asked for by default."""
     return_cumulative_logprob: bool | None
+    return_context_logits: bool | None
+    """False, or the server refuses it, as the next."""
+    return_generation_logits: bool | None
     return_perf_metrics: bool | None
     """Ask for the server's times."""

@@ -77,13 +77,14 @@ def build(
 ) -> Request:
     """The request of values by input name, None for absent; raises ``InvalidArgument``.
 
-    It asks for ``asked``, unless the values say otherwise.
+    It asks for ``asked``, unless the values say otherwise, and for logprobs if any of their names
+    is given.
     """
     check_text("model", model)
     check_text("request_id", request_id)
     values: dict[str, Any] = {}
     others: dict[str, bool | int | float | str] = {}
-    for name, value in {**asked, **given}.items():
+    for name, value in {**asked, **given, **_asked_logprobs(given)}.items():
         if value is None or (value is False and name in ASKED):
             continue
         if name not in INPUTS:
@@ -95,6 +96,17 @@ def build(
     if values.get("timeout_ms", 1) < 1:
         raise InvalidArgument(f"timeout_ms must be >= 1, got {values['timeout_ms']}")
     return Request(model, request_id, values, others)
+
+
+def _asked_logprobs(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """On the wire ``return_logprobs`` asks for logprobs and ``num_logprobs`` says how many."""
+    number, flag = given.get("num_logprobs"), given.get("return_logprobs")
+    if number is None and not flag and not given.get("return_log_probs"):
+        return {}
+    return {
+        "num_logprobs": 0 if number is None else number,
+        "return_logprobs": True if flag is None else flag,
+    }
 
 
 def _items(value: Any) -> Iterable[Any]:

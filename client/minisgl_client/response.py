@@ -42,6 +42,8 @@ _TYPES: Final[Mapping[str, Callable[[bytes], Any]]] = {
     "INT64": lambda raw: int.from_bytes(raw, "little", signed=True),
     "FP32": lambda raw: struct.unpack("<f", raw)[0],
 }
+_UNFINISHED: Final = "None"
+"""The finish reason of an answer that goes on."""
 _TWICE: Final = frozenset({"cum_log_probs", "output_log_probs"})
 """Outputs that say what others say too."""
 _READ: Final = {name: _TYPES[datatype] for name, datatype in OUTPUTS.items() if name not in _TWICE}
@@ -52,11 +54,11 @@ def _delta(values: Mapping[str, Any]) -> Delta:
     if "text_output" not in values:
         raise ServerError("the model answered without text_output, so it is none for texts")
     get = values.get
-    stop_reason, logprobs = get("stop_reason"), get("logprobs")
+    finish_reason, stop_reason, logprobs = get("finish_reason"), get("stop_reason"), get("logprobs")
     prompt_logprobs = get("prompt_logprobs")
     return Delta(
         values["text_output"],
-        get("finish_reason") or None,
+        None if finish_reason == _UNFINISHED else finish_reason,
         json.loads(stop_reason) if stop_reason else None,
         get("num_input_tokens"),
         get("num_output_tokens"),

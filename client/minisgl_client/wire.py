@@ -43,8 +43,6 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "ignore_eos": "BOOL",
         "num_logprobs": "INT32",
         "num_prompt_logprobs": "INT32",
-        "return_logprobs": "BOOL",
-        "return_log_probs": "BOOL",
         "logit_bias": "BYTES",
         "priority_level": "INT32",
         "timeout_ms": "INT32",
@@ -52,10 +50,17 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "min_chunk_interval_ms": "INT32",
         "stop_request": "BOOL",
         "beam_width": "INT32",
+        "num_return_sequences": "INT32",
+        "length_penalty": "FP32",
+        "bad_words": "BYTES",
         "pad_id": "INT32",
         "return_finish_reason": "BOOL",
         "return_stop_reason": "BOOL",
         "return_cumulative_logprob": "BOOL",
+        "return_logprobs": "BOOL",
+        "return_log_probs": "BOOL",
+        "return_context_logits": "BOOL",
+        "return_generation_logits": "BOOL",
         "return_num_input_tokens": "BOOL",
         "return_num_output_tokens": "BOOL",
         "return_num_cached_tokens": "BOOL",
@@ -97,5 +102,7 @@ TOKENIZER_OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Data type by output of the tokenizer; what else it tells is for the engine."""
 
-LISTS: Final = frozenset({"input_ids", "stop", "stop_words", "stop_token_ids", "output_log_probs"})
+LISTS: Final = frozenset(
+    {"input_ids", "stop", "stop_words", "stop_token_ids", "bad_words", "output_log_probs"}
+)
 """Inputs and outputs of any number of elements."""

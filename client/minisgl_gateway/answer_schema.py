@@ -7,6 +7,10 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(0, description="taken from the prefix cache")
 
@@ -40,12 +44,28 @@ class ChatLogprobs(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """One element a token in each list; offsets are characters from the answer's beginning."""
+    """One element a token in each list; offsets are characters from the answer's beginning.
+
+    The first token of a prompt that is echoed has no logprob.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(BaseModel):
+    """A token that stands, or is likely, at a place of the prompt, as vLLM has it."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""One element a token: by token id that token's, which comes first, and others. None for the first,
+which has no logprob."""
 
 
 class CalledFunction(BaseModel):
@@ -57,10 +77,6 @@ class CalledTool(BaseModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-
-
-def _is_none(value: object) -> bool:
-    return value is None
 
 
 class AnswerMessage(BaseModel):
@@ -85,6 +101,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=_is_none)
 
 
 class CompletionChoice(BaseModel):
@@ -92,6 +109,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"]
+    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=_is_none)
 
 
 class Completion(BaseModel):

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 from minisgl_client.answer import Delta, Result, TokenLogprobs
@@ -32,6 +33,15 @@ class Heading:
     def of(cls, kind: str, model: str) -> Heading:
         """A heading with an id of its own; ``kind`` is ``chatcmpl`` or ``cmpl``."""
         return cls(f"{kind}-{uuid.uuid4().hex}", model)
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What stands before an answer: the prompt's ``text``. ``first_token`` is the text of its first
+    token, which no log-probability tells."""
+
+    text: str = ""
+    first_token: str = ""
 
 
 @dataclass(slots=True)
@@ -66,6 +76,7 @@ def chat_answer(
     counts: Counts,
     *,
     num_logprobs: int | None,
+    num_prompt_logprobs: int | None,
     call_form: CallForm | None,
 ) -> schema.ChatCompletion:
     """The answer of a chat, its choices in order."""
@@ -101,6 +112,7 @@ def chat_answer(
         model=heading.model,
         choices=choices,
         usage=counts.usage,
+        prompt_logprobs=prompt_logprobs(results[0], num_prompt_logprobs),
     )
 
 
@@ -110,20 +122,26 @@ def completion_answer(
     counts: Counts,
     *,
     num_logprobs: int | None,
-    echoes: Sequence[str],
+    num_prompt_logprobs: int | None,
+    echoes: Sequence[Echo | None],
 ) -> schema.Completion:
-    """The answer of a completion, its choices in order, each behind its echo."""
+    """The answer of a completion, its choices in order, each behind its echo, if it has one."""
     choices = []
     for index, (result, echo) in enumerate(zip(results, echoes, strict=True)):
         logprobs = None
         if num_logprobs is not None:
-            logprobs = completion_logprobs(result.logprobs, num_logprobs)
+            echoed = () if echo is None else result.prompt_logprobs
+            first_token = "" if echo is None else echo.first_token
+            logprobs = completion_logprobs(
+                (*echoed, *result.logprobs), num_logprobs, first_token=first_token
+            )
         choices.append(
             schema.CompletionChoice(
                 index=index,
-                text=echo + result.text,
+                text=result.text if echo is None else echo.text + result.text,
                 logprobs=logprobs,
                 finish_reason=finish(result.finish_reason),
+                prompt_logprobs=prompt_logprobs(result, num_prompt_logprobs),
             )
         )
     return schema.Completion(
@@ -182,25 +200,42 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], num_top: int) -> schema.ChatL
 
 
 def completion_logprobs(
-    tokens: Sequence[TokenLogprobs], num_top: int, offset: int = 0
+    tokens: Sequence[TokenLogprobs | None], num_top: int, offset: int = 0, *, first_token: str = ""
 ) -> schema.CompletionLogprobs:
     """One element a token in each list; the first token begins at character ``offset``.
 
-    Beside the ``num_top`` likeliest tokens stands the chosen one, as OpenAI has it.
+    Beside the ``num_top`` likeliest tokens stands the chosen one, as OpenAI has it. None is the
+    first of an echoed prompt, whose text is ``first_token``.
     """
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.chosen.text)
+    texts = [first_token if token is None else token.chosen.text for token in tokens]
     return schema.CompletionLogprobs(
-        tokens=[token.chosen.text for token in tokens],
-        token_logprobs=[token.chosen.logprob for token in tokens],
+        tokens=texts,
+        token_logprobs=[None if token is None else token.chosen.logprob for token in tokens],
         top_logprobs=[
-            {one.text: one.logprob for one in (token.chosen, *token.top(num_top))}
+            None
+            if token is None
+            else {one.text: one.logprob for one in (token.chosen, *token.top(num_top))}
             for token in tokens
         ],
-        text_offset=offsets,
+        text_offset=list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     )
+
+
+def prompt_logprobs(result: Result, num_top: int | None) -> schema.PromptLogprobs | None:
+    """Those of the prompt in vLLM's form; None if they were not asked for."""
+    if num_top is None:
+        return None
+    return [
+        None
+        if token is None
+        else {
+            one.token_id: schema.PromptLogprob(
+                logprob=one.logprob, rank=one.rank, decoded_token=one.text
+            )
+            for one in (token.chosen, *token.top(num_top))
+        }
+        for token in result.prompt_logprobs
+    ]
 
 
 def _bytes(text: str) -> list[int] | None:

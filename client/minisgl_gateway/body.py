@@ -108,7 +108,7 @@ def _offered(kind: type[BaseModel], fields: dict[str, Any]) -> dict[str, Any]:
             hint = f"; did you mean {shown(near[0])}?" if near else ""
             raise ApiError(
                 400,
-                f"unknown parameter {shown(name)}{hint}",
+                f"unknown parameter {shown(name) if len(name) <= 60 else 'of a long name'}{hint}",
                 code="unknown_parameter",
                 param=name[:60],
             )

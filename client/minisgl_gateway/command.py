@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import logging
 import math
@@ -188,6 +189,9 @@ def gateway(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         click.echo(f"ready on http://{shown}:{listener.getsockname()[1]}")
+        # what is there by now stays, so collections, in which all streams wait, need not look at it
+        gc.collect()
+        gc.freeze()
         server.run(sockets=[listener])
 
 

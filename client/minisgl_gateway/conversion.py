@@ -6,7 +6,7 @@ Knows both vocabularies, OpenAI's and that of ``minisgl_client``; never the answ
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from minisgl_gateway.schema import (
     CompletionRequest,
     GenerationRequest,
     Message,
+    TokenizeRequest,
     Tool,
 )
 from minisgl_gateway.tool_calls import CLOSING, CallForm
@@ -33,14 +34,13 @@ _MOST_TOKENS: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One choice: a prompt in one of three forms, and the parameters. ``echo`` comes before."""
+    """One choice: a prompt in one of three forms, and the parameters."""
 
     parameters: Parameters
     prompt: str | None = None
     input_ids: Sequence[int] | None = None
     messages: Sequence[dict[str, Any]] | None = None
     tools: Sequence[dict[str, Any]] | None = None
-    echo: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +62,22 @@ def completion_generations(request: CompletionRequest, policy: Policy) -> list[G
     """``n`` generations for each prompt, those of the first prompt first."""
     parameters = _parameters(request, policy, request.max_tokens, COMPLETION_TOKENS)
     if request.logprobs is not None:
-        if request.echo:
-            raise unsupported("echo is not supported with logprobs", "echo")
         parameters["num_logprobs"] = request.logprobs
+    if request.echo and (request.logprobs is not None or request.max_tokens == 0):
+        asked = (request.logprobs or 0, request.prompt_logprobs or 0)
+        parameters["num_prompt_logprobs"] = max(asked)
     single = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
     prompts: list[Any] = [request.prompt] if single else list(request.prompt)
     if len(prompts) * request.n > MAX_CHOICES:
         raise invalid(f"n times the number of prompts must be at most {MAX_CHOICES}", "n")
     generations = []
     for prompt in prompts:
-        if not isinstance(prompt, str) and request.echo:
-            raise unsupported("echo is not supported with a prompt of token ids", "echo")
         for choice in range(request.n):
             each = _seeded(parameters, choice)
             if isinstance(prompt, str):
-                echo = prompt if request.echo else ""
                 if not request.add_special_tokens:
                     each = {**each, "add_special_tokens": False}
-                generations.append(Generation(each, prompt=prompt, echo=echo))
+                generations.append(Generation(each, prompt=prompt))
             else:
                 generations.append(Generation(each, input_ids=prompt))
     return generations
@@ -112,7 +110,7 @@ def chat_generations(request: ChatCompletionRequest, policy: Policy) -> list[Gen
         parameters["return_stop_reason"] = True
     if not request.add_generation_prompt:
         parameters["add_generation_prompt"] = False
-    messages = template_messages(request.messages)
+    messages = [_message(message) for message in request.messages]
     tools = _tools(request) if reads_calls else None
     return [
         Generation(_seeded(parameters, choice), messages=messages, tools=tools)
@@ -132,7 +130,7 @@ def call_form(request: ChatCompletionRequest) -> CallForm | None:
 def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]]:
     """What the model may call, in the form that chat templates know."""
     if request.tools:
-        return template_tools(request.tools)
+        return _plain_tools(request.tools)
     functions = [function.model_dump(exclude_none=True) for function in request.functions or ()]
     return [{"type": "function", "function": function} for function in functions]
 
@@ -152,10 +150,19 @@ def _parameters(
     """What the caller said; the engine's defaults are OpenAI's."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options goes with stream", "stream_options")
+    echoes = isinstance(request, CompletionRequest) and request.echo
+    if max_tokens == 0 and request.prompt_logprobs is None and not echoes:
+        raise invalid(
+            "max_tokens must be >= 1 without echo or prompt_logprobs, got 0", "max_tokens"
+        )
+    if request.prompt_logprobs is not None and request.stream:
+        raise unsupported("prompt_logprobs is not supported with stream", "prompt_logprobs")
     counts = not request.stream or includes_usage(request) or continues_usage(request)
     is_bounded = max_tokens is not None and max_tokens != NO_LIMIT
+    if max_tokens is None:
+        max_tokens = default_tokens
     parameters = Parameters(
-        max_tokens=_MOST_TOKENS if max_tokens == NO_LIMIT else max_tokens or default_tokens,
+        max_tokens=_MOST_TOKENS if max_tokens == NO_LIMIT else max_tokens,
         fit_max_tokens=policy.shortens or not is_bounded,
         cache_salt=_salt(policy.salt, request.cache_salt),
         timeout_ms=max(1, round(policy.timeout_s * 1000)),
@@ -171,6 +178,8 @@ def _parameters(
         given["seed"] = request.seed % 2**64
     if request.stop:
         given["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    if request.prompt_logprobs is not None:
+        given["num_prompt_logprobs"] = request.prompt_logprobs
     if request.priority:
         given["priority_level"] = -request.priority
     return {**parameters, **given}  # type: ignore[typeddict-item]  # by the schema
@@ -214,13 +223,25 @@ def _salt(of_key: str, of_request: str | None) -> str | None:
     return hashlib.sha256(f"{of_key} {of_request}".encode()).hexdigest()
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A chat as templates know it."""
-    return [_message(message) for message in messages]
+def lookup_arguments(request: TokenizeRequest) -> dict[str, Any]:
+    """What the tokenizer is asked."""
+    if (request.prompt is None) is (request.messages is None):
+        raise invalid("give one of prompt and messages", "prompt")
+    if request.messages is None:
+        if request.tools:
+            raise invalid("tools go with messages", "tools")
+        return {"prompt": request.prompt, "add_special_tokens": request.add_special_tokens}
+    if request.add_special_tokens:
+        raise invalid("add_special_tokens goes with prompt", "add_special_tokens")
+    return {
+        "messages": [_message(message) for message in request.messages],
+        "tools": _plain_tools(request.tools or ()) or None,
+        "chat_template_kwargs": request.chat_template_kwargs or None,
+        "add_generation_prompt": request.add_generation_prompt,
+    }
 
 
-def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools of a chat as templates know them."""
+def _plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True) for tool in tools]
 
 

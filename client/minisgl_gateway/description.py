@@ -103,7 +103,7 @@ def _type(schema: Mapping[str, Any]) -> str:
         name = escape(reference.rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'
     if either := schema.get("anyOf") or schema.get("oneOf"):
-        return " or ".join(map(_type, either))
+        return " or ".join(_type(one) for one in either if one.get("type") != "null")
     if "const" in schema or "enum" in schema:
         values = schema.get("enum") or [schema["const"]]
         return escape(" or ".join(map(json.dumps, values)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -77,11 +77,16 @@ async def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerat
 
 
 class EventStream(Response):
-    """Sends the events that an iterator yields. ``events`` may raise ``ApiError``."""
+    """Sends the events that an iterator yields, of which there is at least one.
+
+    ``events`` may raise ``ApiError``; behind them come those of ``closing``, in one write with the
+    end of the body.
+    """
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
+        closing: Callable[[], bytes],
         *,
         request_id: str,
         telemetry: Telemetry,
@@ -89,6 +94,7 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self._events = events
+        self._closing = closing
         self._request_id = request_id
         self._telemetry = telemetry
         self._started = False
@@ -130,7 +136,7 @@ class EventStream(Response):
         except ApiError as error:
             await self._fail(error, scope, receive, send)
         else:
-            await send({"type": "http.response.body", "body": b""})
+            await send({"type": "http.response.body", "body": self._closing()})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Tell an error: by the status, if that is not out yet, else as the last event."""

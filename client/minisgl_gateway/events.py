@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 from typing import Any, Final, Protocol
 
-from minisgl_client.answer import Delta
+from minisgl_client.answer import Delta, TokenLogprobs
 
 from minisgl_gateway.answers import (
     Counts,
+    Echo,
     Heading,
     called,
     chat_finish,
@@ -105,7 +106,8 @@ class ChatWriter:
 
 
 class CompletionWriter:
-    """One choice of a completion; ``echo`` stands before its text, the rest is as for a chat."""
+    """One choice of a completion; ``echo``, if any, stands before its text and, with
+    ``num_logprobs``, its logprobs. The rest is as for a chat."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class CompletionWriter:
         index: int,
         *,
         num_logprobs: int | None = None,
-        echo: str = "",
+        echo: Echo | None = None,
         usage: bool = False,
         continuous: bool = False,
     ) -> None:
@@ -121,6 +123,7 @@ class CompletionWriter:
         self._end = _end(usage)
         self._num_logprobs = num_logprobs
         self._counts = Counts() if continuous else None
+        self._echo_text = "" if echo is None else echo.text
         self._echo = echo
         self._offset = 0
 
@@ -128,11 +131,17 @@ class CompletionWriter:
         """The event of a delta."""
         if self._counts is not None:
             self._end = _told(self._counts, delta)
-        text = self._echo + delta.text
-        self._echo = ""
+        text, self._echo_text = self._echo_text + delta.text, ""
         logprobs = finish_reason = "null"
-        if self._num_logprobs is not None and delta.logprobs:
-            told = completion_logprobs(delta.logprobs, self._num_logprobs, self._offset)
+        tokens: tuple[TokenLogprobs | None, ...] = delta.logprobs
+        first_token = ""
+        if self._echo is not None:
+            tokens = (*delta.prompt_logprobs, *tokens)
+            first_token = self._echo.first_token
+        if self._num_logprobs is not None and tokens:
+            told = completion_logprobs(
+                tokens, self._num_logprobs, self._offset, first_token=first_token
+            )
             self._offset += sum(map(len, told.tokens))
             logprobs = _json(told.model_dump())
         if delta.finish_reason is not None:

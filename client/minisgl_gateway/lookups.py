@@ -17,9 +17,10 @@ from minisgl_client.errors import MinisglError
 from pydantic import BaseModel
 
 from minisgl_gateway import answer_schema as schema
+from minisgl_gateway.answers import Echo
 from minisgl_gateway.body import received
-from minisgl_gateway.conversion import template_messages, template_tools
-from minisgl_gateway.errors import ApiError, api_error, invalid, shown
+from minisgl_gateway.conversion import Generation, lookup_arguments
+from minisgl_gateway.errors import ApiError, api_error, shown
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.schema import DetokenizeRequest, TokenizeRequest
 
@@ -58,25 +59,7 @@ class Lookups:
         """POST /tokenize; raises ``ApiError``."""
         request = await received(TokenizeRequest, http)
         self.check_model(request.model)
-        if (request.prompt is None) is (request.messages is None):
-            raise invalid("give one of prompt and messages", "prompt")
-        if request.messages is None:
-            given: dict[str, Any] = {"prompt": request.prompt}
-            if request.tools:
-                raise invalid("tools go with messages", "tools")
-        else:
-            given = {"messages": template_messages(request.messages)}
-            if request.add_special_tokens:
-                raise invalid("add_special_tokens goes with prompt", "add_special_tokens")
-            if request.tools:
-                given["tools"] = template_tools(request.tools)
-            if request.chat_template_kwargs:
-                given["chat_template_kwargs"] = request.chat_template_kwargs
-        if request.prompt is not None and request.add_special_tokens is False:
-            given["add_special_tokens"] = False
-        if not request.add_generation_prompt and request.messages is not None:
-            given["add_generation_prompt"] = False
-        tokens = await self._tokens(http, request, given)
+        tokens = await self._tokens(http, request, lookup_arguments(request))
         return schema.Tokenized(
             count=len(tokens.ids),
             max_model_len=tokens.max_sequence_length,
@@ -92,6 +75,23 @@ class Lookups:
             return schema.Detokenized(prompt="")
         tokens = await self._tokens(http, request, {"input_ids": request.tokens})
         return schema.Detokenized(prompt=tokens.text)
+
+    async def echo(self, generation: Generation, *, scored: bool) -> Echo:
+        """The prompt as it stands before an answer, with its first token if it is ``scored``.
+
+        Raises ``MinisglError``.
+        """
+        parameters = generation.parameters
+        given: dict[str, Any] = {"timeout_ms": parameters.get("timeout_ms")}
+        text, ids = generation.prompt, generation.input_ids
+        if text is None:
+            text = (await self._engine.tokenize(input_ids=ids, **given)).text
+        elif scored:
+            added = parameters.get("add_special_tokens")
+            ids = (await self._engine.tokenize(text, add_special_tokens=added, **given)).ids
+        if not scored or not ids:
+            return Echo(text)
+        return Echo(text, (await self._engine.tokenize(input_ids=ids[:1], **given)).text)
 
     def check_model(self, name: str | None) -> None:
         """Raises ``ApiError`` 404; None is whichever model there is."""

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic_core import PydanticCustomError
 
 MAX_CHOICES: Final = 16
 """Generations of one request: ``n`` times the number of prompts."""
@@ -34,8 +34,24 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
+def _take_nulls(schema: dict[str, Any]) -> None:
+    """Let a JSON schema say that null stands for what is not given, known or not."""
+    schema["additionalProperties"] = _NULL
+    properties = schema.get("properties", {})
+    for name, spec in properties.items():
+        if name not in schema.get("required", ()) and _NULL not in spec.get("anyOf", ()):
+            about = {key: spec[key] for key in ("default", "description", "title") if key in spec}
+            itself = {key: value for key, value in spec.items() if key not in about}
+            properties[name] = {"anyOf": [*spec.get("anyOf", [itself]), _NULL], **about}
+
+
+_NULL: Final[dict[str, Any]] = {"type": "null"}
+
+
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_take_nulls
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -68,7 +84,10 @@ class GenerationRequest(_Strict):
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers, made in parallel")
     max_tokens: int | None = Field(
-        None, ge=NO_LIMIT, lt=2**31, description="-1 is as many as there is room for"
+        None,
+        ge=NO_LIMIT,
+        lt=2**31,
+        description="-1 is as many as there is room for; 0 goes with echo or prompt_logprobs",
     )
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -91,6 +110,12 @@ class GenerationRequest(_Strict):
         description="prefixes are shared under equal salts only",
     )
     priority: int = Field(0, gt=-(2**31), lt=2**31, description="lower goes first")
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="logprobs of the prompt's tokens, with that many others; not with stream",
+    )
     prompt_cache_key: str | None = _label()
     prompt_cache_retention: str | None = _label("prefixes stay while there is room; no effect")
     cache_prompt: bool | None = _label("prefixes are always cached; no effect")
@@ -100,13 +125,6 @@ class GenerationRequest(_Strict):
     request_id: str | None = _label("the header X-Request-Id has one; no effect")
     service_tier: Literal["auto", "default"] | None = _label("there is one; no effect")
     store: bool | None = _label("nothing is stored; no effect")
-
-    @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
-    @classmethod
-    def _is_some(cls, num_tokens: int | None) -> int | None:
-        if num_tokens == 0:
-            raise PydanticKnownError("greater_than_equal", {"ge": 1})
-        return num_tokens
 
 
 class CompletionRequest(GenerationRequest):
@@ -118,7 +136,7 @@ class CompletionRequest(GenerationRequest):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     )
-    echo: bool = Field(False, description="the prompt, if it is text, stands before the answer")
+    echo: bool = Field(False, description="the prompt stands before the answer, in logprobs too")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = Field(
         True, description="those that the tokenizer puts around a text"
@@ -338,7 +356,6 @@ _BOTH: Final[dict[str, tuple[Any, ...]]] = {
     "mirostat": (0,),
     "n_probs": (0,),
     "no_stop_trim": (False,),
-    "prompt_logprobs": (),
     "regex": (),
     "repeat_penalty": (1,),
     "response_format": ({"type": "text"},),

@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.admission import Admission
-from minisgl_gateway.answers import Counts, Heading, chat_answer, completion_answer
+from minisgl_gateway.answers import Counts, Echo, Heading, chat_answer, completion_answer
 from minisgl_gateway.body import received
 from minisgl_gateway.conversion import (
     Generation,
@@ -97,7 +97,12 @@ class Service:
 
             def body(results: Sequence[Result], counts: Counts) -> BaseModel:
                 return chat_answer(
-                    heading, results, counts, num_logprobs=num_logprobs, call_form=form
+                    heading,
+                    results,
+                    counts,
+                    num_logprobs=num_logprobs,
+                    num_prompt_logprobs=request.prompt_logprobs,
+                    call_form=form,
                 )
 
             return await self._whole(http, caller, heading, generations, request, body)
@@ -123,12 +128,17 @@ class Service:
         generations = completion_generations(request, self._policy(http))
         heading = Heading.of("cmpl", request.model)
         http.scope["state"]["request_id"] = heading.id
+        echoes = await self._echoes(request, generations)
         if not request.stream:
 
             def body(results: Sequence[Result], counts: Counts) -> BaseModel:
-                echoes = [generation.echo for generation in generations]
                 return completion_answer(
-                    heading, results, counts, num_logprobs=request.logprobs, echoes=echoes
+                    heading,
+                    results,
+                    counts,
+                    num_logprobs=request.logprobs,
+                    num_prompt_logprobs=request.prompt_logprobs,
+                    echoes=echoes,
                 )
 
             return await self._whole(http, caller, heading, generations, request, body)
@@ -137,11 +147,11 @@ class Service:
                 heading,
                 index,
                 num_logprobs=request.logprobs,
-                echo=generation.echo,
+                echo=echo,
                 usage=includes_usage(request),
                 continuous=continues_usage(request),
             )
-            for index, generation in enumerate(generations)
+            for index, echo in enumerate(echoes)
         ]
         return self._streamed(caller, heading, generations, writers, request, "text_completion")
 
@@ -183,6 +193,23 @@ class Service:
             self._options.shorten_max_tokens,
             state["caller"].salt,
         )
+
+    async def _echoes(
+        self, request: CompletionRequest, generations: Sequence[Generation]
+    ) -> list[Echo | None]:
+        """What stands before each answer, if it is asked for."""
+        if not request.echo:
+            return [None] * len(generations)
+        scored = request.logprobs is not None
+        tasks = [
+            asyncio.ensure_future(self._lookups.echo(generation, scored=scored))
+            for generation in generations[:: request.n]
+        ]
+        try:
+            with _as_api_errors(CompletionRequest):
+                return [echo for echo in await asyncio.gather(*tasks) for _ in range(request.n)]
+        finally:
+            await ended(*tasks)
 
     async def _whole(
         self,
@@ -249,12 +276,14 @@ class Service:
                 async with aclosing(merged(choices) if len(choices) > 1 else choices[0]) as merging:
                     async for event in merging:
                         yield event
-                if includes_usage(request):
-                    yield usage_event(heading, kind, counts)
-                yield DONE
+
+        def closing() -> bytes:
+            usage = usage_event(heading, kind, counts) if includes_usage(request) else b""
+            return usage + DONE
 
         return EventStream(
             events(),
+            closing,
             request_id=heading.id,
             telemetry=self._telemetry,
         )

@@ -12,8 +12,9 @@ Knows positions, pages and shapes. Must not know requests, plans or how pages ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from minisgl_backend.request import IntArray
 
@@ -129,6 +130,11 @@ class DecodeRows:
     pdl: bool = False
 
 
+Attend: TypeAlias = "Callable[[Tensor, PagedKV, int], Tensor]"
+"""Attention of a planned step, layer by layer: (q [num_tokens, num_heads, head_dim], pages of the
+layer, layer) -> the shape of q."""
+
+
 class LayerAttention(Protocol):
     """Attention of the chunks or rows of a planned step, layer by layer."""
 
@@ -179,3 +185,29 @@ class PagedAttention:
     decode: DecodeAttention
     can_capture: bool = True
     captures_chunks: bool = True
+
+    def plan(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
+        """Prepare a step: the decoding rows, whose tokens come first, then the chunks.
+
+        ``decodes`` may end with padding, which covers tokens of chunks: the chunks overwrite it.
+        """
+        attend_chunks = None if chunks is None else self.prefill.plan_chunks(chunks)
+        attend_rows = None if decodes is None else self.decode.plan_rows(decodes)
+        num_decodes = 0 if decodes is None else len(decodes.rows)
+        out: Tensor | None = None
+
+        def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
+            nonlocal out
+            if attend_chunks is None:
+                out = q.new_empty(q.shape)
+            elif out is None:
+                # Padding behind the chunks is attended as decodes of the dummy row, or not at all:
+                # then it stays 0 in all layers. So what it stores in the dummy page is finite.
+                out = q.new_zeros(q.shape)
+            if attend_rows is not None:
+                attend_rows(out[:num_decodes], q[:num_decodes], kv, layer)
+            if attend_chunks is not None:
+                attend_chunks(out, q, kv, layer)
+            return out
+
+        return attend

@@ -17,7 +17,7 @@ from typing import Final, Generic, TypeVar
 import torch
 
 from minisgl_backend import packages
-from minisgl_backend.attention import flash_infer, trtllm
+from minisgl_backend.attention import flash_infer
 from minisgl_backend.attention.base import (
     AttentionSetting,
     DecodeAttention,
@@ -26,10 +26,14 @@ from minisgl_backend.attention.base import (
     ScheduledDecode,
 )
 from minisgl_backend.attention.flash_attn import FlashAttention
-from minisgl_backend.attention.flash_infer import FlashInferDecode, FlashInferPrefill
+from minisgl_backend.attention.flash_infer import (
+    TRTLLM_PAGE_SIZES,
+    FlashInferDecode,
+    FlashInferPrefill,
+    TrtllmDecode,
+)
+from minisgl_backend.attention.own_kernels import CudaDecode, TritonDecode, TritonPrefill
 from minisgl_backend.attention.sdpa import SdpaAttention
-from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
-from minisgl_backend.attention.trtllm import TrtllmDecode
 from minisgl_backend.config import did_you_mean
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
@@ -117,25 +121,23 @@ def _why_not_triton(setting: AttentionSetting) -> str | None:
 def _why_not_cuda(setting: AttentionSetting) -> str | None:
     if setting.dtype not in (torch.bfloat16, torch.float16):
         return f"needs dtype bfloat16 or float16, not {_name(setting.dtype)}"
-    return (
+    reason = (
         _why_not_gpu(setting, (9, 10, 12))
         or _why_not_import("cuda.bindings", packages.CUDA_BINDINGS)
         or _why_not_triton(setting)
-        or _why_not_kernel(setting)
     )
+    if reason is not None:
+        return reason
+    from minisgl_backend.kernels.cuda.decode_attention import why_not
 
-
-def _why_not_kernel(setting: AttentionSetting) -> str | None:
-    kernel = importlib.import_module("minisgl_backend.kernels.cuda.decode_attention")
     shape = setting.shape
-    reason: str | None = kernel.why_not(
+    return why_not(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         page_size=setting.page_size,
         kv_dtype=setting.kv_dtype,
     )
-    return reason
 
 
 def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
@@ -161,10 +163,10 @@ def _why_not_flash_infer(setting: AttentionSetting) -> str | None:
 
 
 def _why_not_trtllm(setting: AttentionSetting) -> str | None:
-    if setting.page_size not in trtllm.PAGE_SIZES:
+    if setting.page_size not in TRTLLM_PAGE_SIZES:
         return (
-            f"needs a page_size of {_listed(trtllm.PAGE_SIZES)}, not {setting.page_size}: "
-            f"set page_size={trtllm.PAGE_SIZES[0]}, or take another backend"
+            f"needs a page_size of {_listed(TRTLLM_PAGE_SIZES)}, not {setting.page_size}: "
+            f"set page_size={TRTLLM_PAGE_SIZES[0]}, or take another backend"
         )
     return _why_not_gpu(setting, (9, 10, 12)) or _why_not_flash_infer(setting)
 
@@ -196,13 +198,6 @@ def _flash_attn(setting: AttentionSetting) -> FlashAttention:
     return FlashAttention(importlib.import_module("sgl_kernel.flash_attn"), setting)
 
 
-def _cuda(setting: AttentionSetting) -> DecodeAttention:
-    # imports the CUDA driver's bindings, which only installations for GPUs have
-    module = importlib.import_module("minisgl_backend.attention.cuda")
-    decode: DecodeAttention = module.CudaDecode(setting)
-    return decode
-
-
 def _flash_infer() -> ModuleType:
     logger.info("FlashInfer compiles kernels at their first use, which can take minutes")
     return importlib.import_module("flashinfer")
@@ -222,7 +217,7 @@ _PREFILL: Final[Mapping[str, _Kind[PrefillAttention]]] = MappingProxyType(
 )
 _DECODE: Final[Mapping[str, _Kind[DecodeAttention]]] = MappingProxyType(
     {
-        "cuda": _Kind(_cuda, _why_not_cuda),
+        "cuda": _Kind(CudaDecode, _why_not_cuda),
         "triton": _Kind(
             lambda setting: TritonDecode(
                 setting.shape, max_batch_size=setting.max_batch_size, device=setting.device

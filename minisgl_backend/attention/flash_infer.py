@@ -1,12 +1,16 @@
-"""The backend ``fi``: FlashInfer's wrappers for prompts and for decoding (arXiv 2501.01005).
+"""The backends ``fi`` and ``trtllm``: kernels of the library FlashInfer (arXiv 2501.01005), which
+are compiled at first use.
 
-Its kernels follow a schedule: which part of which sequence a thread block takes. The host makes it
-from the lengths, in pinned memory, and copies it to the GPU in the order of the stream. That memory
-is not written again before the copy has run, so the host is never more than one step ahead.
+Those of ``fi``, for prompts and for decoding, follow a schedule: which part of which sequence a
+thread block takes. The host makes it from the lengths, in pinned memory, and copies it to the GPU
+in the order of the stream. That memory is not written again before the copy has run, so the host is
+never more than one step ahead.
 
 A captured decode step has a wrapper for each batch size and window. Pages and lengths are read on
 the GPU: the graph gathers the rows of the page table into a buffer that the kernels read, so before
-a replay the host writes only the schedule. Kernels are compiled at first use.
+a replay the host writes only the schedule.
+
+``trtllm`` only decodes, and follows no schedule.
 """
 
 from __future__ import annotations
@@ -38,11 +42,16 @@ from minisgl_backend.request import IntArray
 
 HEAD_DIMS: Final = (64, 128, 256)
 
+TRTLLM_PAGE_SIZES: Final = (16, 32, 64)
+
 TENSOR_CORE_GROUP: Final = 4
 """From this many query heads per KV head on, the GEMMs of a row fill a tensor core well enough."""
 
 _SCHEDULE_BYTES: Final = 2**20
 """Of a captured step: less than 32 bytes a row and a thread block."""
+
+_TRTLLM_BYTES: Final = 64 * 2**20
+"""Counters of the splits (8 MiB) and their partial results."""
 
 _LAYOUT: Final = "NHD"  # [num_pages, page_size, num_kv_heads, head_dim]
 
@@ -228,6 +237,45 @@ class FlashInferDecode:
             **options,
         )
         return wrapper
+
+
+class TrtllmDecode:
+    """``DecodeAttention`` by ``trtllm_batch_decode_with_kv_cache``: kernels of TensorRT-LLM, on
+    Hopper those named XQA.
+
+    Page table and lengths are read on the GPU and nothing is planned. Over float8 pages the queries
+    and the softmax weights are rounded to float8 as well.
+    """
+
+    def __init__(self, library: ModuleType, setting: AttentionSetting):
+        """``library`` is the module flashinfer."""
+        self._library = library
+        self._setting = setting
+        # the kernels count in it and leave the counters at zero
+        self._workspace = torch.zeros(_TRTLLM_BYTES, dtype=torch.uint8, device=setting.device)
+
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
+        table = rows.page_table.index_select(0, rows.rows)  # [batch_size, max_pages]
+        return partial(self._attend, rows, table)
+
+    def _attend(
+        self, rows: DecodeRows, table: Tensor, out: Tensor, q: Tensor, kv: PagedKV, layer: int
+    ) -> None:
+        window = self._setting.shape.windows[layer]
+        self._library.decode.trtllm_batch_decode_with_kv_cache(
+            q.contiguous(),
+            (kv.keys, kv.values),
+            self._workspace,
+            table,
+            rows.lengths,
+            table.shape[1] * self._setting.page_size,
+            bmm1_scale=self._setting.shape.scale * kv.scale.k,
+            bmm2_scale=kv.scale.v,
+            window_left=-1 if window is None else window - 1,
+            out=out,
+            kv_layout=_LAYOUT,
+            enable_pdl=rows.pdl,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

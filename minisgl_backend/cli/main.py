@@ -1,10 +1,97 @@
-"""The command `minisgl`: its commands by name, of all packages."""
+"""The command `minisgl`, and groups of commands whose modules are imported only when called.
+
+Knows commands by their names only, which each group lists.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Final
+
 import click
 
-from minisgl_backend.cli.lazy import LazyGroup
+from minisgl_backend.cli.interrupt import INTERRUPTED, ended_by_ctrl_c, signals_as_ctrl_c
+from minisgl_backend.errors import ConfigError
+
+_EXTRAS: Final = {
+    "httpx": "client",
+    "prompt_toolkit": "client",
+    "fastapi": "gateway",
+    "prometheus_client": "gateway",
+    "pydantic": "gateway",
+    "uvicorn": "gateway",
+    "matplotlib": "bench",
+}
+"""The extra of pyproject.toml that installs a package; `server` installs the others."""
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by ``module:attribute``, so that help stays fast."""
+
+    def __init__(self, name: str, places: Mapping[str, str], help: str) -> None:
+        super().__init__(name=name, help=help, no_args_is_help=True)
+        self._places = places
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._places)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._places:
+            return None
+        module, attribute = self._places[cmd_name].split(":")
+        try:
+            with ended_by_ctrl_c():
+                command = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            return _unavailable(cmd_name, error)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that ``args`` begin with; for an unknown one the nearest is named."""
+        name = args[0]
+        near = difflib.get_close_matches(name, self._places, n=1)
+        if near and name not in self._places and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {name!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command. A ``ConfigError`` becomes one line, not a traceback.
+
+        Ctrl-C that the command does not handle ends it with code 130, other signals likewise.
+        """
+        with signals_as_ctrl_c():
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                ctx.exit(INTERRUPTED)
+            except ConfigError as error:
+                raise click.ClickException(str(error)) from error
+
+
+def _unavailable(name: str, error: ModuleNotFoundError) -> click.Command:
+    """In place of a command whose packages are not installed: the help lists it, and when called it
+    says what to install."""
+    extras = [extra for module, extra in _EXTRAS.items() if error.name == module]
+    extra = extras[0] if extras else "server"
+    advice = f"needs {error.name}: pip install '.[{extra}]' in a clone"
+
+    def refuse(rest: tuple[str, ...]) -> None:
+        raise click.ClickException(f"{name} {advice}")
+
+    return click.Command(
+        name,
+        callback=refuse,
+        params=[click.Argument(["rest"], nargs=-1, type=click.UNPROCESSED)],
+        context_settings={"ignore_unknown_options": True},
+        add_help_option=False,
+        short_help=f"({advice})",
+    )
+
 
 main = LazyGroup(
     "minisgl",

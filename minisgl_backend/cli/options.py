@@ -64,7 +64,9 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 tritonserver_option = click.option(
-    "--tritonserver", metavar="PATH", help="another tritonserver than the wheel's"
+    "--tritonserver",
+    metavar="PATH",
+    help="another tritonserver than the wheel's; MINISGL_TRITONSERVER may name one, too",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from minisgl_backend.cli.options import Refused, engine_options, refusing, trito
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
-from minisgl_backend.precheck import check_options, checked_spec, device_type
+from minisgl_backend.precheck import check_meeting_point, check_options, checked_spec, device_type
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.launch import ServerOptions, numeric, raise_descriptor_limit
@@ -28,6 +29,8 @@ from minisgl_backend.server.supervisor import Supervisor
 from minisgl_backend.text.tokenizer import check_tokenizer
 
 _QUESTION = "What is the capital of France?"
+_LAST_ANSWERS_S = 5
+"""Time for the last errors after the drain; it usually takes one or two."""
 _PORT = click.IntRange(0, 65535)
 
 
@@ -85,7 +88,7 @@ def serve(
         grpc_port=grpc_port,
         metrics_port=metrics_port,
         log_verbose=log_verbose,
-        exit_timeout_s=int(options.drain_timeout_s) + 10,
+        exit_timeout_s=math.ceil(options.drain_timeout_s) + _LAST_ANSWERS_S,
     )
     if not (server_options.is_local or allow_remote):
         raise Refused(
@@ -130,6 +133,7 @@ def checked(options: EngineOptions) -> EngineOptions:
     """The options, ``located``; ``ConfigError`` if the engine could not start with them."""
     device = device_type(options)
     check_options(options, device)
+    check_meeting_point(options)
     options = located(options)
     checked_spec(options, Path(options.model), device)
     check_tokenizer(Path(options.tokenizer or options.model))

@@ -24,21 +24,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureCost:
-    """Cost of a capture: seconds, and bytes of the device's memory that the graphs keep."""
-
-    num_graphs: int
-    seconds: float
-    num_bytes: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured(Generic[T]):
-    """The graphs by size, and their cost."""
+    """The graphs by size, and their cost: ``seconds`` of the capture, and ``num_bytes`` of the
+    device's memory that they keep."""
 
     graphs: dict[int, Graph[T]]
-    cost: CaptureCost
+    seconds: float
+    num_bytes: int
 
 
 def capture(
@@ -74,17 +67,13 @@ def capture(
                 ) from error
             advance(f"{what} {size}")
     left_bytes = device.free_memory()
-    cost = CaptureCost(
-        num_graphs=len(graphs),
-        seconds=time.monotonic() - started_s,
-        num_bytes=free_bytes - left_bytes,
-    )
+    captured = Captured(graphs, time.monotonic() - started_s, free_bytes - left_bytes)
     logger.info(
         "captured %d CUDA graphs by %s in %.1f s, which take %.2f GiB; %.2f GiB free",
-        cost.num_graphs,
+        len(graphs),
         what,
-        cost.seconds,
-        cost.num_bytes / 2**30,
+        captured.seconds,
+        captured.num_bytes / 2**30,
         left_bytes / 2**30,
     )
-    return Captured(graphs, cost)
+    return captured

@@ -141,7 +141,7 @@ class ChunkGraphs:
         self._max_rows = max_rows
         most = sum(_lengths(self._sizes[-1], max_rows))
         self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
-        captured = capture(
+        self.captured = capture(
             device,
             "number of tokens",
             self._sizes,
@@ -150,8 +150,6 @@ class ChunkGraphs:
             option="cuda_graph_max_tokens",
             progress=progress,
         )
-        self.cost = captured.cost
-        self._graphs = captured.graphs
 
     def fits(self, batch: FlatBatch) -> bool:
         """Whether there is a graph for this step."""
@@ -163,13 +161,13 @@ class ChunkGraphs:
         size = fitting(self._sizes, batch)
         assert size is not None
         self._write(size, batch, prefill_tokens)
-        graph = self._graphs[size]
+        graph = self.captured.graphs[size]
         graph.replay()
         return graph.output
 
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""
-        self._graphs.clear()
+        self.captured.graphs.clear()
 
     def _write(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> None:
         content = fill(size, self._max_rows, batch, prefill_tokens)

@@ -93,8 +93,7 @@ class DecodeGraphs:
             return forward(self._inputs, size)
 
         whole = captured("batch size", lambda size: sample(begin(size)), self._schedule_padding)
-        self.cost = whole.cost
-        self._graphs = whole.graphs
+        self.captured = whole
         self._forwards: dict[int, Graph[StepLogits]] = {}
         self._samplings: dict[int, Graph[StepOutput]] = {}
         if takes_masks:
@@ -116,7 +115,7 @@ class DecodeGraphs:
 
         The output's first num_rows entries are those of the rows.
         """
-        graph = self._graphs[self._prepare(rows, positions, grants)]
+        graph = self.captured.graphs[self._prepare(rows, positions, grants)]
         graph.replay()
         return graph.output
 
@@ -160,7 +159,7 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""
-        for graphs in (self._graphs, self._samplings, self._forwards):
+        for graphs in (self.captured.graphs, self._samplings, self._forwards):
             graphs.clear()
 
     def _schedule_padding(self, size: int) -> None:

@@ -73,13 +73,6 @@ class ModelExecutor:
     are handed in must be ready on the device's queue (``CudaDevice.catch_up``).
     """
 
-    # made in the device's queue (``_prepare``)
-    rows: DeviceRows
-    _forward: ForwardPass
-    _sampler: Sampler
-    _scorer: PromptScorer
-    _logits: Tensor
-
     def __init__(
         self,
         model: Decoder,
@@ -103,7 +96,13 @@ class ModelExecutor:
         self._watch_logits = watch_logits
         self._is_broken = False
         self._mark: Callable[[str], AbstractContextManager[object]] = nullcontext
-        device.submit(partial(self._prepare, progress)).result()
+        self.rows: DeviceRows  # these are made in the device's queue
+        self._forward: ForwardPass
+        self._sampler: Sampler
+        self._logits: Tensor
+        device.submit(self._make_rows).result()
+        if not device.is_host:
+            device.submit(partial(self._compile_and_capture, progress)).result()
 
     def launch(self, plan: StepPlan) -> Pending:
         """Queue the step. Errors raise here, or in ``tokens`` of the result."""
@@ -130,7 +129,8 @@ class ModelExecutor:
 
     # --- in the device's queue --------------------------------------------------------------------
 
-    def _prepare(self, progress: Progress) -> None:
+    def _make_rows(self) -> None:
+        """Make the row table, and what reads it."""
         model, storage, limits, device = self._model, self._storage, self._limits, self.device
         self.rows = DeviceRows(
             device,
@@ -148,36 +148,11 @@ class ModelExecutor:
             num_rows=len(self.rows.table.tokens),
             most_rows=limits.scored_at_once,
         )
-        self._logits = torch.empty(
+        self._logits = torch.empty(  # of captured decode steps
             (max([0, *limits.graph_sizes]), model.spec.vocab_size),
             dtype=model.dtype,
             device=device.torch_device,
         )
-        if device.is_host:
-            return
-        self._warm_up_all()
-        if limits.graph_sizes:
-            decode = self._attention.decode
-            self.graphs = DecodeGraphs(
-                device,
-                self.rows.table,
-                self._decode_forward,
-                self._sampler.sample,
-                limits.graph_sizes,
-                decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
-                progress,
-                takes_masks=limits.takes_masks,
-            )
-        if limits.chunk_graph_sizes:
-            self.chunk_graphs = ChunkGraphs(
-                device,
-                self._forward.over_chunks,
-                limits.chunk_graph_sizes,
-                max_rows=limits.max_rows,
-                progress=progress,
-            )
-        if self.graphs or self.chunk_graphs:
-            self._warm_up_largest()  # again: it has to fit beside the graphs
 
     def _submit(self, part: Callable[[], T]) -> Submission[T]:
         """Queue a part of a step. With several ranks, refuse all after one that broke, until
@@ -277,12 +252,36 @@ class ModelExecutor:
 
     # --- at the start, on a GPU -------------------------------------------------------------------
 
-    def _warm_up_all(self) -> None:
-        """Compile the kernels of steps of all kinds, and check that the largest step fits."""
+    def _compile_and_capture(self, progress: Progress) -> None:
+        """Compile the kernels of steps of all kinds, check that the largest step fits, and capture
+        graphs."""
+        limits, device = self._limits, self.device
         self._warm_up_largest()
         for length in (min(self._longest_chunk, 64), 1):
             self._warm_up([length], 0)
         self._warm_up([], 1)
+        if limits.graph_sizes:
+            decode = self._attention.decode
+            self.graphs = DecodeGraphs(
+                device,
+                self.rows.table,
+                self._decode_forward,
+                self._sampler.sample,
+                limits.graph_sizes,
+                decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
+                progress,
+                takes_masks=limits.takes_masks,
+            )
+        if limits.chunk_graph_sizes:
+            self.chunk_graphs = ChunkGraphs(
+                device,
+                self._forward.over_chunks,
+                limits.chunk_graph_sizes,
+                max_rows=limits.max_rows,
+                progress=progress,
+            )
+        if self.graphs or self.chunk_graphs:
+            self._warm_up_largest()  # again: it has to fit beside the graphs
 
     def _warm_up_largest(self) -> None:
         limits = self._limits

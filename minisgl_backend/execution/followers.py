@@ -1,20 +1,17 @@
-"""The processes of ranks 1 .. size - 1 on this host, and how they start together with rank 0.
+"""The processes of ranks 1 .. size - 1 on this host: started, watched and ended here only.
 
-Rank 0 sends each follower its options. Then all ranks meet at a few barriers, so that no rank waits
-in a collective for another that is not there yet. After that the same sockets carry plans
-(``plan_channel``). Knows processes and sockets. Must not know models, or what the options mean.
+Knows processes. Must not know models, or what is said on the ``rank_channel`` that each of them
+inherits.
 
 Invariants: followers never outlive the process of rank 0, however it ends. A lost follower is not
-replaced: all others are ended, and the function given to ``on_lost`` is called.
+replaced: all others are ended, and the functions given to ``on_lost`` are called.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
-import socket
 import subprocess
 import sys
 import threading
@@ -23,36 +20,35 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
-from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.execution.plan_channel import Peer, PlanRing
+from minisgl_backend.errors import EngineFailure
+from minisgl_backend.execution.rank_channel import LeaderEnd
 from minisgl_backend.parallel.place import Place
 
 logger = logging.getLogger(__name__)
 
-_HERE: Final = b"here"
-_GO: Final = b"go"
 _START_S: Final = 1800.0
 """How long rank 0 waits for a rank that loads its part of the model."""
 _END_S: Final = 10.0
 """How long followers have to end by themselves at a stop."""
-_MOST_BYTES: Final = 2**16
 _LOOK_EVERY_S: Final = 0.5
 
 
 class Followers:
-    """The processes of ranks 1 .. size - 1 on this host: starts, watches and ends them."""
+    """The processes of ranks 1 .. size - 1, and rank 0's end of the channel to them.
 
-    def __init__(self, place: Place, command: Sequence[str], greeting: bytes):
-        """Start each follower by ``command``, and send it ``greeting``.
+    ``failure`` is set once they are lost or ended.
+    """
 
-        The command gets three more arguments: the descriptors of its socket and of the memory for
-        plans, and the id of this process.
+    def __init__(self, place: Place, command: Sequence[str]):
+        """Start each follower by ``command``; ``place`` is that of rank 0.
+
+        The command gets three more arguments: the two descriptors of its end of the channel, and
+        the id of this process.
         """
-        self.ring = PlanRing.create()
-        self.peers: list[Peer] = []
+        self.channel = LeaderEnd(place.size - 1, start_s=_START_S)
         self.failure: EngineFailure | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._report_loss: Callable[[EngineFailure], None] = lambda failure: None
+        self._reports: list[Callable[[EngineFailure], None]] = []
         self._complaint: Callable[[], str | None] = lambda: None
         self._lock = threading.Lock()
         self._is_closed = False
@@ -60,7 +56,7 @@ class Followers:
         started: Future[None] = Future()
         # Linux kills such a child when the thread that started it ends: the thread has to live on
         self._thread = threading.Thread(
-            target=self._keep, args=(place, command, greeting, started), name="ranks", daemon=True
+            target=self._keep, args=(place, command, started), name="ranks", daemon=True
         )
         self._thread.start()
         try:
@@ -77,10 +73,10 @@ class Followers:
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
         """Call ``report`` once, on another thread, when a follower has ended or hangs.
 
-        Replaces the function given before. If a follower is lost already, it is called at once.
+        Of several, the newest is called first. If a follower is lost already, it is called at once.
         """
         with self._lock:
-            self._report_loss = report
+            self._reports.insert(0, report)
             failure = self.failure
         if failure is not None:
             report(failure)
@@ -90,41 +86,18 @@ class Followers:
         followers (``lose``)."""
         self._complaint = complaint
 
-    def meet(self) -> None:
-        """Wait until every follower has called its own ``meet``, then let all of them go on.
-
-        Raises ``ConfigError``, with the cause, if a follower has failed, and ``EngineFailure`` if
-        it is gone.
-        """
-        for peer in self.peers:
-            message = peer.receive()
-            if message != _HERE:
-                raise ConfigError(f"rank {peer.rank}: {message.decode()}")
-        for peer in self.peers:
-            peer.send(_GO)
-
-    def report(self) -> str | None:
-        """Why a follower cannot start, if one has said so."""
-        for peer in self.peers:
-            peer.socket.setblocking(False)
-            with contextlib.suppress(EngineFailure, BlockingIOError):
-                while (message := peer.receive()) == _HERE:
-                    pass
-                return f"rank {peer.rank}: {message.decode()}"
-        return None
-
     def lose(self, cause: str) -> EngineFailure:
         """End all followers because of ``cause``; returns the failure, with the first cause."""
         with self._lock:
-            is_first = self.failure is None
-            if self.failure is None:
-                self.failure = EngineFailure(cause)
-            failure, report_loss = self.failure, self._report_loss
-        if is_first:
-            logger.error("the engine is down: %s", cause)
-            for process in self._processes:
-                process.kill()
-            report_loss(failure)
+            if self.failure is not None:
+                return self.failure
+            self.failure = failure = EngineFailure(cause)
+            reports = list(self._reports)
+        logger.error("the engine is down: %s", cause)
+        for process in self._processes:
+            process.kill()
+        for report in reports:
+            report(failure)
         return failure
 
     def close(self, *, patience_s: float = _END_S) -> None:
@@ -135,8 +108,7 @@ class Followers:
         with self._lock:
             if self.failure is None:
                 self.failure = EngineFailure("the ranks have been ended")
-        for peer in self.peers:
-            peer.socket.close()
+        self.channel.close()
         deadline = time.monotonic() + patience_s
         for process in self._processes:
             try:
@@ -148,30 +120,23 @@ class Followers:
             self._is_closed = True
             os.write(self._waker, b"close")
             self._thread.join()
-            self.ring.close()
             os.close(self._wake)
             os.close(self._waker)
 
     # --- the thread that owns the processes --------------------------------------------------
 
-    def _keep(
-        self, place: Place, command: Sequence[str], greeting: bytes, started: Future[None]
-    ) -> None:
+    def _keep(self, place: Place, command: Sequence[str], started: Future[None]) -> None:
         try:
             for rank in range(1, place.size):
-                self._start(place.of(rank), command, greeting)
+                self._start(place.of(rank), command)
         except BaseException as error:
             started.set_exception(error)
             return
         started.set_result(None)
         self._watch()
 
-    def _start(self, place: Place, command: Sequence[str], greeting: bytes) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(_START_S)
-        self.peers.append(Peer(place.rank, ours))
-        descriptors = theirs.fileno(), self.ring.descriptor
-        with theirs:
+    def _start(self, place: Place, command: Sequence[str]) -> None:
+        with self.channel.inherited(place.rank) as descriptors:
             process = subprocess.Popen(
                 [*command, *map(str, descriptors), str(os.getpid())],
                 env={**os.environ, **place.environment(), **_import_path()},
@@ -179,7 +144,6 @@ class Followers:
                 pass_fds=descriptors,
             )
         self._processes.append(process)
-        ours.send(greeting)
 
     def _watch(self) -> None:
         """Watch the processes until ``close`` is called."""
@@ -207,22 +171,3 @@ def _import_path() -> dict[str, str]:
     """Variables with which a child imports the same modules as this process, in any folder."""
     folders = map(os.path.abspath, sys.path)
     return {"PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}
-
-
-class Leader:
-    """Rank 0, as seen by a follower."""
-
-    def __init__(self, connection: socket.socket):
-        self.connection = connection
-        self.greeting = connection.recv(_MOST_BYTES)
-
-    def meet(self) -> None:
-        """Tell rank 0 that this rank is here, and wait until all ranks are."""
-        self.connection.send(_HERE)
-        if self.connection.recv(len(_GO)) != _GO:
-            raise EngineFailure("rank 0 is gone")
-
-    def report(self, error: BaseException) -> None:
-        """Tell rank 0 why this rank cannot start."""
-        with contextlib.suppress(OSError):  # the reason may be that rank 0 is gone
-            self.connection.send(f"{error}".encode()[:_MOST_BYTES] or b"failed")

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import Chunks, DecodeRows, PagedAttention, PagedKV
+from minisgl_backend.attention.base import Chunks, DecodeRows, PagedAttention
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.chunk_graphs import LAST_TOKEN, ChunkInputs
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.token_mixing import Attend
 from minisgl_backend.request import IntArray
 
 
@@ -65,7 +64,7 @@ class ForwardPass:
             )
         index = self._index_dtype
         hidden: Tensor = self._model(
-            tokens, positions.to(index), slots.to(index), self._attend_to(decodes, chunks)
+            tokens, positions.to(index), slots.to(index), self._attention.plan(decodes, chunks)
         )
         return hidden
 
@@ -85,49 +84,19 @@ class ForwardPass:
         decodes = DecodeRows(
             rows=inputs.decode_rows, lengths=inputs.decode_lengths, page_table=table.pages
         )
-        hidden: Tensor = self._model(tokens, positions, slots, self._attend_to(decodes, chunks))
+        hidden: Tensor = self._model(
+            tokens, positions, slots, self._attention.plan(decodes, chunks)
+        )
         return hidden
 
     def over_decodes(self, inputs: DecodeInputs) -> Tensor:
         """The residual stream of decoding rows, [batch_size, hidden_size]."""
-        attend_rows = self._attention.decode.plan_rows(
-            DecodeRows(
-                rows=inputs.rows,
-                lengths=inputs.lengths,
-                page_table=self._rows.table.pages,
-                pdl=self._model.launches_early(len(inputs.rows)),
-            )
+        decodes = DecodeRows(
+            rows=inputs.rows,
+            lengths=inputs.lengths,
+            page_table=self._rows.table.pages,
+            pdl=self._model.attention_starts_early(len(inputs.rows)),
         )
-
-        def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            attend_rows(out, q, kv, layer)
-            return out
-
+        attend = self._attention.plan(decodes, None)
         hidden: Tensor = self._model(inputs.tokens, inputs.positions, inputs.slots, attend)
         return hidden
-
-    def _attend_to(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
-        """Attention of the decoding rows, whose tokens come first, then of the chunks.
-
-        ``decodes`` may end with padding, which covers tokens of chunks: the chunks overwrite it.
-        """
-        prefill, decode = self._attention.prefill, self._attention.decode
-        attend_chunks = None if chunks is None else prefill.plan_chunks(chunks)
-        attend_rows = None if decodes is None else decode.plan_rows(decodes)
-        num_decodes = 0 if decodes is None else len(decodes.rows)
-        out: Tensor | None = None
-
-        def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
-            nonlocal out
-            if out is None:
-                # Padding behind the chunks is attended as decodes of the dummy row, or not at all:
-                # then it stays 0 in all layers. So what it stores in the dummy page is finite.
-                out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-            if attend_rows is not None:
-                attend_rows(out[:num_decodes], q[:num_decodes], kv, layer)
-            if attend_chunks is not None:
-                attend_chunks(out, q, kv, layer)
-            return out
-
-        return attend

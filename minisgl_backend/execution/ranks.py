@@ -1,7 +1,7 @@
 """The tensor-parallel ranks: rank 0 leads, in the engine's process, and the others follow it.
 
 Every rank runs the same plans, with the same executor, over its part of the model. Only rank 0
-plans and samples: the followers get plans by a ``plan_channel``, and tokens by a broadcast of the
+plans and samples: the followers get plans by the ``rank_channel``, and tokens by a broadcast of the
 group. (If every rank sampled for itself, the logits of all would have to be equal bit by bit. In
 practice they are, but no library promises it, and a token that differs would corrupt its row
 silently.)
@@ -13,6 +13,8 @@ long. A rank cannot be replaced, so the followers are ended, and the leader's st
 ``EngineFailure`` from then on.
 
 While there are no steps, the answer to the same question is a follower's sign of life.
+
+How ranks start is in ``tensor_parallel``, how their processes end in ``followers``.
 """
 
 from __future__ import annotations
@@ -28,10 +30,9 @@ from typing import Final, Protocol
 
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.followers import Followers
-from minisgl_backend.execution.plan_channel import PlanReceiver, PlanSender
-from minisgl_backend.execution.plan_words import decode_plan, encode_plan
+from minisgl_backend.execution.rank_channel import FollowerEnd
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.plan import Pending, SampledTokens, StepPlan
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan, decode_plan, encode_plan
 from minisgl_backend.request import IntArray
 
 logger = logging.getLogger(__name__)
@@ -84,13 +85,15 @@ class LeadingExecutor:
     ):
         """A rank that is silent for ``timeout_s`` is lost.
 
+        ``group`` must be left when a follower is lost (``Followers.on_lost``).
+
         With ``steps_may_hang`` the group's collectives do not end by themselves when a rank is
         missing. Then the same time bounds a whole step.
         """
         self.followers = followers
         self._executor = executor
         self._group = group
-        self._plans = PlanSender(followers.peers, followers.ring, timeout_s=timeout_s)
+        self._channel = followers.channel
         self._timeout_s = timeout_s
         self._steps_may_hang = steps_may_hang
         self._launched: deque[_LeadingStep] = deque()
@@ -99,17 +102,13 @@ class LeadingExecutor:
         self._waiting_since_s: float | None = None
         self._quiet_since_s = time.monotonic()
         self._asked_s: float | None = None
-        self._on_lost: Callable[[EngineFailure], None] = lambda failure: None
         self._is_closed = False
-        followers.on_lost(self._lost)
+        self._channel.start_steps(timeout_s)
         followers.watch_for(self._complaint)
 
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
         """Call ``report`` on another thread when a follower is lost, or at once if one is lost."""
-        self._on_lost = report
-        failure = self.followers.failure
-        if failure is not None:
-            report(failure)
+        self.followers.on_lost(report)
 
     def launch(self, plan: StepPlan) -> Pending:
         """Enqueue the step on all ranks. Raises ``EngineFailure`` if a rank is lost."""
@@ -117,7 +116,7 @@ class LeadingExecutor:
             if self.followers.failure is not None:
                 raise self.followers.failure
             try:
-                self._plans.send(encode_plan(plan))
+                self._channel.send(encode_plan(plan))
                 with self._waiting():
                     step = _LeadingStep(self, self._executor.launch(plan))
             except Exception as error:
@@ -186,16 +185,12 @@ class LeadingExecutor:
             self._settle(self._launched[0])
         self._executor.renew()
         try:
-            self._plans.ask()
-            answers = self._plans.wait_answers()
+            self._channel.ask()
+            answers = self._channel.wait_answers()
         except EngineFailure as error:
             raise self.followers.lose(f"a step failed: {error}") from cause
         if any(num_done != self._num_done for num_done in answers):
             raise self.followers.lose(f"a step broke on some ranks only: {cause}") from cause
-
-    def _lost(self, failure: EngineFailure) -> None:
-        self._on_lost(failure)
-        self._group.leave()
 
     # --- on the thread that watches the followers ----------------------------------------------
 
@@ -222,9 +217,9 @@ class LeadingExecutor:
             self._asked_s = None
         elif self._asked_s is None:
             if now_s - self._quiet_since_s > _QUIET_SHARE * self._timeout_s:
-                self._plans.ask()
+                self._channel.ask()
                 self._asked_s = now_s
-        elif self._plans.have_answered():
+        elif self._channel.have_answered():
             self._asked_s, self._quiet_since_s = None, now_s
         elif now_s - self._asked_s > (1 - _QUIET_SHARE) * self._timeout_s:
             return "an idle rank does not answer"
@@ -240,14 +235,14 @@ class Follower:
         self._num_done = 0
         self._is_broken = False
 
-    def follow(self, plans: PlanReceiver) -> None:
+    def follow(self, channel: FollowerEnd) -> None:
         """Run plans until rank 0 sends no more. Raises ``EngineFailure`` if the ranks are lost."""
-        for words in plans:
+        for words in channel:
             if len(words) == 0:
                 self._go_on(None)
                 self._executor.renew()
                 self._is_broken = False
-                plans.answer(self._num_done)
+                channel.answer(self._num_done)
             elif not self._is_broken:
                 self._go_on(decode_plan(words))
         self._executor.close()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
@@ -47,21 +48,36 @@ class DeviceRows:
         )
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Let requests take rows: copy to the device how each is sampled."""
-        table = self.table.sampling
-        numbers = np.empty((len(admissions), len(COLUMNS)), np.float32)
-        for index, admission in enumerate(admissions):
-            marks = marks_of(admission, table.vocab_size)
-            bias = bias_of(admission.sampling, table.vocab_size)
-            numbers[index] = _numbers(
-                admission, table.vocab_size, marked=marks is not None, biased=bias is not None
-            )
-            self._write_line(table.marks[admission.row], marks)
-            self._write_line(table.bias[admission.row], bias)
-        rows = self._device.upload(np.array([admission.row for admission in admissions], np.int64))
-        seeds = np.array([admission.sampling.seed for admission in admissions], np.uint64)
-        table.numbers[rows] = self._device.upload(numbers)
-        table.seeds[rows] = self._device.upload(seeds.view(np.int64))
+        """Let requests take rows: copy to the device how each is sampled, in one buffer of int64.
+
+        of each admission             row | seed | the bits of each of its numbers
+        of each line that it changes  tokens | the bits of their values
+        """
+        table, vocab_size = self.table.sampling, self.table.sampling.vocab_size
+        rows = np.empty((len(admissions), 2 + len(COLUMNS)), np.int64)
+        parts, lines = [rows], list[Tensor]()  # the lines of all parts but the first
+        for of_row, admission in zip(rows, admissions, strict=True):
+            marks, bias = marks_of(admission, vocab_size), bias_of(admission, vocab_size)
+            is_marked, is_biased = marks is not None, bias is not None
+            numbers = _numbers(admission, vocab_size, marked=is_marked, biased=is_biased)
+            of_row[0] = admission.row
+            of_row[1:2].view(np.uint64)[0] = admission.sampling.seed
+            of_row[2:] = np.array(numbers, np.float32).view(np.int32)
+            for target, entries in ((table.marks, marks), (table.bias, bias)):
+                if entries is not None:  # a line without entries is never read, and stays as it is
+                    tokens, values = entries
+                    parts.append(np.stack([tokens, values.view(np.int32)]))
+                    lines.append(target[admission.row])
+        buffer = self._device.upload(np.concatenate([part.ravel() for part in parts]))
+        end = rows.size
+        of_rows = buffer[:end].view(rows.shape)
+        to_rows = of_rows[:, 0]
+        table.seeds[to_rows] = of_rows[:, 1]
+        table.numbers[to_rows] = of_rows[:, 2:].int().view(torch.float32)
+        for line, part in zip(lines, parts[1:], strict=True):
+            begin, end = end, end + part.size
+            to_tokens, bits = buffer[begin:end].view(part.shape)
+            line.zero_()[to_tokens] = bits.int().view(line.dtype)
 
     def grant(self, rows: IntArray, indices: IntArray, pages: IntArray) -> None:
         """Write grants to the page table: pages[row, index] = page. Each is int32[num_grants]."""
@@ -77,15 +93,6 @@ class DeviceRows:
         """
         pages = self.table.pages[rows, positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
-
-    def _write_line(
-        self, line: Tensor, entries: tuple[HostArray, IntArray | FloatArray] | None
-    ) -> None:
-        """Write the values of these tokens, and 0 for all others; a line without entries is never
-        read, so it is left as it is."""
-        if entries is not None:
-            tokens, values = entries
-            line.zero_()[self._device.upload(tokens)] = self._device.upload(values)
 
 
 def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray] | None:
@@ -105,10 +112,10 @@ def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray
     return tokens, line[tokens].astype(np.int32)
 
 
-def bias_of(params: SamplingParams, vocab_size: int) -> tuple[HostArray, FloatArray] | None:
+def bias_of(admission: Admission, vocab_size: int) -> tuple[HostArray, FloatArray] | None:
     """Tokens int64[n] and the biases of their logits, float32[n]; None if there are none."""
     known = range(vocab_size)
-    bias = [(token, value) for token, value in params.logit_bias if token in known]
+    bias = [(token, value) for token, value in admission.sampling.logit_bias if token in known]
     if not bias:
         return None
     ids, values = zip(*bias, strict=True)

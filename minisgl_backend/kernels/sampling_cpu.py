@@ -22,8 +22,9 @@ from torch import Tensor
 
 from minisgl_backend.kernels import noise
 from minisgl_backend.kernels.dispatch import at_least_float32
-from minisgl_backend.kernels.sampling_rule import NO_TOKEN, SPLITS, split_noise, split_size
+from minisgl_backend.kernels.sampling_rule import SPLITS, split_noise, split_size
 from minisgl_backend.kernels.sampling_table import COLUMNS, SamplingTable, adjust_reference
+from minisgl_backend.plan import NO_TOKEN
 
 _BLOCK: Final = 128
 """Tokens of a block."""
@@ -212,7 +213,9 @@ def _drawn_of_filtered(lines: _Lines, asked: _Asked) -> Tensor:
         values, ids = of_left.largest(count)  # [len(left), count]
         scaled = (values - of_left.best).mul_(asked_left.inverse_temperatures)
         weights = scaled.exp()
-        threshold, is_found = _threshold(weights, totals[left], asked_left, vocab_size)
+        threshold, is_found = _threshold_among_largest(
+            weights, totals[left], asked_left, vocab_size
+        )
         passes = weights >= threshold
         most = int(passes.sum(dim=-1).max())  # those that pass come first
         noisy = scaled[:, :most] + noise.gumbel(asked_left.keys, ids[:, :most])
@@ -239,7 +242,7 @@ def _totals(lines: _Lines, asked: _Asked, vocab_size: int) -> Tensor:
     return totals
 
 
-def _threshold(
+def _threshold_among_largest(
     weights: Tensor, totals: Tensor, asked: _Asked, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """The least weight that passes all filters of the row, [num_rows, 1], and whether the largest

@@ -4,7 +4,8 @@ Logits are adjusted by their row's entry in ``SamplingTable``. Greedy rows take 
 largest one. Random rows add Gumbel noise (``noise``) to logits / temperature and take the largest;
 no softmax is computed. Rows without filters do this twice: they draw one of ``SPLITS`` parts of the
 vocabulary by the sums of their weights, then a token of that part, so that few tokens need noise.
-Ties go to the least token id.
+Ties go to the least token id. A row whose largest logit is not finite, or that has a NaN, gets
+``NO_TOKEN``.
 
 Filters are thresholds on the weight w = exp((x - max) / temperature) of a token: top-k keeps the
 k-th largest w and above; top-p (arXiv 1904.09751) then takes the largest threshold whose tokens
@@ -25,9 +26,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels import noise
 from minisgl_backend.kernels.sampling_table import SamplingTable, adjust_reference
-
-NO_TOKEN: Final = -1
-"""In place of a token: the row's largest logit is not finite, or one is NaN."""
+from minisgl_backend.plan import NO_TOKEN
 
 SPLITS: Final = 32
 

@@ -8,46 +8,58 @@ import torch
 from torch import Tensor, nn
 
 from minisgl_backend.kernels.embedding import embedding
-from minisgl_backend.layers.weight_place import WeightPlace
+from minisgl_backend.layers.matrix import DenseMatrix, MakeMatrix
+from minisgl_backend.layers.norm import Normed
+from minisgl_backend.layers.weight_place import Share, WeightPlace
 from minisgl_backend.parallel.group import Group
 
 
-class VocabEmbedding(nn.Module):
-    """A matrix with a row per token id: the embedding, the output head, or both at once.
+class OutputHead(nn.Module):
+    """A matrix with a row per token id.
 
     Each rank holds ``share`` = ceil(vocab_size / group.size) rows, from ``start`` on. The last
     rank's rows beyond the vocabulary are never read.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, group: Group):
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, *, group: Group, make: MakeMatrix
+    ):
+        """``name`` is the module's in the checkpoint."""
         super().__init__()
         self.group = group
         self.vocab_size = vocab_size
         self.share = -(-vocab_size // group.size)
         self.start = self.share * group.rank
-        self.weight = nn.Parameter(torch.empty(self.share, hidden_size), requires_grad=False)
+        self.matrix = make([name], self.share, hidden_size)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """Embed token ids: int [num_tokens] -> [num_tokens, hidden_size]."""
-        return self.group.all_reduce(embedding(token_ids, self.weight, start=self.start))
+    def logits(self, x: Normed, out: Tensor | None = None) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size] of all ranks.
 
-    def gather(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        """Join the logits of all ranks: [num_rows, share] -> [num_rows, vocab_size].
-
-        ``out``, if given, takes the result of several ranks.
+        ``out``, of that shape, takes the result if that saves memory.
         """
         size = self.group.size
         if size == 1:
-            return logits
-        parts = self.group.all_gather(logits, dim=0).chunk(size)
-        held = [
-            max(0, min(self.share, self.vocab_size - self.share * rank)) for rank in range(size)
-        ]
-        known = [part[:, :width] for part, width in zip(parts, held, strict=True)]
+            return self.matrix.gemm(x, out=out)
+        parts = self.group.all_gather(self.matrix.gemm(x), dim=0).chunk(size)
+        known = [part[:, : self._num_held(rank)] for rank, part in enumerate(parts)]
         return torch.cat(known, dim=1) if out is None else torch.cat(known, dim=1, out=out)
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
-        held = max(0, min(self.share, self.vocab_size - self.start))
-        full = (self.vocab_size, self.weight.shape[1])
-        start = min(self.start, self.vocab_size)
-        yield "weight", WeightPlace(self.weight.data[:held], full, 0, start)
+        num_held = self._num_held(self.group.rank)
+        held = Share(self.vocab_size, min(self.start, self.vocab_size), num_held)
+        whole_input = Share(self.matrix.in_features, 0, self.matrix.in_features)
+        yield from self.matrix.places("", slice(num_held), held, whole_input)
+
+    def _num_held(self, rank: int) -> int:
+        """The number of token ids whose rows a rank holds."""
+        return max(0, min(self.share, self.vocab_size - self.share * rank))
+
+
+class VocabEmbedding(OutputHead):
+    """The embedding, which may be the output head as well: its weight is dense in any format."""
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Embed token ids: int [num_tokens] -> [num_tokens, hidden_size]."""
+        assert isinstance(self.matrix, DenseMatrix)
+        rows = embedding(token_ids, self.matrix.weight, start=self.start)
+        return self.group.all_reduce(rows)

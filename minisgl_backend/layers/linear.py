@@ -7,27 +7,26 @@ which knows the format of its weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from minisgl_backend.layers.gemm import Launch, Matrix, Normed
-from minisgl_backend.layers.norm import RMSNorm
-from minisgl_backend.layers.share import Share, even_share
-from minisgl_backend.layers.weight_place import WeightPlace
+from minisgl_backend.layers.matrix import DenseMatrix, MakeMatrix
+from minisgl_backend.layers.norm import Normed, RMSNorm
+from minisgl_backend.layers.weight_place import Share, WeightPlace, even_share
 from minisgl_backend.parallel.group import Group
 
-MakeMatrix: TypeAlias = Callable[[Sequence[str], int, int], Matrix]
-"""(the checkpoint's names of the projections in it, out_features, in_features) of one rank -> a
-matrix of the format that the checkpoint has for them."""
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.linear import TensorCores
 
 
 class MergedColumnLinear(nn.Module):
     """Several projections of the same input as one GEMM, each of them split over the ranks.
 
-    ``parts`` maps the checkpoint's name of each projection to this rank's share of its outputs.
+    ``parts`` maps the checkpoint's name of each projection to this rank's share of its outputs. Two
+    parts may be ``gated``: then the result is silu(first) * second.
     """
 
     def __init__(
@@ -38,27 +37,32 @@ class MergedColumnLinear(nn.Module):
         *,
         bias: bool,
         make: MakeMatrix,
+        gated: bool = False,
     ):
         """``name`` is that of the module around it, as in the checkpoint."""
         super().__init__()
+        self.gated = gated
         self.parts = dict(parts)
         out_features = sum(share.size for share in parts.values())
         self.matrix = make([f"{name}.{part}" for part in parts], out_features, in_features)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
-    def forward(self, x: Normed, launch: Launch, *, gated: bool = False) -> Tensor:
-        """[num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts.
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute steps that fit them by ``kernels``. Only with a dense weight."""
+        assert isinstance(self.matrix, DenseMatrix)
+        self.matrix.use_tensor_cores(kernels, gated=self.gated)
 
-        With two parts that are ``gated``: silu(first) * second, [num_tokens, share].
-        """
-        return self.matrix.gemm(x, launch, bias=self.bias, gated=gated)
+    def forward(self, x: Normed, *, pdl: bool) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts;
+        if ``gated``, [num_tokens, share]."""
+        return self.matrix.gemm(x, bias=self.bias, gated=self.gated, pdl=pdl)
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         whole_input = Share(self.matrix.in_features, 0, self.matrix.in_features)
         begin = 0
         for name, share in self.parts.items():
             held = slice(begin, begin + share.size)
-            yield from self.matrix.places(f"../{name}", held, share, whole_input)
+            yield from self.matrix.places(f"../{name}.", held, share, whole_input)
             if self.bias is not None:
                 bias = self.bias.data[held]
                 yield f"../{name}.bias", WeightPlace(bias, (share.total,), 0, share.start)
@@ -85,20 +89,24 @@ class RowLinear(nn.Module):
         self.matrix = make([name], out_features, self.inputs.size)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute steps that fit them by ``kernels``. Only with a dense weight."""
+        assert isinstance(self.matrix, DenseMatrix)
+        self.matrix.use_tensor_cores(kernels, adds=self.group.size == 1)
+
     def add_to(
-        self, residual: Tensor, x: Tensor, norm: RMSNorm, launch: Launch
+        self, residual: Tensor, x: Tensor, norm: RMSNorm, *, pdl: bool
     ) -> tuple[Tensor, Normed]:
         """The residual stream [num_tokens, out_features] with the projection of ``x`` added, and
         under ``norm``.
 
         ``x`` [num_tokens, this rank's share]; ``residual`` may be overwritten.
         """
-        return self.matrix.add_gemm(residual, x, norm, launch, bias=self.bias, group=self.group)
+        return self.matrix.add_gemm(residual, x, norm, bias=self.bias, group=self.group, pdl=pdl)
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         out_features = self.matrix.out_features
         whole_output = Share(out_features, 0, out_features)
-        for name, place in self.matrix.places("", slice(None), whole_output, self.inputs):
-            yield name.removeprefix("."), place
+        yield from self.matrix.places("", slice(None), whole_output, self.inputs)
         if self.bias is not None:
             yield "bias", WeightPlace(self.bias.data, (out_features,))

@@ -1,13 +1,20 @@
-"""Root mean square normalization (arXiv 1910.07467), of hidden states and of heads."""
+"""Root mean square normalization (arXiv 1910.07467) of hidden states and of heads.
+
+A norm is applied where its result is needed: in the GEMM that reads it, or with the residual add
+before it. ``Normed`` says how much of it has been done.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from minisgl_backend.layers.weight_place import WeightPlace, whole
+from minisgl_backend.parallel.group import Group
 
 
 class RMSNorm(nn.Module):
@@ -34,3 +41,51 @@ class HeadNorm(nn.Module):
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         yield "../q_norm.weight", whole(self.q)
         yield "../k_norm.weight", whole(self.k)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normed:
+    """The input of a GEMM: hidden states, [num_tokens, hidden_size] and the norm to apply.
+
+    If ``norm`` is None, ``x`` is normalized already. With ``squares``, float32 [tiles, num_tokens],
+    the norm's weight has been applied, but not its scale: their sum over the tiles is the sum of
+    squares of each token's hidden states.
+    """
+
+    x: Tensor
+    norm: RMSNorm | None = None
+    squares: Tensor | None = None
+
+    @property
+    def eps(self) -> float:
+        return 0.0 if self.norm is None else self.norm.eps
+
+    def normalized(self, *, pdl: bool) -> Tensor:
+        """The normalized hidden states, [num_tokens, hidden_size]."""
+        assert self.squares is None
+        if self.norm is None:
+            return self.x
+        return rms_norm(self.x, self.norm.weight, self.norm.eps, pdl=pdl)
+
+    def unscaled(self, *, pdl: bool) -> tuple[Tensor, Tensor | None]:
+        """For kernels that take ``squares``: the hidden states with these, or normalized ones and
+        None."""
+        return (self.normalized(pdl=pdl), None) if self.squares is None else (self.x, self.squares)
+
+
+def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, group: Group, *, pdl: bool) -> Normed:
+    """residual += the sum of every rank's ``part``, in place; its norm. One kernel, if
+    ``is_sum_fused``.
+
+    ``part``, ``residual`` [num_tokens, hidden_size]. May overwrite ``part``. ``pdl``: see
+    ``FusedSum``.
+    """
+    weight, eps = norm.weight, norm.eps
+    if group.fused is not None and is_sum_fused(group, len(part), part.shape[1], part.dtype):
+        return Normed(group.fused.add_rms_norm(part, residual, weight, eps, pdl=pdl))
+    return Normed(fused_add_rms_norm(group.all_reduce(part), residual, weight, eps, pdl=pdl))
+
+
+def is_sum_fused(group: Group, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> bool:
+    """Whether ``add_sum`` of such tensors is one kernel of the group."""
+    return group.fused is not None and group.fused.fits(num_tokens, hidden_size, dtype)

@@ -5,7 +5,9 @@ Modules are first made on the meta device, so that nothing is allocated or initi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -14,18 +16,23 @@ import torch
 from torch import nn
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.gemm import DenseMatrix, Matrix
-from minisgl_backend.layers.linear import MakeMatrix
+from minisgl_backend.kernels import linear_cut
+from minisgl_backend.layers.feed_forward import GatedMLP
+from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
+from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.weight_place import collect_places
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import is_kv_scale
 from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.token_mixing import SelfAttention
 from minisgl_backend.models.weights import fill_random, load_weights
+from minisgl_backend.packages import import_error
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.progress import Progress, unseen
 
-MATRICES: Final[Mapping[str, MakeMatrix]] = MappingProxyType({"dense": DenseMatrix.of})
-"""By ``ModelSpec.weight_format``."""
+MATRICES: Final[Mapping[str, Callable[..., Matrix]]] = MappingProxyType({"dense": DenseMatrix.of})
+"""By ``ModelSpec.weight_format``: a ``MakeMatrix`` that also takes ``fused``, whether the matrix
+uses this package's kernels."""
 
 
 def build_model(
@@ -54,17 +61,16 @@ def build_model(
         model = Decoder(
             spec,
             group,
-            fused=on_gpu if fused is None else fused,
+            make=partial(MATRICES[spec.weight_format], fused=on_gpu if fused is None else fused),
             fused_experts=on_gpu if fused_experts is None else fused_experts,
-            make=MATRICES[spec.weight_format],
         )
     _cast(model, dtype)
     model.to_empty(device=device)
     for module in model.modules():
-        if isinstance(module, Matrix):
-            module.lay_out(device)
+        if isinstance(module, (MergedColumnLinear, RowLinear)):
+            module.matrix.lay_out(device)
     if load_format == "dummy":
-        fill_random(model, seed)
+        fill_random(collect_places(model), seed)
     elif load_format == "auto":
 
         def is_ignored(name: str) -> bool:
@@ -75,6 +81,37 @@ def build_model(
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     model.set_positions(max_sequence_length or spec.context, device)
     return model.eval()
+
+
+def use_tensor_cores(model: Decoder, device: torch.device) -> None:
+    """Let the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
+    kernels for all of them and these are faster. Compiles those that are not in the cache.
+
+    A layer is then four GEMMs and attention (``kernels.cuda.linear``): norms, rotation, storing of
+    keys and values, activations and residual adds happen inside the GEMMs. With several ranks the
+    sums over the ranks are launched as well, and include the residual adds and norms that follow
+    them. Pages must be bound.
+    """
+    if torch.cuda.get_device_capability(device) != (9, 0) or import_error("cuda.bindings"):
+        return
+    if model.dtype != torch.bfloat16 or model.spec.head_dim not in (64, 128):
+        return
+    for layer in model.layers:
+        if not isinstance(layer.mixer, SelfAttention) or not isinstance(layer.mlp, GatedMLP):
+            return
+        matrices = [module for module in layer.modules() if isinstance(module, Matrix)]
+        if not all(
+            isinstance(matrix, DenseMatrix)
+            and linear_cut.why_not(matrix.out_features, matrix.in_features) is None
+            for matrix in matrices
+        ):
+            return
+    num_weights = sum(matrix.out_features * matrix.in_features for matrix in matrices)
+    most_tokens = linear_cut.largest_batch(num_weights)  # a layer's
+    if most_tokens:
+        # imports the CUDA driver's bindings, which only installations for GPUs have
+        module = importlib.import_module("minisgl_backend.kernels.cuda.linear")
+        model.use_tensor_cores(module.TensorCores(device, most_tokens))
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -1,7 +1,8 @@
 """The architectures that can be served, and the spec of a checkpoint folder.
 
-Reads config.json and generation_config.json, nothing else. Code that comes with a checkpoint is
-never run, and quantized weights are refused rather than read as if they were not.
+An architecture is a function from its config.json to a ``ModelSpec``. Reads config.json and
+generation_config.json, nothing else. Code that comes with a checkpoint is never run, and quantized
+weights are refused rather than read as if they were not.
 """
 
 from __future__ import annotations
@@ -13,21 +14,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.config_json import ConfigReader, read_json
-from minisgl_backend.models.llama import read_llama
-from minisgl_backend.models.mistral import read_mistral
-from minisgl_backend.models.qwen import read_qwen2, read_qwen3, read_qwen3_moe
-from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.config_json import ConfigReader, common_fields, read_json
+from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
 
-ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = MappingProxyType(
-    {
-        "LlamaForCausalLM": read_llama,
-        "MistralForCausalLM": read_mistral,
-        "Qwen2ForCausalLM": read_qwen2,
-        "Qwen3ForCausalLM": read_qwen3,
-        "Qwen3MoeForCausalLM": read_qwen3_moe,
-    }
-)
 _METHODS: Final = ("compressed-tensors", "modelopt")
 """Quantization tools whose checkpoints may have plain weights with scales for fp8 KV pages."""
 
@@ -79,3 +68,97 @@ def _refuse_quantized_weights(config: ConfigReader) -> None:
         scheme.get(key, value) != value for key, value in defaults.items()
     ):
         raise quantization.error("kv_cache_scheme", "8-bit floats with one scale a tensor", scheme)
+
+
+def read_llama(config: ConfigReader) -> ModelSpec:
+    """``LlamaForCausalLM``, Llama 2 and 3: biases are optional, and then on all projections."""
+    bias = config.flag("attention_bias")
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias"),
+        **common_fields(config),
+    )
+
+
+def read_mistral(config: ConfigReader) -> ModelSpec:
+    """``MistralForCausalLM``; ``sliding_window`` null means none, as versions since 0.2 have it."""
+    fields = common_fields(config)
+    window = config.integer_or_null("sliding_window", 4096)
+    fields["windows"] = (window,) * fields["num_layers"]
+    return ModelSpec(architecture="MistralForCausalLM", **fields)
+
+
+def read_qwen2(config: ConfigReader) -> ModelSpec:
+    """``Qwen2ForCausalLM``, which Qwen2.5 uses too: biases on queries, keys and values, and
+    possibly a sliding window on the upper layers."""
+    fields = common_fields(config)
+    fields["windows"] = _windows(config, fields["num_layers"])
+    return ModelSpec(architecture="Qwen2ForCausalLM", qkv_bias=True, **fields)
+
+
+def read_qwen3(config: ConfigReader) -> ModelSpec:
+    """``Qwen3ForCausalLM``: as Qwen2, but queries and keys are normalized by head. head_dim is 128
+    unless given, whatever the hidden size."""
+    fields = _qwen3_fields(config, head_dim=128)
+    fields["windows"] = _windows(config, fields["num_layers"])
+    return ModelSpec(architecture="Qwen3ForCausalLM", **fields)
+
+
+def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
+    """``Qwen3MoeForCausalLM``: experts on every ``decoder_sparse_step``-th layer."""
+    fields = _qwen3_fields(config)
+    num_layers = fields["num_layers"]
+    if config.flag("use_sliding_window"):
+        fields["windows"] = (config.integer_or_null("sliding_window", 4096),) * num_layers
+    num_experts = config.integer(
+        "num_experts", config.integer("num_local_experts", 128), maximum=MOST_EXPERTS
+    )
+    top_k = config.integer("num_experts_per_tok", 8)
+    if top_k > num_experts:
+        raise config.error("num_experts_per_tok", f"at most num_experts ({num_experts})", top_k)
+    step, plain = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
+    moe = MoeSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=config.integer("moe_intermediate_size", 768, maximum=MOST_WIDTH),
+        normalize=config.flag("norm_topk_prob"),
+        layers=frozenset(
+            layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in plain
+        ),
+    )
+    return ModelSpec(architecture="Qwen3MoeForCausalLM", moe=moe, **fields)
+
+
+def _qwen3_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
+    bias = config.flag("attention_bias")
+    fields = common_fields(config, head_dim=head_dim)
+    return {**fields, "qk_norm": True, "qkv_bias": bias, "output_bias": bias}
+
+
+def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer: by ``layer_types``, else from ``max_window_layers`` upwards."""
+    if not config.flag("use_sliding_window"):
+        return (None,) * num_layers
+    window = config.integer_or_null("sliding_window", 4096)
+    types = config.values.get("layer_types")
+    if types is None:
+        first = config.integer("max_window_layers", 28, minimum=0)
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    known = {"sliding_attention": window, "full_attention": None}
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
+        raise config.error("layer_types", f"{num_layers} of {', '.join(known)}", types)
+    return tuple(known[kind] for kind in types)
+
+
+ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = MappingProxyType(
+    {
+        "LlamaForCausalLM": read_llama,
+        "MistralForCausalLM": read_mistral,
+        "Qwen2ForCausalLM": read_qwen2,
+        "Qwen3ForCausalLM": read_qwen3,
+        "Qwen3MoeForCausalLM": read_qwen3_moe,
+    }
+)
+"""By the names of config.json."""

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.rope_spec import RopeSpec
 from minisgl_backend.models.spec import (
     MOST_HEADS,
     MOST_LAYERS,
     MOST_POSITIONS,
     MOST_VOCABULARY,
     MOST_WIDTH,
+    RopeSpec,
 )
 
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")

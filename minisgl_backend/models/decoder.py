@@ -4,49 +4,38 @@ Tokens of all rows of a step go through it as one flat batch, [num_tokens, hidde
 mixing tells rows apart. Modules have the names of the checkpoint's tensors, from which the loader
 finds their places. The residual stream is one tensor, updated in place if a kernel can.
 
-Each step has one form (``layers.gemm.Form``), chosen by its number of tokens: which kernels compute
-its layers, and what these fuse. All forms give the same values within rounding. Nothing here waits
-for a GPU or depends on values there, so all of it may be captured in a CUDA graph.
+Each linear layer chooses its kernel by the number of tokens (``layers.matrix``); all kernels give
+the same values within rounding. Nothing here waits for a GPU or depends on values there, so all of
+it may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl_backend.attention.base import PagedKV
-from minisgl_backend.kernels.rms_norm import rms_norm
-from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE, small_batch_linear
-from minisgl_backend.layers.embedding import VocabEmbedding
-from minisgl_backend.layers.experts import ExpertsMLP
-from minisgl_backend.layers.gemm import DenseMatrix, Form, Launch, Normed
-from minisgl_backend.layers.linear import MakeMatrix
-from minisgl_backend.layers.mlp import GatedMLP
-from minisgl_backend.layers.norm import RMSNorm
-from minisgl_backend.layers.rope import rotary_table
+from minisgl_backend.attention.base import Attend, PagedKV
+from minisgl_backend.kernels.dispatch import can_start_early
+from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
+from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
+from minisgl_backend.layers.feed_forward import ExpertsMLP, FeedForward, GatedMLP
+from minisgl_backend.layers.matrix import MakeMatrix, Matrix
+from minisgl_backend.layers.norm import Normed, RMSNorm, is_sum_fused
+from minisgl_backend.models.rope import rotary_table
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.models.token_mixing import Attend, StepContext, TokenMixer, token_mixer
+from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer, token_mixer
 from minisgl_backend.parallel.group import Group
+
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.linear import TensorCores
 
 _PDL_HIDDEN_SIZE: Final = 2048
 _PDL_TOKENS: Final = 256
-"""Up to these sizes kernels are so short that starting them early (PDL) pays."""
-
-
-class FeedForward(Protocol):
-    """The part of a layer that computes each token independently."""
-
-    def __call__(
-        self, residual: Tensor, x: Normed, norm: RMSNorm, launch: Launch
-    ) -> tuple[Tensor, Normed]:
-        """The residual stream [num_tokens, hidden_size] after this part of the layer, and under
-        ``norm``. ``x`` is its input under the layer's second norm; ``residual`` may be overwritten.
-        """
+"""Up to these sizes kernels are so short that starting them early (PDL) pays on an H200."""
 
 
 class DecoderLayer(nn.Module):
@@ -73,7 +62,7 @@ class DecoderLayer(nn.Module):
         """``x`` is ``residual`` under this layer's norm; so is the result under the next one's."""
         feed_forward: FeedForward = self.mlp
         residual, x = self.mixer(residual, x, self.post_attention_layernorm, step)
-        return feed_forward(residual, x, next_norm, step.launch)
+        return feed_forward(residual, x, next_norm, pdl=step.pdl)
 
 
 class _Body(nn.Module):
@@ -81,7 +70,9 @@ class _Body(nn.Module):
 
     def __init__(self, spec: ModelSpec, group: Group, make: MakeMatrix, fused_experts: bool):
         super().__init__()
-        self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, group)
+        self.embed_tokens = VocabEmbedding(
+            "model.embed_tokens", spec.vocab_size, spec.hidden_size, group=group, make=make
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(spec, layer, group, make, fused_experts)
             for layer in range(spec.num_layers)
@@ -103,22 +94,22 @@ class Decoder(nn.Module):
         spec: ModelSpec,
         group: Group,
         *,
-        fused: bool = False,
-        fused_experts: bool = False,
-        make: MakeMatrix = DenseMatrix.of,
+        make: MakeMatrix,
+        fused_experts: bool,
     ):
-        """``fused``: computed by this package's kernels, else by PyTorch, operation by operation;
-        ``fused_experts`` says the same of experts. ``make`` makes the linear layers' matrices."""
+        """``make`` makes the matrices; ``fused_experts``: computed by this package's kernels, else
+        by PyTorch, operation by operation."""
         super().__init__()
         self.spec = spec
         self.group = group
         self.model = _Body(spec, group, make, fused_experts)
         if not spec.tie_embeddings:
-            self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, group)
-        self.most_tensor_core_tokens = 0
+            self.lm_head = OutputHead(
+                "lm_head", spec.vocab_size, spec.hidden_size, group=group, make=make
+            )
         self.mark: Callable[[str], AbstractContextManager[object]] | None = None
         """Put around each layer, for profilers."""
-        self._fused = fused
+        self._most_tensor_core_tokens = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,9 +120,17 @@ class Decoder(nn.Module):
         return cast("list[DecoderLayer]", list(self.model.layers))
 
     @property
-    def head(self) -> VocabEmbedding:
+    def head(self) -> OutputHead:
         """The output head, which may be the embedding."""
         return self.model.embed_tokens if self.spec.tie_embeddings else self.lm_head
+
+    def pack(self) -> None:
+        """Arrange the loaded weights for GEMMs: afterwards only these may read them."""
+        for layer in self.layers:
+            for module in layer.modules():
+                if isinstance(module, Matrix):
+                    module.pack()
+        self.head.matrix.pack(keep=self.spec.tie_embeddings)
 
     def set_positions(self, num_positions: int, device: torch.device) -> None:
         """Compute the rotary table for sequences of up to ``num_positions`` tokens."""
@@ -142,14 +141,23 @@ class Decoder(nn.Module):
         for layer, kv in zip(self.layers, pages, strict=True):
             layer.mixer.bind(kv)
 
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute steps that fit them by ``kernels``. Only layers of dense weights, all of the same
+        shapes, each ``SelfAttention`` and ``GatedMLP``; pages must be bound."""
+        for layer in self.layers:
+            assert isinstance(layer.mixer, SelfAttention) and isinstance(layer.mlp, GatedMLP)
+            layer.mixer.use_tensor_cores(kernels)
+            layer.mlp.use_tensor_cores(kernels)
+        self._most_tensor_core_tokens = kernels.most_tokens
+
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
         """The residual stream after the last layer, [num_tokens, hidden_size], not normalized.
 
         ``tokens``, ``positions`` and ``slots`` are int32 or int64 [num_tokens].
         """
         residual: Tensor = self.model.embed_tokens(tokens)  # [num_tokens, hidden_size]
-        layers, launch = self.layers, self._launch(len(tokens))
-        step = StepContext(positions, slots, self.rotary_table, attend, launch)
+        layers, pdl = self.layers, self._starts_early(len(tokens))
+        step = StepContext(positions, slots, self.rotary_table, attend, pdl)
         x = Normed(residual, layers[0].input_layernorm)
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.model.norm]
         for index, (layer, norm) in enumerate(zip(layers, next_norms, strict=True)):
@@ -162,44 +170,29 @@ class Decoder(nn.Module):
 
         ``out``, of that shape, takes the result if that saves memory.
         """
-        norm, head = self.model.norm, self.head
-        if self._fused and len(hidden) <= MAX_BATCH_SIZE:
-            logits = small_batch_linear(hidden, head.weight, norm_weight=norm.weight, eps=norm.eps)
-            return head.gather(logits, out)
-        normalized = rms_norm(hidden, norm.weight, norm.eps)
-        if out is not None and self.group.size == 1:
-            return torch.mm(normalized, head.weight.t(), out=out)
-        return head.gather(F.linear(normalized, head.weight), out)
+        return self.head.logits(Normed(hidden, self.model.norm), out)
 
-    def launches_early(self, num_tokens: int) -> bool:
-        """Whether decode attention is launched to start before its predecessor ends, in captured
-        steps of this number of tokens."""
-        launch = self._launch(num_tokens)
-        if launch.form is Form.TENSOR_CORE:
-            return self.group.size == 1 or self._sums_are_fused(num_tokens)
-        return launch.pdl
+    def attention_starts_early(self, num_tokens: int) -> bool:
+        """Whether decode attention may start before its predecessor ends, in captured steps of this
+        number of tokens."""
+        group, size = self.group, self.spec.hidden_size
+        return self._starts_early(num_tokens) and (
+            group.size == 1 or is_sum_fused(group, num_tokens, size, self.dtype)
+        )
 
-    def _launch(self, num_tokens: int) -> Launch:
-        if not self._fused:
-            return Launch(Form.PLAIN)
-        if num_tokens <= self.most_tensor_core_tokens:
-            return Launch(Form.TENSOR_CORE, pdl=True)
-        if num_tokens <= MAX_BATCH_SIZE and not self._sums_are_fused(num_tokens):
-            return Launch(Form.SMALL, pdl=self._gains_early and num_tokens == 1)
-        return Launch(Form.WIDE, pdl=self._gains_early and num_tokens <= _PDL_TOKENS)
+    def _starts_early(self, num_tokens: int) -> bool:
+        """Whether kernels of the layers may start early, and gain by it.
 
-    @property
-    def _gains_early(self) -> bool:
-        """Whether kernels of the small and wide forms may start early, and gain by it on an H200.
-
-        With several ranks they must not: the ranks' fused sums read the residual stream before they
-        wait, and only the GEMMs on tensor cores ensure that it is written by then.
+        With several ranks only those on tensor cores may: the ranks' fused sums read the residual
+        stream before they wait, and no other GEMM ensures that it is written by then.
         """
-        return self.group.size == 1 and self.spec.hidden_size <= _PDL_HIDDEN_SIZE
-
-    def _sums_are_fused(self, num_tokens: int) -> bool:
-        fused = self.group.fused
-        return fused is not None and fused.fits(num_tokens, self.spec.hidden_size, self.dtype)
+        if not can_start_early(self.rotary_table.device):
+            return False
+        if num_tokens <= self._most_tensor_core_tokens:
+            return True
+        if self.group.size > 1 or self.spec.hidden_size > _PDL_HIDDEN_SIZE:
+            return False
+        return num_tokens == 1 or MAX_BATCH_SIZE < num_tokens <= _PDL_TOKENS
 
 
 def _feed_forward(

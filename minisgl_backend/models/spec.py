@@ -1,7 +1,7 @@
 """A model as the engine sees it: plain numbers, the same for every architecture.
 
-Must not know files, tensors or how an architecture spells its config.json (``llama``, ``mistral``
-and ``qwen`` do). One decoder computes all of them: an architecture is a set of values here.
+Must not know files, tensors or how an architecture spells its config.json (``catalog`` does).
+One decoder computes all of them: an architecture is a set of values here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Final
 
 from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.rope_spec import RopeSpec
 
 MOST_VOCABULARY: Final = 2**24
 MOST_WIDTH: Final = 2**20
@@ -20,6 +19,35 @@ MOST_HEADS: Final = 2**12
 MOST_EXPERTS: Final = 2**12
 MOST_POSITIONS: Final = 2**27
 """More than any model has: larger numbers are mistakes, refused before they exhaust memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding (RoFormer, arXiv 2104.09864) and how it is stretched to longer contexts.
+
+    ``scaling`` is one of
+    - ``default``: it is not stretched;
+    - ``linear``: positions are divided by ``factor`` (arXiv 2306.15595);
+    - ``dynamic``: the base grows with the sequence beyond ``max_positions`` (NTK-aware scaling);
+    - ``llama3``: low frequencies are divided by ``factor``, high ones kept, those between blended;
+    - ``yarn``: the same idea by dimension, and cos and sin are multiplied by ``attention_factor``
+      (arXiv 2309.00071).
+
+    ``max_positions`` is max_position_embeddings of config.json, ``original_max_positions`` the
+    context before stretching. Both are in tokens.
+    """
+
+    scaling: str = "default"
+    theta: float = 10_000.0
+    max_positions: int
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,23 +6,22 @@ pages; the positions and slots of a step's tokens come in ``StepContext``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from minisgl_backend.attention.base import PagedKV
+from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.kernels.rope_store import qk_norm_rope_store
-from minisgl_backend.layers.gemm import Form, Launch, Normed
-from minisgl_backend.layers.linear import MakeMatrix, MergedColumnLinear, RowLinear
-from minisgl_backend.layers.norm import HeadNorm, RMSNorm
-from minisgl_backend.layers.share import even_share, kv_head_share
+from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
+from minisgl_backend.layers.matrix import DenseMatrix, MakeMatrix
+from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm
+from minisgl_backend.layers.weight_place import even_share, kv_head_share
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group
 
-Attend: TypeAlias = Callable[[Tensor, PagedKV, int], Tensor]
-"""(q [num_tokens, num_heads, head_dim], pages of the layer, layer) -> the shape of q."""
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.linear import HeadsKernel, TensorCores
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,14 +29,15 @@ class StepContext:
     """What all layers of a step share.
 
     ``positions`` of the tokens in their sequences, and ``slots``, where their keys and values go
-    (page * page_size + offset): int [num_tokens] both. ``rotary_table`` is the decoder's.
+    (page * page_size + offset): int [num_tokens] both. ``rotary_table`` is the decoder's. ``pdl``:
+    kernels may start before their predecessors have ended (``kernels``).
     """
 
     positions: Tensor
     slots: Tensor
     rotary_table: Tensor
     attend: Attend
-    launch: Launch
+    pdl: bool
 
 
 class TokenMixer(Protocol):
@@ -54,14 +54,6 @@ class TokenMixer(Protocol):
         """Keep the state of the layer's tokens in these pages from now on."""
 
 
-class HeadsGemm(Protocol):
-    """GEMM, head norms, rotation and store of queries, keys and values in one kernel
-    (``models.tensor_core``)."""
-
-    def __call__(self, x: Normed, attention: SelfAttention, step: StepContext) -> Tensor:
-        """The queries, [num_tokens, num_heads, head_dim]."""
-
-
 class SelfAttention(nn.Module):
     """Softmax attention over paged keys and values, with rotary positions (``TokenMixer``)."""
 
@@ -72,6 +64,7 @@ class SelfAttention(nn.Module):
         self.layer = layer
         shape = spec.attention_shape(group.size)
         self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
+        self.head_dim = spec.head_dim
         queries = even_share(spec.num_heads * spec.head_dim, group, "the attention heads' outputs")
         keys = kv_head_share(spec.num_kv_heads, spec.head_dim, group)
         parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -87,39 +80,63 @@ class SelfAttention(nn.Module):
         )
         self.eps = spec.norm_eps
         self.qk_norm = HeadNorm(spec.head_dim) if spec.qk_norm else None
-        self.heads_gemm: HeadsGemm | None = None
+        self._heads_kernel: HeadsKernel | None = None
 
     def bind(self, kv: PagedKV) -> None:
         self.kv = kv
+
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute steps that fit them by ``kernels``. Dense weights only; pages must be bound."""
+        self._heads_kernel = kernels.heads(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.qkv_proj.matrix.in_features,
+            page_size=self.kv.keys.shape[1],
+            fp8=self.kv.k_scale is not None,
+        )
+        self.o_proj.use_tensor_cores(kernels)
 
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Normed]:
         q = self._queries(x, step)  # [num_tokens, num_heads, head_dim]
         attended = step.attend(q, self.kv, self.layer).flatten(1)
-        return self.o_proj.add_to(residual, attended, norm, step.launch)
+        return self.o_proj.add_to(residual, attended, norm, pdl=step.pdl)
 
     def _queries(self, x: Normed, step: StepContext) -> Tensor:
         """The rotated queries, [num_tokens, num_heads, head_dim]. Stores keys and values in their
         pages."""
-        if step.launch.form is Form.TENSOR_CORE:
-            assert self.heads_gemm is not None
-            return self.heads_gemm(x, self, step)
-        kv, norm = self.kv, self.qk_norm
+        kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
+        q_weight, k_weight = (None, None) if norm is None else (norm.q, norm.k)
+        places = step.positions, step.slots, step.rotary_table, kv.keys, kv.values
+        if kernel is not None and len(x.x) <= kernel.most_tokens:
+            # GEMM, head norms, rotation and store in one kernel
+            assert isinstance(self.qkv_proj.matrix, DenseMatrix)
+            rows, squares = x.unscaled(pdl=step.pdl)
+            return kernel(
+                rows,
+                self.qkv_proj.matrix.weight,
+                *places,
+                squares=squares,
+                eps=self.eps,
+                q_weight=q_weight,
+                k_weight=k_weight,
+                k_scale=kv.k_scale,
+                v_scale=kv.v_scale,
+                bias=self.qkv_proj.bias,
+                pdl=step.pdl,
+            )
         return qk_norm_rope_store(
-            self.qkv_proj(x, step.launch),
-            step.positions,
-            step.slots,
-            step.rotary_table,
-            kv.keys,
-            kv.values,
+            self.qkv_proj(x, pdl=step.pdl),
+            *places,
             num_heads=self.num_heads,
-            q_weight=None if norm is None else norm.q,
-            k_weight=None if norm is None else norm.k,
+            q_weight=q_weight,
+            k_weight=k_weight,
             eps=self.eps,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
-            pdl=step.launch.pdl,
+            pdl=step.pdl,
         )
 
 

@@ -7,6 +7,7 @@ Pickled files are never opened. Knows files and places; must not know architectu
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +17,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.norm import HeadNorm, RMSNorm
 from minisgl_backend.layers.weight_place import WeightPlace
 from minisgl_backend.models.checkpoint import tensor_files
 from minisgl_backend.progress import Progress, unseen
@@ -51,23 +50,24 @@ def load_weights(
     logger.info("loaded %d tensors in %.1f s", len(places), monotonic() - started)
 
 
-def fill_random(model: nn.Module, seed: int) -> None:
-    """Weights for trying out a shape without a checkpoint: norms 1, all else normal(0, 0.02)."""
+def fill_random(places: Mapping[str, WeightPlace], seed: int) -> None:
+    """Weights for trying out a shape without a checkpoint: norms 1, all else normal(0, 0.02).
+
+    Each rank draws the checkpoint's tensors whole, on its device, and keeps its slices of them: so
+    on devices of one kind, any number of ranks has the same model.
+    """
     generators: dict[torch.device, torch.Generator] = {}
-    of_norms = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, (RMSNorm, HeadNorm))
-        for parameter in module.parameters()
-    }
-    for parameter in model.parameters():
-        if id(parameter) in of_norms:
-            nn.init.ones_(parameter)
+    for name, place in places.items():
+        target, device = place.target, place.target.device
+        if name.endswith("norm.weight"):
+            target.fill_(1)
             continue
-        device = parameter.device
         if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(seed)
-        nn.init.normal_(parameter, std=0.02, generator=generators[device])
+            generators[device] = torch.Generator(device)
+        of_name = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+        generator = generators[device].manual_seed(int.from_bytes(of_name, "little"))
+        drawn = torch.empty(place.shape, dtype=target.dtype, device=device)
+        target.copy_(drawn.normal_(std=0.02, generator=generator)[_region(place)])
 
 
 def _check_names(

@@ -18,7 +18,6 @@ from queue import SimpleQueue
 from typing import Final
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
-from minisgl_backend.offline.output import Output
 from minisgl_backend.offline.room import Room
 from minisgl_backend.request import (
     Admitted,
@@ -38,6 +37,39 @@ from minisgl_backend.wire.packets import Packet, StreamStart, Times
 
 _STOP_STRINGS_EVERY: Final = 8
 """A request that is answered at its end is searched for stop strings after this many tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The output for one prompt: all of it (``generate``), or its new part (``stream``).
+
+    In a stream, ``text``, ``token_ids``, ``num_output_tokens`` and both kinds of logprobs are those
+    since the last output, and add up to the whole; the other fields are about the request so far.
+    """
+
+    index: int
+    """The prompt's place among those of the call."""
+    text: str
+    """Whole characters, without a stop string."""
+    token_ids: list[TokenId]
+    """[num_output_tokens], with the token that ended the request."""
+    finish_reason: str | None
+    """``stop``, ``length`` or ``timeout``; None while a stream runs."""
+    stop_reason: str | TokenId | None
+    """The stop string or token id that matched."""
+    num_input_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    """Tokens of the prompt that came from the prefix cache."""
+    logprobs: Sequence[TokenLogprobs]
+    """[num_output_tokens], each with ``num_logprobs`` alternatives; empty if not asked for."""
+    prompt_logprobs: Sequence[TokenLogprobs | None]
+    """[num_input_tokens], each with ``num_prompt_logprobs`` alternatives; None for the first token.
+    Empty if not asked for, and in a stream after the first output."""
+    cumulative_logprob: float | None
+    """The sum over all tokens so far; None if not asked for."""
+    times: Times | None
+    """None if not asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

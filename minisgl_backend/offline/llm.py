@@ -20,8 +20,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
-from minisgl_backend.offline.call import Asked, Call
-from minisgl_backend.offline.output import Output
+from minisgl_backend.offline.call import Asked, Call, Output
 from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts
 from minisgl_backend.offline.room import Room
 from minisgl_backend.precheck import context_of
@@ -148,6 +147,7 @@ class LLM:
             stream=stream,
             arrival_time_ns=arrival_time_ns,
             parse_special_tokens=self._options.parse_special_tokens,
+            exclude_input_in_output=self._options.exclude_input_in_output,
             limits=self._limits,
         )
         asked = []

@@ -50,9 +50,14 @@ def read_prompts(
     stream: bool,
     arrival_time_ns: int,
     parse_special_tokens: bool,
+    exclude_input_in_output: bool,
     limits: Limits,
 ) -> list[Generation]:
-    """One generation a prompt, in order. ``parse_special_tokens`` is the parameter's default."""
+    """One generation a prompt, in order.
+
+    ``parse_special_tokens`` and ``exclude_input_in_output`` are the defaults of these parameters
+    for a text, the latter without ``stream``.
+    """
     each = [prompts] if _is_one(prompts) else list(prompts)
     generations = []
     for index, (prompt, own) in enumerate(zip(each, _one_each(params, len(each)), strict=True)):
@@ -60,6 +65,8 @@ def read_prompts(
             given = {**_given(own), **_prompt(prompt), "stream": stream}
             if parse_special_tokens and isinstance(prompt, str):
                 given.setdefault("parse_special_tokens", True)
+            if isinstance(prompt, str) and not stream:
+                given.setdefault("exclude_input_in_output", exclude_input_in_output)
             generation = parse_values(given, arrival_time_ns=arrival_time_ns, limits=limits)
             assert isinstance(generation, Generation)  # a stop_request is refused above
             generations.append(generation)

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, is_built
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.parallel.place import COMMS, Place, check_comm
+from minisgl_backend.parallel.place import COMMS, Place, check_address, check_comm
 from minisgl_backend.parallel.pynccl import pynccl_group
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
 
@@ -40,8 +40,10 @@ def choose_comm(option: str | None, device: torch.device, num_ranks: int) -> str
 def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:
     """The store of all ranks, and the place with its port; rank 0 is the first to open it.
 
-    Raises ``ConfigError`` if the address does not answer, or its port is taken.
+    Raises ``ConfigError`` if the address is not one of this machine, or its port is taken.
     """
+    if place.rank == 0:
+        check_address(place)
     try:
         store = TCPStore(
             place.host,
@@ -51,7 +53,8 @@ def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:
             wait_for_workers=False,
         )
     except RuntimeError as error:  # torch's DistError and its kin
-        raise ConfigError(f"the ranks cannot meet at {place.host}:{place.port}: {error}") from error
+        cause = str(error).partition("\n")[0]  # frames of PyTorch's code follow
+        raise ConfigError(f"the ranks cannot meet at {place.host}:{place.port}: {cause}") from error
     return replace(place, port=store.port), store
 
 
@@ -74,4 +77,5 @@ def connect(
             group.fused = FlashInferSum(host, device)
         return group
     except (RuntimeError, EngineFailure) as error:
-        raise ConfigError(f"the ranks cannot connect by {comm}: {error}") from error
+        cause = str(error).partition("\n")[0]
+        raise ConfigError(f"the ranks cannot connect by {comm}: {cause}") from error

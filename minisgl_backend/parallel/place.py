@@ -10,14 +10,19 @@ meet.
 
 from __future__ import annotations
 
+import errno
+import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 
 _LOOPBACK: Final = "127.0.0.1"
+_LOOK_UP_S: Final = 5.0
+"""How long the look-up of a host's name may take."""
 COMMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"cpu": ("gloo",), "cuda": ("nccl", "pynccl", "flashinfer")}
 )
@@ -96,3 +101,51 @@ class Place:
     def is_loopback(self) -> bool:
         """Whether the ranks can only be those of this host."""
         return self.host in (_LOOPBACK, "localhost", "::1")
+
+
+def check_address(place: Place) -> None:
+    """Raise ``ConfigError`` if rank 0 cannot listen at its place's host and port.
+
+    Returns or raises within seconds. PyTorch would look for a host that is not there for two
+    minutes, and then show the frames of its own code.
+    """
+    where = f"distributed_address {place.host}:{place.port}"
+    code = 0
+    for family, address in _addresses(place):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                code = error.errno or errno.EADDRNOTAVAIL
+            else:
+                return
+    if code == errno.EADDRINUSE:
+        raise ConfigError(f"{where} cannot be used: the port is taken")
+    if code == errno.EACCES:
+        raise ConfigError(f"{where} cannot be used: this user may not listen at the port")
+    raise ConfigError(
+        f"{where} is not an address of this machine: rank 0 listens there, so it must be one"
+    )
+
+
+def _addresses(place: Place) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    """The addresses that the place's host and port stand for."""
+    found: list[tuple[socket.AddressFamily, tuple[Any, ...]]] = []
+    cause = f"its name was not found within {_LOOK_UP_S:g} s"
+
+    def look_up() -> None:
+        nonlocal cause
+        try:
+            entries = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):  # the latter if no host can have such a name
+            cause = "there is no host of this name"
+        else:
+            found.extend((family, address) for family, _, _, _, address in entries)
+
+    thread = threading.Thread(target=look_up, name="look up", daemon=True)
+    thread.start()
+    thread.join(_LOOK_UP_S)
+    if not found:
+        raise ConfigError(f"distributed_address {place.host}:{place.port} cannot be used: {cause}")
+    return found

@@ -10,15 +10,23 @@ A request whose grammar is being compiled is open, but not yet known to the plan
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from minisgl_backend.errors import MiniSGLError, Unsupported
 from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
-from minisgl_backend.runtime.inbox import Compiled
 from minisgl_backend.runtime.ports import Grammars, Matcher
 from minisgl_backend.scheduling.report import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What became of a request's grammar: a matcher, or what is wrong."""
+
+    request_id: RequestId
+    outcome: Matcher | MiniSGLError
 
 
 class Constraints:

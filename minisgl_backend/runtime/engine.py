@@ -29,8 +29,8 @@ from minisgl_backend.request import (
     Sink,
 )
 from minisgl_backend.runtime.capacity import Capacity
-from minisgl_backend.runtime.inbox import Abort, Fail, OpenRequest, Stop
-from minisgl_backend.runtime.loop import Loop
+from minisgl_backend.runtime.loop import Abort, Fail, Loop, Stop
+from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.ports import Executor, Grammars, Scheduler
 from minisgl_backend.runtime.recorder import EngineStats, Recorder, Refusal, Samples
 from minisgl_backend.runtime_files import State
@@ -97,6 +97,7 @@ class Engine:
         self._state = State.SERVING
         self._num_open = 0
         self._num_waiting_tokens = 0
+        self._is_told_to_stop = False
         self._loop = Loop(
             scheduler,
             executor,
@@ -153,6 +154,10 @@ class Engine:
         """Count a request that was refused before it came to ``submit``."""
         self._recorder.request_rejected(reason)
 
+    def count_cancelled(self) -> None:
+        """Count a request that its caller cancelled before it came to ``submit``."""
+        self._recorder.request_cancelled()
+
     def abort(
         self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
     ) -> None:
@@ -197,20 +202,26 @@ class Engine:
         """Whether ``submit`` would refuse a request now: a hint to refuse it before other work."""
         return self._queue_complaint(num_tokens=1) is not None
 
-    def close(self, *, drain_s: float) -> None:
+    def close(self, *, drain_s: float, patience_s: float | None = None) -> bool:
         """Stop the engine: refuse new requests, and give the open ones ``drain_s`` to finish.
 
-        Requests that are still open then fail. When this returns, every request has had its
-        terminal event, and the device holds nothing any more. Idempotent.
+        Requests that are still open then fail. When this returns True, every request has had its
+        terminal event, and the device holds nothing any more. Idempotent; later calls do not drain.
+
+        A step that runs cannot be ended. With ``patience_s``, returns False if it still runs that
+        long after the drain; the engine then ends with the step.
         """
         with self._changed:
             if self._state is State.SERVING:
                 self._state = State.ENDING
             self._changed.wait_for(
-                lambda: self._num_open == 0 or self._state is State.BROKEN, timeout=drain_s
+                lambda: self._num_open == 0 or self._state is State.BROKEN or self._is_told_to_stop,
+                timeout=drain_s,
             )
-        self._loop.inbox.put(Stop(Overloaded("the server is shutting down")))
-        self._thread.join()
+            self._is_told_to_stop = True
+        self._loop.inbox.put(Stop(shutting_down()))
+        self._thread.join(patience_s)
+        return not self._thread.is_alive()
 
     # --- the door ----------------------------------------------------------------------------
 
@@ -219,7 +230,7 @@ class Engine:
             return
         if self._state is State.ENDING:
             self._recorder.request_rejected("draining")
-            raise Overloaded("the server is shutting down")
+            raise shutting_down()
         self._recorder.request_rejected("down")
         raise Overloaded("the engine is down")
 
@@ -273,6 +284,11 @@ class Engine:
                 self._num_waiting_tokens -= len(request.prompt)
             if not self._num_open:
                 self._changed.notify_all()
+
+
+def shutting_down() -> Overloaded:
+    """The error of requests that an engine that stops refuses, or does not finish."""
+    return Overloaded("the server is shutting down")
 
 
 def _check_ids(name: str, ids: object, vocab_size: int) -> None:

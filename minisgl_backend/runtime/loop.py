@@ -27,16 +27,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvariantError, MiniSGLError
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import Event, Failed, Finished, FinishReason, Request, RequestId
-from minisgl_backend.runtime.constraints import Constraints
-from minisgl_backend.runtime.inbox import Abort, Compiled, Fail, Message, OpenRequest, Stop
-from minisgl_backend.runtime.open_requests import OpenRequests
+from minisgl_backend.runtime.constraints import Compiled, Constraints
+from minisgl_backend.runtime.open_requests import OpenRequest, OpenRequests
 from minisgl_backend.runtime.ports import Executor, Grammars, Scheduler
 from minisgl_backend.runtime.recorder import Recorder, StepKind
 from minisgl_backend.runtime.returning import Returning
@@ -44,6 +43,32 @@ from minisgl_backend.runtime.returning import Returning
 logger = logging.getLogger(__name__)
 
 _CUT: Final = Finished(FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request with ``event``; ignored if the request is not open any more."""
+
+    request_id: RequestId
+    event: Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the loop; requests that are still open fail with ``error``."""
+
+    error: MiniSGLError
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End the loop by raising ``error`` in it: the executor is lost."""
+
+    error: EngineFailure
+
+
+Message: TypeAlias = OpenRequest | Compiled | Abort | Stop | Fail
+"""What other threads put into the inbox: requests, and orders."""
 
 
 @dataclass(slots=True)

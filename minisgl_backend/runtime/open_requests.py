@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
 from minisgl_backend.request import (
@@ -24,13 +25,31 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     Sink,
+    TokenId,
 )
-from minisgl_backend.runtime.inbox import OpenRequest
 from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.runtime.timeouts import Timeouts
 from minisgl_backend.scheduling.report import StepResult
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that was accepted at the door, and what the loop notes of it until it ends.
+
+    Times are of ``time.monotonic``.
+    """
+
+    request: Request
+    sink: Sink
+    arrived_s: float
+    admitted: bool = False
+    num_scored: int = 0
+    """Log-probabilities of its prompt that were delivered."""
+    tokens: list[TokenId] = field(default_factory=list)
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
 
 
 class OpenRequests:
@@ -81,12 +100,13 @@ class OpenRequests:
             self._deliver(entry.sink, Admitted(num_cached_tokens))
 
     def deliver(self, result: StepResult, now_s: float) -> None:
-        """Deliver the log-probabilities of prompts, then the tokens, of a step."""
+        """Deliver the log-probabilities of prompts, then the tokens, of a step; the caller delivers
+        what it ends, right after."""
         for request_id, scored in result.scored:
             entry = self._open[request_id]
             entry.num_scored += len(scored)
             self._deliver(entry.sink, scored)
-        logprobs = result.logprobs
+        logprobs, ended = result.logprobs, result.ended
         for index, (request_id, token_id) in enumerate(
             zip(result.request_ids, result.token_ids.tolist(), strict=True)
         ):
@@ -96,9 +116,10 @@ class OpenRequests:
                 self._recorder.request_started(now_s - entry.arrived_s)
             entry.tokens.append(token_id)
             entry.last_token_s = now_s
-            self._deliver(
-                entry.sink, Generated(token_id, logprobs.get(index) if logprobs else None)
+            event = Generated(
+                token_id, logprobs.get(index) if logprobs else None, request_id in ended
             )
+            self._deliver(entry.sink, event)
 
     def out_of_time(self, now_s: float) -> Iterator[tuple[RequestId, Event]]:
         """The requests whose time is over, each with the terminal event that is due."""

@@ -79,7 +79,7 @@ class Recorder:
             self._failed[code] += 1
 
     def request_cancelled(self) -> None:
-        """Count an accepted request that its caller cancelled."""
+        """Count a request that its caller cancelled."""
         with self._lock:
             self._num_cancelled += 1
 

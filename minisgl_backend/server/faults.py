@@ -1,7 +1,8 @@
 """What is wrong with a server: processes of it that died, hang or say that they are broken.
 
-Knows the heartbeats of the models' processes, and asks tritonserver whether it is ready. Must not
-know what is done about a fault.
+Knows the heartbeats of the models' processes. Asks tritonserver whether it is ready, how many
+requests failed, and for a token if no request ends (``asking``). Must not know what is done about a
+fault.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from minisgl_backend.runtime_files import State
-from minisgl_backend.server.model_processes import ModelProcess, ModelProcesses
+from minisgl_backend.runtime_files import OPTIONS_MODEL, State
+from minisgl_backend.server.asking import Asker
+from minisgl_backend.server.model_processes import ModelProcess, ModelProcesses, counts_of
 from minisgl_backend.server.process import TritonServer
 
 HANG_AFTER_S: Final = 7.0
@@ -25,6 +27,8 @@ _PAUSED_S: Final = 3.0
 so were the others, and their silence in that time means nothing."""
 _ASK_EVERY_S: Final = 1.0
 """How often tritonserver itself is asked whether it is ready."""
+_TOLD_WITHIN_S: Final = 0.5
+"""Time for Triton to tell callers that their streams are lost."""
 _TRITON_HANGS: Final = "tritonserver hangs: it does not answer over HTTP"
 
 
@@ -51,9 +55,13 @@ class FaultDetector:
         """Why the server is not ready; empty if it is."""
         self.looked_s = time.monotonic()
         self._server = server
+        self._asker = Asker(server)
         self._models = server.model_names()
         self._asked_s = self._answered_s = self._awake_since_s = float("-inf")
         self._triton_is_ready = False
+        self._noted = (-1, False)
+        self._failed_before = 0
+        self._lost_before: dict[int, int] = {}
 
     def serves(self) -> None:
         """The server has just been seen to be ready."""
@@ -61,6 +69,7 @@ class FaultDetector:
         self.missing = ()
         self.looked_s = time.monotonic()
         self._triton_is_ready = True
+        self._note_failures()
         self.has_answered()
 
     def has_answered(self) -> None:
@@ -90,12 +99,33 @@ class FaultDetector:
         self.looked_s = time.monotonic()
         return self._silent_s() > TRITON_HANG_AFTER_S
 
+    def are_callers_told(self) -> bool:
+        """Whether the callers whose streams were lost with a detokenizer have their errors.
+
+        The engine ends such streams at once, but releases of Triton after 24.10 may hold its errors
+        back for seconds. Waits for them a little.
+        """
+        if not self._noted[1] and self._requests() == self._noted:
+            return True  # there were no streams
+        deadline_s = time.monotonic() + _TOLD_WITHIN_S
+        while True:
+            lost = self._lost_streams()
+            if lost is not None:
+                num_lost = sum(lost[pid] - self._lost_before.get(pid, 0) for pid in lost)
+                num_failed = self._server.num_failed(timeout_s=_TOLD_WITHIN_S) if num_lost else 0
+                if num_failed is not None and num_failed - self._failed_before >= num_lost:
+                    return True
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_TOLD_WITHIN_S / 10)
+
     def num_inside_others(self, model: str) -> Iterator[int]:
         """How many requests are inside each process of the other models, asked now."""
         return (p.beat.num_inside for p in self.processes.look() if p.model != model)
 
     def close(self) -> None:
         """Look no more; closes what names the server's processes."""
+        self._asker.close()
         self.processes.close()
 
     def _note_pause(self) -> None:
@@ -115,6 +145,41 @@ class FaultDetector:
             if answer is not None:  # on a busy machine silence means nothing, until it is a hang
                 self._triton_is_ready = answer
                 self.has_answered()
+                self._note_failures()
+
+    def _note_failures(self) -> None:
+        """Note how many requests have failed so far, if there were any since the last time."""
+        requests = self._requests()
+        if requests == self._noted and not requests[1]:
+            return
+        num_failed = self._server.num_failed(timeout_s=_TOLD_WITHIN_S)
+        lost = self._lost_streams(of_none=False)
+        if all(process.is_alive for process in self.processes.look()):  # else it is too late
+            self._noted = requests
+            self._failed_before = self._failed_before if num_failed is None else num_failed
+            self._lost_before = self._lost_before if lost is None else lost
+
+    def _requests(self) -> tuple[int, bool]:
+        """How many requests the engines have seen, and whether any are inside."""
+        beats = [process.beat for process in self.seen if process.model == OPTIONS_MODEL]
+        return sum(beat.num_seen for beat in beats), any(beat.num_inside for beat in beats)
+
+    def _lost_streams(self, *, of_none: bool = True) -> dict[int, int] | None:
+        """How many streams each engine, by process, has ended for want of a detokenizer.
+
+        None if one does not tell, or, with ``of_none``, has not noticed yet that none is left.
+        """
+        lost = {}
+        for process in self.seen:
+            if process.model == OPTIONS_MODEL and process.is_alive:
+                try:
+                    counts = counts_of(self._server.directory, process)
+                except (OSError, ValueError):
+                    return None
+                if not counts or (of_none and counts["num_detokenizers"]):
+                    return None
+                lost[process.pid] = int(counts["num_lost_streams"])
+        return lost
 
     def _find_fault(self) -> Fault | None:
         code = self._server.poll()
@@ -132,7 +197,10 @@ class FaultDetector:
             patience_s = HANG_AFTER_S - 2 * _ASK_EVERY_S  # it is asked now and then
         if self._silent_s() > patience_s:
             return Fault("; ".join([_TRITON_HANGS, *found.values()]))
-        return Fault("; ".join(found.values()), tuple(found)) if found else None
+        if found:
+            return Fault("; ".join(found.values()), tuple(found))
+        unanswered = self._asker.look(self.seen)
+        return Fault(unanswered) if unanswered is not None else None
 
 
 def _is_only_silent(process: ModelProcess) -> bool:

@@ -2,7 +2,7 @@
 
 Two kinds are known: the one inside the nvidia-pytriton wheel, which needs its parts put together
 (a stub for each Python version lies beside the backend), and one that is complete, such as in
-NVIDIA's container, found on PATH or named by the operator.
+NVIDIA's container, found on PATH or named by the operator, also in the environment.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from minisgl_backend.errors import ConfigError
+
+TRITONSERVER_VARIABLE: Final = "MINISGL_TRITONSERVER"
+"""The environment variable that names a tritonserver; the wheel's is used if it is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Installation:
     """A tritonserver: its binary, its parts, and directories its libraries are found in.
 
-    ``backend`` and ``stub`` are None if the server finds its own.
+    ``backend`` and ``stub`` have to be put together, ``backends`` is a folder that is complete. All
+    are None if the server finds its own.
     """
 
     binary: Path
+    backends: Path | None = None
     backend: Path | None = None
     stub: Path | None = None
     library_path: tuple[str, ...] = ()
@@ -60,15 +66,17 @@ class Installation:
 
 
 def find_installation(binary: str | None = None) -> Installation:
-    """The tritonserver named by ``binary``, else the wheel's, else the one on PATH.
+    """The tritonserver named by ``binary``, else by the environment, else the wheel's, else the one
+    on PATH.
 
     Raises ``ConfigError`` if there is none, or the wheel has no stub for this Python or NumPy.
     """
-    if binary is not None:
-        path = shutil.which(binary)
+    named = binary if binary is not None else os.environ.get(TRITONSERVER_VARIABLE)
+    if named:
+        path = shutil.which(named)
         if path is None:
-            raise ConfigError(f"there is no tritonserver at {binary!r}")
-        return Installation(Path(path).resolve())
+            raise ConfigError(f"there is no tritonserver at {named!r}")
+        return _complete(path)
     wheel = _wheel_installation()
     if wheel is not None:
         return wheel
@@ -78,7 +86,15 @@ def find_installation(binary: str | None = None) -> Installation:
             "no tritonserver found: install nvidia-pytriton (pip install '.[server]' in a clone),"
             " put tritonserver on PATH, or name it with --tritonserver"
         )
-    return Installation(Path(path).resolve())
+    return _complete(path)
+
+
+def _complete(path: str) -> Installation:
+    """An installation that needs nothing; a build may have its backends beside the binary's folder,
+    where the server does not look by itself."""
+    binary = Path(path).resolve()
+    backends = binary.parent.parent / "backends"
+    return Installation(binary, backends=backends if (backends / "python").is_dir() else None)
 
 
 def _wheel_installation() -> Installation | None:

@@ -85,6 +85,8 @@ def launch(
     backends = installation.make_backend_directory(directory)
     if backends is not None:
         keep_no_bytecode(backends / "python")
+    backends = backends or installation.backends
+    if backends is not None:
         arguments.append(f"--backend-directory={backends}")
     environment = installation.environment({**os.environ, **options.environment})
     environment[RUNTIME_DIRECTORY_VARIABLE] = str(directory)

@@ -148,6 +148,15 @@ def footprint(pid: int) -> dict[str, int]:
         return {}
 
 
+def computed_s(pid: int) -> float:
+    """Seconds of computing that a process has used up; 0 if it has gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def server_stats(server: TritonServer, processes: Sequence[ModelProcess]) -> dict[str, Any]:
     """What the server holds, and what each process tells of itself, all asked at once."""
     with ThreadPoolExecutor(max(1, len(processes))) as threads:

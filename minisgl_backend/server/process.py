@@ -122,6 +122,11 @@ class TritonServer:
         return self.options.grpc_port
 
     @property
+    def grpc_address(self) -> str:
+        """HOST:PORT at which this machine reaches it by gRPC."""
+        return self.url(port=self.grpc_port).removeprefix("http://")
+
+    @property
     def metrics_port(self) -> int:
         """Where it tells its metrics."""
         return self.options.metrics_port
@@ -187,6 +192,15 @@ class TritonServer:
     def num_waiting(self, model: str) -> int:
         """The requests that wait inside tritonserver for a model, as far as it tells."""
         return triton_http.num_waiting(self.url("/metrics", port=self.metrics_port), model)
+
+    def num_failed(self, *, timeout_s: float) -> int | None:
+        """The requests to its ensembles that have ended with an error; None if it does not tell."""
+        ensembles = {path.parent.name for path in self.repository.glob("*/config.pbtxt")}
+        return triton_http.num_failed(
+            self.url("/metrics", port=self.metrics_port),
+            ensembles - self.model_names(),
+            timeout_s=timeout_s,
+        )
 
     def failure(self) -> str:
         """Why the server did not start, from its log."""

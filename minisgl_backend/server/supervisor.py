@@ -6,9 +6,10 @@ Models' processes that died or hang are ended for good, and their models loaded 
 others serve on. But all of tritonserver is ended and started again, on the same ports, if
 
 - requests were inside such a process: Triton 24.10 neither ends them nor can be told to, so their
-  callers would wait for ever, and so they see their connections break at once (the detokenizer has
-  no request inside: the engine ends the streams of one that has gone);
-- tritonserver itself is at fault;
+  callers would wait for ever, and so they see their connections break at once;
+- streams were lost with the detokenizer, and their callers have no error half a second later: the
+  engine ends these streams, but releases after 24.10 may hold its errors back;
+- tritonserver itself is at fault, or answers no request;
 - more requests wait in tritonserver for a dead model than are served beside them: Triton 24.10 ends
   the waiting ones with an error, but only one a second, even when the model is back;
 - models were loaded again ``MAX_RELOADS`` times: under load tritonserver keeps threads of each.
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.runtime_files import RECOVERING_MARKER
+from minisgl_backend.runtime_files import DETOKENIZER, RECOVERING_MARKER
 from minisgl_backend.server.faults import HANG_AFTER_S, Fault, FaultDetector
 from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.model_processes import server_stats
@@ -219,11 +220,15 @@ class Supervisor:
         if fault.processes:
             with suppress(OSError):  # a full disk
                 self._recovering_marker.touch()
-            beats = [self._detector.processes.end(process) for process in fault.processes]
-            num_lost = sum(beat.num_inside for beat in beats)
+            ended = {process: self._detector.processes.end(process) for process in fault.processes}
+            num_lost = sum(
+                beat.num_inside for process, beat in ended.items() if process.model != DETOKENIZER
+            )
             why: str | None
             if num_lost:
                 why = f"{num_lost} requests are lost with it"
+            elif DETOKENIZER in fault.models and not self._detector.are_callers_told():
+                why = "streams are lost with it, and tritonserver does not tell their callers"
             elif self._num_reloads + len(fault.models) > MAX_RELOADS:
                 why = f"models were loaded again {self._num_reloads} times"
             else:

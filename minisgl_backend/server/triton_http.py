@@ -11,7 +11,7 @@ import re
 import select
 import time
 import urllib.error
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from http.client import HTTPConnection, HTTPException
 from typing import Final
 from urllib.parse import urlsplit
@@ -81,12 +81,30 @@ def num_waiting(metrics_url: str, model: str) -> int:
 
     What Triton has handed to a model's process, or not taken yet, is not among them.
     """
-    try:
-        with open_local(metrics_url, timeout_s=_METRICS_S) as response:
-            text = response.read().decode()
-    except (OSError, HTTPException):  # the latter if it died in the middle
-        return 0
+    text = _metrics(metrics_url, _METRICS_S)
     pattern = (
         rf'^nv_inference_pending_request_count{{[^}}]*model="{re.escape(model)}"[^}}]*}} (\d+)'
     )
-    return sum(map(int, re.findall(pattern, text, re.MULTILINE)))
+    return sum(map(int, re.findall(pattern, text or "", re.MULTILINE)))
+
+
+def num_failed(metrics_url: str, models: Collection[str], *, timeout_s: float) -> int | None:
+    """The requests to these models that have ended with an error, but for cancelled ones.
+
+    None if Triton does not answer.
+    """
+    text = _metrics(metrics_url, timeout_s)
+    if text is None:
+        return None
+    names = "|".join(map(re.escape, sorted(models)))
+    pattern = rf'^nv_inference_request_failure{{[^}}]*model="(?:{names})"([^}}]*)}} (\d+)'
+    found = re.findall(pattern, text, re.MULTILINE)
+    return sum(int(count) for labels, count in found if 'reason="CANCELED"' not in labels)
+
+
+def _metrics(metrics_url: str, timeout_s: float) -> str | None:
+    try:
+        with open_local(metrics_url, timeout_s=timeout_s) as response:
+            return response.read().decode()
+    except (OSError, HTTPException):  # the latter if it died in the middle
+        return None

@@ -156,9 +156,16 @@ class EngineChannel(Reactor):
         for ack in decode_acks(message):
             self._on_ack(ack)
 
+    @property
+    def num_peers(self) -> int:
+        """Detokenizers that are connected, or whose going is not dealt with yet."""
+        return len(self._peers)
+
     def on_gone(self, peer: Peer) -> None:
-        self._peers.remove(peer)
-        self._on_detokenizer_gone()
+        try:
+            self._on_detokenizer_gone()
+        finally:
+            self._peers.remove(peer)
 
 
 class DetokenizerChannel(Reactor):

@@ -56,13 +56,12 @@ class TritonPythonModel:
         """By key; those of which nothing was heard for longest come first."""
         self._lock = threading.Lock()
         self._channel = DetokenizerChannel(on_forget=self._forget)
-        # packets are not counted: the engine ends the streams of a detokenizer that has gone
         self._status = StatusServer(runtime_directory(), args["model_name"], stats=self.stats)
 
     def execute(self, requests: list[Any]) -> None:
         """Answer packets, in order."""
         for request in requests:
-            responder = Responder(request)
+            responder = Responder(request, self._status)
             try:
                 self._take(request, responder)
             except Exception as error:

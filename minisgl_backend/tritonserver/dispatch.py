@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-from minisgl_backend.errors import EngineFailure
+from minisgl_backend.errors import EngineFailure, MiniSGLError
 from minisgl_backend.request import Event, FinishReason, RequestId
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.outbox import Outbox
@@ -72,6 +72,8 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
         self._newest_acknowledged_s = float("-inf")
+        self.num_lost = 0
+        """Streams that ended because the detokenizer had gone."""
         self._outbox: Outbox[ResponseStream] = Outbox(max(6, half))
         self._stopping = threading.Event()
         self.channel = EngineChannel(
@@ -116,6 +118,12 @@ class Dispatcher:
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def end_all(self, error: MiniSGLError) -> None:
+        """Answer every open stream with ``error``, without waiting for the engine's event."""
+        for stream in self._snapshot():
+            if stream.mute(error):
+                self._outbox.put(stream, urgent=True)
 
     def wait_empty(self, timeout_s: float) -> bool:
         """Wait until every stream has sent its final flag; False if one has not in time."""
@@ -208,6 +216,7 @@ class Dispatcher:
         lost = [stream for stream in self._snapshot() if stream.is_acknowledged]
         if lost:
             logger.warning("the detokenizer has gone, and %d requests with it", len(lost))
+        self.num_lost += len(lost)
         for stream in lost:
             self._give_up(stream, "the detokenizer has gone")
 

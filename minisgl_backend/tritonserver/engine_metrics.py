@@ -1,14 +1,18 @@
 """The engine's counts as Prometheus metrics on Triton's own endpoint.
 
 Each update of a metric is a round trip to tritonserver (some 60 microseconds) on the thread that
-responses use too. So counts are gathered here and reported in batches, a few times a second, from
-a side thread. Histograms of requests are Triton's own, an observation a request; those of steps and
-packets would take thousands of observations a second, so their buckets are counted here and
-reported as counters, which Prometheus reads the same way.
+responses use too. So counts are gathered here and reported in batches, a few times a second, from a
+thread of their own. Histograms of requests are Triton's own, an observation a request; those of
+steps and packets would take thousands of observations a second, so their buckets are counted here
+and reported as counters, which Prometheus reads the same way.
 
 Each engine has a label of its own. Two metrics with the same labels, as of two instances or of a
 model that is being reloaded, would be one object inside Triton, which goes with the first of the
 two: the next update of the other crashes tritonserver (measured with 24.10).
+
+The gauges of load and pages come under two sets of names: vLLM's, and those of the TensorRT-LLM
+backend. Routers read either: the endpoint picker of Kubernetes' Gateway API Inference Extension,
+and Triton's own HTTP frontend for its load reports.
 """
 
 from __future__ import annotations
@@ -18,10 +22,12 @@ from typing import Any, Final, Protocol
 
 import triton_python_backend_utils as pb_utils
 
+from minisgl_backend.config import EngineOptions
 from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.runtime.recorder import REFUSALS, EngineStats, Samples
 from minisgl_backend.tritonserver.metrics import (
     BucketCounts,
+    MetricsThread,
     ReportedMetric,
     engine_labels,
     refusals_family,
@@ -49,19 +55,49 @@ class Engine(Protocol):
 
 
 class EngineMetrics:
-    """All metrics of one engine. ``report`` belongs to one thread, ``packet_sent`` to any."""
+    """The metrics of one engine, and the thread that reports them; ``packet_sent`` is for any."""
 
-    def __init__(self, engine: Engine, *, model: str, version: str) -> None:
-        self._engine = engine
-        self._labels = engine_labels(model, version)
-        self._families: list[Any] = []
+    def __init__(
+        self, engine: Engine, options: EngineOptions, *, version: str, every_s: float = 0.25
+    ) -> None:
         self._packet_tokens = BucketCounts(_TOKEN_BUCKETS)
+        labels = engine_labels(options.model, version)
+        self._thread = MetricsThread(
+            lambda: ReportedEngine(engine, options, self._packet_tokens, labels), every_s=every_s
+        )
+
+    def packet_sent(self, num_tokens: int) -> None:
+        """A response with that many tokens went out."""
+        if num_tokens:
+            self._packet_tokens.observe(num_tokens)
+
+    def close(self) -> None:
+        """Report what is left, and drop the metrics."""
+        self._thread.close()
+
+
+class ReportedEngine:
+    """What Triton has of one engine. Belongs to one thread, from making to ``close``."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: EngineOptions,
+        packet_tokens: BucketCounts,
+        labels: Mapping[str, str],
+    ) -> None:
+        self._engine = engine
+        self._labels = dict(labels)
+        self._families: list[Any] = []
+        self._packet_tokens = packet_tokens
         self._batch_size = BucketCounts(_BATCH_BUCKETS)
         self._step_s = {
             phase: BucketCounts(_LATENCY_BUCKETS) for phase in ("prefill", "decode", "mixed")
         }
         self._counters = self._make_counters()
         self._gauges = self._make_gauges()
+        self._requests, self._pages = self._make_load_gauges()
+        self._cache_info = self._make_cache_info(options)
         self._rejected = self._by_label(self._kept(refusals_family()), "reason", REFUSALS)
         self._failed = self._by_label(
             self._family(
@@ -82,11 +118,6 @@ class EngineMetrics:
             metrics = self._bucket_children(families, _LATENCY_BUCKETS, {"phase": phase})
             self._counted.append((counts, metrics))
 
-    def packet_sent(self, num_tokens: int) -> None:
-        """A response with that many tokens went out."""
-        if num_tokens:
-            self._packet_tokens.observe(num_tokens)
-
     def report(self) -> None:
         """Tell Triton what changed since the last report."""
         stats = self._engine.stats()
@@ -104,18 +135,7 @@ class EngineMetrics:
             self._rejected[reason].raise_to(value)
         for code, value in stats.failed.items():
             self._failed[code].raise_to(value)
-        waiting = max(scheduler.num_waiting, stats.num_open - scheduler.num_running)
-        used = scheduler.used_pages
-        levels: tuple[tuple[str, float], ...] = (
-            ("vllm:num_requests_running", scheduler.num_running),
-            ("vllm:num_requests_waiting", waiting),
-            ("vllm:kv_cache_usage_perc", used / max(1, scheduler.total_pages)),
-            ("tokens_per", self._engine.info.page_size),
-            ("used", used),
-            ("max", scheduler.total_pages),
-        )
-        for name, level in levels:
-            self._gauges[name].set(level)
+        self._report_levels(stats)
         self._observe_samples()
         for counts, children in self._counted:
             for name, total in counts.totals().items():
@@ -125,11 +145,52 @@ class EngineMetrics:
         """Drop all metrics, and then their families, as Triton demands."""
         self._counters.clear()
         self._gauges.clear()
+        self._requests.clear()
+        self._pages.clear()
+        self._cache_info.clear()
         self._rejected.clear()
         self._failed.clear()
         self._histograms.clear()
         self._counted.clear()
         self._families.clear()
+
+    def _report_levels(self, stats: EngineStats) -> None:
+        scheduler, info = stats.scheduler, self._engine.info
+        running, used = scheduler.num_running, scheduler.used_pages
+        waiting = max(scheduler.num_waiting, stats.num_open - running)
+        fraction = used / max(1, scheduler.total_pages)
+        levels: tuple[tuple[Mapping[str, ReportedMetric], Mapping[str, float]], ...] = (
+            (
+                self._gauges,
+                {
+                    "vllm:num_requests_running": running,
+                    "vllm:num_requests_waiting": waiting,
+                    "vllm:kv_cache_usage_perc": fraction,
+                },
+            ),
+            (
+                self._requests,
+                {
+                    "waiting": waiting,
+                    "scheduled": running,
+                    "active": running,
+                    "max": info.max_running_requests,
+                },
+            ),
+            (
+                self._pages,
+                {
+                    "fraction": fraction,
+                    "used": used,
+                    "free": scheduler.total_pages - used,
+                    "max": scheduler.total_pages,
+                    "tokens_per": info.page_size,
+                },
+            ),
+        )
+        for metrics, values in levels:
+            for name, value in values.items():
+                metrics[name].set(value)
 
     def _observe_samples(self) -> None:
         samples = self._engine.take_samples()
@@ -179,19 +240,45 @@ class EngineMetrics:
             "vllm:kv_cache_usage_perc": "Share of the pages that are neither free nor evictable",
         }
         gauge = pb_utils.MetricFamily.GAUGE
-        gauges = {
+        return {
             name: ReportedMetric(self._family(name, text, gauge).Metric(labels=self._labels))
             for name, text in descriptions.items()
         }
-        blocks = self._family(
-            "nv_trt_llm_kv_cache_block_metrics",
-            "Pages of the KV cache, under the name that Triton's load reports look for",
-            gauge,
+
+    def _make_load_gauges(self) -> tuple[dict[str, ReportedMetric], dict[str, ReportedMetric]]:
+        """Requests and pages under the names of the TensorRT-LLM backend."""
+        gauge = pb_utils.MetricFamily.GAUGE
+        requests = self._family("nv_trt_llm_request_metrics", "Requests, by their state", gauge)
+        pages = self._family(
+            "nv_trt_llm_kv_cache_block_metrics", "Pages of the KV cache, by their state", gauge
         )
-        for kind in ("tokens_per", "used", "max"):
-            labels = {**self._labels, "kv_cache_block_type": kind}
-            gauges[kind] = ReportedMetric(blocks.Metric(labels=labels))
-        return gauges
+        return (
+            self._by_label(requests, "request_type", ("waiting", "scheduled", "active", "max")),
+            self._by_label(
+                pages, "kv_cache_block_type", ("fraction", "used", "free", "max", "tokens_per")
+            ),
+        )
+
+    def _make_cache_info(self, options: EngineOptions) -> list[Any]:
+        """What is fixed about the KV cache, as labels of a gauge that is 1, as vLLM has it."""
+        info = self._engine.info
+        family = self._family(
+            "vllm:cache_config_info",
+            "What is fixed about the KV cache, in its labels",
+            pb_utils.MetricFamily.GAUGE,
+        )
+        labels = {
+            "block_size": info.page_size,
+            "num_gpu_blocks": info.num_pages,
+            "kv_cache_size_tokens": info.num_pages * info.page_size,
+            "cache_dtype": options.kv_cache_dtype or "auto",
+            "enable_prefix_caching": options.cache == "radix",
+            "gpu_memory_utilization": options.memory_ratio,
+        }
+        said = {name: str(value) for name, value in labels.items()}
+        metric = family.Metric(labels={**self._labels, **said})
+        metric.set(1)
+        return [metric]
 
     def _make_histograms(self) -> dict[str, Any]:
         descriptions = {

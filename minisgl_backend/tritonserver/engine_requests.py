@@ -33,7 +33,7 @@ from minisgl_backend.wire.answer import (
     answer_arrays,
     prompt_logprobs_json,
 )
-from minisgl_backend.wire.generation import Generation, StopRequest, TokenPrompt
+from minisgl_backend.wire.generation import Generation, Stopped, StopRequest, TokenPrompt
 from minisgl_backend.wire.packets import Packet, StreamStart, encode_packet
 from minisgl_backend.wire.parameters import CHUNK, INPUT_IDS, REQUEST
 from minisgl_backend.wire.parse import parse_token_generation
@@ -43,15 +43,16 @@ _STOP_STRINGS_EVERY_S: Final = 0.1
 """How often a request that is answered at its end shows its tokens to the stop strings."""
 
 
-def read_request(request: Any, limits: Limits) -> tuple[Generation | StopRequest, bool]:
+def read_request(request: Any, limits: Limits) -> tuple[Generation | StopRequest | Stopped, bool]:
     """A request of Triton's, and whether it is direct; raises ``RequestError``."""
     arrival_time_ns = time.time_ns()
     inputs = read_inputs(request)
+    parameters = read_parameters(request)
     checked_size(request, inputs, limits)
     if REQUEST.name not in inputs:
         parsed = parse_token_generation(
             inputs,
-            read_parameters(request),
+            parameters,
             arrival_time_ns=arrival_time_ns,
             timeout_us=request.timeout(),
             limits=limits,

@@ -22,7 +22,7 @@ from typing import Any, Final
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, Overloaded
 from minisgl_backend.request import Event, Failed, Finished, FinishReason
-from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine import Engine, shutting_down
 from minisgl_backend.runtime_files import QueueMarker, State
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
@@ -43,11 +43,14 @@ from minisgl_backend.tritonserver.status import Status, StatusServer
 from minisgl_backend.tritonserver.tensors import make_response
 from minisgl_backend.tritonserver.unload_watcher import UnloadWatcher
 from minisgl_backend.wire.answer import Answer, answer_arrays
-from minisgl_backend.wire.generation import Generation, StopRequest
+from minisgl_backend.wire.generation import Generation, Stopped, StopRequest, Wanted
 from minisgl_backend.wire.packets import Packet, StreamStart
 
 logger = logging.getLogger(__name__)
 
+_LAST_STEP_S: Final = 1.0
+"""How long the step that runs when the drain is over may still take, until requests end without it:
+on a CPU a step of a long prompt can take minutes."""
 _LAST_FLAGS_S: Final = 10.0
 """Time for the last responses once every request has ended."""
 
@@ -70,9 +73,7 @@ class TritonPythonModel:
         self._options = options
         self._limits = Limits()
         self._engine = self.make_engine(options)
-        self._metrics = EngineMetrics(
-            self._engine, model=options.model, version=args["model_version"]
-        )
+        self._metrics = EngineMetrics(self._engine, options, version=args["model_version"])
         self._dispatcher = Dispatcher(
             self._engine,
             grace_s=options.cancel_grace_ms / 1000,
@@ -87,7 +88,10 @@ class TritonPythonModel:
         )
         self._marking = threading.Lock()
         self._watcher = UnloadWatcher(
-            ready_url=ready_url(args), marker=self._marker, report=self._report, drain=self._drain
+            ready_url=ready_url(args),
+            marker=self._marker,
+            report=self._show_queue,
+            drain=self._drain,
         )
         self._broken_since_s: float | None = None
         self._status = StatusServer(
@@ -111,6 +115,7 @@ class TritonPythonModel:
         """End what is in flight, then all threads; nothing of this model is left."""
         self._watcher.close()
         self._drain()
+        self._engine.close(drain_s=0)
         self._dispatcher.close()
         self._metrics.close()
         self._status.close()
@@ -125,7 +130,13 @@ class TritonPythonModel:
                 self._engine.count_refused(reason)
             raise
         if isinstance(parsed, StopRequest):
-            self._stop(parsed, responder, direct=direct)
+            self._stop(responder)
+            self._answer_cancelled(
+                replace(parsed.wanted, finish_reason=True), responder, direct=direct
+            )
+        elif isinstance(parsed, Stopped):
+            self._engine.count_cancelled()
+            self._answer_cancelled(parsed.wanted, responder, direct=direct)
         else:
             self._generate(parsed, responder, direct=direct)
 
@@ -150,8 +161,8 @@ class TritonPythonModel:
         if stream.is_muted:  # given up before the engine knew its request
             self._engine.abort(stream.request_id)
 
-    def _stop(self, request: StopRequest, responder: Responder, *, direct: bool) -> None:
-        """Cancel the requests that bear the same id, and say so."""
+    def _stop(self, responder: Responder) -> None:
+        """Cancel the requests that bear the same id."""
         if not responder.label:
             raise InvalidRequest("stop_request needs the request id of what it stops")
         streams = self._dispatcher.labelled(responder.label)
@@ -160,7 +171,9 @@ class TritonPythonModel:
             raise Overloaded("the engine takes no requests")
         for stream in streams:
             self._engine.abort(stream.request_id)
-        wanted = replace(request.wanted, finish_reason=True)
+
+    def _answer_cancelled(self, wanted: Wanted, responder: Responder, *, direct: bool) -> None:
+        """Answer a request of which the engine does not know: it is cancelled."""
         if direct:
             answer = Answer(finish=FinishReason.CANCELLED)
             response = make_response(answer_arrays(answer, wanted))
@@ -182,6 +195,8 @@ class TritonPythonModel:
         return {
             **asdict(self._engine.stats()),
             "num_streams": len(self._dispatcher),
+            "num_lost_streams": self._dispatcher.num_lost,
+            "num_detokenizers": self._dispatcher.channel.num_peers,
             "info": asdict(self._engine.info),
         }
 
@@ -198,17 +213,17 @@ class TritonPythonModel:
         self._broken_since_s = self._broken_since_s or now_s
         return not len(self._dispatcher) or now_s - self._broken_since_s > _LAST_FLAGS_S
 
-    def _report(self) -> None:
-        self._show_queue()
-        self._metrics.report()
-
     def _show_queue(self) -> None:
         with self._marking:  # so that the marker shows what was looked up last
             self._marker.show(self._engine.is_queue_full())
 
     def _drain(self) -> None:
         """Give open requests the time the operator granted, then end the rest with an error."""
-        self._engine.close(drain_s=self._options.drain_timeout_s)
+        drain_s = self._options.drain_timeout_s
+        has_ended = self._engine.close(drain_s=drain_s, patience_s=_LAST_STEP_S)
+        if not has_ended and len(self._dispatcher):
+            logger.warning("the engine is in a long step: its requests end without it")
+            self._dispatcher.end_all(shutting_down())
         if not self._dispatcher.wait_empty(_LAST_FLAGS_S):
             logger.error("%d requests did not get their last response", len(self._dispatcher))
         self._marker.remove()

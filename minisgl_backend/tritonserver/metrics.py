@@ -1,5 +1,9 @@
 """What the metrics of engine and tokenizer share: counters of this process, reported in batches.
 
+A tritonserver dies if several threads of a stub make, set or drop metrics (measured with 24.10 and
+26.07). So ``MetricsThread`` makes the metrics on its own thread and hands them to no other: what
+counts lives outside, safe to write from any thread, and what reports lives and dies in there.
+
 A report fails if Triton has no room for the message; the next one has what it missed.
 """
 
@@ -11,10 +15,11 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import triton_python_backend_utils as pb_utils
 
@@ -72,22 +77,70 @@ class ReportedMetric:
             self.value = value
 
 
+class Reported(Protocol):
+    """Metrics inside Triton. All calls of them, from first to last, belong to one thread."""
+
+    def report(self) -> None:
+        """Tell Triton what changed since the last report."""
+
+    def close(self) -> None:
+        """Drop all metrics, and then their families, as Triton demands."""
+
+
+class MetricsThread:
+    """The one thread of a model instance on which Triton is told of metrics."""
+
+    def __init__(self, make: Callable[[], Reported], *, every_s: float) -> None:
+        """``make`` runs on the thread; an error of it is raised here.
+
+        When this returns, Triton has been told once.
+        """
+        self._every_s = every_s
+        self._made: Future[None] = Future()
+        self._fails = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(make,), name="metrics", daemon=True)
+        self._thread.start()
+        self._made.result()
+
+    def close(self) -> None:
+        """Report what is left, drop the metrics and end the thread."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self, make: Callable[[], Reported]) -> None:
+        try:
+            metrics = make()
+        except Exception as error:
+            self._made.set_exception(error)
+            return
+        self._report(metrics)  # or what is fixed would be 0 until the next report
+        self._made.set_result(None)
+        while not self._closing.wait(self._every_s):
+            self._report(metrics)
+        self._report(metrics)
+        metrics.close()
+
+    def _report(self, metrics: Reported) -> None:
+        try:
+            metrics.report()
+            self._fails = False
+        except Exception:
+            if not self._fails:
+                logger.exception("metrics cannot be reported")
+            self._fails = True
+
+
 class Rejections:
-    """Requests that the tokenizer refuses, reported in batches by a thread of its own."""
+    """Requests that the tokenizer refuses; ``count`` belongs to any thread."""
 
     def __init__(self, *, model: str, version: str, every_s: float = 0.5) -> None:
-        self._family = refusals_family()
-        labels = engine_labels(model, version)
-        self._metrics = {
-            reason: ReportedMetric(self._family.Metric(labels={**labels, "reason": reason}))
-            for reason in _REASONS.values()
-        }
         self._lock = threading.Lock()
         self._counts: Counter[Refusal] = Counter()
-        self._every_s = every_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rejections", daemon=True)
-        self._thread.start()
+        self._thread = MetricsThread(
+            lambda: _ReportedRejections(self._counts, engine_labels(model, version)),
+            every_s=every_s,
+        )
 
     def count(self, error: BaseException) -> None:
         """A request was refused with this error; what is no refusal is not counted."""
@@ -96,23 +149,26 @@ class Rejections:
                 self._counts[reason] += 1
 
     def close(self) -> None:
-        """Report what is left, end the thread and drop the metrics."""
-        self._closing.set()
-        self._thread.join()
-        self._metrics.clear()
+        """Report what is left, and drop the metrics."""
+        self._thread.close()
 
-    def _run(self) -> None:
-        fails = is_last = False
-        while not is_last:
-            is_last = self._closing.wait(self._every_s)
-            try:
-                for reason, metric in self._metrics.items():
-                    metric.raise_to(self._counts[reason])
-                fails = False
-            except Exception:
-                if not fails:
-                    logger.exception("the refusals cannot be reported")
-                fails = True
+
+class _ReportedRejections:
+    def __init__(self, counts: Counter[Refusal], labels: Mapping[str, str]) -> None:
+        self._counts = counts
+        self._families = [refusals_family()]
+        self._metrics = {
+            reason: ReportedMetric(self._families[0].Metric(labels={**labels, "reason": reason}))
+            for reason in _REASONS.values()
+        }
+
+    def report(self) -> None:
+        for reason, metric in self._metrics.items():
+            metric.raise_to(self._counts[reason])
+
+    def close(self) -> None:
+        self._metrics.clear()
+        self._families.clear()
 
 
 class BucketCounts:

@@ -41,7 +41,10 @@ class Responder:
         if ledger is not None:
             ledger.entered()
         self._sender: Any = request.get_response_sender()
-        self.label: str = request.request_id()
+        try:
+            self.label: str = request.request_id()
+        except UnicodeDecodeError:  # the models refuse such a request, through this object
+            self.label = ""
 
     def send(self, response: Any, *, final: bool = False) -> bool:
         """Send a response, the last one if ``final``; False if the last one was sent."""

@@ -9,7 +9,9 @@ its packets stay in order.
 
 Invariants: the responder gets its final flag as soon as the terminal event has come, or the stream
 is muted: by a verdict, or because it is not acknowledged any more. A muted stream sends nothing
-else. Log-probabilities of the prompt come before all tokens and before the end, so many at a time
+else. The token with which a request ends is in the packet that says so: no client gets an end
+without one, unless the request ended without one (by its deadline, or cancelled).
+Log-probabilities of the prompt come before all tokens and before the end, so many at a time
 that no packet takes its reader long, each packet once the one before it is acknowledged. A client
 that is answered once gets them in the one packet that it gets.
 """
@@ -87,6 +89,7 @@ class ResponseStream:
         self._scheduled_time_ns = 0
         self._first_token_time_ns = 0
         self._last_token_time_ns = 0
+        self._last: Generated | None = None
         self._terminal: Finished | Failed | None = None
         self._num_sent = 0
         self._has_sent_tokens = False
@@ -118,14 +121,15 @@ class ResponseStream:
         """Take an event; True if the caller must hand the stream to a sender."""
         with self._lock:
             if type(event) is Generated:
-                self._token_ids.append(event.token_id)
-                if event.logprobs is not None:
-                    self._logprobs.append(event.logprobs)
                 if self._is_timed:
                     self._last_token_time_ns = time.time_ns()
                     self._first_token_time_ns = (
                         self._first_token_time_ns or self._last_token_time_ns
                     )
+                if event.is_last:
+                    self._last = event  # for the packet with the terminal event
+                    return False
+                self._append(event)
                 if self._claimed or not self._window.is_open:
                     return False  # the usual case of a busy server, and it comes for every token
             elif isinstance(event, Admitted):
@@ -137,10 +141,18 @@ class ResponseStream:
                     event.part(begin, begin + most) for begin in range(0, len(event), most)
                 )
             else:
+                assert isinstance(event, Finished | Failed)
+                if self._last is not None:
+                    self._append(self._last)
                 self._terminal = event
                 if isinstance(event, Failed):
                     self._prompt_logprobs.clear()
             return self._claim(time.monotonic())
+
+    def _append(self, event: Generated) -> None:
+        self._token_ids.append(event.token_id)
+        if event.logprobs is not None:
+            self._logprobs.append(event.logprobs)
 
     # --- the channel's thread ----------------------------------------------------------------
 

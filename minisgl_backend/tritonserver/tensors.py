@@ -22,14 +22,28 @@ def read_inputs(request: Any) -> dict[str, npt.NDArray[Any]]:
 
 
 def read_parameters(request: Any) -> dict[str, Any]:
-    """The request parameters by name."""
-    parameters: dict[str, Any] = json.loads(request.parameters() or "{}")
+    """The request parameters by name; raises ``InvalidRequest``, also for a bad request id.
+
+    Triton's HTTP frontend hands on whatever bytes a client sends.
+    """
+    try:
+        request.request_id()
+    except UnicodeDecodeError:
+        raise InvalidRequest("the request id must be valid UTF-8") from None
+    parameters: dict[str, Any] = json.loads(_parameters_text(request) or "{}")
     return parameters
+
+
+def _parameters_text(request: Any) -> str:
+    try:
+        return request.parameters() or ""
+    except UnicodeDecodeError:
+        raise InvalidRequest("request parameters must be valid UTF-8") from None
 
 
 def checked_size(request: Any, arrays: Arrays, limits: Limits) -> int:
     """Bytes of a request's tensors and parameters; raises ``InvalidRequest`` for too many."""
-    size = len(request.parameters() or "") + sum(
+    size = len(_parameters_text(request)) + sum(
         sum(map(len, array.flat)) if array.dtype == object else array.nbytes
         for array in arrays.values()
     )

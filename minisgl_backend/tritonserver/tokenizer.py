@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 
 from minisgl_backend.config import Limits
-from minisgl_backend.errors import Cancelled, Overloaded, Recovering
+from minisgl_backend.errors import Overloaded, Recovering
 from minisgl_backend.request import IntArray
 from minisgl_backend.runtime_files import MarkerReader
 from minisgl_backend.text.tokenizer import PromptEncoder
@@ -50,7 +50,7 @@ from minisgl_backend.tritonserver.tensors import (
     text_array,
     texts_array,
 )
-from minisgl_backend.wire.generation import StopRequest
+from minisgl_backend.wire.generation import Generation, Stopped, StopRequest
 from minisgl_backend.wire.parameters import (
     INPUT_IDS,
     LOOKUPS,
@@ -64,6 +64,7 @@ from minisgl_backend.wire.record import encode_record
 
 logger = logging.getLogger(__name__)
 
+_NO_IDS: Final = np.empty(0, dtype=np.int32)
 _AT_ONCE_BYTES: Final = 4096
 """A larger request goes through the pool, with a prompt or without."""
 
@@ -111,6 +112,7 @@ class TritonPythonModel:
         options = engine_options(args)
         self._limits = Limits()
         self._parse_special_tokens = options.parse_special_tokens
+        self._exclude_input_in_output = options.exclude_input_in_output
         spec = model_spec(options)
         self._context = options.max_sequence_length or spec.context
         self._encoder = PromptEncoder.load(
@@ -181,10 +183,13 @@ class TritonPythonModel:
 
     def _run(self, job: _Job, size: int) -> None:
         try:
-            outputs = self._tokenize(job)
+            ids, request = self._tokenize(job, self._parse(job))
+            told = self._told(ids) if job.is_lookup else {}
             with job.sending:
-                if job.stopped:
-                    raise Cancelled("a stop_request of the same id came in")
+                if job.stopped and isinstance(request, Generation):
+                    outputs = _outputs(_NO_IDS, Stopped(wanted=request.wanted))
+                else:
+                    outputs = {**_outputs(ids, request), **told}
                 job.responder.send(make_response(outputs), final=True)
         except Exception as error:
             self._refuse(job.responder, error)
@@ -193,26 +198,32 @@ class TritonPythonModel:
                 self._jobs.discard(job)
                 self._num_bytes -= size
 
-    def _tokenize(self, job: _Job) -> Arrays:
-        request = parse_generation(
+    def _parse(self, job: _Job) -> Generation | StopRequest:
+        return parse_generation(
             self._with_default(job),
             job.parameters,
             arrival_time_ns=job.arrival_time_ns,
             timeout_us=job.timeout_us,
+            exclude_input_in_output=self._exclude_input_in_output,
             limits=self._limits,
         )
-        ids = np.empty(0, dtype=np.int32)
+
+    def _tokenize(
+        self, job: _Job, request: Generation | StopRequest
+    ) -> tuple[IntArray, Generation | StopRequest]:
+        """int32[num_prompt_tokens], and the request as the engine gets it."""
         if isinstance(request, StopRequest):
             self._stop(job)
-        else:
-            encode = self._encoder.look_up if job.is_lookup else self._encoder.encode
-            ids = encode(request.prompt)  # int32[num_prompt_tokens]
-            self._encoder.check_token_ids("stop_token_ids", request.sampling.stop_token_ids)
-            if not request.exclude_input_in_output:
-                prompt_text = self._encoder.prompt_text(request.prompt, ids)
-                request = replace(request, prompt_text=prompt_text)
-        outputs = {INPUT_IDS.name: ids, REQUEST.name: text_array(encode_record(request))}
-        return {**outputs, **self._told(ids)} if job.is_lookup else outputs
+            return _NO_IDS, request
+        if job.stopped:
+            return _NO_IDS, request
+        encode = self._encoder.look_up if job.is_lookup else self._encoder.encode
+        ids = encode(request.prompt)  # int32[num_prompt_tokens]
+        self._encoder.check_token_ids("stop_token_ids", request.sampling.stop_token_ids)
+        if request.exclude_input_in_output:
+            return ids, request
+        prompt_text = self._encoder.prompt_text(request.prompt, ids)
+        return ids, replace(request, prompt_text=prompt_text)
 
     def _told(self, ids: IntArray) -> Arrays:
         """What a lookup is told beside the ids, int32[num_tokens]."""
@@ -243,3 +254,8 @@ def _is_lookup(request: Any) -> bool:
     """Whether a client asks for outputs that no ensemble takes; all are if it names none."""
     wanted = request.requested_output_names()
     return any(tensor.name in wanted for tensor in LOOKUPS)
+
+
+def _outputs(ids: IntArray, request: Generation | StopRequest | Stopped) -> Arrays:
+    """The tensors for the engine."""
+    return {INPUT_IDS.name: ids, REQUEST.name: text_array(encode_record(request))}

@@ -1,4 +1,4 @@
-"""A thread beside the engine that reports metrics, and notices in time that the model must end.
+"""A thread beside the engine that notices in time that the model must end.
 
 Triton tells a model of its unloading only when its last request has ended, so that requests could
 hold up an unload, a reload or the end of the server for as long as they run. (Triton's own
@@ -6,24 +6,33 @@ hold up an unload, a reload or the end of the server for as long as they run. (T
 measured with 24.10.) So the thread asks the server's HTTP endpoint whether the model is ready, and
 looks whether a successor removed its marker, or the server's starter asks to drain. As soon as the
 model is to end, the engine drains.
+
+An engine that drains never comes back, and one answer proves nothing: newer servers ask the model
+before they answer, and if it was paused they say after some seconds that it is not ready. So it
+takes several answers in a row, and only prompt ones count.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import urllib.error
 from collections.abc import Callable
 from enum import Enum, auto
+from typing import Final
 
 from minisgl_backend.loopback import open_local
 from minisgl_backend.runtime_files import QueueMarker
 
 logger = logging.getLogger(__name__)
 
-_EVERY_S = 0.25
-_PATIENCE = 3
-"""Refused or broken connections in a row that mean that the server shuts down."""
+_EVERY_S: Final = 0.25
+_PATIENCE: Final = 3
+"""This often in a row, "not ready" means that the model is being unloaded, a connection that is
+refused or breaks that the server shuts down."""
+_PROMPT_S: Final = 1.0
+"""An answer that takes longer is about a pause: newer servers wait up to 5 s for the model."""
 
 
 class Readiness(Enum):
@@ -68,7 +77,8 @@ class UnloadWatcher:
         self._drain = drain
         self._draining: threading.Thread | None = None
         self._was_ready = False
-        self._num_refusals = 0
+        self._num_bad = 0
+        """Answers in a row that are signs of an end."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="unload watcher", daemon=True)
         self._thread.start()
@@ -101,14 +111,20 @@ class UnloadWatcher:
         if self._marker.is_replaced():
             logger.info("a newer load of the model took over; open requests may finish")
             return True
-        readiness = Readiness.READY if self._ready_url is None else ask(self._ready_url)
-        if readiness is Readiness.READY:
-            self._was_ready = True
-            self._num_refusals = 0
-        elif readiness is Readiness.REFUSED:
-            self._num_refusals += 1
-        is_over = readiness is Readiness.NOT_READY or self._num_refusals >= _PATIENCE
-        if self._was_ready and is_over:
+        if self._ready_url is not None:
+            self._note(self._ready_url)
+        if self._was_ready and self._num_bad >= _PATIENCE:
             logger.info("the model is being unloaded; open requests may finish")
             return True
         return False
+
+    def _note(self, ready_url: str) -> None:
+        """Ask the server, and note what follows from its answer."""
+        began_s = time.monotonic()
+        readiness = ask(ready_url)
+        took_s = time.monotonic() - began_s
+        if readiness is Readiness.READY:
+            self._was_ready = True
+            self._num_bad = 0
+        elif readiness is not Readiness.NONE and took_s <= _PROMPT_S:
+            self._num_bad += 1

@@ -22,6 +22,9 @@ from minisgl_backend.wire.packets import Times
 LEAST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
 
+_UNFINISHED: Final = "None"
+"""The finish reason of an answer that goes on, as vllm_backend has it."""
+
 _encode: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
@@ -62,7 +65,7 @@ def answer_arrays(
     if wanted is NOTHING:
         return arrays
     if wanted.finish_reason:
-        arrays["finish_reason"] = _string(answer.finish.value if answer.finish else "")
+        arrays["finish_reason"] = _string(answer.finish.value if answer.finish else _UNFINISHED)
     if wanted.stop_reason:
         arrays["stop_reason"] = _string(_encode(answer.stop_reason))
     if wanted.num_input_tokens:
@@ -71,13 +74,16 @@ def answer_arrays(
         arrays["num_output_tokens"] = np.array([answer.num_output_tokens], dtype=np.uint32)
     if wanted.num_cached_tokens:
         arrays["num_cached_tokens"] = np.array([answer.num_cached_tokens], dtype=np.uint32)
-    if wanted.cumulative_logprob or wanted.logprobs:
-        total = np.array([answer.cumulative_logprob], dtype=np.float32)
-        arrays["cumulative_logprob"] = arrays["cum_log_probs"] = total
-    if wanted.logprobs:
+    if wanted.cumulative_logprob:
+        arrays["cumulative_logprob"] = np.array([answer.cumulative_logprob], dtype=np.float32)
+    if wanted.log_probs:
         chosen = [_at_least(one.logprob) for one in answer.logprobs]
-        arrays["output_log_probs"] = np.array(chosen, dtype=np.float32)
+        arrays["cum_log_probs"] = np.array([answer.cumulative_logprob], dtype=np.float32)
+        arrays["output_log_probs"] = np.array([chosen], dtype=np.float32)  # [1, num_tokens]
+    if wanted.logprobs:
         arrays["logprobs"] = _string(logprobs_json(answer.token_ids, answer.logprobs, token_text))
+    elif wanted.null_logprobs:
+        arrays["logprobs"] = _string("null")
     if wanted.prompt_logprobs:
         arrays["prompt_logprobs"] = _string(f"[{','.join(answer.prompt_logprobs)}]")
     if wanted.perf_metrics and (times := answer.times) is not None:

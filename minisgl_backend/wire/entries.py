@@ -13,7 +13,7 @@ from typing import Any, Final
 
 
 class Kind(Enum):
-    """What a value is; ``DATA_TYPES`` and ``LISTS`` say how Triton carries it."""
+    """What a value is; ``DATA_TYPES`` and ``DIMS`` say how Triton carries it."""
 
     TEXT = auto()
     TEXTS = auto()
@@ -24,7 +24,8 @@ class Kind(Enum):
     SEED = auto()
     TIME_NS = auto()
     NUMBER = auto()
-    NUMBERS = auto()
+    NUMBER_ROWS = auto()
+    """[num_beams, n]; there is one beam."""
     BIASES = auto()
     """A JSON object {token id: bias}, as a string."""
     BYTES = auto()
@@ -42,16 +43,24 @@ DATA_TYPES: Final[Mapping[Kind, str]] = MappingProxyType(
         Kind.SEED: "TYPE_UINT64",
         Kind.TIME_NS: "TYPE_INT64",
         Kind.NUMBER: "TYPE_FP32",
-        Kind.NUMBERS: "TYPE_FP32",
+        Kind.NUMBER_ROWS: "TYPE_FP32",
         Kind.BIASES: "TYPE_STRING",
     }
 )
-LISTS: Final = frozenset({Kind.BYTES, Kind.TEXTS, Kind.INTEGERS, Kind.NUMBERS})
+DIMS: Final[Mapping[Kind, tuple[int, ...]]] = MappingProxyType(
+    {
+        Kind.BYTES: (-1,),
+        Kind.TEXTS: (-1,),
+        Kind.INTEGERS: (-1,),
+        Kind.NUMBER_ROWS: (-1, -1),
+    }
+)
+"""-1 stands for any number; what is not here has one element, (1,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor as a model declares it; ``dims`` is 1 or -1 (any number)."""
+    """A tensor as a model without a batch dimension declares it."""
 
     name: str
     kind: Kind
@@ -61,8 +70,8 @@ class Tensor:
         return DATA_TYPES[self.kind]
 
     @property
-    def dims(self) -> int:
-        return -1 if self.kind in LISTS else 1
+    def dims(self) -> tuple[int, ...]:
+        return DIMS.get(self.kind, (1,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +120,10 @@ class Output:
     name: str
     kind: Kind
     meaning: str
-    synonyms: tuple[str, ...] = ()
     asked_by: tuple[str, ...] = ()
     text_only: bool = False
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that carry it, its own name first."""
-        return tuple(Tensor(name=name, kind=self.kind) for name in (self.name, *self.synonyms))
+    def tensor(self) -> Tensor:
+        """The tensor that carries it."""
+        return Tensor(name=self.name, kind=self.kind)

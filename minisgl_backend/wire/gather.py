@@ -44,7 +44,7 @@ def gather(
     for name, value in parameters.items():
         if name in TRITON_NAMES or name.startswith(TRITON_PREFIXES):
             continue
-        name, value = _logprobs_flag(name, value)
+        name, value = found.respelled(name, value)
         if entry := _known(name, value):
             value = values.from_parameter(name, entry, value)
             if name == "input_ids":
@@ -54,14 +54,14 @@ def gather(
         if len(text.encode()) > limits.prompt_bytes:
             raise InvalidRequest(f"sampling_parameters must be at most {limits.prompt_bytes} bytes")
         found.put_all(_sampling_parameters(text), top_level=False)
-    return found.by_key
+    return found.all()
 
 
 def gather_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """The same from one mapping of values as JSON has them; None stands for nothing given."""
     found = _Found()
     found.put_all(given, top_level=True)
-    return found.by_key
+    return found.all()
 
 
 class _Found:
@@ -70,6 +70,21 @@ class _Found:
     def __init__(self) -> None:
         self.by_key: dict[str, Any] = {}
         self._given: dict[str, str] = {}
+        self._has_logprobs_flag = False
+
+    def all(self) -> dict[str, Any]:
+        """The values, and what follows from how they are spelled."""
+        if self._has_logprobs_flag:
+            self.by_key.setdefault("num_logprobs", 0)
+        return self.by_key
+
+    def respelled(self, name: str, value: Any) -> tuple[str, Any]:
+        """``logprobs`` as a flag (OpenAI's chat schema) is ``return_logprobs``, and asks for the
+        chosen tokens' alone if ``top_logprobs`` says nothing."""
+        if name == "logprobs" and (type(value) is bool or value in ("true", "false")):
+            self._has_logprobs_flag |= value in (True, "true")
+            return "return_logprobs", value
+        return name, value
 
     def put(self, name: str, entry: Input, value: Any) -> None:
         """Note a value; an earlier, different one of the same entry is an error."""
@@ -84,7 +99,7 @@ class _Found:
     def put_all(self, given: Mapping[str, Any], *, top_level: bool) -> None:
         """Note values as JSON has them; without ``top_level`` those of ``sampling_parameters``."""
         for name, value in given.items():
-            name, value = _logprobs_flag(name, value)
+            name, value = self.respelled(name, value)
             if (entry := _known(name, value)) and value is not None:
                 if entry.top_level and not top_level:
                     raise InvalidRequest(f"{name} may not stand in sampling_parameters")
@@ -106,26 +121,22 @@ def _sampling_parameters(text: str) -> dict[str, Any]:
     return given
 
 
-def _logprobs_flag(name: str, value: Any) -> tuple[str, Any]:
-    """``logprobs`` as a flag (OpenAI's chat schema) asks for what ``return_logprobs`` does."""
-    if name == "logprobs" and (type(value) is bool or value in ("true", "false")):
-        return "return_logprobs", value
-    return name, value
-
-
 def _known(name: str, value: Any) -> Input | None:
     """The entry of a name; None for one that is not offered but has its neutral value."""
     if name in NEUTRAL:
         given = value.reshape(-1).tolist() if isinstance(value, np.ndarray) else value
         if isinstance(value, np.ndarray) and len(given) == 1:
             given = given[0]
+            if isinstance(given, bytes):
+                given = given.decode(errors="replace")
         if given is not None and not any(_is_neutral(given, v) for v in NEUTRAL[name]):
             raise Unsupported(f"{name} is not supported, got {values.quoted(given)}")
         return None
     entry = BY_NAME.get(name)
     if entry is None:
         hint = did_you_mean(name[:60], [*BY_NAME, *NEUTRAL])
-        raise InvalidRequest(f"unknown parameter {values.quoted(name)}{hint}")
+        told = values.quoted(name) if len(name) <= 50 else f"of {len(name)} characters"
+        raise InvalidRequest(f"unknown parameter {told}{hint}")
     return entry
 
 

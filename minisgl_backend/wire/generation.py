@@ -1,4 +1,7 @@
-"""What a parsed request is: a ``Generation`` of a prompt, or a ``StopRequest`` that ends others."""
+"""What a parsed request is: a ``Generation`` of a prompt, or a ``StopRequest`` that ends others.
+
+``Stopped`` is what a ``Generation`` becomes that was ended before it reached the engine.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,11 @@ class Wanted:
     num_output_tokens: bool = False
     num_cached_tokens: bool = False
     perf_metrics: bool = False
+    log_probs: bool = False
+    """``cum_log_probs`` and ``output_log_probs``."""
     logprobs: bool = False
+    null_logprobs: bool = False
+    """``logprobs`` without a number of alternatives: the output is null."""
     prompt_logprobs: bool = False
 
     def names(self) -> list[str]:
@@ -63,8 +70,9 @@ class Wanted:
         return [spec.name for spec in fields(self) if getattr(self, spec.name)]
 
     def flags(self) -> list[str]:
-        """The flags of the wire that ask for them; ``prompt_logprobs`` are asked for by number."""
-        return [f"return_{name}" for name in self.names() if name != "prompt_logprobs"]
+        """The inputs that ask for them; ``prompt_logprobs`` are asked for by number."""
+        names = [name for name in self.names() if name != "prompt_logprobs"]
+        return [f"return_{name.removeprefix('null_')}" for name in names]
 
 
 NOTHING = Wanted()
@@ -101,5 +109,12 @@ class Generation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequest:
     """Cancel all live requests that have the same id as the request that asks for it."""
+
+    wanted: Wanted = NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """A request that a ``StopRequest`` ended before it reached the engine, which answers it."""
 
     wanted: Wanted = NOTHING

@@ -131,7 +131,7 @@ INPUTS: Final[tuple[Input, ...]] = (
     _flag("ignore_eos", "the model's end of sequence does not end the request"),
     _integer(
         "num_logprobs",
-        "alternatives a token in logprobs, 0 .. 20",
+        "alternatives a token in logprobs, 0 .. 20; asks for nothing by itself",
         parameter_synonyms=("logprobs", "top_logprobs"),
         minimum=0,
     ),
@@ -142,7 +142,6 @@ INPUTS: Final[tuple[Input, ...]] = (
         parameter_synonyms=("prompt_logprobs",),
         minimum=0,
     ),
-    _flag("return_logprobs", "logprobs of the chosen tokens alone", synonyms=("return_log_probs",)),
     Input(name="logit_bias", kind=Kind.BIASES, meaning="JSON {token id: bias}", default=()),
     _integer("priority_level", "higher first", default=0),
     _integer(
@@ -158,17 +157,28 @@ INPUTS: Final[tuple[Input, ...]] = (
     _integer("min_chunk_interval_ms", "the least time in ms between two responses", minimum=0),
     _flag("stop_request", "cancel all live requests that have this request id"),
     _integer("beam_width", "1; declared for tensorrtllm clients", default=1),
+    _integer("num_return_sequences", "1; declared for tensorrtllm clients", default=1),
+    _number("length_penalty", "1; declared for tensorrtllm clients", 1.0),
+    Input(
+        name="bad_words",
+        kind=Kind.TEXTS,
+        meaning="none; declared for tensorrtllm clients",
+        default=(),
+        text_only=True,
+    ),
     _integer("pad_id", "no effect; declared for tensorrtllm clients"),
     _flag("return_finish_reason", "ask for finish_reason"),
     _flag("return_stop_reason", "ask for stop_reason"),
     _flag("return_cumulative_logprob", "ask for cumulative_logprob"),
+    _flag("return_logprobs", "ask for logprobs"),
+    _flag("return_log_probs", "ask for cum_log_probs and output_log_probs"),
+    _flag("return_context_logits", "false; declared for tensorrtllm clients"),
+    _flag("return_generation_logits", "false; declared for tensorrtllm clients"),
     _flag("return_num_input_tokens", "ask for num_input_tokens"),
     _flag("return_num_output_tokens", "ask for num_output_tokens"),
     _flag("return_num_cached_tokens", "ask for num_cached_tokens"),
     _flag("return_perf_metrics", "ask for the times"),
 )
-
-_LOGPROBS: Final = ("num_logprobs", "return_logprobs")
 
 OUTPUTS: Final[tuple[Output, ...]] = (
     Output(
@@ -180,7 +190,7 @@ OUTPUTS: Final[tuple[Output, ...]] = (
     Output(
         name="finish_reason",
         kind=Kind.TEXT,
-        meaning='"" while running, then stop, length, cancelled or timeout',
+        meaning="None while running, then stop, length, cancelled or timeout",
         asked_by=("return_finish_reason",),
     ),
     Output(
@@ -210,8 +220,9 @@ OUTPUTS: Final[tuple[Output, ...]] = (
     Output(
         name="logprobs",
         kind=Kind.TEXT,
-        meaning="JSON list, one a token: {token id: {logprob, rank, decoded_token}}",
-        asked_by=_LOGPROBS,
+        meaning="JSON list, one a token: {token id: {logprob, rank, decoded_token}}, of the chosen "
+        "token first; null without num_logprobs",
+        asked_by=("return_logprobs",),
     ),
     Output(
         name="prompt_logprobs",
@@ -224,14 +235,19 @@ OUTPUTS: Final[tuple[Output, ...]] = (
         name="cumulative_logprob",
         kind=Kind.NUMBER,
         meaning="sum over the chosen tokens so far",
-        synonyms=("cum_log_probs",),
-        asked_by=("return_cumulative_logprob", *_LOGPROBS),
+        asked_by=("return_cumulative_logprob",),
+    ),
+    Output(
+        name="cum_log_probs",
+        kind=Kind.NUMBER,
+        meaning="the same, as the TensorRT-LLM backend has it",
+        asked_by=("return_log_probs",),
     ),
     Output(
         name="output_log_probs",
-        kind=Kind.NUMBERS,
-        meaning="the chosen tokens' logprobs",
-        asked_by=_LOGPROBS,
+        kind=Kind.NUMBER_ROWS,
+        meaning="the logprobs of this response's chosen tokens",
+        asked_by=("return_log_probs",),
     ),
     *(
         Output(
@@ -312,7 +328,7 @@ def input_tensors(*, text: bool) -> tuple[Tensor, ...]:
 def output_tensors(*, text: bool) -> tuple[Tensor, ...]:
     """All output tensors of the ensembles and the detokenizer (``text``), or of ``llm_engine``
     towards a client of its own."""
-    return tuple(t for o in OUTPUTS if text or not o.text_only for t in o.tensors)
+    return tuple(o.tensor for o in OUTPUTS if text or not o.text_only)
 
 
 def _by_name() -> Mapping[str, Input]:

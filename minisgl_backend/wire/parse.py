@@ -47,14 +47,18 @@ def parse_generation(
     *,
     arrival_time_ns: int,
     timeout_us: int = 0,
+    exclude_input_in_output: bool = True,
     limits: Limits,
 ) -> Generation | StopRequest:
     """A request to an ensemble, as the tokenizer gets it.
 
     ``inputs`` are the tensors by name, strings as objects; ``parameters`` the request parameters.
-    ``timeout_us`` is Triton's own request timeout, 0 for none.
+    ``timeout_us`` is Triton's own request timeout, 0 for none. ``exclude_input_in_output`` is the
+    default of the parameter of that name for a text that is not answered with a stream.
     """
     found = _gathered(inputs, parameters, limits)
+    if "text_input" in found and not found.get("stream"):
+        found.setdefault("exclude_input_in_output", exclude_input_in_output)
     timeout_us = _timeout_us(parameters, timeout_us)
     return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
@@ -62,11 +66,18 @@ def parse_generation(
 def parse_values(
     given: Mapping[str, Any], *, arrival_time_ns: int, limits: Limits
 ) -> Generation | StopRequest:
-    """A request in this process: values as JSON has them by name, ``input_ids`` as an array."""
+    """A request in this process: values as JSON has them by name, ``input_ids`` as an array.
+
+    Here log-probabilities have one output, and any of their names asks for it.
+    """
     ids = given.get("input_ids")
     found = gather_values({name: value for name, value in given.items() if name != "input_ids"})
     if ids is not None:
         found["input_ids"] = values.token_ids("input_ids", ids)
+    if found.pop("return_log_probs", False) or "num_logprobs" in found:
+        found.setdefault("return_logprobs", True)
+    if found.get("return_logprobs"):
+        found.setdefault("num_logprobs", 0)
     return build(_completed(found), arrival_time_ns=arrival_time_ns, limits=limits)
 
 
@@ -112,7 +123,9 @@ def build(
         num_output_tokens=given["return_num_output_tokens"],
         num_cached_tokens=given["return_num_cached_tokens"],
         perf_metrics=given["return_perf_metrics"],
-        logprobs=given["num_logprobs"] is not None or given["return_logprobs"],
+        log_probs=given["return_log_probs"],
+        logprobs=given["return_logprobs"] and given["num_logprobs"] is not None,
+        null_logprobs=given["return_logprobs"] and given["num_logprobs"] is None,
         prompt_logprobs=given["num_prompt_logprobs"] is not None,
     )
     prompts = [name for name in PROMPTS if given[name] is not None]
@@ -201,8 +214,10 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
         )
     if given["max_tokens"] == 0 and given["num_prompt_logprobs"] is None:
         raise InvalidRequest("max_tokens must be >= 1 without num_prompt_logprobs, got 0")
-    num_logprobs = given["num_logprobs"]
-    if num_logprobs is None and (wanted.logprobs or wanted.cumulative_logprob):
+    num_logprobs: int | None = None
+    if wanted.logprobs:
+        num_logprobs = given["num_logprobs"]
+    elif wanted.log_probs or wanted.cumulative_logprob:
         num_logprobs = 0
     return SamplingParams(
         max_tokens=given["max_tokens"],

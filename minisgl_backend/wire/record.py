@@ -1,10 +1,11 @@
 """tokenizer -> llm_engine: the validated request as versioned JSON, beside its token ids.
 
-    {"v": 1, "arrival": ns since 1970, "given": {name: value}, "prompt": text}
+    {"v": 1, "arrival": ns since 1970, "given": {name: value}, "prompt": text, "stopped": true}
 
 ``given`` holds the values that differ from the table's defaults, under its names, so the engine
 checks what it reads by the same rules that the tokenizer used: a client that writes a record by
-hand gains nothing. ``prompt`` is there if the answer starts with it.
+hand gains nothing. ``prompt`` is there if the answer starts with it, ``stopped`` if the request was
+ended in the tokenizer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.wire import values
-from minisgl_backend.wire.generation import Generation, StopRequest
+from minisgl_backend.wire.generation import Generation, Stopped, StopRequest
 from minisgl_backend.wire.parameters import BY_NAME, DEFAULTS
 from minisgl_backend.wire.parse import build
 from minisgl_backend.wire.values import parse_json
@@ -29,17 +30,21 @@ _APART: Final = ("seed", "stop_token_ids", "logit_bias", "num_logprobs")
 _SAMPLING: Final = tuple(spec.name for spec in fields(SamplingParams) if spec.name not in _APART)
 
 
-def encode_record(request: Generation | StopRequest) -> str:
+def encode_record(request: Generation | StopRequest | Stopped) -> str:
     """The record of a request whose token ids travel beside it."""
     record: dict[str, Any] = {"v": VERSION, "arrival": 0, "given": _given(request)}
     if isinstance(request, Generation):
         record["arrival"] = request.arrival_time_ns
         if request.prompt_text is not None:
             record["prompt"] = request.prompt_text
+    elif isinstance(request, Stopped):
+        record["stopped"] = True
     return json.dumps(record, separators=(",", ":"))
 
 
-def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Generation | StopRequest:
+def decode_record(
+    text: str, input_ids: IntArray, limits: Limits
+) -> Generation | StopRequest | Stopped:
     """The request of a record and its token ids, int32[num_prompt_tokens].
 
     Raises ``InvalidRequest`` or ``Unsupported`` for what no tokenizer of this version writes.
@@ -48,30 +53,37 @@ def decode_record(text: str, input_ids: IntArray, limits: Limits) -> Generation 
     if not isinstance(record, dict) or record.get("v") != VERSION:
         raise InvalidRequest(f"request must be a record of version {VERSION}")
     given, arrival = record.get("given"), record.get("arrival")
-    prompt_text = record.get("prompt")
+    prompt_text, is_stopped = record.get("prompt"), record.get("stopped", False)
     if (
         not isinstance(given, dict)
         or type(arrival) is not int
         or not 0 <= arrival < 2**63
         or not isinstance(prompt_text, str | None)
+        or type(is_stopped) is not bool
     ):
-        raise InvalidRequest("request must hold arrival, given and, if any, prompt")
+        raise InvalidRequest("request must hold arrival, given and, if any, prompt and stopped")
     found: dict[str, Any] = {}
     for name, value in given.items():
         entry = BY_NAME.get(name)
         if entry is None or entry.name != name or entry.top_level:
             raise InvalidRequest(f"request holds an unknown name, {values.quoted(name)}")
         found[name] = values.from_json(name, entry, value)
+    if is_stopped:
+        found["stop_request"] = True
     if not found.get("stop_request"):
         found["input_ids"] = values.token_ids("input_ids", input_ids)
     request = build(found, arrival_time_ns=arrival, limits=limits)
+    if is_stopped:
+        return Stopped(wanted=request.wanted)
     if isinstance(request, StopRequest) or prompt_text is None:
         return request
     return replace(request, prompt_text=prompt_text)
 
 
-def _given(request: Generation | StopRequest) -> dict[str, Any]:
+def _given(request: Generation | StopRequest | Stopped) -> dict[str, Any]:
     given: dict[str, Any] = dict.fromkeys(request.wanted.flags(), True)
+    if isinstance(request, Stopped):
+        return given
     if isinstance(request, StopRequest):
         return {**given, "stop_request": True}
     sampling = request.sampling

@@ -44,19 +44,28 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise InvalidRequest(f"has the key {name[:60]!r} twice")
+            raise InvalidRequest(f"has the key {quoted(name)} twice")
         found[name] = value
     return found
 
 
 def quoted(value: Any) -> str:
-    """A value as an error message may show it: one line, at most 60 characters."""
+    """A value as an error message may show it: one line, at most 60 characters; if it is longer,
+    what it is."""
     try:
         shown = value if isinstance(value, float) else repr(value)
     except ValueError:  # an int of more digits than Python converts
         shown = "a number of thousands of digits"
     line = _short(shown) if isinstance(shown, float) else shown
-    return line if len(line) <= 60 else f"{line[:57]}..."
+    if len(line) <= 60:
+        return line
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    if isinstance(value, (list, dict)):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} items"
+    if isinstance(value, int):
+        return f"a number of {len(line)} digits"
+    return f"a value of {len(line)} characters"
 
 
 def _short(number: float) -> str:

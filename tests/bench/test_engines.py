@@ -94,6 +94,15 @@ def test_prompts_begin_with_what_the_prefix_cache_knows(tmp_path: Path) -> None:
     assert "--shared-tokens must be less" in result.output
 
 
+def test_prompts_are_measured_with_and_without_logprobs(tmp_path: Path) -> None:
+    command = ["prefill", "--length", "40", "--repeats", "2", "--prompt-logprobs", "1"]
+    (row,) = figures_of([*command, *SMALL], tmp_path)["rows"]
+    assert row["times_as_long"] == pytest.approx(row["prompt_logprobs_ms"] / row["median_ms"], 0.01)
+    result = CliRunner().invoke(main, ["bench", *command, "--shared-tokens", "32", *SMALL])
+    assert result.exit_code == 2
+    assert "--prompt-logprobs takes no tokens from the prefix cache" in result.output
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -297,7 +297,7 @@ def test_figures_of_a_load() -> None:
     assert figures["tokens_per_chunk"] == 8 / 5
     assert figures["ttft_ms"]["p50"] == pytest.approx(150)
     assert figures["tpot_ms"]["mean"] == pytest.approx(200)
-    assert figures["gap_ms"]["p50"] == pytest.approx(200)
+    assert figures["between_chunks_ms"]["p50"] == pytest.approx(200)
     assert figures["e2e_ms"]["mean"] == pytest.approx(650)
     assert figures["goodput_per_s"] == 1 / 4
     assert figures["goodput_share"] == 1 / 5

@@ -165,9 +165,15 @@ PARAMETERS: dict[str, Any] = {
     "cache_salt": "pepper-7",
     "min_chunk_interval_ms": 1,
     "parse_special_tokens": True,
+    "add_special_tokens": False,
     "exclude_input_in_output": False,
     "sampling_parameters": {"max_tokens": "3"},
     "beam_width": 1,
+    "num_return_sequences": 1,
+    "length_penalty": 1.0,
+    "bad_words": "",
+    "return_context_logits": False,
+    "return_generation_logits": False,
     "pad_id": 0,
     "return_finish_reason": True,
     "return_num_input_tokens": True,
@@ -179,7 +185,10 @@ PARAMETERS: dict[str, Any] = {
 }
 ARGUMENTS = {"text_input", "messages", "input_ids", "tools", "stream", "stop_request"}
 """Inputs that are arguments or methods of the clients."""
-OF_CHATS: dict[str, Any] = {"chat_template_kwargs": {"any": [1, "é"]}}
+OF_CHATS: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "chat_template_kwargs": {"any": [1, "é"]},
+}
 """Parameters that go with messages alone."""
 
 

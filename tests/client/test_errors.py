@@ -54,7 +54,11 @@ THERE: list[tuple[dict[str, Any], type[MinisglError], str]] = [
     ({}, InvalidArgument, "give one of text_input, messages and input_ids, got none of them"),
     ({"prompt": "x", "input_ids": [1]}, InvalidArgument, "give one of"),
     ({"prompt": ""}, InvalidArgument, "text_input must not be empty"),
-    ({"prompt": "x", "max_tokens": 0}, InvalidArgument, "max_tokens must be >= 1, got 0"),
+    (
+        {"prompt": "x", "max_tokens": 0},
+        InvalidArgument,
+        "max_tokens must be >= 1 without num_prompt_logprobs, got 0",
+    ),
     ({"prompt": "x", "tempreature": 1.0}, InvalidArgument, "unknown parameter 'tempreature'; did"),
     ({"prompt": "x", "logit_bias": "["}, InvalidArgument, "logit_bias must be valid JSON"),
     ({"prompt": "x", "n": 2}, Unsupported, "n is not supported, got 2"),

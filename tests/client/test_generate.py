@@ -55,7 +55,11 @@ def test_parameters_of_a_command(ask: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["x", "--max-tokens", "0"], 1, "Error: INVALID_ARG: max_tokens must be >= 1, got 0"),
+        (
+            ["x", "--max-tokens", "0"],
+            1,
+            "Error: INVALID_ARG: max_tokens must be >= 1 without num_prompt_logprobs, got 0",
+        ),
         (["x", "-p", "n=2"], 1, "Error: UNSUPPORTED: n is not supported, got 2"),
         (["x", "-p", "top_k"], 2, "'top_k' is not NAME=VALUE"),
         (["x", "-p", "top_k=much"], 2, "top_k: 'much' is no value for it"),

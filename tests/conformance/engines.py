@@ -150,7 +150,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
 
     def run(self, prompts: Sequence[IntArray], sampling: Sequence[SamplingParams]) -> Outcome:
         """Serve all at once."""
-        outcome = Outcome(*([[] for _ in prompts] for _ in range(3)))
+        outcome = Outcome([[] for _ in prompts], [[] for _ in prompts], [[] for _ in prompts])
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             self._scheduler.add(Request(id=RequestId(index), prompt=prompt, sampling=params))
         flight: tuple[StepPlan, Pending] | None = None

@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from minisgl_backend.kernels.rope_store import qk_norm_rope_store
-from minisgl_backend.layers.rope import rotary_table
 from minisgl_backend.models.catalog import parse_spec
+from minisgl_backend.models.rope import rotary_table
 from minisgl_backend.models.spec import ModelSpec
 
 _BASE: Final = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}

@@ -23,7 +23,6 @@ from minisgl_backend.kernels.dispatch import has_triton, is_interpreted
 from minisgl_backend.kernels.sampling import sample
 from minisgl_backend.kernels.sampling_cpu import sample_on_cpu
 from minisgl_backend.kernels.sampling_rule import (
-    NO_TOKEN,
     Filters,
     filter_threshold_reference,
     sample_reference,
@@ -38,6 +37,7 @@ from minisgl_backend.kernels.sampling_table import (
     num_words,
 )
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
+from minisgl_backend.plan import NO_TOKEN
 from minisgl_backend.request import LEAST_TEMPERATURE
 
 LARGE_VOCAB: Final = 3000 if is_interpreted() else 151_936

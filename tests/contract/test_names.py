@@ -37,18 +37,15 @@ def config(model: str) -> Any:
     return text_format.Parse(text, model_config_pb2.ModelConfig())
 
 
-def declared(tensors: Sequence[Any]) -> dict[str, tuple[str, int]]:
-    """Data type and dims by name, each of them one-dimensional."""
+def declared(tensors: Sequence[Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Data type and dims by name."""
     types = model_config_pb2.DataType
-    found = {}
-    for tensor in tensors:
-        (dims,) = tensor.dims
-        found[tensor.name] = (types.Name(tensor.data_type), dims)
+    found = {tensor.name: (types.Name(tensor.data_type), tuple(tensor.dims)) for tensor in tensors}
     assert len(found) == len(tensors)
     return found
 
 
-def table(tensors: Iterable[Tensor]) -> dict[str, tuple[str, int]]:
+def table(tensors: Iterable[Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {tensor.name: (tensor.data_type, tensor.dims) for tensor in tensors}
 
 
@@ -133,7 +130,7 @@ def test_the_client_knows_the_same_names() -> None:
 
     assert dict(client.INPUTS) == spelled(TEXT_INPUTS)
     assert dict(client.OUTPUTS) == spelled(TEXT_OUTPUTS)
-    lists = {t.name for t in (*TEXT_INPUTS, *TEXT_OUTPUTS) if t.dims == -1}
+    lists = {t.name for t in (*TEXT_INPUTS, *TEXT_OUTPUTS) if -1 in t.dims}
     assert lists == client.LISTS
 
 
@@ -144,5 +141,8 @@ def test_outputs_are_asked_for_by_inputs() -> None:
 
 
 def test_a_name_is_offered_or_refused() -> None:
-    """``beam_width`` is both: declared for clients that always send it, and refused but for 1."""
-    assert set(NEUTRAL) & set(BY_NAME) == {"beam_width"}
+    """Some are both: declared for clients that always send them, and refused but for one value."""
+    assert set(NEUTRAL) & set(BY_NAME) == {
+        *("beam_width", "num_return_sequences", "length_penalty", "bad_words"),
+        *("return_context_logits", "return_generation_logits"),
+    }

@@ -25,8 +25,14 @@ from itertools import islice, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.execution.plan_words import decode_plan, encode_plan
-from minisgl_backend.plan import NO_TOKEN, Admission, SampledTokens, StepPlan
+from minisgl_backend.plan import (
+    NO_TOKEN,
+    Admission,
+    SampledTokens,
+    StepPlan,
+    decode_plan,
+    encode_plan,
+)
 from minisgl_backend.request import (
     IntArray,
     PromptLogprobs,

@@ -1,13 +1,15 @@
 """A strict stand-in for ``triton_python_backend_utils``, which exists inside Triton's stub only.
 
 Real classes with the methods that the package uses and no others, so that a misspelt one fails.
-Response senders check what Triton would crash or hang on: anything after the final flag.
+Response senders check what Triton would crash or hang on, anything after the final flag, and so do
+metrics: calls from another thread than that which made their family.
 """
 
 from __future__ import annotations
 
 import json
 import queue
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -104,20 +106,22 @@ class InferenceResponseSender:
 
 
 class InferenceRequest:
-    """A request with its inputs."""
+    """A request with its inputs; an id or parameters given as bytes need not be UTF-8."""
 
     def __init__(
         self,
         inputs: Mapping[str, npt.NDArray[Any]],
         *,
-        request_id: str = "",
-        parameters: Mapping[str, Any] | None = None,
+        request_id: str | bytes = "",
+        parameters: Mapping[str, Any] | bytes | None = None,
         timeout_us: int = 0,
         outputs: Sequence[str] = (),
     ) -> None:
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]
-        self._request_id = request_id
-        self._parameters = json.dumps(dict(parameters)) if parameters else ""
+        self._request_id = request_id if isinstance(request_id, bytes) else request_id.encode()
+        if not isinstance(parameters, bytes):
+            parameters = json.dumps(dict(parameters)).encode() if parameters else b""
+        self._parameters = parameters
         self._timeout_us = timeout_us
         self._outputs = list(outputs)
         self.sender = InferenceResponseSender()
@@ -126,10 +130,10 @@ class InferenceRequest:
         return self._inputs
 
     def request_id(self) -> str:
-        return self._request_id
+        return self._request_id.decode()
 
     def parameters(self) -> str:
-        return self._parameters
+        return self._parameters.decode()
 
     def timeout(self) -> int:
         return self._timeout_us
@@ -147,19 +151,26 @@ class Metric:
     def __init__(self, kind: str, buckets: list[float] | None) -> None:
         assert (kind == "histogram") == (buckets is not None)
         self._kind = kind
+        self._thread = threading.current_thread()
         self.current = 0.0
         self.observed: list[float] = []
 
+    def _check_thread(self) -> None:
+        assert threading.current_thread() is self._thread, "tritonserver would die"
+
     def increment(self, value: float) -> None:
+        self._check_thread()
         assert self._kind in ("counter", "gauge")
         assert self._kind == "gauge" or value >= 0
         self.current += value
 
     def set(self, value: float) -> None:
+        self._check_thread()
         assert self._kind == "gauge"
         self.current = value
 
     def observe(self, value: float) -> None:
+        self._check_thread()
         assert self._kind == "histogram"
         self.observed.append(value)
 
@@ -178,10 +189,13 @@ class MetricFamily:
     def __init__(self, name: str, description: str, kind: str) -> None:
         assert description
         self.kind = kind
+        self._thread = threading.current_thread()
         self.metrics: dict[tuple[tuple[str, str], ...], Metric] = {}
         MetricFamily.families[name] = self
 
     def Metric(self, labels: Mapping[str, str], buckets: list[float] | None = None) -> Metric:
+        assert threading.current_thread() is self._thread, "tritonserver would die"
+        assert all(isinstance(value, str) for value in labels.values())
         key = tuple(sorted(labels.items()))
         assert key not in self.metrics, "two metrics of the same labels are one in Triton"
         metric = Metric(self.kind, buckets)

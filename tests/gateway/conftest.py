@@ -31,6 +31,7 @@ from minisgl_bench.paced import paced_model
 
 TritonPythonModel = paced_model(step_s=0.003, text={SCRIPT!r})
 """
+_AGENT = "from tests.gateway.agent import TritonPythonModel\n"
 LIMITS = {"max_running_requests": "4", "max_queued_requests": "4", "max_prefill_tokens": "64"}
 KEYS = ("first-key", "second-key")
 
@@ -144,4 +145,16 @@ def wide(talker: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """A gateway in front of the talker, open to everybody."""
     log = tmp_path_factory.mktemp("wide") / "log"
     with gateway_of(f"127.0.0.1:{talker.grpc_port}", log) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway in front of a model that calls a tool before it answers: see ``agent``."""
+    folder = tmp_path_factory.mktemp("agent")
+    repository = repository_with({"llm_engine": _AGENT}, folder)
+    with (
+        running(repository) as server,
+        gateway_of(f"127.0.0.1:{server.grpc_port}", folder / "log") as started,
+    ):
         yield started

@@ -74,7 +74,7 @@ def test_bodies_that_are_no_request(body: bytes, words: str) -> None:
 
 WRONG: dict[str, list[Any]] = {
     "prompt": [7, True, [], [1.5], ["a", 1], [True], [["a"]], [[]], {}, [-1]],
-    "max_tokens": [0, -2, 1.5, True, "16", 2**31, 2**63, 1e308],
+    "max_tokens": [-2, 1.5, True, "16", 2**31, 2**63, 1e308],
     "temperature": [-1, "hot", True, [1]],
     "top_p": [0, -0.1, 1.0001],
     "top_k": [-2, 1.5, 2**31],
@@ -191,7 +191,9 @@ def test_what_is_wrong_is_said(name: str, value: Any, message: str) -> None:
         ({"prompt": 7}, "invalid_type", "prompt"),
         ({"prompt": [1, 1.5]}, "invalid_type", "prompt[1]"),
         ({"prompt": None}, "missing_required_parameter", "prompt"),
-        ({"max_tokens": 0}, "invalid_value", "max_tokens"),
+        ({"max_tokens": -2}, "invalid_value", "max_tokens"),
+        ({"prompt_logprobs": -1}, "invalid_value", "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs"),
         ({"stream_options": {"x": 1}}, "unknown_parameter", "stream_options.x"),
         ({"best_of": 2}, "unsupported_parameter", "best_of"),
     ],

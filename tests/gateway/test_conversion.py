@@ -185,12 +185,33 @@ def test_too_many_choices() -> None:
     assert caught.value.param == "n"
 
 
-@pytest.mark.parametrize("fields", [{"prompt": [1]}, {"logprobs": 1}])
-def test_echo_that_would_need_the_prompts_tokens(fields: dict[str, Any]) -> None:
-    assert of_completion(echo=True).echo == "Hi"
-    with pytest.raises(ApiError) as caught:
-        of_completion(echo=True, **fields)
-    assert caught.value.code == "unsupported_parameter"
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"echo": True}, None),
+        ({"logprobs": 3}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 5}, 5),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 0}, 3),
+        ({"prompt_logprobs": 0}, 0),
+        ({"echo": True, "max_tokens": 0}, 0),
+        ({"prompt_logprobs": 2, "max_tokens": 0}, 2),
+    ],
+)
+def test_when_the_prompt_is_scored(fields: dict[str, Any], asked: int | None) -> None:
+    assert of_completion(**fields).parameters.get("num_prompt_logprobs") == asked
+    assert of_completion(**fields).parameters["max_tokens"] == fields.get("max_tokens", 16)
+
+
+def test_no_tokens_at_all_are_asked_for_with_the_prompts_logprobs_alone() -> None:
+    for ask in (of_completion, of_chat):
+        with pytest.raises(ApiError) as caught:
+            ask(max_tokens=0)
+        assert caught.value.param == "max_tokens"
+        with pytest.raises(ApiError) as caught:
+            ask(prompt_logprobs=1, stream=True)
+        assert caught.value.code == "unsupported_parameter"
+        assert ask(prompt_logprobs=1, max_tokens=0).parameters["max_tokens"] == 0
 
 
 def test_counts_are_asked_for_where_they_are_told() -> None:

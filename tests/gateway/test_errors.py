@@ -10,8 +10,8 @@ from minisgl_gateway.errors import _LOST, api_error
 
 from minisgl_backend.errors import EngineFailure, InvalidRequest
 from minisgl_backend.runtime.capacity import Capacity
-from minisgl_backend.text.prompt import TextPrompt
 from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.wire.generation import TextPrompt
 
 BACKEND = Path(__file__).parents[2] / "minisgl_backend"
 

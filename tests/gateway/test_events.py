@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from minisgl_client.answer import Delta, TokenLogprob, TokenLogprobs
-from minisgl_gateway.answers import Counts, Heading
+from minisgl_gateway.answers import Counts, Echo, Heading
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.events import ChatWriter, CompletionWriter, usage_event
 from openai.types import Completion
@@ -118,7 +118,7 @@ def test_the_call_of_a_function_in_the_older_form() -> None:
 
 
 def test_a_completion_ends_with_its_last_text() -> None:
-    writer = CompletionWriter(HEADING, 0, echo="Prompt. ")
+    writer = CompletionWriter(HEADING, 0, echo=Echo("Prompt. "))
     chunks = events(
         writer.push(Delta(text="a")) + writer.push(Delta(text="b", finish_reason="length"))
     )

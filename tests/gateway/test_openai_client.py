@@ -252,6 +252,29 @@ def test_what_the_sdk_has_parsed_can_be_sent_back(client: OpenAI) -> None:
         assert answer.choices[0].message.content
 
 
+def test_usage_so_far_in_every_chunk(client: OpenAI) -> None:
+    whole = client.chat.completions.create(**asked(MAX_WORDS)).usage
+    assert whole is not None
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = streamed(client, MAX_WORDS, stream_options=options)
+    usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+    assert len(usages) == len(chunks)
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[0] >= 1 and counts[-2] == counts[-1] == whole.completion_tokens
+    assert {usage.prompt_tokens for usage in usages} == {whole.prompt_tokens}
+
+
+def test_what_has_no_effect_is_taken_and_said(client: OpenAI) -> None:
+    answer = client.chat.completions.with_raw_response.create(
+        **asked(FRANCE, store=True, reasoning_effort="low", metadata={"a": "b"}, verbosity="low"),
+        extra_headers={"X-Request-Id": "mine"},
+    )
+    said = answer.headers["X-Minisgl-Without-Effect"]
+    assert said == "metadata, reasoning_effort, store, verbosity"
+    assert answer.headers["X-Request-Id"] == answer.parse()._request_id == "mine"
+
+
 def test_models(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL

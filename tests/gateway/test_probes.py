@@ -289,11 +289,9 @@ def test_more_tokens_than_there_is_room_for(gateway: Gateway, opened: Gateway) -
         "(8180 in the prompt, 16384 in the completion). Please reduce the length of the prompt or "
         "completion."
     )
-    for asked in (
-        opened.post("/v1/completions", long),
-        gateway.post("/v1/completions", {**long, "max_tokens": -1}),
-    ):
-        answer = asked.json()
+    unbounded = {**long, "max_tokens": -1}
+    for asked, body in ((opened, long), (gateway, unbounded)):
+        answer = asked.post("/v1/completions", body).json()
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] == 12
 

@@ -74,6 +74,48 @@ def test_a_stream_that_ends_with_its_call(client: OpenAI) -> None:
     assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) == 1
 
 
+FUNCTIONS: dict[str, Any] = {
+    **{name: value for name, value in ASKED.items() if name != "tools"},
+    "functions": [tool["function"] for tool in TOOLS],
+}
+
+
+def test_a_function_of_the_older_form(client: OpenAI) -> None:
+    (choice,) = client.chat.completions.create(**FUNCTIONS).choices
+    assert choice.finish_reason == "function_call"
+    assert choice.message.content == "I will look it up."
+    assert choice.message.tool_calls is None
+    called = choice.message.function_call
+    assert called is not None and called.name == "weather"
+    assert json.loads(called.arguments) == {"city": "Bogotá 🌧"}
+    chunks = list(client.chat.completions.create(**FUNCTIONS, stream=True))
+    told = [it for chunk in chunks if (it := chunk.choices[0].delta.function_call) is not None]
+    assert [(it.name, it.arguments) for it in told] == [(called.name, called.arguments)]
+    assert chunks[-1].choices[0].finish_reason == "function_call"
+    messages = [
+        *ASKED["messages"],
+        choice.message.model_dump(),
+        {"role": "function", "name": "weather", "content": "It rains."},
+    ]
+    assert client.chat.completions.create(**{**FUNCTIONS, "messages": messages}).choices
+
+
+def test_an_agent_that_streams_sends_its_calls_back_as_they_came(client: OpenAI) -> None:
+    """Chunks added up, index and all, as the official client's helper does."""
+    with client.chat.completions.stream(**ASKED, parallel_tool_calls=False) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.tool_calls
+    said = message.model_dump()
+    assert said["tool_calls"][0]["index"] == 0
+    told = [
+        {"role": "tool", "tool_call_id": call.id, "content": "It rains."}
+        for call in message.tool_calls
+    ]
+    again = {**ASKED, "messages": [*ASKED["messages"], said, *told]}
+    chunks = list(client.chat.completions.create(**again, stream=True))
+    assert any(chunk.choices[0].delta.tool_calls for chunk in chunks)
+
+
 @pytest.mark.parametrize("without", [{"tool_choice": "none"}, {"tools": None}])
 def test_without_tools_a_call_is_text(client: OpenAI, without: dict[str, Any]) -> None:
     answer = client.chat.completions.create(**{**ASKED, **without})

@@ -23,11 +23,12 @@ from minisgl_backend.execution.executor import LaunchedStep, ModelExecutor
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.rows import StepInputs
 from minisgl_backend.plan import StepPlan
-from minisgl_backend.request import Event, IntArray, Request, SamplingParams
+from minisgl_backend.request import Event, IntArray, PromptLogprobs, Request, SamplingParams
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.scheduling import scheduler
 from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_bench.dummy_model import write_dummy_model
 from minisgl_bench.engines import Collector, submitted
 from tests.conformance.checkpoints import (
     CONTEXT,
@@ -266,6 +267,69 @@ def retracting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Lifecycle, "retract", counted)
     yield
     assert retracted
+
+
+@pytest.mark.parametrize("num_top", [0, 4])
+@pytest.mark.parametrize("graphs", [None, 0])
+def test_log_probabilities_of_prompts(
+    num_top: int, graphs: int | None, prompts: list[IntArray], tmp_path: Path
+) -> None:
+    """In fp32, beside rows that decode, behind captured layers and others; chunks of 64 tokens."""
+    reference = write_checkpoint("qwen3", tmp_path).float()
+    scoring = SamplingParams(max_tokens=0, num_prompt_logprobs=num_top)
+    answering = replace(GREEDY, num_prompt_logprobs=num_top)
+    sinks = serve(
+        tmp_path,
+        prompts,
+        [(scoring, answering, GREEDY)[index % 3] for index in range(len(prompts))],
+        max_sequence_length=CONTEXT,
+        dtype="float32",
+        **({} if graphs is None else {"cuda_graph_max_batch_size": graphs}),
+    )
+    for index, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
+        if index % 3 == 2:
+            assert not sink.prompt_logprobs
+            continue
+        told = PromptLogprobs.joined(sink.prompt_logprobs)
+        ids = torch.from_numpy(prompt).long()
+        with torch.inference_mode():
+            expected = reference(ids[None]).logits[0, :-1].log_softmax(dim=-1)
+        of_tokens = expected.gather(1, ids[1:, None])
+        assert told.token_ids.tolist() == prompt[1:].tolist()
+        found = torch.from_numpy(told.logprobs)
+        assert (found - of_tokens[:, 0]).abs().max() < 0.1  # attention is computed in tf32
+        top = torch.from_numpy(told.alternatives)
+        assert top.shape == (len(prompt) - 1, num_top)
+        if num_top:
+            assert (top - expected.topk(num_top).values).abs().max() < 0.1
+            is_best = torch.from_numpy(told.alternative_ids[:, 0] == told.token_ids)
+            assert torch.equal(torch.from_numpy(told.ranks == 1), is_best)
+            assert (top[is_best, 0] == found[is_best]).all()
+
+
+def test_a_long_prompts_logits_never_stand_in_memory_at_once(tmp_path: Path) -> None:
+    """A chunk's would take 8,000 x 151,936 numbers of 2 bytes, 2.3 GiB; a slice's take 256 MiB."""
+    write_dummy_model("qwen3-0.6b", tmp_path)
+    prompt = np.arange(8000, dtype=np.int32)
+    engine = build_engine(
+        EngineOptions(
+            model=str(tmp_path),
+            device="cuda",
+            load_format="dummy",
+            num_pages=8192,
+            max_running_requests=4,
+            max_prefill_tokens=8192,
+        )
+    )
+    try:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.max_memory_allocated()
+        sink = submitted(engine, prompt, SamplingParams(max_tokens=0, num_prompt_logprobs=1))
+        sink.wait()
+        assert len(PromptLogprobs.joined(sink.prompt_logprobs)) == 7999
+        assert torch.cuda.max_memory_allocated() - before < 1.5 * 2**30
+    finally:
+        engine.close(drain_s=0)
 
 
 @pytest.mark.usefixtures("retracting")

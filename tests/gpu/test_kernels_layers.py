@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl_backend.kernels import activation, embedding, rms_norm, small_batch
+from minisgl_backend.kernels import activation, embedding, likelihood, rms_norm, small_batch
 from tests.gpu.compare import assert_close
 
 
@@ -34,6 +34,29 @@ def test_fused_add_rms_norm(device: torch.device, dtype: torch.dtype, size: int)
 def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int) -> None:
     gate_up = torch.randn(7, 2 * size, device=device).to(dtype)
     assert_close(activation.silu_mul(gate_up), activation.silu_mul_reference(gate_up))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size"), [(1, 300), (9, 5000), (3, 4096), (40, 151_936)]
+)
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+def test_likelihoods(
+    device: torch.device, dtype: torch.dtype, num_rows: int, vocab_size: int, num_top: int
+) -> None:
+    """Ties, of which logits in bf16 have many, may come in any order."""
+    logits = (3 * torch.randn(num_rows, vocab_size, device=device)).to(dtype)
+    logits[:, 7] = -torch.inf
+    tokens = torch.randint(vocab_size, (num_rows,), device=device, dtype=torch.int32)
+    tokens[0] = logits[0].argmax()
+    actual = likelihood.likelihoods(logits, tokens, num_top)
+    expected = likelihood.likelihoods_reference(logits, tokens, num_top)
+    torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+    assert torch.equal(actual.ranks, expected.ranks)
+    assert actual.ranks[0] == 1
+    torch.testing.assert_close(actual.top, expected.top, rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits.gather(1, actual.top_ids), logits.gather(1, expected.top_ids))
+    for ids in actual.top_ids.tolist():
+        assert len(set(ids)) == num_top
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])

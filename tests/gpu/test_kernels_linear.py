@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,6 @@ from minisgl_backend.kernels.linear_cut import Cut
 from minisgl_backend.kernels.rope_store import qk_norm_rope_store_reference
 from tests.gpu.compare import assert_close
 
-if TYPE_CHECKING:
-    from minisgl_backend.kernels.cuda.linear import Normalized
-
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
 
 EPS = 1e-6
@@ -27,14 +24,10 @@ def normal(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device=device) * scale).bfloat16()
 
 
-def rows(x: Tensor, norm: Tensor | None = None) -> Normalized:
-    """``x``, whose norm is to be taken if there is a weight of it."""
-    from minisgl_backend.kernels.cuda.linear import Normalized
-
-    if norm is None:
-        return Normalized(x, eps=EPS)
+def half_way(x: Tensor, norm: Tensor) -> dict[str, Any]:
+    """The input of a kernel that takes the second half of the norm of ``x``."""
     squares = x.float().square().view(len(x), 16, -1).sum(2).t().contiguous()
-    return Normalized((x.float() * norm).bfloat16(), squares, EPS)
+    return {"x": (x.float() * norm).bfloat16(), "squares": squares, "eps": EPS}
 
 
 def normalized(x: Tensor, norm: Tensor) -> Tensor:
@@ -74,7 +67,7 @@ def test_gemms(device: torch.device, batch: int, pdl: bool) -> None:
     x, bias = normal(batch, 1024, device=device), normal(4096, device=device)
     weights = [normal(4096, 1024, device=device, scale=1 / 32) for _ in range(4)]
     kernel = LinearKernel((4096, 1024), device)
-    actual = [kernel(rows(x), weight, bias=bias, pdl=pdl) for weight in weights]
+    actual = [kernel(x, weight, bias=bias, pdl=pdl) for weight in weights]
     for of_kernel, weight in zip(actual, weights, strict=True):
         assert_close(of_kernel, F.linear(x.float(), weight.float(), bias.float()).bfloat16())
 
@@ -85,7 +78,7 @@ def test_gated_gemms_of_rows_to_be_normalized(device: torch.device, batch: int) 
 
     x, norm = normal(batch, 1024, device=device, scale=3.0), normal(1024, device=device)
     weight = normal(6144, 1024, device=device, scale=1 / 32)
-    actual = LinearKernel((6144, 1024), device, gated=True)(rows(x, norm), weight)
+    actual = LinearKernel((6144, 1024), device, gated=True)(**half_way(x, norm), weight=weight)
     gate, up = F.linear(normalized(x, norm), weight.float()).chunk(2, dim=1)
     assert_close(actual, (F.silu(gate) * up).bfloat16())
 
@@ -123,7 +116,7 @@ def test_gemms_of_large_weights(device: torch.device, height: int, in_features: 
     weight = normal(height, in_features, device=device, scale=in_features**-0.5)
     for batch in BATCHES:
         x = normal(batch, in_features, device=device)
-        assert_close(kernel(rows(x), weight), F.linear(x.float(), weight.float()).bfloat16())
+        assert_close(kernel(x, weight), F.linear(x.float(), weight.float()).bfloat16())
 
 
 @pytest.mark.parametrize("cut", EVEN_CUTS, ids=str)
@@ -135,7 +128,7 @@ def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) 
     x, bias = normal(batch, 1024, device=device), normal(17408, device=device)
     weights = [normal(17408, 1024, device=device, scale=1 / 32) for _ in range(4)]
     kernel = LinearKernel((17408, 1024), device, gated=True, cuts={batch: cut})
-    actual = [kernel(rows(x), weight, bias=bias, pdl=True) for weight in weights]
+    actual = [kernel(x, weight, bias=bias, pdl=True) for weight in weights]
     for of_kernel, weight in zip(actual, weights, strict=True):
         gate, up = F.linear(x.float(), weight.float(), bias.float()).chunk(2, dim=1)
         assert_close(of_kernel, (F.silu(gate) * up).bfloat16())
@@ -144,10 +137,10 @@ def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) 
 def check_residual(
     kernel: Any, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, expected: Tensor
 ) -> None:
-    result = kernel(x, weight, residual, norm, EPS)
+    scaled, squares = kernel(x, weight, residual, norm)
     assert_close(residual, expected)
-    assert_close(result.x, (residual.float() * norm).bfloat16())
-    torch.testing.assert_close(result.squares.sum(0), residual.float().square().sum(1))
+    assert_close(scaled, (residual.float() * norm).bfloat16())
+    torch.testing.assert_close(squares.sum(0), residual.float().square().sum(1))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -207,7 +200,14 @@ def check_heads(
     shared: dict[str, Any] = {"q_weight": of_heads[0], "k_weight": of_heads[1]}
     shared |= {"k_scale": scales[0], "v_scale": scales[1]}
     actual = kernel(
-        rows(x, norm), weight, positions, slots, cos_sin, pages[:, 0], pages[:, 1], **shared
+        weight=weight,
+        positions=positions,
+        slots=slots,
+        cos_sin=cos_sin,
+        keys=pages[:, 0],
+        values=pages[:, 1],
+        **half_way(x, norm),
+        **shared,
     )
     qkv = F.linear(normalized(x, norm), weight.float())
     expected = qk_norm_rope_store_reference(

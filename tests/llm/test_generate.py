@@ -42,7 +42,8 @@ def test_a_prompts_logprobs_are_those_of_transformers(llm: LLM) -> None:
     of_tokens = expected.gather(1, torch.from_numpy(ids[1:]).long()[:, None]).squeeze(1)
     scored = {"max_tokens": 0, "prompt_logprobs": 2}
     answered = {**GREEDY, "max_tokens": 3, "num_prompt_logprobs": 0}
-    for output in llm.generate([text, text, ids], [scored, answered, scored]):
+    prompts: list[str | list[int]] = [text, text, ids.tolist()]
+    for output in llm.generate(prompts, [scored, answered, scored]):
         first, *others = output.prompt_logprobs
         assert first is None
         found = torch.tensor([one.logprob for one in others if one is not None])

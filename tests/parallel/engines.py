@@ -25,6 +25,7 @@ from minisgl_backend.request import (
     FinishReason,
     Generated,
     IntArray,
+    PromptLogprobs,
     Request,
     RequestId,
     SamplingParams,
@@ -43,6 +44,7 @@ class Answer:
     request_id: RequestId
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason | None = None
     error: MiniSGLError | None = None
     started: threading.Event = field(default_factory=threading.Event)
@@ -53,6 +55,8 @@ class Answer:
             self.tokens.append(event.token_id)
             self.logprobs.append(event.logprobs)
             self.started.set()
+        elif isinstance(event, PromptLogprobs):
+            self.prompt_logprobs += event.tokens()
         elif isinstance(event, (Finished, Failed)):
             assert not self.ended.is_set(), "one terminal event each"
             if isinstance(event, Finished):

@@ -171,29 +171,29 @@ def test_followers_die_with_their_leader_even_while_they_are_stopped() -> None:
 
 
 def follower_of(script: str, *, size: int = 2) -> Followers:
-    """Followers that are this script; ``rank0`` is their ``Leader``."""
+    """Followers that are this script; ``rank0`` is their end of the channel."""
     prelude = """\
     import os, socket, sys
-    from minisgl_backend.execution.followers import Leader
-    rank0 = Leader(socket.socket(fileno=int(sys.argv[1])))
+    from minisgl_backend.execution.rank_channel import FollowerEnd
+    rank0 = FollowerEnd(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     """
     text = textwrap.dedent(prelude) + textwrap.dedent(script)
     place = Place.first(size, "127.0.0.1:1")  # nobody goes there
-    return Followers(place, [sys.executable, "-c", text], b"the options")
+    return Followers(place, [sys.executable, "-c", text])
 
 
 def test_the_start_in_step() -> None:
     script = """\
+    assert rank0.options() == b"the options" and os.environ["RANK"] == "1"
     rank0.meet()
-    os.write(1, b"")
-    assert rank0.greeting == b"the options" and os.environ["RANK"] == "1"
     rank0.meet()
-    rank0.connection.recv(1)
+    list(rank0)
     """
     followers = follower_of(script)
     try:
-        followers.meet()
-        followers.meet()
+        followers.channel.greet(b"the options")
+        followers.channel.meet()
+        followers.channel.meet()
     finally:
         followers.close()
     assert not runs(followers.pids[0])
@@ -203,7 +203,7 @@ def test_a_rank_that_cannot_start_tells_why() -> None:
     followers = follower_of("rank0.report(ValueError('the shard has a hole'))")
     try:
         with pytest.raises(ConfigError, match="rank 1: the shard has a hole"):
-            followers.meet()
+            followers.channel.meet()
     finally:
         followers.close(patience_s=0)
 
@@ -211,12 +211,13 @@ def test_a_rank_that_cannot_start_tells_why() -> None:
 def test_options_that_only_a_follower_refuses_are_told(tmp_path: Path) -> None:
     """As where a model's files went since rank 0 saw them."""
     place = Place.first(2, "127.0.0.1:1")
-    command = [sys.executable, "-m", "minisgl_backend.cli.rank"]
+    command = [sys.executable, "-m", "minisgl_backend.tensor_parallel"]
     greeting = json.dumps({"tensor_parallel_size": 2, "device": "cpu", "model": str(tmp_path)})
-    followers = Followers(place, command, greeting.encode())
+    followers = Followers(place, command)
     try:
+        followers.channel.greet(greeting.encode())
         with pytest.raises(ConfigError, match=r"rank 1: .* holds no config\.json"):
-            followers.meet()
+            followers.channel.meet()
     finally:
         followers.close()
 
@@ -234,7 +235,7 @@ def test_one_rank_that_cannot_start_ends_all_and_its_cause_is_kept() -> None:
     followers.on_lost(lambda failure: lost.set())
     try:
         assert lost.wait(60)
-        assert followers.report() == "rank 2: the shard has a hole"
+        assert followers.channel.report() == "rank 2: the shard has a hole"
         wait_until(lambda: not runs(followers.pids[0]))
     finally:
         followers.close()
@@ -244,14 +245,14 @@ def test_a_rank_that_dies_at_the_start_is_named() -> None:
     followers = follower_of("os.abort()")
     try:
         with pytest.raises(EngineFailure, match="rank 1 is gone"):
-            followers.meet()
+            followers.channel.meet()
     finally:
         followers.close(patience_s=0)
 
 
 def test_a_follower_that_does_not_end_by_itself_is_killed() -> None:
     followers = follower_of("rank0.meet(); import time; time.sleep(600)")
-    followers.meet()
+    followers.channel.meet()
     followers.close(patience_s=0.1)
     followers.close()
     assert not runs(followers.pids[0])
@@ -260,7 +261,7 @@ def test_a_follower_that_does_not_end_by_itself_is_killed() -> None:
 def test_a_command_that_cannot_be_run_is_an_error_at_once() -> None:
     before = threading.active_count()
     with pytest.raises(FileNotFoundError):
-        Followers(Place.first(3, "127.0.0.1:1"), ["/nonexistent"], b"")
+        Followers(Place.first(3, "127.0.0.1:1"), ["/nonexistent"])
     wait_until(lambda: threading.active_count() <= before)
 
 
@@ -271,6 +272,10 @@ def test_what_ranks_cannot_do_is_refused_before_any_process_starts() -> None:
         ({"tensor_parallel_size": 2, "comm": "nccl"}, "comm=nccl does not work on cpu"),
         ({"tensor_parallel_size": 3}, "cannot be split evenly over 3"),
         ({"tensor_parallel_size": 2, "distributed_address": "nowhere"}, "must be HOST:PORT"),
+        (
+            {"tensor_parallel_size": 2, "distributed_address": "192.0.2.1:5555"},
+            r"^distributed_address 192\.0\.2\.1:5555 is not an address of this machine",
+        ),
     ):
         options = EngineOptions.from_mapping({"device": "cpu", "num_pages": 8, **wrong})
         with pytest.raises(ConfigError, match=message):

@@ -36,6 +36,8 @@ SAMPLINGS = (
         max_tokens=12, temperature=0.7, seed=3, repetition_penalty=1.3, frequency_penalty=0.5
     ),
     SamplingParams(max_tokens=12, num_logprobs=2, logit_bias=((5, 2.0), (9, -100.0))),
+    SamplingParams(max_tokens=0, num_prompt_logprobs=3),
+    SamplingParams(max_tokens=12, num_prompt_logprobs=0),
 )
 
 
@@ -68,6 +70,14 @@ def test_tokens_of_steps_that_do_not_overlap(
         check_equal(serve(ranked), of_one_rank("qwen3"))
 
 
+def test_random_weights_are_those_of_one_rank(checkpoints: Path) -> None:
+    answers = []
+    for size in (1, 2):
+        with ranked_engine(size, checkpoints / "qwen3", load_format="dummy", **OPTIONS) as ranked:
+            answers.append(serve(ranked))
+    check_equal(*answers)
+
+
 def serve(ranked: Ranked) -> list[Answer]:
     """The answers to two waves of requests, the second of which finds prefixes cached.
 
@@ -81,7 +91,7 @@ def serve(ranked: Ranked) -> list[Answer]:
         ]
         wave = [
             ranked.submit(prompt, SAMPLINGS[index % len(SAMPLINGS)])
-            for index, prompt in enumerate(some_prompts(10, vocab_size=VOCAB_SIZE, seed=seed))
+            for index, prompt in enumerate(some_prompts(14, vocab_size=VOCAB_SIZE, seed=seed))
         ]
         for answer in beside:
             assert answer.started.wait(WAIT_S)
@@ -106,3 +116,10 @@ def check_equal(found: list[Answer], expected: list[Answer]) -> None:
             if one is not None and other is not None:
                 assert one.rank == other.rank
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-6)
+        scores = zip(answer.prompt_logprobs, wanted.prompt_logprobs, strict=True)
+        for score, expected_score in scores:
+            assert score.rank == expected_score.rank
+            assert score.logprob == pytest.approx(expected_score.logprob, abs=1e-6)
+            ids = [token for token, _ in score.alternatives]
+            assert ids == [token for token, _ in expected_score.alternatives]
+    assert sum(len(answer.prompt_logprobs) > 0 for answer in found) >= 4

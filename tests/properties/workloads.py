@@ -43,18 +43,21 @@ def requests(draw: st.DrawFn, setup: Setup, number: int) -> Request:
     num_own = draw(st.sampled_from([1, 2, 3, 4, max(1, size - 2), size]))
     own = draw(st.integers(0, 2))
     prompt = ([*shared, *([own] * num_own)])[-longest:]
+    num_prompt_logprobs = draw(st.sampled_from([None, None, 0]))
+    least_tokens = 1 if num_prompt_logprobs is None else 0
     return Request(
         id=RequestId(number),
         prompt=tokens_of(prompt),
         priority=draw(st.sampled_from([0, 0, 1, -1])),
         cache_salt=draw(st.sampled_from(["", "", "salt"])),
         sampling=SamplingParams(
-            max_tokens=draw(st.integers(1, min(30, longest + 1 - len(prompt)))),
+            max_tokens=draw(st.integers(least_tokens, min(30, longest + 1 - len(prompt)))),
             min_tokens=draw(st.sampled_from([0, 2])),
             seed=draw(st.integers(0, 3)),
             stop_token_ids=draw(st.sampled_from([(), (3,), (3, 2, 1)])),
             frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
             num_logprobs=draw(st.sampled_from([None, 1])),
+            num_prompt_logprobs=num_prompt_logprobs,
         ),
     )
 

@@ -130,9 +130,10 @@ class Call:
         request_id: str = "",
         parameters: dict[str, Any] | None = None,
         inputs: list[grpcclient.InferInput] | None = None,
+        outputs: list[grpcclient.InferRequestedOutput] | None = None,
         **values: Any,
     ) -> None:
-        """``inputs`` are tensors that the values do not tell."""
+        """``inputs`` are tensors that the values do not tell; ``outputs`` None stands for all."""
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended = False
         self.client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
@@ -140,6 +141,7 @@ class Call:
         self.client.async_stream_infer(
             model,
             [*tensors(values, batched=model.endswith("_batched")), *(inputs or [])],
+            outputs=outputs,
             request_id=request_id,
             parameters=parameters,
             enable_empty_final_response=True,

@@ -13,6 +13,7 @@ from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_kit.repositories import repository_with
+from tests.waiting import wait_until
 
 PACED_STEP_S = 0.02
 _PACED = """\
@@ -51,6 +52,8 @@ def running(
     try:
         if is_ready:
             server.wait_ready(120)
+            # 24.10 opens this port last, when it is ready already
+            wait_until(lambda: server.num_failed(timeout_s=1.0) is not None)
         yield server
     finally:
         code = server.stop()

@@ -8,17 +8,29 @@ running or waiting, all pages back, and no token made after that.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import tritonclient.grpc as grpcclient
 
 from minisgl_backend.server.process import TritonServer
-from tests.server.client import Call, Metrics, Refused, generate, open_stream, wait_for
+from tests.server.client import (
+    PATIENCE_S,
+    Call,
+    Metrics,
+    Refused,
+    generate,
+    open_stream,
+    tensors,
+    wait_for,
+)
 from tests.server.conftest import PACED_STEP_S
 
 STOPS_WITHIN_S = 10.0
@@ -207,6 +219,54 @@ def test_stop_request(paced_server: TritonServer, model: str) -> None:
             assert answer["text_output"].item() == b""
         assert call.all()[-1]["finish_reason"].item() == b"cancelled"
     before.check_cancelled(tokens_in(STOPS_WITHIN_S) + 10)
+
+
+def test_many_stop_requests_on_one_stream(server: TritonServer) -> None:
+    """Each meets its request somewhere else: in the tokenizer, in the queue, in prefill, later.
+
+    Wherever that is, the request ends once, with a reason and under its id, and is counted.
+    """
+    num_requests, num_rounds = 16, 8
+    kinds: list[dict[str, Any]] = [{"text_input": "word " * 5000}, {"input_ids": SHORT_PROMPT}]
+    before = Before(server)
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
+    client.start_stream(lambda result, error: results.put(error or result))
+
+    def send(request_id: str, **values: Any) -> None:
+        inputs = tensors({**values, "return_finish_reason": True})
+        client.async_stream_infer(
+            "minisgl", inputs, request_id=request_id, enable_empty_final_response=True
+        )
+
+    for number in range(num_rounds):
+        ids = [f"{number}.{index}" for index in range(num_requests)]
+        reasons: dict[str, list[bytes]] = {request_id: [] for request_id in ids}
+        for index, request_id in enumerate(ids):
+            send(request_id, **kinds[index % 2], **LONG, ignore_eos=True)
+            if number % 2:
+                send(request_id, stop_request=True)
+        time.sleep(number * 0.01)
+        for request_id in () if number % 2 else ids:
+            send(request_id, stop_request=True)
+        num_final = 0
+        while num_final < 2 * num_requests:
+            result = results.get(timeout=PATIENCE_S)
+            assert isinstance(result, grpcclient.InferResult), str(result)
+            response = result.get_response()
+            num_final += response.parameters["triton_final_response"].bool_param
+            reason = result.as_numpy("finish_reason")
+            if reason is not None and reason.item() not in (b"", b"None"):
+                reasons[response.id].append(reason.item())
+        assert all(found == [b"cancelled"] * 2 for found in reasons.values()), reasons
+    client.stop_stream()
+    client.close()
+    expected = before.cancelled + num_rounds * num_requests
+    wait_for(
+        lambda: Metrics(server)["minisgl:requests_cancelled_total"] >= expected, "their counts"
+    )
+    assert Metrics(server)["minisgl:requests_cancelled_total"] == expected
+    Before(server)
 
 
 def test_stop_request_for_nobody(paced_server: TritonServer) -> None:

@@ -180,6 +180,8 @@ ALL_OUTPUTS: dict[str, Any] = {
     "return_finish_reason": True,
     "return_stop_reason": True,
     "return_cumulative_logprob": True,
+    "return_logprobs": True,
+    "return_log_probs": True,
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,
     "return_num_cached_tokens": True,

@@ -174,6 +174,25 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         stopping.join()
 
 
+def test_a_long_step_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """Its requests get their errors though the step runs on, and the exit is clean."""
+    with (
+        running(
+            paced_repository(tmp_path, step_s=3600), options=BRIEF, exit_timeout_s=3600
+        ) as server,
+        ExitStack() as calls,
+        ThreadPoolExecutor(len(MODELS)) as pool,
+    ):
+        endless = [
+            pool.submit(calls.enter_context(Call(server, model, **ENDLESS)).all) for model in MODELS
+        ]
+        wait_for(lambda: Metrics(server)["vllm:num_requests_running"] > 0, "a step")
+        server.stop()
+        for one in endless:
+            with pytest.raises(Refused, match="UNAVAILABLE: the server is shutting down"):
+                one.result(timeout=60)
+
+
 def test_streams_cancelled_after_their_end_do_not_keep_the_server(tmp_path: Path) -> None:
     """Triton 24.10 leaks such requests and would wait for ever to unload their model."""
     with running(paced_repository(tmp_path), options=BRIEF) as server:

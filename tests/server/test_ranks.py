@@ -64,7 +64,7 @@ def ranks_of(parent: int) -> list[int]:
             its_parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if its_parent == parent and b"minisgl_backend.cli.rank" in words:
+        if its_parent == parent and b"minisgl_backend.tensor_parallel" in words:
             found.append(int(process.name))
     return found
 

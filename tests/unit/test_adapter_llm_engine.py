@@ -20,7 +20,7 @@ from minisgl_backend.runtime_files import DRAIN_MARKER, QUEUE_FULL, QUEUE_OPEN
 from minisgl_backend.tritonserver import window
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
-from minisgl_backend.wire.generation import Generation, TokenPrompt
+from minisgl_backend.wire.generation import Generation, Stopped, TokenPrompt, Wanted
 from minisgl_backend.wire.packets import Ack, Packet, Verdict, decode_packet
 from minisgl_backend.wire.parse import parse_generation
 from minisgl_backend.wire.record import encode_record
@@ -282,7 +282,7 @@ def test_a_direct_caller_gets_tokens(model: Model) -> None:
         reasons.append(arrays["finish_reason"].item())
         assert arrays["num_input_tokens"].item() == 3
     assert len(token_ids) == 20
-    assert set(reasons[:-1]) == {b""} and reasons[-1] == b"length"
+    assert set(reasons[:-1]) == {b"None"} and reasons[-1] == b"length"
     wait_idle(model)
 
 
@@ -326,6 +326,46 @@ def test_streams_that_cannot_be_asked_hold_up_no_other(
     assert 0 < len(lines) < len(asked)
     for one in asked:
         one.sender.cancelled = True
+    wait_idle(model)
+
+
+def test_a_request_that_was_stopped_in_the_tokenizer(model: Model) -> None:
+    """It ends as one that was stopped later, and leaves others of its id alone."""
+    other = request(request_id="job", acknowledged=False, max_tokens=5000)
+    record = encode_record(Stopped(wanted=Wanted(finish_reason=True)))
+    arrays = {
+        "input_ids": np.empty(0, dtype=np.int32),
+        "request": np.array([record.encode()], dtype=object),
+    }
+    stopped = pb_utils.InferenceRequest(arrays, request_id="job")
+    model.execute([other, stopped])
+    response, final = stopped.sender.sent.get(timeout=PATIENCE_S)
+    assert final and response is not None
+    packet = packet_of(response)
+    assert packet.terminal == Finished(FinishReason.CANCELLED)
+    assert packet.start is not None and packet.start.wanted == Wanted(finish_reason=True)
+    assert model.stats()["num_cancelled"] == 1
+    wait_open(model, 1)
+    other.sender.cancelled = True
+    wait_idle(model)
+
+
+@pytest.mark.parametrize("acknowledged", [True, False])
+def test_ids_and_parameters_that_are_not_utf_8_are_refused(
+    model: Model, acknowledged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = request(acknowledged=acknowledged)
+    arrays = {tensor.name(): tensor.as_numpy() for tensor in good.inputs()}
+    for bad, what in (
+        (pb_utils.InferenceRequest(arrays, parameters=b'{"user": "\xff"}'), "request parameters"),
+        (pb_utils.InferenceRequest(arrays, request_id=b"job \xff"), "the request id"),
+    ):
+        model.execute([bad])
+        response, final = bad.sender.sent.get(timeout=PATIENCE_S)
+        error = response.error() if response is not None else None
+        assert final and error is not None
+        assert error.message() == f"INVALID_ARG: {what} must be valid UTF-8"
+    assert not caplog.records
     wait_idle(model)
 
 

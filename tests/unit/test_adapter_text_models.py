@@ -26,7 +26,14 @@ from minisgl_backend.tritonserver.detokenizer import TritonPythonModel as Detoke
 from minisgl_backend.tritonserver.tensors import bytes_array
 from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenizer
 from minisgl_backend.wire.answer import Answer
-from minisgl_backend.wire.generation import Generation, Prompt, StopRequest, TextPrompt
+from minisgl_backend.wire.generation import (
+    Generation,
+    Prompt,
+    Stopped,
+    StopRequest,
+    TextPrompt,
+    Wanted,
+)
 from minisgl_backend.wire.packets import (
     Ack,
     Packet,
@@ -164,6 +171,26 @@ def test_a_client_that_asks_alone_is_told_the_tokens(tokenizer: Tokenizer, tmp_p
     assert len(ids) > 8192
 
 
+def test_ids_and_parameters_that_are_not_utf_8_are_refused(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton's HTTP frontend lets them through."""
+    fields = {"text_input": text("x")}
+    requests = [
+        pb_utils.InferenceRequest(fields, parameters=b'{"cache_salt": "\xff"}'),
+        pb_utils.InferenceRequest(fields, request_id=b"job \xff"),
+    ]
+    tokenizer.execute(list(requests))
+    assert [message_of(answer_of(request)) for request in requests] == [
+        "INVALID_ARG: request parameters must be valid UTF-8",
+        "INVALID_ARG: the request id must be valid UTF-8",
+    ]
+    assert not caplog.records
+    assert tokenizer._status._heartbeat is not None
+    beat = runtime_files.read_beat(tokenizer._status._heartbeat.path)
+    assert beat is not None and beat.num_inside == 0
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_fails_the_load(
     repository: Path, tmp_path: Path
 ) -> None:
@@ -235,7 +262,9 @@ def test_the_pool_is_bounded_and_a_stop_request_ends_what_waits_in_it(
 
     monkeypatch.setattr(PromptEncoder, "encode", slow)
     waiting = [
-        pb_utils.InferenceRequest({"text_input": text("x")}, request_id=label)
+        pb_utils.InferenceRequest(
+            {"text_input": text("x")}, request_id=label, parameters={"return_finish_reason": True}
+        )
         for label in ("job", "other")
     ]
     stop = pb_utils.InferenceRequest({}, request_id="job", parameters={"stop_request": True})
@@ -253,7 +282,9 @@ def test_the_pool_is_bounded_and_a_stop_request_ends_what_waits_in_it(
     tokenizer.execute([again])
     outputs(answer_of(again))
     leave.set()
-    assert message_of(answer_of(waiting[0])) == "CANCELLED: a stop_request of the same id came in"
+    arrays = outputs(answer_of(waiting[0]))
+    record = decode_record(arrays["request"].item().decode(), arrays["input_ids"], Limits())
+    assert record == Stopped(wanted=Wanted(finish_reason=True))
     outputs(answer_of(waiting[1]))
 
 

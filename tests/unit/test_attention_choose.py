@@ -14,8 +14,8 @@ import torch
 from minisgl_backend import packages
 from minisgl_backend.attention import choose, flash_infer
 from minisgl_backend.attention.base import AttentionSetting, AttentionShape, PagedAttention
+from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.attention.sdpa import SdpaAttention
-from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
 from minisgl_backend.attention.flash_infer import FlashInferDecode, FlashInferPrefill
+from minisgl_backend.attention.own_kernels import TritonDecode
 from minisgl_backend.attention.sdpa import SdpaAttention
-from minisgl_backend.attention.triton import TritonDecode
 from tests.gpu.paged import Case, Decoding, Prompts, assert_tokens_close
 
 CPU = torch.device("cpu")

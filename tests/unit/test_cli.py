@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from minisgl_backend.cli.interrupt import signals_as_ctrl_c
-from minisgl_backend.cli.lazy import LazyGroup
-from minisgl_backend.cli.main import main
+from minisgl_backend.cli.main import LazyGroup, main
 
 
 @pytest.fixture

@@ -1,22 +1,25 @@
-"""Metrics: their names and labels, and that counts are told once."""
+"""Metrics: their names and labels, that counts are told once, and from one thread alone."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded, Recovering, Unsupported
 from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats, Recorder, Samples
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
-from minisgl_backend.tritonserver.metrics import BucketCounts, Rejections
+from minisgl_backend.tritonserver.metrics import BucketCounts, MetricsThread, Rejections
 from tests.fakes.pb_utils import Metric, MetricFamily
 
+OPTIONS = EngineOptions(model="/models/demo", kv_cache_dtype="fp8_e4m3", cache="naive")
 INFO = EngineInfo(
     model="/models/demo",
     folder="",
@@ -54,7 +57,10 @@ class Engine:
             prefix_hits=40,
         )
 
+        self.num_readings = 0
+
     def stats(self) -> EngineStats:
+        self.num_readings += 1
         return self.recorder.snapshot(self.scheduler, 3)
 
     def take_samples(self) -> Samples:
@@ -69,9 +75,18 @@ def engine() -> Engine:
 @pytest.fixture
 def metrics(engine: Engine) -> Iterator[EngineMetrics]:
     MetricFamily.families.clear()
-    metrics = EngineMetrics(engine, model="/models/demo", version="1")
+    metrics = EngineMetrics(engine, OPTIONS, version="1", every_s=0.001)
     yield metrics
     metrics.close()
+
+
+def reports(metrics: EngineMetrics, engine: Engine) -> None:
+    """Wait until all that is counted by now has been reported."""
+    seen = engine.num_readings
+    limit = time.monotonic() + 20
+    while engine.num_readings < seen + 3:  # one may be under way, and the next be the first
+        assert time.monotonic() < limit
+        time.sleep(0.001)
 
 
 def metric(name: str, **labels: str) -> Metric:
@@ -95,8 +110,7 @@ def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:
     recorder.step_committed("decode", batch_size=3, num_tokens=3, duration_s=0.004)
     metrics.packet_sent(5)
     metrics.packet_sent(0)  # a probe
-    for _ in range(3):
-        metrics.report()
+    reports(metrics, engine)
     assert metric("vllm:prompt_tokens_total").current == 7
     assert metric("vllm:generation_tokens_total").current == 3
     assert metric("vllm:prefix_cache_queries_total").current == 100
@@ -121,13 +135,44 @@ def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:
     assert metric("minisgl:step_seconds_bucket", phase="decode", le="0.005").current == 1
     assert metric("minisgl:step_seconds_count", phase="prefill").current == 0
     assert metric("minisgl:batch_size_sum").current == 3
-    blocks = "nv_trt_llm_kv_cache_block_metrics"
-    assert metric(blocks, kv_cache_block_type="tokens_per").current == 16
-    assert metric(blocks, kv_cache_block_type="used").current == 25
-    assert metric(blocks, kv_cache_block_type="max").current == 50
     recorder.request_cancelled()
-    metrics.report()
+    reports(metrics, engine)
     assert metric("minisgl:requests_cancelled_total").current == 2
+
+
+def test_load_under_the_names_that_routers_read(metrics: EngineMetrics, engine: Engine) -> None:
+    def levels(family: str, label: str) -> dict[str, float]:
+        metrics = MetricFamily.families[family].metrics
+        return {dict(key)[label]: metric.current for key, metric in metrics.items()}
+
+    reports(metrics, engine)
+    assert levels("nv_trt_llm_request_metrics", "request_type") == {
+        "waiting": 1,
+        "scheduled": 2,
+        "active": 2,
+        "max": 8,
+    }
+    assert levels("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type") == {
+        "fraction": 0.5,
+        "used": 25,
+        "free": 25,
+        "max": 50,
+        "tokens_per": 16,
+    }
+    ((key, info),) = MetricFamily.families["vllm:cache_config_info"].metrics.items()
+    assert info.current == 1
+    labels = dict(key)
+    assert labels.pop("engine")
+    assert labels == {
+        "model": "demo",
+        "version": "1",
+        "block_size": "16",
+        "num_gpu_blocks": "50",
+        "kv_cache_size_tokens": "800",
+        "cache_dtype": "fp8_e4m3",
+        "enable_prefix_caching": "False",
+        "gpu_memory_utilization": "0.9",
+    }
 
 
 def test_every_metric_names_the_model_and_its_engine(
@@ -135,7 +180,7 @@ def test_every_metric_names_the_model_and_its_engine(
 ) -> None:
     """Two engines of one model never share a metric: Triton would crash when one of them goes."""
     first = {name: set(family.metrics) for name, family in MetricFamily.families.items()}
-    other = EngineMetrics(engine, model="/models/demo", version="1")
+    other = EngineMetrics(engine, OPTIONS, version="1")
     for name, family in MetricFamily.families.items():
         assert not first[name] & set(family.metrics)
         for key in family.metrics:
@@ -144,7 +189,60 @@ def test_every_metric_names_the_model_and_its_engine(
     other.close()
 
 
-def test_refusals_of_the_tokenizer() -> None:
+class Told:
+    """Metrics that note on which thread they are called."""
+
+    def __init__(self) -> None:
+        self.threads = [threading.current_thread()]
+        self.calls: list[str] = []
+
+    def report(self) -> None:
+        self._note("report")
+
+    def close(self) -> None:
+        self._note("close")
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        self.threads.append(threading.current_thread())
+
+
+def test_metrics_live_on_one_thread_from_first_to_last() -> None:
+    made: list[Told] = []
+
+    def make() -> Told:
+        made.append(Told())
+        return made[0]
+
+    thread = MetricsThread(make, every_s=1000)
+    thread.close()
+    (told,) = made
+    assert told.calls == ["report", "report", "close"]
+    assert len(set(told.threads)) == 1
+    assert threading.current_thread() not in told.threads
+
+
+def test_metrics_that_cannot_be_made_fail_the_load() -> None:
+    def make() -> Told:
+        raise RuntimeError("no room in shared memory")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        MetricsThread(make, every_s=1000)
+
+
+@pytest.fixture
+def refusals() -> Iterator[Callable[[], dict[str, float]]]:
+    """The refusals that Triton was told of, by reason."""
+    MetricFamily.families.clear()
+
+    def told() -> dict[str, float]:
+        metrics = MetricFamily.families["minisgl:requests_rejected_total"].metrics
+        return {dict(key)["reason"]: metric.current for key, metric in metrics.items()}
+
+    yield told
+
+
+def test_refusals_of_the_tokenizer(refusals: Callable[[], dict[str, float]]) -> None:
     rejections = Rejections(model="/models/demo", version="1", every_s=1000)
     for error in (
         InvalidRequest("a"),
@@ -155,20 +253,19 @@ def test_refusals_of_the_tokenizer() -> None:
         Recovering("f"),
     ):
         rejections.count(error)
-    told = {reason: metric for reason, metric in rejections._metrics.items()}
     rejections.close()
-    counts = {reason: metric.metric.current for reason, metric in told.items()}
-    assert counts == {"invalid": 2, "unsupported": 1, "down": 1, "queue_full": 1}
+    assert refusals() == {"invalid": 2, "unsupported": 1, "down": 1, "queue_full": 1}
 
 
 def test_what_could_not_be_told_is_told_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refusals: Callable[[], dict[str, float]],
 ) -> None:
     def increment(_: Metric, value: float) -> None:
         raise RuntimeError("no room in shared memory")
 
     rejections = Rejections(model="/models/demo", version="1", every_s=0.001)
-    told = rejections._metrics["invalid"]
     with monkeypatch.context() as patch:
         patch.setattr(Metric, "increment", increment)
         rejections.count(InvalidRequest("a"))
@@ -176,7 +273,7 @@ def test_what_could_not_be_told_is_told_later(
         while "cannot be reported" not in caplog.text:
             assert time.monotonic() < limit
     rejections.close()
-    assert told.metric.current == 1
+    assert refusals()["invalid"] == 1
 
 
 BUCKETS = (1.0, 2.0, 5.0)

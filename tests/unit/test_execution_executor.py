@@ -66,7 +66,7 @@ def model() -> Decoder:
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.mul_(20)
-        model.model.embed_tokens.weight[POISON] = math.nan
+        model.get_parameter("model.embed_tokens.matrix.weight")[POISON] = math.nan
     return model
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.execution.plan_channel import PlanRing
+from minisgl_backend.execution.rank_channel import LeaderEnd
 from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.plan import SampledTokens
 from tests.fakes.plans import make_plan
@@ -29,8 +29,7 @@ class Silence:
         self.stuck = ""
         self.entered = threading.Event()
         self.ended = threading.Event()
-        self.ring = PlanRing.create()
-        self.peers: list[Any] = []
+        self.channel = LeaderEnd(0, start_s=PATIENCE_S)
         self.failure: EngineFailure | None = None
         self.complaint: Callable[[], str | None] = lambda: None
 
@@ -56,9 +55,6 @@ class Silence:
         self.wait("close")
 
     # the followers
-    def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
-        self.report = report
-
     def watch_for(self, complaint: Callable[[], str | None]) -> None:
         self.complaint = complaint
 
@@ -75,7 +71,7 @@ class Silence:
 def silence() -> Iterator[Silence]:
     made = Silence()
     yield made
-    made.ring.close()
+    made.channel.close()
 
 
 def test_the_executor_is_closed_before_the_group_is_left(silence: Silence) -> None:
@@ -108,6 +104,7 @@ def test_silence_is_noticed_wherever_rank_0_waits(silence: Silence, where: str) 
         while (cause := silence.complaint()) is None:
             assert time.monotonic() < until_s
         assert cause == "a step of the ranks does not end"
-        silence.report(silence.lose(cause))
+        silence.lose(cause)
+        silence.leave()  # as lost ranks do
         with pytest.raises(EngineFailure):
             running.result(PATIENCE_S)

@@ -67,7 +67,7 @@ def test_lines_of_a_request() -> None:
         6: 2 * ONCE,
         9: IS_STOP,
     }
-    bias = bias_of(params, VOCAB_SIZE)
+    bias = bias_of(admission(0, params, [3, 4, 4], []), VOCAB_SIZE)
     assert bias is not None
     assert dict(zip(*(part.tolist() for part in bias), strict=True)) == {2: -1.0, 5: 1.75}
 
@@ -83,7 +83,7 @@ def test_lines_of_a_request() -> None:
 def test_most_requests_have_no_lines(params: SamplingParams) -> None:
     of_request = admission(0, params, [3, 4], [])
     assert marks_of(of_request, VOCAB_SIZE) is None
-    assert bias_of(params, VOCAB_SIZE) is None
+    assert bias_of(of_request, VOCAB_SIZE) is None
 
 
 class Oracle:

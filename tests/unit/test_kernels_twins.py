@@ -14,6 +14,7 @@ from minisgl_backend.kernels import (
     activation,
     decode_attention,
     embedding,
+    likelihood,
     moe,
     rms_norm,
     rope_store,
@@ -28,7 +29,8 @@ def _seed() -> None:
 
 def test_importing_the_kernels_imports_no_triton() -> None:
     modules = (
-        "activation decode_attention embedding moe noise rms_norm rope_store sampling small_batch"
+        "activation decode_attention embedding likelihood moe noise rms_norm rope_store sampling "
+        "small_batch"
     )
     code = f"""
 import importlib, sys
@@ -44,6 +46,22 @@ def test_rms_norm_is_torchs() -> None:
     torch.testing.assert_close(
         rms_norm.rms_norm(x, weight, 1e-5), F.rms_norm(x, (40,), weight, 1e-5)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_likelihoods_are_those_of_the_softmax(dtype: torch.dtype) -> None:
+    logits, tokens = (5 * torch.randn(6, 50)).to(dtype), torch.randint(50, (6,)).int()
+    expected = logits.to(torch.float64).log_softmax(dim=-1)
+    found = likelihood.likelihoods(logits, tokens, 4)
+    of_tokens = expected.gather(1, tokens.long()[:, None])
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    torch.testing.assert_close(found.logprobs, of_tokens[:, 0].to(wide))
+    assert found.ranks.tolist() == ((expected > of_tokens).sum(dim=-1) + 1).tolist()
+    best = expected.topk(4)
+    torch.testing.assert_close(found.top, best.values.to(wide))
+    assert torch.equal(expected.gather(1, found.top_ids), best.values)
+    nothing = likelihood.likelihoods(logits, tokens, 0)
+    assert nothing.top.shape == nothing.top_ids.shape == (6, 0)
 
 
 def test_fused_add_rms_norm_updates_the_residual() -> None:

@@ -1,8 +1,8 @@
-"""All forms of the decoder against transformers, on a CPU by the kernels' twins."""
+"""The decoder's ways to compute a step against transformers, on a CPU by the kernels' twins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.attention.base import Chunks, DecodeRows, PagedKV
-from minisgl_backend.attention.triton import TritonDecode, TritonPrefill
+from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.kernels import wide_linear
+from minisgl_backend.kernels.activation import silu_mul_reference
+from minisgl_backend.kernels.rope_store import qk_norm_rope_store_reference
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.models.build import build_model
@@ -64,7 +67,7 @@ def pages_of(model: Decoder) -> list[PagedKV]:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
-    """If fused, a layer computes 5 tokens by its small form, and 40 by its wide one; else plainly.
+    """If fused, a layer computes 5 tokens as a small batch, and 40 as a wide one; else plainly.
 
     The case "broad" is large enough for the products of ``wide_linear``.
     """
@@ -86,6 +89,109 @@ def test_a_prompt_then_a_token_on_several_ranks(
         check_prompt_then_token(load(tmp_path, group, fused=fused), *prompt)
 
     on_ranks(size, check)
+
+
+class TwinCores:
+    """``TensorCores`` for up to 20 tokens, in plain PyTorch, with the ``squares`` of two tiles."""
+
+    most_tokens = 20
+
+    def linear(self, shape: Sequence[int], *, gated: bool) -> Any:
+        def gemm(
+            x: Tensor,
+            weight: Tensor,
+            *,
+            squares: Tensor | None,
+            eps: float,
+            bias: Tensor | None,
+            pdl: bool,
+        ) -> Tensor:
+            assert weight.shape == shape and not pdl  # a CPU starts nothing early
+            y = self._linear(x, weight, squares, eps, bias)
+            return silu_mul_reference(y) if gated else y
+
+        return self._kernel(gemm)
+
+    def residual(self, shape: Sequence[int]) -> Any:
+        def add(
+            x: Tensor,
+            weight: Tensor,
+            residual: Tensor,
+            norm_weight: Tensor,
+            *,
+            bias: Tensor | None,
+            pdl: bool,
+        ) -> tuple[Tensor, Tensor]:
+            assert weight.shape == shape
+            residual.add_(F.linear(x, weight, bias))
+            squares = torch.stack([half.square().sum(1) for half in residual.chunk(2, 1)])
+            return residual * norm_weight, squares
+
+        return self._kernel(add)
+
+    def heads(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        in_features: int,
+        *,
+        page_size: int,
+        fp8: bool,
+    ) -> Any:
+        def heads(
+            x: Tensor,
+            weight: Tensor,
+            *places: Tensor,
+            squares: Tensor | None,
+            eps: float,
+            bias: Tensor | None,
+            pdl: bool,
+            **norms: Any,
+        ) -> Tensor:
+            assert weight.shape == ((num_heads + 2 * num_kv_heads) * head_dim, in_features)
+            assert page_size == PAGE_SIZE and not fp8
+            qkv = self._linear(x, weight, squares, eps, bias)
+            return qk_norm_rope_store_reference(qkv, *places, num_heads=num_heads, eps=eps, **norms)
+
+        return self._kernel(heads)
+
+    def _linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        squares: Tensor | None,
+        eps: float,
+        bias: Tensor | None,
+    ) -> Tensor:
+        if squares is not None:
+            x = x * (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
+        return F.linear(x, weight, bias)
+
+    def _kernel(self, compute: Any) -> Any:
+        compute.most_tokens = self.most_tokens
+        return compute
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+def test_a_prompt_then_a_token_on_tensor_cores(
+    case: str, length: int, size: int, tmp_path: Path
+) -> None:
+    """Of 40 tokens they take only the one that follows."""
+    prompt = a_prompt(write(case, tmp_path), length)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=True)
+        cores: Any = TwinCores()
+        model.use_tensor_cores(cores)
+        check_prompt_then_token(model, *prompt)
+
+    if size == 1:
+        check(OneRank())
+    else:
+        on_ranks(size, check)
 
 
 def write(case: str, folder: Path) -> Any:

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from minisgl_backend.layers.experts import ExpertsMLP
+from minisgl_backend.layers.feed_forward import ExpertsMLP
 from minisgl_backend.parallel.group import OneRank
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.weight_place import collect_places
+from minisgl_backend.layers.weight_place import WeightPlace, collect_places
 from minisgl_backend.models import weights
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
@@ -133,7 +133,7 @@ def test_stray_heads_and_rotary_buffers_are_ignored(folder: Path) -> None:
     )
     model = _build(folder)
     assert not hasattr(model, "lm_head")
-    assert model.model.embed_tokens.weight.any()
+    assert model.get_parameter("model.embed_tokens.matrix.weight").any()
 
 
 def test_an_untied_model_needs_its_head(folder: Path) -> None:
@@ -296,6 +296,25 @@ def test_ranks_beyond_the_heads_hold_the_same_keys(checkpoints: Path) -> None:
         assert torch.equal(held[0], held[1])
         assert torch.equal(held[2], held[3])
         assert torch.equal(torch.cat([held[0], held[2]]), stored[full])
+
+
+@pytest.mark.parametrize("case", ["qwen3", "llama-biases", "qwen3-moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dummy_weights_of_ranks_are_slices_of_one_model(
+    checkpoints: Path, case: str, dtype: torch.dtype
+) -> None:
+    def places(group: Group) -> dict[str, WeightPlace]:
+        model = _build(checkpoints / case, group=group, load_format="dummy", seed=3, dtype=dtype)
+        return collect_places(model)
+
+    whole = places(OneRank())
+    size = 4 if case == "qwen3" else 2  # four ranks over two key-value heads
+    for rank in range(size):
+        for name, mine in places(_Rank(rank, size)).items():
+            tensor = whole[name].target
+            if mine.dim is not None:
+                tensor = tensor.narrow(mine.dim, mine.start, mine.target.shape[mine.dim])
+            assert torch.equal(mine.target, tensor), name
 
 
 def test_what_cannot_be_split_is_refused(checkpoints: Path) -> None:

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_backend.execution.plan_words import decode_plan, encode_plan
-from minisgl_backend.plan import Admission, StepPlan
+from minisgl_backend.plan import Admission, StepPlan, decode_plan, encode_plan
 from minisgl_backend.request import EMPTY, IntArray, RequestId, SamplingParams
 from tests.fakes.plans import make_plan
 
@@ -79,7 +78,9 @@ def assert_same(a: object, b: object) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(plans(), st.integers(0, 5))
-def test_decoding_undoes_encoding_but_for_what_rank_0_alone_needs(plan: StepPlan, num_spare_words: int) -> None:
+def test_decoding_undoes_encoding_but_for_what_rank_0_alone_needs(
+    plan: StepPlan, num_spare_words: int
+) -> None:
     """Rank 0 alone samples, so the other ranks need not know how."""
     buffer, expected = encode_plan(plan), replace(plan, admissions=(), masked_rows=EMPTY)
     assert buffer.dtype == np.int32

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import tensor_files
-from minisgl_backend.precheck import check_options, checked_spec, device_type
+from minisgl_backend.precheck import check_meeting_point, check_options, checked_spec, device_type
 
 
 @pytest.fixture
@@ -51,6 +53,30 @@ def test_the_device_is_known_where_it_is_named() -> None:
 def test_options(given: dict[str, Any], device: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_options(EngineOptions(**given), device)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("192.0.2.1:5555", "is not an address of this machine"),
+        ("nowhere.invalid:5555", "cannot be used: there is no host of this name"),
+        ("a..b:5555", "cannot be used: there is no host of this name"),
+    ],
+)
+def test_ranks_meet_on_this_machine(address: str, message: str) -> None:
+    options = EngineOptions(tensor_parallel_size=2, distributed_address=address)
+    with pytest.raises(ConfigError, match=f"^distributed_address {address} {message}"):
+        check_meeting_point(options)
+
+
+def test_ranks_meet_at_a_port_that_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = EngineOptions(tensor_parallel_size=2, distributed_address=f"127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match="the port is taken"):
+            check_meeting_point(options)
+    check_meeting_point(options)
+    check_meeting_point(replace(options, distributed_address=f"localhost:{port}"))
 
 
 @pytest.mark.parametrize(

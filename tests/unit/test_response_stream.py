@@ -128,3 +128,23 @@ def test_a_sender_that_was_held_up_does_not_cost_the_stream() -> None:
     assert not stream.release(packet.index)
     now_s = taken_s + PROBE_AFTER_S / 2
     assert stream.tick(now_s, acknowledged_s, grace_s=0.0) is Duty.NOTHING
+
+
+def test_the_last_token_is_in_the_packet_that_ends_the_request() -> None:
+    """Whatever asks for a packet between the two events: a sender, the clock, the detokenizer."""
+    stream = opened(stream=True)
+    assert stream.put(Generated(5))
+    first = stream.take()
+    assert first is not None
+    assert not stream.put(Generated(6))
+    assert not stream.put(Generated(7, is_last=True))
+    assert not stream.release(first.index)
+    needs_sender, _ = stream.acknowledge(first.index, Verdict.CONTINUE)
+    assert needs_sender
+    second = stream.take()
+    assert second is not None and second.token_ids == [6] and second.terminal is None
+    assert not stream.put(Finished(FinishReason.LENGTH))
+    assert stream.release(second.index)
+    third = stream.take()
+    assert third is not None and third.token_ids == [7]
+    assert third.terminal == Finished(FinishReason.LENGTH)

@@ -29,16 +29,23 @@ from minisgl_backend.request import (
     Finished,
     FinishReason,
     Generated,
+    PromptLogprobs,
     Request,
     SamplingParams,
 )
 from minisgl_backend.runtime.engine import Engine, EngineInfo
-from minisgl_backend.runtime.inbox import OpenRequest, Stop
-from minisgl_backend.runtime.loop import Loop
+from minisgl_backend.runtime.loop import Loop, Stop
+from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
-from tests.fakes.executor import FakeExecutor, Model, expected_tokens, tokens_of
+from tests.fakes.executor import (
+    FakeExecutor,
+    Model,
+    expected_prompt_logprobs,
+    expected_tokens,
+    tokens_of,
+)
 
 NUM_PAGES, PAGE_SIZE, CONTEXT = 64, 4, 128
 WAIT_S = 20
@@ -209,6 +216,8 @@ def test_every_request_gets_its_tokens_and_one_ending(overlap: bool) -> None:
         assert sink.ending() == Finished(FinishReason.LENGTH)
         assert sink.tokens == expected_tokens(request, it.model)
         assert isinstance(sink.events[0], Admitted)
+        marks = [event.is_last for event in sink.events if isinstance(event, Generated)]
+        assert marks == [False] * (len(marks) - 1) + [True]
         assert sum(isinstance(e, Admitted | Finished | Failed) for e in sink.events) == 2
     it.engine.close(drain_s=0)
     assert it.executor.closed
@@ -401,6 +410,37 @@ def test_a_step_that_breaks_once_costs_nobody() -> None:
         assert sink.tokens == expected_tokens(request, it.model)
     assert cancelled.ending() == Finished(FinishReason.CANCELLED)
     it.engine.close(drain_s=0)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_prompts_logprobs_come_once_though_a_step_breaks_in_its_midst(max_tokens: int) -> None:
+    it = Bench()
+    it.executor.most_failures = 1
+    request = it.request(list(range(90)), max_tokens=max_tokens, num_prompt_logprobs=0)
+    sink = Recording()
+
+    def breaking(event: Event) -> None:
+        sink(event)
+        if isinstance(event, PromptLogprobs):
+            it.executor.failure = RuntimeError("once")
+
+    it.engine.submit(request, breaking)
+    assert sink.ending() == Finished(FinishReason.LENGTH)
+    assert it.executor.num_failures == 1
+    parts = [event for event in sink.events if isinstance(event, PromptLogprobs)]
+    told = PromptLogprobs.joined(parts)
+    assert len(parts) > 3 and told.token_ids.tolist() == list(range(1, 90))
+    assert told.logprobs.tolist() == expected_prompt_logprobs(request, it.model)
+    assert sink.tokens == expected_tokens(request, it.model)
+    it.engine.close(drain_s=0)
+
+
+def test_a_prompt_that_is_only_scored_may_fill_the_context(bench: Bench) -> None:
+    prompt = [token % 100 for token in range(CONTEXT)]
+    sink = bench.submit(bench.request(prompt, max_tokens=0, num_prompt_logprobs=0))
+    assert sink.ending() == Finished(FinishReason.LENGTH)
+    with pytest.raises(InvalidRequest, match="does not fit the context"):
+        bench.submit(bench.request(prompt, max_tokens=1, num_prompt_logprobs=0))
 
 
 @pytest.mark.parametrize("leak", [False, True])

@@ -399,7 +399,13 @@ def test_free_ports_are_kept_from_others_until_the_server_has_them() -> None:
 # --- installation ------------------------------------------------------------------------------
 
 
-def test_the_wheel_is_found_and_put_together(folder: Path) -> None:
+@pytest.fixture
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tests may run with another tritonserver than the wheel's."""
+    monkeypatch.delenv("MINISGL_TRITONSERVER", raising=False)
+
+
+def test_the_wheel_is_found_and_put_together(folder: Path, no_variable: None) -> None:
     installation = find_installation()
     assert installation.binary.name == "tritonserver" and installation.binary.exists()
     backends = installation.make_backend_directory(folder)
@@ -409,7 +415,7 @@ def test_the_wheel_is_found_and_put_together(folder: Path) -> None:
     assert all(path.exists() for path in (backends / "python").iterdir())
 
 
-def test_this_interpreter_comes_first() -> None:
+def test_this_interpreter_comes_first(no_variable: None) -> None:
     env = find_installation().environment({"PATH": "/usr/bin", "LD_LIBRARY_PATH": "/x", "A": "b"})
     assert env["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
     libraries = env["LD_LIBRARY_PATH"].split(os.pathsep)
@@ -429,14 +435,37 @@ def test_another_tritonserver_is_taken_as_it_is(folder: Path) -> None:
         find_installation("/nowhere")
 
 
-def test_the_stub_of_the_wheel_does_not_know_numpy_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_may_name_a_tritonserver(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its backends, if they are beside it."""
+    binary = folder / "bin" / "tritonserver"
+    binary.parent.mkdir()
+    fake_server(folder).binary.rename(binary)
+    monkeypatch.setenv("MINISGL_TRITONSERVER", str(binary))
+    assert find_installation() == Installation(binary.resolve())
+    (folder / "backends" / "python").mkdir(parents=True)
+    installation = find_installation()
+    assert installation.backends == (folder / "backends").resolve()
+    assert installation.make_backend_directory(folder) is None
+    assert find_installation("/bin/true").binary.name != "tritonserver"
+    monkeypatch.setenv("MINISGL_TRITONSERVER", "/nowhere")
+    with pytest.raises(ConfigError, match="there is no tritonserver at '/nowhere'"):
+        find_installation()
+
+
+def test_the_stub_of_the_wheel_does_not_know_numpy_2(
+    no_variable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.metadata, "version", {"numpy": "2.5.5"}.__getitem__)
     with pytest.raises(ConfigError, match=r"does not work with NumPy 2\.5\.5: pip install"):
         find_installation()
     assert find_installation("/bin/true").stub is None  # another tritonserver has its own
 
 
-def test_without_the_wheel_path_is_searched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_wheel_path_is_searched(
+    folder: Path, no_variable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     binary = fake_server(folder).binary
     monkeypatch.setenv("PATH", str(folder))

@@ -335,6 +335,9 @@ class Healthy:
     def is_ready(self, *, timeout_s: float) -> bool | None:
         return self.answers if timeout_s > 0 else None
 
+    def num_failed(self, *, timeout_s: float) -> None:
+        return None
+
     def poll(self) -> None:
         return None
 
@@ -567,6 +570,23 @@ def test_an_answer_of_tritonserver_that_breaks_off_tells_nothing() -> None:
     with answering(*answers) as url:
         assert [triton_http.num_waiting(url, "tokenizer") for _ in answers] == [0, 0]
         assert triton_http.is_ready(url, timeout_s=PATIENCE_S) is None
+        assert triton_http.num_failed(url, ["minisgl"], timeout_s=PATIENCE_S) is None
+
+
+def test_failed_requests_are_those_of_the_ensembles_that_were_not_cancelled() -> None:
+    counts = {
+        ("minisgl", "OTHER"): 4,
+        ("minisgl", "CANCELED"): 50,
+        ("minisgl_batched", "BACKEND"): 2,
+    }
+    counts |= {("llm_engine", "OTHER"): 700, ("x_minisgl", "OTHER"): 8000}
+    lines = [
+        f'nv_inference_request_failure{{model="{model}",reason="{reason}",version="1"}} {count}'
+        for (model, reason), count in counts.items()
+    ]
+    with answering("\n".join(["HTTP/1.0 200 OK", "", *lines, ""]).encode()) as url:
+        models = ["minisgl", "minisgl_batched"]
+        assert triton_http.num_failed(url, models, timeout_s=PATIENCE_S) == 6
 
 
 def test_a_health_port_that_is_taken() -> None:

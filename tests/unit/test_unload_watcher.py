@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -11,15 +12,21 @@ import pytest
 
 from minisgl_backend.runtime_files import QueueMarker
 from minisgl_backend.tritonserver.unload_watcher import Readiness, UnloadWatcher, ask
+from tests.waiting import wait_until
 
 PATIENCE_S = 30.0
 SHORT_S = 0.2
 
 
 class Server(HTTPServer):
-    """Answers every request with ``status``."""
+    """Answers every request with ``status``, or with those that come first in ``next``.
+
+    Each of these is a status and the seconds that it takes. ``num_answers`` counts.
+    """
 
     status = 200
+    next: Iterator[tuple[int, float]] = iter(())
+    num_answers = 0
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A watcher that was closed does not wait for its answer."""
@@ -29,8 +36,11 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        self.send_response(self.server.status)
+        status, after_s = next(self.server.next, (self.server.status, 0.0))
+        time.sleep(after_s)
+        self.send_response(status)
         self.end_headers()
+        self.server.num_answers += 1
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -113,3 +123,35 @@ def test_a_model_that_was_ready_and_is_not_any_more_drains(
     finally:
         watcher.close()
     assert caplog.text.count("cannot report") == fails
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [(400, 0.0)],
+        [(400, 0.0), (400, 0.0)],
+        [(400, 1.2)] * 4,
+        [(400, 2.5), (400, 0.0), (400, 0.0)],
+        [(400, 0.0), (400, 0.0), (200, 0.0)] * 3,
+    ],
+    ids=["once", "twice", "late", "after silence", "now and then"],
+)
+def test_a_model_that_is_said_not_to_be_ready_after_a_pause_serves_on(
+    server: Server, answers: list[tuple[int, float]]
+) -> None:
+    """As a server of release 26.07 says it of a model that was paused."""
+    drained = threading.Event()
+    watcher = UnloadWatcher(
+        ready_url=url_of(("127.0.0.1", server.server_port)),
+        marker=QueueMarker(None, "m"),
+        report=lambda: None,
+        drain=drained.set,
+    )
+    try:
+        wait_until(lambda: server.num_answers > 0)
+        server.next = iter(answers)
+        expected = server.num_answers + len(answers) + 3
+        wait_until(lambda: server.num_answers >= expected)
+        assert not drained.is_set()
+    finally:
+        watcher.close()

@@ -212,7 +212,7 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
     assert set(arrays) == {tensor.name for tensor in tensors}
     for tensor in tensors:
         assert arrays[tensor.name].dtype == types[tensor.data_type]
-        assert arrays[tensor.name].shape == ((1,) if tensor.dims == 1 else (2,))
+        assert arrays[tensor.name].shape == ((1,) if tensor.dims == (1,) else (1, 2))
     plain = {name: array.tolist() for name, array in arrays.items() if array.shape == (1,)}
     del plain["logprobs"]
     assert plain == {
@@ -230,14 +230,14 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
         "last_token_time_ns": [4],
         "prompt_logprobs": [b"[null,{}]"],
     }
-    assert arrays["output_log_probs"].tolist() == [-0.5, LEAST_LOGPROB]
+    assert arrays["output_log_probs"].tolist() == [[-0.5, LEAST_LOGPROB]]
 
 
 def test_a_running_request_has_no_reasons_yet() -> None:
     arrays = answer_arrays(Answer(text="a"), EVERYTHING)
-    assert arrays["finish_reason"].tolist() == [b""]
+    assert arrays["finish_reason"].tolist() == [b"None"]
     assert arrays["stop_reason"].tolist() == [b"null"]
-    assert arrays["output_log_probs"].shape == (0,)
+    assert arrays["output_log_probs"].shape == (1, 0)
     assert arrays["logprobs"].tolist() == [b"[]"]
     assert "arrival_time_ns" not in arrays
 

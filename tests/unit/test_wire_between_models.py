@@ -23,6 +23,7 @@ from minisgl_backend.request import (
 from minisgl_backend.wire.generation import (
     NOTHING,
     Generation,
+    Stopped,
     StopRequest,
     TextPrompt,
     TokenPrompt,
@@ -94,12 +95,21 @@ def test_defaults_do_not_travel() -> None:
     assert decoded.prompt_text is None
 
 
-def test_a_cumulative_logprob_alone_stays_alone() -> None:
-    asked = replace(
-        PLAIN,
-        sampling=SamplingParams(num_logprobs=0),
-        wanted=Wanted(cumulative_logprob=True),
-    )
+@pytest.mark.parametrize(
+    ("wanted", "num_logprobs"),
+    [
+        (Wanted(cumulative_logprob=True), 0),
+        (Wanted(log_probs=True), 0),
+        (Wanted(logprobs=True), 2),
+        (Wanted(null_logprobs=True), None),
+        (Wanted(null_logprobs=True, log_probs=True), 0),
+    ],
+)
+def test_log_probabilities_stay_what_was_asked_for(
+    wanted: Wanted, num_logprobs: int | None
+) -> None:
+    sampling = SamplingParams(num_logprobs=num_logprobs)
+    asked = replace(PLAIN, sampling=sampling, wanted=wanted)
     decoded = decode_record(encode_record(asked), IDS, LIMITS)
     assert isinstance(decoded, Generation)
     assert decoded.wanted == asked.wanted
@@ -108,6 +118,12 @@ def test_a_cumulative_logprob_alone_stays_alone() -> None:
 
 def test_a_stop_request_has_a_record_too() -> None:
     request = StopRequest(wanted=Wanted(finish_reason=True))
+    text = encode_record(request)
+    assert decode_record(text, np.array([], dtype=np.int32), LIMITS) == request
+
+
+def test_a_stopped_request_has_a_record_too() -> None:
+    request = Stopped(wanted=Wanted(finish_reason=True, null_logprobs=True))
     text = encode_record(request)
     assert decode_record(text, np.array([], dtype=np.int32), LIMITS) == request
 
@@ -124,6 +140,7 @@ def test_a_stop_request_has_a_record_too() -> None:
         '{"v": 1, "arrival": 9223372036854775808, "given": {}}',
         '{"v": 1, "arrival": 5, "given": []}',
         '{"v": 1, "arrival": 5, "given": {}, "prompt": 5}',
+        '{"v": 1, "arrival": 5, "given": {}, "stopped": 1}',
         '{"v": 1, "arrival": 5, "given": {"temperature": NaN}}',
         '{"v": 1, "arrival": 5, "given": {"temperature": -1}}',
         '{"v": 1, "arrival": 5, "given": {"max_tokens": 0}}',

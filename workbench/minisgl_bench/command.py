@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minisgl_backend.cli.lazy import LazyGroup
+from minisgl_backend.cli.main import LazyGroup
 
 bench = LazyGroup(
     "bench",

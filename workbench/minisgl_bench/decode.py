@@ -124,10 +124,10 @@ def graph_facts(executor: Executor) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for name, graphs in (("decode", executor.graphs), ("chunk", executor.chunk_graphs)):
         if graphs is not None:
-            cost = graphs.cost
-            facts[f"{name}_graphs"] = cost.num_graphs
-            facts[f"{name}_capture_s"] = round(cost.seconds, 2)
-            facts[f"{name}_graphs_gib"] = round(cost.num_bytes / 2**30, 3)
+            captured = graphs.captured
+            facts[f"{name}_graphs"] = len(captured.graphs)
+            facts[f"{name}_capture_s"] = round(captured.seconds, 2)
+            facts[f"{name}_graphs_gib"] = round(captured.num_bytes / 2**30, 3)
     return facts
 
 

@@ -27,6 +27,7 @@ from minisgl_backend.request import (
     Finished,
     Generated,
     IntArray,
+    PromptLogprobs,
     Request,
     SamplingParams,
     TokenLogprobs,
@@ -71,6 +72,7 @@ class Collector:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     num_cached_tokens: int = 0
     error: MiniSGLError | None = None
@@ -82,6 +84,8 @@ class Collector:
             self.times_s.append(time.perf_counter())
             self.tokens.append(event.token_id)
             self.logprobs.append(event.logprobs)
+        elif isinstance(event, PromptLogprobs):
+            self.prompt_logprobs.append(event)
         elif isinstance(event, Admitted):
             self.num_cached_tokens = event.num_cached_tokens
         elif isinstance(event, Failed):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import Chunks, PagedKV
-from minisgl_backend.attention.triton import TritonPrefill
+from minisgl_backend.attention.own_kernels import TritonPrefill
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model

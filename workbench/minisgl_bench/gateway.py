@@ -3,8 +3,8 @@
 The server is that of `minisgl bench response-path`: the engine is paced, the rest is real. In front
 of it runs `minisgl gateway` as a process of its own. For each number of streams the same requests
 go over gRPC to the ensemble and over HTTP, as server-sent events, to the gateway, in turns; figures
-are medians over turns. Server, gateway and client share the machine, and on a small one compete for
-its cores.
+are medians over turns, also the share, so that it compares what was measured right after another.
+Server, gateway and client share the machine, and on a small one compete for its cores.
 
 The HTTP client keeps the bytes as they come and parses them when the run is over; every text must
 be the expected one.
@@ -88,7 +88,7 @@ def gateway(
             for _ in range(turns):
                 direct.append(summary(asyncio.run(run_grpc(grpc_address, **load))))
                 through.append(summary(asyncio.run(_run_http(own_gateway.address, **load))))
-            _add(report, count, _medians(direct), _medians(through))
+            _add(report, count, direct, through)
     report.emit(json_path)
 
 
@@ -195,12 +195,22 @@ def _medians(runs: list[dict[str, Any]]) -> dict[str, float]:
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
-def _add(report: Report, count: int, direct: dict[str, float], through: dict[str, float]) -> None:
+def _add(
+    report: Report,
+    count: int,
+    direct_runs: list[dict[str, Any]],
+    through_runs: list[dict[str, Any]],
+) -> None:
+    direct, through = _medians(direct_runs), _medians(through_runs)
+    shares = [
+        100 * after["tokens_per_s"] / before["tokens_per_s"]
+        for before, after in zip(direct_runs, through_runs, strict=True)
+    ]
     report.add(
         streams=count,
         grpc_tokens_per_s=direct["tokens_per_s"],
         gateway_tokens_per_s=through["tokens_per_s"],
-        share_percent=100 * through["tokens_per_s"] / direct["tokens_per_s"],
+        share_percent=statistics.median(shares),
         grpc_ttft_p50_ms=direct["ttft_p50_ms"],
         gateway_ttft_p50_ms=through["ttft_p50_ms"],
         added_ttft_ms=through["ttft_p50_ms"] - direct["ttft_p50_ms"],

@@ -143,8 +143,8 @@ class JournaledScheduler(SchedulerWrapper):
         super().__init__(scheduler)
         self._path = path
 
-    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
-        super().add(request, generated)
+    def add(self, request: Request, generated: IntArray = EMPTY, num_scored: int = 0) -> None:
+        super().add(request, generated, num_scored)
         self._note("added", [request.id])
 
     def abort(self, request_id: RequestId) -> bool:

@@ -18,11 +18,10 @@ import numpy as np
 
 from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.death_signal import end_with
-from minisgl_backend.execution.followers import Followers, Leader
-from minisgl_backend.execution.plan_channel import PlanReceiver, PlanSender
-from minisgl_backend.execution.plan_words import decode_plan, encode_plan
+from minisgl_backend.execution.followers import Followers
+from minisgl_backend.execution.rank_channel import FollowerEnd
 from minisgl_backend.parallel.place import Place
-from minisgl_backend.plan import StepPlan
+from minisgl_backend.plan import StepPlan, decode_plan, encode_plan
 from minisgl_bench.planner import decoding_plan
 from minisgl_kit.report import Report, json_option
 
@@ -33,17 +32,18 @@ _PAUSE_S: Final = 0.001
 def measure(plan: StepPlan, size: int, num_steps: int) -> dict[str, float]:
     """Figures of ``size`` ranks; see ``plan_broadcast``."""
     place = Place.first(size, "127.0.0.1:1")  # never used: no group is made
-    followers = Followers(place, _COMMAND, b"none")
+    followers = Followers(place, _COMMAND)
+    channel = followers.channel
     try:
-        followers.meet()
-        sender = PlanSender(followers.peers, followers.ring, timeout_s=60.0)
+        channel.meet()
+        channel.start_steps(timeout_s=60.0)
         sent, taken = [], []
         for _ in range(num_steps):
             time.sleep(_PAUSE_S)
             begin = time.perf_counter()
-            sender.send(encode_plan(plan))
+            channel.send(encode_plan(plan))
             sent.append(time.perf_counter() - begin)
-            sender.wait_taken()
+            channel.wait_taken()
             taken.append(time.perf_counter() - begin)
     finally:
         followers.close()
@@ -81,9 +81,9 @@ def plan_broadcast(num_requests: int, num_steps: int, json_path: Path | None) ->
 
 def _follow(connection: int, memory: int, parent: int) -> None:
     end_with(parent)
-    leader = Leader(socket.socket(fileno=connection))
-    leader.meet()
-    for words in PlanReceiver(leader.connection, memory):
+    channel = FollowerEnd(socket.socket(fileno=connection), memory)
+    channel.meet()
+    for words in channel:
         decode_plan(words)
 
 

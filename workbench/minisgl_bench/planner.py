@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from minisgl_backend.cache.kv import RadixCache, Verified
-from minisgl_backend.execution.plan_words import encode_plan
-from minisgl_backend.plan import SampledTokens, StepPlan
+from minisgl_backend.plan import SampledTokens, StepPlan, encode_plan
 from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from minisgl_kit.report import json_option, write_json

@@ -1,4 +1,5 @@
-"""`minisgl bench prefill`: time to the first token of a lone request, by prompt length."""
+"""`minisgl bench prefill`: time to the first token of a lone request, by prompt length; and by how
+much log-probabilities of the prompt lengthen it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import click
 import numpy as np
 
 from minisgl_backend.cli.options import POSITIVE_INT, engine_options
-from minisgl_backend.config import EngineOptions
+from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import compare_option, measure_both
@@ -26,9 +27,14 @@ def prompt_of(length: int, num_shared: int, *, seed: int, vocab_size: int) -> In
     return prompt
 
 
-def first_token_ms(engine: Engine, prompt: IntArray) -> tuple[float, int]:
-    """Milliseconds from submitting a prompt to its first token, and how many tokens were cached."""
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+def first_token_ms(
+    engine: Engine, prompt: IntArray, num_prompt_logprobs: int | None = None
+) -> tuple[float, int]:
+    """Milliseconds from submitting a prompt to its first token, which comes after all its
+    log-probabilities, if they are asked for; and how many tokens were cached."""
+    sampling = SamplingParams(
+        max_tokens=1, temperature=0.0, ignore_eos=True, num_prompt_logprobs=num_prompt_logprobs
+    )
     sink = submitted(engine, prompt, sampling)
     sink.wait()
     return (sink.times_s[0] - sink.sent_s) * 1e3, sink.num_cached_tokens
@@ -47,6 +53,12 @@ def first_token_ms(engine: Engine, prompt: IntArray) -> tuple[float, int]:
     help="number of leading tokens of a prompt in the prefix cache, as in a conversation",
 )
 @click.option(
+    "--prompt-logprobs",
+    type=click.IntRange(0, Limits().logprobs),
+    metavar="N",
+    help="also with log-probabilities of the prompt and N alternatives a token, in turns",
+)
+@click.option(
     "--repeats", type=POSITIVE_INT, default=15, show_default=True, help="requests of a length"
 )
 @compare_option
@@ -57,6 +69,7 @@ def prefill(
     options: EngineOptions,
     lengths: tuple[int, ...],
     shared_tokens: int,
+    prompt_logprobs: int | None,
     repeats: int,
     compare: str | None,
     nvtx: bool,
@@ -67,6 +80,9 @@ def prefill(
     lengths = lengths or (128, 1024, 4000)
     if not 0 <= shared_tokens < min(lengths):
         raise click.UsageError("--shared-tokens must be less than every length")
+    if prompt_logprobs is not None and shared_tokens:
+        raise click.UsageError("--prompt-logprobs takes no tokens from the prefix cache")
+    both = prompt_logprobs is not None
 
     def measure(options: EngineOptions, trace: Path | None) -> Report:
         with running_engine(options, nvtx=nvtx) as (engine, _):
@@ -80,11 +96,22 @@ def prefill(
                         seed=length * 1000 + index,
                         vocab_size=engine.info.vocab_size,
                     )
-                    for index in range(repeats + 2)
+                    for index in range((repeats + 1) * (1 + both) + 1)
                 ]
-                first_token_ms(engine, prompts[0])
-                measured = [first_token_ms(engine, prompt) for prompt in prompts[1:-1]]
+                first_token_ms(engine, prompts.pop())
+                if both:
+                    first_token_ms(engine, prompts.pop(), prompt_logprobs)
+                measured, scored = [], []
+                for _ in range(repeats):
+                    measured.append(first_token_ms(engine, prompts.pop()))
+                    if both:
+                        scored.append(first_token_ms(engine, prompts.pop(), prompt_logprobs)[0])
                 times = [ms for ms, _ in measured]
+                more: dict[str, float] = {}
+                if both:
+                    scored_ms = statistics.median(scored)
+                    more["prompt_logprobs_ms"] = round(scored_ms, 3)
+                    more["times_as_long"] = round(scored_ms / statistics.median(times), 3)
                 report.add(
                     batch=1,
                     prompt_tokens=length,
@@ -92,11 +119,12 @@ def prefill(
                     median_ms=round(statistics.median(times), 3),
                     least_ms=round(min(times), 3),
                     tokens_per_s=round(length / statistics.median(times) * 1e3),
+                    **more,
                 )
                 if trace is not None:
                     path = labelled(trace, str(length)) if len(lengths) > 1 else trace
                     with profiled(path):
-                        first_token_ms(engine, prompts[-1])
+                        first_token_ms(engine, prompts.pop(), prompt_logprobs)
         return report
 
     measure_both(

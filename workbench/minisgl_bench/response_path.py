@@ -123,15 +123,15 @@ def summary(exchanges: list[list[Exchange]]) -> dict[str, Any]:
     end_s = min(stream[-1].arrived_s[-1] for stream in exchanges)
     num_tokens = sum(exchange.num_tokens_between(begin_s, end_s) for exchange in flat)
     first_ms = [1e3 * (exchange.arrived_s[0] - exchange.sent_s) for exchange in flat]
-    gaps_ms = np.concatenate([np.diff(exchange.arrived_s) for exchange in flat]) * 1e3
+    between_ms = np.concatenate([np.diff(exchange.arrived_s) for exchange in flat]) * 1e3
     num_chunks = sum(len(exchange.arrived_s) for exchange in flat)
     return {
         "streams": len(exchanges),
         "tokens_per_s": num_tokens / (end_s - begin_s),
         "ttft_p50_ms": statistics.median(first_ms),
         "ttft_p99_ms": float(np.percentile(first_ms, 99)),
-        "gap_p50_ms": float(np.percentile(gaps_ms, 50)),
-        "gap_p99_ms": float(np.percentile(gaps_ms, 99)),
+        "between_chunks_p50_ms": float(np.percentile(between_ms, 50)),
+        "between_chunks_p99_ms": float(np.percentile(between_ms, 99)),
         "tokens_per_chunk": sum(exchange.num_tokens for exchange in flat) / num_chunks,
     }
 

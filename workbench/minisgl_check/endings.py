@@ -36,6 +36,8 @@ _FATES: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
 }
 """Requests, and how each must end: a reason, or an error's code; a full server refuses."""
 _REFUSED: Final = "UNAVAILABLE"
+_UNFINISHED: Final = "None"
+"""The finish reason of an answer that goes on."""
 
 
 @dataclass(slots=True)
@@ -58,8 +60,9 @@ class _Heard:
             self.ends.append(code[1] if code else response.error_message)
         names = [output.name for output in inner.outputs]
         content = dict(zip(names, inner.raw_output_contents, strict=True))
-        if reason := content.get("finish_reason", b"")[4:]:  # behind its length
-            self.ends.append(reason.decode())
+        reason = content.get("finish_reason", b"")[4:].decode()  # behind its length
+        if reason not in ("", _UNFINISHED):
+            self.ends.append(reason)
         self.text += content.get("text_output", b"")[4:]
         self.num_tokens += struct.unpack("<I", content.get("num_output_tokens", bytes(4)))[0]
 

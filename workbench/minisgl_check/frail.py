@@ -136,9 +136,9 @@ class FrailScheduler(SchedulerWrapper):
         self._prefilling: set[int] = set()
         """Rows of which a chunk was planned, and the last one was not."""
 
-    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
+    def add(self, request: Request, generated: IntArray = EMPTY, num_scored: int = 0) -> None:
         self._frailty.pause()
-        super().add(request, generated)
+        super().add(request, generated, num_scored)
 
     def abort(self, request_id: RequestId) -> bool:
         self._frailty.pause()

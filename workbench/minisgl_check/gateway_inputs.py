@@ -23,6 +23,7 @@ _NAMES: Final = {
     "text_input": "prompt",
     "input_ids": "prompt",
     "num_logprobs": "logprobs",
+    "num_prompt_logprobs": "prompt_logprobs",
     "priority_level": "priority",
 }
 _IS_JSON: Final = frozenset({"messages", "tools", "logit_bias"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-_RANKS: Final = frozenset({b"minisgl_backend.cli.rank", b"minisgl_check.frail_rank"})
+_RANKS: Final = frozenset({b"minisgl_backend.tensor_parallel", b"minisgl_check.frail_rank"})
 
 
 def runs(pid: int) -> bool:

@@ -25,8 +25,8 @@ class SchedulerWrapper:
     def __init__(self, scheduler: Scheduler) -> None:
         self.wrapped = scheduler
 
-    def add(self, request: Request, generated: IntArray = EMPTY) -> None:
-        self.wrapped.add(request, generated)
+    def add(self, request: Request, generated: IntArray = EMPTY, num_scored: int = 0) -> None:
+        self.wrapped.add(request, generated, num_scored)
 
     def abort(self, request_id: RequestId) -> bool:
         return self.wrapped.abort(request_id)

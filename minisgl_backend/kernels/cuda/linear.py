@@ -3,6 +3,11 @@
 A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. Each row of x W^T is
 multiplied by a factor, 1 or that of RMSNorm, and a bias is added; the classes differ in what
 follows.
+
+The input ``x`` [num_rows, in_features] is after RMSNorm or half-way. Without ``squares`` the norm
+has been applied. With them only its weight has, and the GEMM divides each row by its root mean
+square: ``squares``, float32 [tiles, num_rows], holds each tile's part of the row's sum of squares,
+from the preceding GEMM.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -24,20 +29,6 @@ from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, MAX_TOKENS, Cut, 
 _ITEM: Final = 2
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Normalized:
-    """The input of a GEMM, ``x`` bfloat16 [num_rows, in_features], after RMSNorm or half-way.
-
-    Without ``squares`` the norm has been applied. With them only its weight has, and the GEMM
-    divides each row by its root mean square: ``squares``, float32 [tiles, num_rows], holds each
-    tile's part of the row's sum of squares, from the preceding GEMM.
-    """
-
-    x: Tensor
-    squares: Tensor | None = None
-    eps: float = 0.0
 
 
 class _Map(ctypes.Structure):
@@ -112,6 +103,7 @@ class _Linear:
         ``kind`` are the macros of ``linear.cu`` that say what becomes of the results.
         """
         height, in_features = shape
+        self.most_tokens = most_tokens
         self._height, self._in_features = height, in_features
         self._pairs = pairs
         if cuts is None:
@@ -140,9 +132,15 @@ class _Linear:
         return self._kernels[min(batch for batch in self._kernels if num_rows <= batch)]
 
     def _launch(
-        self, rows: Normalized, weight: Tensor, pdl: bool, *, bias: Tensor | None, **values: Any
+        self,
+        x: Tensor,
+        weight: Tensor,
+        pdl: bool,
+        *,
+        bias: Tensor | None,
+        squares: Tensor | None = None,
+        **values: Any,
     ) -> None:
-        x, squares = rows.x, rows.squares
         num_rows = len(x)
         assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels)
         cut, kernel = self._kernel_for(num_rows)
@@ -157,7 +155,6 @@ class _Linear:
             parts=address(self._parts),
             are_there=address(self._are_there),
             tiles=tiles,
-            eps=rows.eps,
             **values,
         )
         token_tiles = -(-num_rows // cut.tokens)
@@ -201,11 +198,21 @@ class LinearKernel(_Linear):
         )
 
     def __call__(
-        self, rows: Normalized, weight: Tensor, *, bias: Tensor | None = None, pdl: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        bias: Tensor | None = None,
+        pdl: bool = False,
     ) -> Tensor:
-        x = rows.x
+        """[num_rows, out_features]; ``eps`` is that of the norm."""
         out = torch.empty((len(x), self._out_features), dtype=x.dtype, device=x.device)
-        self._launch(rows, weight, pdl, bias=bias, out=address(out), features=self._out_features)
+        features = self._out_features
+        self._launch(
+            x, weight, pdl, bias=bias, squares=squares, eps=eps, out=address(out), features=features
+        )
         return out
 
 
@@ -228,18 +235,18 @@ class ResidualKernel(_Linear):
         weight: Tensor,
         residual: Tensor,
         norm_weight: Tensor,
-        eps: float,
         *,
         bias: Tensor | None = None,
         pdl: bool = False,
-    ) -> Normalized:
-        """``residual`` [num_rows, out_features] += x W^T + bias, in place; its norm to be taken."""
+    ) -> tuple[Tensor, Tensor]:
+        """``residual`` [num_rows, out_features] += x W^T + bias, in place; ``x`` and ``squares``
+        of the next GEMM."""
         scaled = torch.empty_like(residual)
         cut, _ = self._kernel_for(len(x))
         tiles = self._height // cut.features
         squares = torch.empty((tiles, len(x)), dtype=torch.float32, device=x.device)
         self._launch(
-            Normalized(x),
+            x,
             weight,
             pdl,
             bias=bias,
@@ -249,7 +256,7 @@ class ResidualKernel(_Linear):
             norm_weight=address(norm_weight),
             squares_out=address(squares),
         )
-        return Normalized(scaled, squares, eps)
+        return scaled, squares
 
 
 class HeadsKernel(_Linear):
@@ -278,7 +285,7 @@ class HeadsKernel(_Linear):
 
     def __call__(
         self,
-        rows: Normalized,
+        x: Tensor,
         weight: Tensor,
         positions: Tensor,
         slots: Tensor,
@@ -286,6 +293,8 @@ class HeadsKernel(_Linear):
         keys: Tensor,
         values: Tensor,
         *,
+        squares: Tensor | None = None,
+        eps: float,
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
         k_scale: Tensor | None = None,
@@ -296,12 +305,12 @@ class HeadsKernel(_Linear):
         """The queries, [num_rows, num_heads, head_dim].
 
         See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``; ``positions`` and ``slots``
-        are int32. The norms of heads have the eps of ``rows``.
+        are int32. ``eps`` is that of all norms.
         """
         assert positions.dtype == slots.dtype == torch.int32
         assert keys.stride() == values.stride() and keys.stride(3) == 1
-        shape = (len(rows.x), self._num_heads, self._head_dim)
-        out = torch.empty(shape, dtype=rows.x.dtype, device=rows.x.device)
+        shape = (len(x), self._num_heads, self._head_dim)
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
         item = keys.element_size()
         heads = _Heads(
             positions=address(positions),
@@ -319,9 +328,30 @@ class HeadsKernel(_Linear):
             num_heads=self._num_heads,
             num_kv_heads=self._num_kv_heads,
         )
-        features = self._num_heads * self._head_dim
-        self._launch(rows, weight, pdl, bias=bias, out=address(out), features=features, heads=heads)
+        self._launch(
+            x,
+            weight,
+            pdl,
+            bias=bias,
+            squares=squares,
+            eps=eps,
+            out=address(out),
+            features=self._num_heads * self._head_dim,
+            heads=heads,
+        )
         return out
+
+
+class TensorCores:
+    """Makes the kernels of a model's layers. Those for the same shape are one, whose memory the
+    layers share: ``linear`` makes a ``LinearKernel``, ``residual`` a ``ResidualKernel``, ``heads``
+    a ``HeadsKernel``, each for up to ``most_tokens`` rows."""
+
+    def __init__(self, device: torch.device, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
+        self.linear = cache(partial(LinearKernel, device=device, most_tokens=most_tokens))
+        self.residual = cache(partial(ResidualKernel, device=device, most_tokens=most_tokens))
+        self.heads = cache(partial(HeadsKernel, device=device, most_tokens=most_tokens))
 
 
 _PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}

@@ -1,9 +1,10 @@
 """From the times of each request to figures, and from these to a table and a JSON file.
 
 Knows times and counts only. The usual words: TTFT is the time to the first token, TPOT the time per
-output token after the first, E2E that of the whole request. A gap lies between two chunks of a
-stream, each of which brings one token or several. Times of an open loop count from when a request
-was due, so that a client that is late cannot make a server look fast.
+output token after the first, E2E that of the whole request. The time between chunks is that from
+the arrival of one chunk of a stream to the arrival of the next; a chunk brings one token or
+several. Times of an open loop count from when a request was due, so that a client that is late
+cannot make a server look fast.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def figures_of(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> 
         "cached_share": sum(one.num_cached_tokens or 0 for one in good) / max(1, num_input),
         "ttft_ms": percentiles(one.ttft_ms for one in good if one.ttft_ms is not None),
         "tpot_ms": percentiles(one.tpot_ms for one in good if one.tpot_ms is not None),
-        "gap_ms": percentiles(
-            float(gap_s) * 1e3 for one in good for gap_s in np.diff(one.chunks_s)
+        "between_chunks_ms": percentiles(
+            float(seconds) * 1e3 for one in good for seconds in np.diff(one.chunks_s)
         ),
         "e2e_ms": percentiles(one.e2e_ms for one in good),
     }
@@ -94,7 +95,7 @@ class Measured:
 _TIMES: Final = {
     "ttft_ms": "time to first token, ms",
     "tpot_ms": "time per output token, ms",
-    "gap_ms": "gap between chunks, ms",
+    "between_chunks_ms": "time between chunks, ms",
     "e2e_ms": "whole request, ms",
 }
 _COUNTS: Final = {

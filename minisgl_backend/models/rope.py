@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl_backend.layers.rope_spec import RopeSpec
+from minisgl_backend.models.spec import RopeSpec
 
 
 def rotary_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> Tensor:

@@ -1,4 +1,7 @@
-"""The backend ``triton``: this package's own kernels, for every page size, window and KV dtype."""
+"""The backends ``triton`` and ``cuda``: this package's own kernels.
+
+Those in Triton take every page size, window and KV dtype; those in CUDA C++ only decode.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.attention.base import (
+    AttentionSetting,
     AttentionShape,
     Chunks,
     DecodeRows,
@@ -66,6 +70,67 @@ class TritonDecode:
             rows=rows.rows,
             scale=self._shape.scale,
             window=self._shape.windows[layer],
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            out=out,
+            pdl=rows.pdl,
+        )
+
+
+class CudaDecode:
+    """``DecodeAttention`` by ``kernels.cuda.decode_attention``, planned on the GPU once a step.
+
+    It streams keys and values at memory bandwidth, however ragged the rows are, fp8 pages included.
+    """
+
+    def __init__(self, setting: AttentionSetting):
+        # imports the CUDA driver's bindings, which only installations for GPUs have
+        from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
+
+        shape = setting.shape
+        self._shape = shape
+        self._windows = setting.windows
+        self._kernel = DecodeAttentionKernel(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            page_size=setting.page_size,
+            dtype=setting.dtype,
+            kv_dtype=setting.kv_dtype,
+            max_batch_size=setting.max_batch_size,
+            device=setting.device,
+        )
+
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
+        runs = {
+            window: self._kernel.plan(
+                rows.page_table, rows.lengths, rows=rows.rows, window=window, pdl=rows.pdl
+            )
+            for window in self._windows
+        }
+        return partial(self._attend, rows, runs)
+
+    def _attend(
+        self,
+        rows: DecodeRows,
+        runs: dict[int | None, Tensor],
+        out: Tensor,
+        q: Tensor,
+        kv: PagedKV,
+        layer: int,
+    ) -> None:
+        """``runs`` are what was planned for each window."""
+        window = self._shape.windows[layer]
+        self._kernel(
+            q,
+            kv.keys,
+            kv.values,
+            rows.page_table,
+            rows.lengths,
+            runs[window],
+            rows=rows.rows,
+            scale=self._shape.scale,
+            window=window,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
             out=out,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.execution.plan_channel import Peer, PlanReceiver, PlanRing, PlanSender
+from minisgl_backend.execution.rank_channel import FollowerEnd, LeaderEnd
 from minisgl_backend.request import IntArray
 
 WAIT_S = 60.0
@@ -22,23 +23,23 @@ WAIT_S = 60.0
 @contextmanager
 def channel(
     num_ranks: int, *, timeout_s: float = WAIT_S
-) -> Iterator[tuple[PlanSender, list[PlanReceiver], list[socket.socket]]]:
-    """A sender, the receivers of ranks 1, 2, ... and their sockets.
+) -> Iterator[tuple[LeaderEnd, list[FollowerEnd], list[socket.socket]]]:
+    """Rank 0's end, the ends of ranks 1, 2, ... and their sockets.
 
     Rank 0's end is closed when the block is left, the others' when everything is read.
     """
     with ExitStack() as after:
-        ring = PlanRing.create()
-        after.callback(ring.close)
-        sockets: list[socket.socket] = []
-        with ExitStack() as ours_open:
-            peers = []
-            for rank in range(1, num_ranks + 1):
-                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                peers.append(Peer(rank, ours_open.enter_context(ours)))
-                sockets.append(after.enter_context(theirs))
-            receivers = [PlanReceiver(theirs, ring.descriptor) for theirs in sockets]
-            yield PlanSender(peers, ring, timeout_s=timeout_s), receivers, sockets
+        leader = LeaderEnd(num_ranks, start_s=timeout_s)
+        after.callback(leader.close)
+        followers, sockets = [], []
+        for rank in range(1, num_ranks + 1):
+            with leader.inherited(rank) as inherited:
+                theirs, memory = map(os.dup, inherited)
+            after.callback(os.close, memory)
+            sockets.append(after.enter_context(socket.socket(fileno=theirs)))
+            followers.append(FollowerEnd(sockets[-1], memory))
+        leader.start_steps(timeout_s)
+        yield leader, followers, sockets
 
 
 def plans_of_sizes(*sizes: int) -> list[IntArray]:
@@ -141,12 +142,9 @@ def test_every_rank_answers_what_it_is_asked() -> None:
 
 
 def test_plans_end_with_rank_0() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ring = PlanRing.create()
-    with theirs:
-        with ours:
-            PlanSender([Peer(1, ours)], ring, timeout_s=WAIT_S).send(np.arange(3, dtype=np.int32))
-        plans = iter(PlanReceiver(theirs, ring.descriptor))
+    with channel(1) as (leader, (follower,), _):
+        leader.send(np.arange(3, dtype=np.int32))
+        leader.close()
+        plans = iter(follower)
         assert next(plans).tolist() == [0, 1, 2]
         assert list(plans) == []
-    ring.close()

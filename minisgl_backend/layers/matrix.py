@@ -1,0 +1,251 @@
+"""The weight matrix of a linear layer in its format, and the choice of the kernels for its GEMMs.
+
+A ``Matrix`` is this rank's part of a weight. Its class is the weight format: ``DenseMatrix`` here
+holds numbers of the activations' own dtype. Kernels may fuse the operations around a GEMM: the norm
+of its input before it; after it the gate of a feed-forward block, or the residual add and the next
+norm. What a kernel fuses is the format's business: a layer only says what it wants.
+
+Must not know which layers there are, or what a model consists of.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl_backend.kernels import small_batch, wide_linear
+from minisgl_backend.kernels.activation import silu_mul
+from minisgl_backend.kernels.packing import is_packable, packed, packed_linear
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum, is_sum_fused
+from minisgl_backend.layers.weight_place import Share, WeightPlace
+from minisgl_backend.parallel.group import Group
+
+if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel, TensorCores
+
+
+class Matrix(nn.Module, ABC):
+    """This rank's part of a weight, [out_features, in_features], in some format.
+
+    A format defines ``gemm`` and ``places``, and may override ``add_gemm`` if it has a kernel that
+    fuses the add. Which kernel computes a GEMM may depend on the number of tokens. ``pdl``: kernels
+    may start before their predecessors have ended (``kernels``).
+    """
+
+    out_features: int
+    in_features: int
+
+    @abstractmethod
+    def gemm(
+        self,
+        x: Normed,
+        *,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
+        """x W^T + bias, [num_tokens, out_features]; if ``gated``, silu(x G^T) * (x U^T) of half
+        that width, for a weight that holds G and then U.
+
+        ``out``, of the result's shape, takes it if that saves memory; not with a bias or a gate.
+        """
+
+    @abstractmethod
+    def places(
+        self, prefix: str, rows: slice, outs: Share, ins: Share
+    ) -> Iterator[tuple[str, WeightPlace]]:
+        """Where the checkpoint's tensors of one projection go: into ``rows`` of this matrix.
+
+        Their names begin with ``prefix``; ``outs`` and ``ins`` are this rank's share of the
+        projection's outputs and inputs.
+        """
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Give ``dtype`` to the numbers that have the activations' type: here to all."""
+        self.to(dtype)
+
+    def lay_out(self, device: torch.device) -> None:
+        """Arrange the memory for ``device``, before the weights are loaded. Only of linear layers:
+        those of a vocabulary also have their rows read one by one."""
+
+    def pack(self, *, keep: bool = False) -> None:
+        """Arrange a copy of the loaded weights for ``gemm``, if that pays, and drop the weights
+        themselves unless they are to be kept for other uses."""
+
+    def add_gemm(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: RMSNorm,
+        *,
+        bias: Tensor | None,
+        group: Group,
+        pdl: bool,
+    ) -> tuple[Tensor, Normed]:
+        """The residual stream after adding every rank's x W^T and ``bias``, and its norm.
+
+        ``residual`` [num_tokens, out_features] may be overwritten; ``x`` [num_tokens, in_features].
+        """
+        own_bias = bias if group.rank == 0 else None  # to be in the sum over the ranks once
+        part = self.gemm(Normed(x), bias=own_bias, pdl=pdl)
+        return residual, add_sum(residual, part, norm, group, pdl=pdl)
+
+
+MakeMatrix: TypeAlias = Callable[[Sequence[str], int, int], Matrix]
+"""(the checkpoint's names of the projections in it, out_features, in_features) of one rank -> a
+matrix of the format that the checkpoint has for them."""
+
+
+class DenseMatrix(Matrix):
+    """An unquantized weight, of the activations' own dtype.
+
+    Unless ``fused`` (on a CPU), PyTorch computes everything, operation by operation. On a GPU the
+    number of tokens decides:
+
+        tensor cores   as many as the kernels take (on Hopper, if ``use_tensor_cores`` was called):
+                       the norm before and the residual add after the GEMM are in the same kernel
+        small batch    up to 8: the same, on any GPU
+        wide           up to a few hundred, for weights of a few million elements: the norm is in
+                       one kernel with the residual add before it
+        library        all else
+    """
+
+    def __init__(self, out_features: int, in_features: int, *, fused: bool):
+        super().__init__()
+        self.out_features, self.in_features = out_features, in_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self._fused = fused
+        self._packed: Tensor | None = None
+        self._gemm_kernel: LinearKernel | None = None
+        self._add_kernel: ResidualKernel | None = None
+
+    @classmethod
+    def of(
+        cls, names: Sequence[str], out_features: int, in_features: int, *, fused: bool
+    ) -> DenseMatrix:
+        """The same for all projections."""
+        return cls(out_features, in_features, fused=fused)
+
+    def use_tensor_cores(
+        self, kernels: TensorCores, *, gated: bool = False, adds: bool = False
+    ) -> None:
+        """Compute ``gemm``, or ``add_gemm`` of one rank if it ``adds``, by ``kernels``."""
+        if adds:
+            self._add_kernel = kernels.residual(self.weight.shape)
+        else:
+            self._gemm_kernel = kernels.linear(self.weight.shape, gated=gated)
+
+    def lay_out(self, device: torch.device) -> None:
+        """On a CPU store the weight with its inputs outermost in memory; its shape stays the same.
+
+        This suits GEMMs of few tokens with weights that are not in the processor's cache: they take
+        a third to two thirds of the time. Those of 16 bits are packed instead.
+        """
+        if device.type == "cpu" and self.weight.itemsize > 2:
+            self.weight.data = self.weight.data.mT.contiguous().mT
+
+    def pack(self, *, keep: bool = False) -> None:
+        if not self._fused and is_packable(self.weight):
+            self._packed = packed(self.weight.data)
+            if not keep:
+                self.weight = nn.Parameter(self._packed, requires_grad=False)
+
+    def gemm(
+        self,
+        x: Normed,
+        *,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
+        weight, num_tokens = self.weight, len(x.x)
+        kernel = self._gemm_kernel
+        if kernel is not None and num_tokens <= kernel.most_tokens:
+            rows, squares = x.unscaled(pdl=pdl)
+            return kernel(rows, weight, squares=squares, eps=x.eps, bias=bias, pdl=pdl)
+        if self._fused and small_batch.is_faster(num_tokens, self.in_features, gated=gated):
+            return small_batch.small_batch_linear(
+                x.x,
+                weight,
+                bias=bias,
+                norm_weight=None if x.norm is None else x.norm.weight,
+                eps=x.eps,
+                gated=gated,
+                pdl=pdl,
+            )
+        rows = x.normalized(pdl=pdl)
+        width = self.out_features // 2 if gated else self.out_features
+        if self._is_wide(num_tokens) and wide_linear.is_faster(
+            num_tokens, width, self.in_features, gated=gated
+        ):
+            return wide_linear.wide_linear(rows, weight, bias=bias, gated=gated, pdl=pdl)
+        if out is not None:
+            return torch.mm(rows, weight.t(), out=out)
+        if self._packed is None:
+            y = F.linear(rows, weight, bias)
+        else:
+            y = packed_linear(rows, self._packed, bias)
+        return silu_mul(y, pdl=pdl) if gated else y
+
+    def add_gemm(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: RMSNorm,
+        *,
+        bias: Tensor | None,
+        group: Group,
+        pdl: bool,
+    ) -> tuple[Tensor, Normed]:
+        weight, num_tokens = self.weight, len(x)
+        add, gemm = self._add_kernel, self._gemm_kernel
+        if add is not None and num_tokens <= add.most_tokens:
+            scaled, squares = add(x, weight, residual, norm.weight, bias=bias, pdl=pdl)
+            return residual, Normed(scaled, norm, squares)
+        if gemm is not None and num_tokens <= gemm.most_tokens:
+            return super().add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
+        if self._is_small(num_tokens) and not is_sum_fused(
+            group, num_tokens, self.out_features, x.dtype
+        ):
+            # Rank 0 adds the residual stream to its part, so that the sum over the ranks has it.
+            is_first = group.rank == 0
+            part = small_batch.small_batch_linear(
+                x,
+                weight,
+                bias=bias if is_first else None,
+                residual=residual if is_first else None,
+                pdl=pdl,
+            )
+            summed = group.all_reduce(part)
+            return summed, Normed(summed, norm)
+        if (
+            self._is_wide(num_tokens)
+            and group.size == 1
+            and wide_linear.is_faster(num_tokens, self.out_features, self.in_features, parts=True)
+        ):
+            parts = wide_linear.linear_parts(x, weight, pdl=pdl)
+            normalized = wide_linear.add_rms_norm_parts(
+                parts, residual, norm.weight, norm.eps, bias=bias, pdl=pdl
+            )
+            return residual, Normed(normalized)
+        return super().add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
+
+    def _is_small(self, num_tokens: int) -> bool:
+        return self._fused and num_tokens <= small_batch.MAX_BATCH_SIZE
+
+    def _is_wide(self, num_tokens: int) -> bool:
+        return self._fused and num_tokens > small_batch.MAX_BATCH_SIZE
+
+    def places(
+        self, prefix: str, rows: slice, outs: Share, ins: Share
+    ) -> Iterator[tuple[str, WeightPlace]]:
+        target, shape = self.weight.data[rows], (outs.total, ins.total)
+        dim, share = (0, outs) if outs.size < outs.total else (1, ins)
+        yield f"{prefix}weight", WeightPlace(target, shape, dim, share.start)

@@ -1,0 +1,245 @@
+"""Asks a server for one token, end to end, as clients do, when it seems to answer nobody.
+
+Triton may say that it is ready while no response leaves it, and its models' processes, which are
+well, do not know. What they show is that requests are inside one of them and none ends. That may be
+in order, as of long answers and long prompts, so then a process of its own asks for a token, over
+gRPC and over HTTP: only it needs gRPC's library, and it can be killed whatever it waits for. Any
+answer will do, also an error. There is one at the latest when the request's deadline is over and
+the models have come to it, and only time in which they do not keep it waiting is held against
+Triton.
+
+Costs: one such process at a time, which computes for less than a second, and has two places in the
+engine's queue until the deadline. As long as answers come, the pauses between questions double.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from minisgl_backend.death_signal import asking_for
+from minisgl_backend.loopback import DIRECT, STREAM_INFER, open_local
+from minisgl_backend.runtime_files import OPTIONS_MODEL
+from minisgl_backend.server.model_processes import ModelProcess, computed_s, counts_of
+from minisgl_backend.server.process import TritonServer
+
+logger = logging.getLogger(__name__)
+
+ASK_AFTER_S: Final = 15.0
+"""A token is asked for when requests are inside, and none has ended for so long."""
+_ASK_AT_LEAST_EVERY_S: Final = 120.0
+TIMEOUT_S: Final = 2.0
+"""The deadline of the request: the engine answers it then, after a few steps, whatever it does."""
+OVERDUE_S: Final = 20.0
+"""An answer that has been due for so long does not come, as ``faults.TRITON_HANG_AFTER_S``."""
+_FEW_STEPS: Final = 3
+"""Steps of an engine in which it meets every deadline: one may run, and one be launched ahead."""
+_LOOK_EVERY_S: Final = 1.0
+_AT_WORK: Final = 0.02
+"""The share of a core with which a process of a busy machine still computes, and no idle one."""
+_ASKED: Final = "asked"
+_WAYS: Final = ("gRPC", "HTTP")
+
+
+class Asker:
+    """Asks one server. Belongs to one thread, and never blocks it for long."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
+        self._looked_s = time.monotonic()
+        self._quiet: dict[int, tuple[int, float]] = {}
+        """By process: how many requests have ended, and for how long none of those inside has."""
+        self._pause_s = ASK_AFTER_S
+        self._question: _Question | None = None
+
+    def look(self, processes: Sequence[ModelProcess]) -> str | None:
+        """Ask if it is time to; what is wrong, if an answer is overdue. Call it often."""
+        now_s = time.monotonic()
+        # a pause of this process is no silence of others
+        passed_s = min(now_s - self._looked_s, _LOOK_EVERY_S)
+        self._looked_s = now_s
+        if self._question is None:
+            if self._is_due(processes, passed_s):
+                self._begin()
+            return None
+        missing = self._question.missing()
+        if missing and self._question.is_overdue(processes, passed_s):
+            self.close()
+            ways = " and ".join(missing)
+            return f"tritonserver answers no request over {ways}, whatever it says of itself"
+        if not missing or self._question.has_failed:
+            self.close()
+        return None
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self._question is not None:
+            self._question.close()
+            self._question = None
+
+    def _is_due(self, processes: Sequence[ModelProcess], passed_s: float) -> bool:
+        quiet: dict[int, tuple[int, float]] = {}
+        for process in processes:
+            num_ended = _num_ended(process)
+            before, so_far_s = self._quiet.get(process.pid, (num_ended, 0.0))
+            is_quiet = process.beat.num_inside and num_ended == before
+            quiet[process.pid] = num_ended, so_far_s + passed_s if is_quiet else 0.0
+        self._quiet = quiet
+        longest_s = max((quiet_s for _, quiet_s in quiet.values()), default=0.0)
+        if not longest_s:
+            self._pause_s = ASK_AFTER_S
+        return longest_s >= self._pause_s
+
+    def _begin(self) -> None:
+        self._quiet = {}  # the token asked for is no sign of life
+        self._pause_s = min(2 * self._pause_s, _ASK_AT_LEAST_EVERY_S)
+        try:
+            self._question = _Question(self._server)
+        except OSError as error:  # no memory, no descriptors, or the directory was removed
+            logger.warning("the server cannot be asked for a token: %s", error)
+
+
+class _Question:
+    """One token asked for, by a process of its own."""
+
+    def __init__(self, server: TritonServer) -> None:
+        """Raises ``OSError`` if the process cannot be started."""
+        self._directory = server.directory
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, server.grpc_address, server.url()],
+            cwd=server.directory,  # Python imports from there first
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=asking_for(signal.SIGKILL),
+        )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._heard: list[str] = []
+        self._waited_s = 0.0
+        self._unseen_s = 0.0
+        self._overdue_s = 0.0
+        self._target: dict[int, int] = {}
+        """By process: the steps, or the ends of requests, at which it has dealt with the token."""
+        self._computed_s: dict[int, float] = {}
+
+    def missing(self) -> list[str]:
+        """The ways in which no answer came so far."""
+        assert self._process.stdout is not None
+        self._heard += (self._process.stdout.read() or b"").decode("ascii").split()
+        return [way for way in _WAYS if way not in self._heard]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process ended before it could ask."""
+        return _ASKED not in self._heard and self._process.poll() is not None
+
+    def is_overdue(self, processes: Sequence[ModelProcess], passed_s: float) -> bool:
+        """Whether an answer would be here if the server answered; ``passed_s`` is since before."""
+        if _ASKED not in self._heard:
+            return False
+        self._waited_s += passed_s
+        self._unseen_s += passed_s
+        if self._waited_s > TIMEOUT_S and self._unseen_s >= _LOOK_EVERY_S:
+            try:
+                if not any([self._is_at_work(process) for process in processes]):
+                    self._overdue_s += self._unseen_s
+            except (OSError, ValueError, LookupError):
+                pass  # a process does not tell its counts, which is noticed elsewhere
+            self._unseen_s = 0.0
+        return self._overdue_s > OVERDUE_S
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _is_at_work(self, process: ModelProcess) -> bool:
+        """Whether the process may not have come to the token yet, and gets on with its work."""
+        if process.model == OPTIONS_MODEL:
+            counts = counts_of(self._directory, process)
+            target = self._target.setdefault(process.pid, int(counts["num_steps"]) + _FEW_STEPS)
+            return bool(counts["num_open"]) and int(counts["num_steps"]) < target
+        target = self._target.setdefault(process.pid, process.beat.num_seen)
+        before_s = self._computed_s.get(process.pid, 0.0)
+        self._computed_s[process.pid] = now_s = computed_s(process.pid)
+        is_computing = now_s - before_s > _AT_WORK * self._unseen_s
+        return _num_ended(process) < target and is_computing
+
+
+def _num_ended(process: ModelProcess) -> int:
+    return process.beat.num_seen - process.beat.num_inside
+
+
+# --- the process that asks ------------------------------------------------------------------------
+
+
+def main(grpc_address: str, http_url: str) -> None:
+    """Ask, and print what answered as soon as it has."""
+    import grpc
+    from tritonclient.grpc import service_pb2
+
+    values = {"max_tokens": 1, "timeout_ms": int(1000 * TIMEOUT_S)}
+    message = service_pb2.ModelInferRequest(model_name="minisgl", id="supervisor")
+    message.inputs.add(name="input_ids", datatype="INT32", shape=[1])
+    message.raw_input_contents.append(bytes(4))
+    for name, value in values.items():
+        message.parameters[name].int64_param = value
+    body = json.dumps({"id": "supervisor", "input_ids": [0], **values}).encode()
+
+    def ask_by_grpc() -> bool:
+        with grpc.insecure_channel(grpc_address, options=DIRECT) as channel:
+            infer = channel.stream_stream(STREAM_INFER)
+            try:
+                # to the end: 24.10 may crash if a stream is cancelled just then
+                return bool(list(infer(iter([message.SerializeToString()]))))
+            except grpc.RpcError as error:
+                return bool(error.code() is not grpc.StatusCode.UNAVAILABLE)
+
+    def ask_by_http() -> bool:
+        request = urllib.request.Request(
+            f"{http_url}/v2/models/minisgl/generate",
+            body,
+            {"Content-Type": "application/json"},
+        )
+        try:
+            open_local(request, timeout_s=_ASK_AT_LEAST_EVERY_S).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+        except OSError:
+            return False
+        return True
+
+    asking: Mapping[str, Callable[[], bool]] = dict(
+        zip(_WAYS, (ask_by_grpc, ask_by_http), strict=True)
+    )
+    threads = [
+        threading.Thread(target=_until_answered, args=item, daemon=True) for item in asking.items()
+    ]
+    print(_ASKED, flush=True)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _until_answered(way: str, ask: Callable[[], Any]) -> None:
+    while not ask():  # the supervisor ends this process in the end
+        time.sleep(_LOOK_EVERY_S)
+    print(way, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

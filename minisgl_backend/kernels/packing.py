@@ -14,7 +14,7 @@ from torch import Tensor
 def is_packable(weight: Tensor) -> bool:
     """Whether packing pays: not on a GPU, nor in 32 bits, nor if the processor lacks instructions
     for the dtype."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

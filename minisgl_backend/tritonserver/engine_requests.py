@@ -47,8 +47,8 @@ def read_request(request: Any, limits: Limits) -> tuple[Generation | StopRequest
     """A request of Triton's, and whether it is direct; raises ``RequestError``."""
     arrival_time_ns = time.time_ns()
     inputs = read_inputs(request)
-    checked_size(request, inputs, limits)
     parameters = read_parameters(request)
+    checked_size(request, inputs, limits)
     if REQUEST.name not in inputs:
         parsed = parse_token_generation(
             inputs,

@@ -178,6 +178,24 @@ def test_prompts_of_all_kinds_are_survived(server: TritonServer) -> None:
         connection.close()
 
 
+@pytest.mark.parametrize("model", ["minisgl", "minisgl_batched", "llm_engine"])
+@pytest.mark.parametrize("name", ["id", "user"])
+def test_ids_and_parameters_that_are_not_utf_8(server: TritonServer, model: str, name: str) -> None:
+    """Triton's JSON parser lets any bytes through; the log says nothing of them."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
+    body = b'{"input_ids": [1], "max_tokens": 1, "%b": "\xff"}' % name.encode()
+    num_lines = len(server.log)
+    connection.request("POST", f"/v2/models/{model}/generate", body)
+    response = connection.getresponse()
+    message: str = json.load(response)["error"]
+    connection.close()
+    assert response.status == 400
+    what = "the request id" if name == "id" else "request parameters"
+    assert message.endswith(f"INVALID_ARG: {what} must be valid UTF-8")
+    assert_is_clean(message)
+    assert "Traceback" not in "".join(list(server.log)[num_lines:])
+
+
 def test_a_long_prompt_is_refused_by_its_numbers(server: TritonServer) -> None:
     with pytest.raises(Refused, match="INVALID_ARG: prompt of 8500 tokens does not fit"):
         generate(server, input_ids=[5] * 8500, max_tokens=1)

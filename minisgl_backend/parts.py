@@ -14,8 +14,9 @@ from typing import Final, Protocol
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.execution.executor import WatchLogits
 from minisgl_backend.execution.ranks import RankExecutor
+from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.runtime.engine import Engine, EngineInfo
-from minisgl_backend.runtime.ports import Executor, Grammars
+from minisgl_backend.runtime.ports import Executor
 from minisgl_backend.runtime.ports import Scheduler as SchedulerPort
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -30,7 +31,7 @@ class MakeEngine(Protocol):
         executor: Executor,
         *,
         overlap: bool,
-        grammars: Grammars | None,
+        grammars: Grammars | None = None,
     ) -> Engine: ...
 
 

@@ -23,6 +23,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from minisgl_backend.request import (
+    EMPTY,
     IntArray,
     PromptLogprobs,
     RequestId,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -205,13 +205,14 @@ class ModelExecutor:
         self,
         plan: StepPlan,
         sample: Callable[[], StepOutput],
-        score: Callable[[], ScoredChunks] | None = None,
+        score: Callable[[], ScoredChunks | None] | None = None,
     ) -> _HostOutput:
         """Queue sampling, then the scores of prompts, and the copies of both on the host."""
         output, rows, scored = sample(), plan.sample_rows, None
         if score is not None:
             with self._mark("prompt logprobs"):
-                scored = score().download(self.device)
+                found = score()
+            scored = None if found is None else found.download(self.device)
         return _HostOutput(
             self.device.download(output.tokens[: len(rows)]),
             self._sampler.logprobs(output, rows),
@@ -356,6 +357,12 @@ class _HostOutput:
         return SampledTokens(token_ids, logprobs, scored)
 
 
+class Submit(Protocol):
+    """``ModelExecutor._submit``."""
+
+    def __call__(self, part: Callable[[], T], /) -> Submission[T]: ...
+
+
 class LaunchedStep:
     """A step in the queue (``Pending``)."""
 
@@ -376,7 +383,7 @@ class MaskedStep:
         self,
         begin: Callable[[], Callable[[], _HostOutput]],
         sampler: Sampler,
-        submit: Callable[[Callable[[], T]], Submission[T]],
+        submit: Submit,
     ):
         """``begin`` queues the first part; what it returns queues the rest."""
         self._sampler = sampler

@@ -86,7 +86,8 @@ def places_of(schema: Any, keys: Collection[str], place: str = "#") -> list[str]
 
 def one_line(text: str) -> str:
     """An error's text without line breaks, shortened at a word."""
-    words, length = [], 0
+    words: list[str] = []
+    length = 0
     for word in text.replace("<non-verbose/>", "").split():
         length += len(word) + 1
         if length > 300:
@@ -124,7 +125,7 @@ def _structural_tags(source: str, special_tokens: Mapping[str, TokenId]) -> str:
     given = _parsed(source, "a structural tag")
     if not isinstance(given, dict) or "structures" not in given:
         raise InvalidRequest("a structural tag must be an object with structures and triggers")
-    structures, triggers = given["structures"], given.get("triggers")
+    structures, triggers = given["structures"], given.get("triggers", [])
     _check(isinstance(structures, list) and structures, "structures", "a list, not empty")
     _check(isinstance(triggers, list) and triggers, "triggers", "a list, not empty")
     lines = ["%llguidance {}", r"TEXT: /(.|\n)*/"]

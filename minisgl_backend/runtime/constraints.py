@@ -2,7 +2,7 @@
 
 Used on the loop's thread only. The loop says which requests come, hold rows, get tokens and end;
 here is known what that means for the masks of a step. Must not know how a grammar is followed
-(``ports.Grammars``) or where masks go.
+(``grammar``) or where masks go.
 
 A request whose grammar is being compiled is open, but not yet known to the planner.
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_backend.errors import MiniSGLError, Unsupported
+from minisgl_backend.grammar.matchers import Grammars, Matcher
 from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
-from minisgl_backend.runtime.ports import Grammars, Matcher
 from minisgl_backend.scheduling.report import StepResult
 
 
@@ -95,7 +95,9 @@ class Constraints:
         rows, request_ids, matchers = zip(*of_rows, strict=True)
         masks = np.empty((len(rows), self._grammars.num_words), np.int32)
         failed = self._grammars.fill(matchers, masks)
-        errors = {request_ids[index]: error for index, error in failed.items()}
+        errors: dict[RequestId, MiniSGLError] = {
+            request_ids[index]: error for index, error in failed.items()
+        }
         return np.array(rows, np.int32), masks, errors
 
     def advance(self, result: StepResult) -> list[RequestId]:

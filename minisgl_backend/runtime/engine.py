@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded
+from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.request import (
     Failed,
     Finished,
@@ -31,7 +32,7 @@ from minisgl_backend.request import (
 from minisgl_backend.runtime.capacity import Capacity
 from minisgl_backend.runtime.loop import Abort, Fail, Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
-from minisgl_backend.runtime.ports import Executor, Grammars, Scheduler
+from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.runtime.recorder import EngineStats, Recorder, Refusal, Samples
 from minisgl_backend.runtime_files import State
 

@@ -32,11 +32,12 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvariantError, MiniSGLError
+from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import Event, Failed, Finished, FinishReason, Request, RequestId
 from minisgl_backend.runtime.constraints import Compiled, Constraints
 from minisgl_backend.runtime.open_requests import OpenRequest, OpenRequests
-from minisgl_backend.runtime.ports import Executor, Grammars, Scheduler
+from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.runtime.recorder import Recorder, StepKind
 from minisgl_backend.runtime.returning import Returning
 

@@ -1,4 +1,4 @@
-"""What the loop needs from the parts that it joins: a planner, an executor, and grammars.
+"""What the loop needs from the two parts that it joins, a planner and an executor.
 
 Knows only the vocabulary of ``request``, ``plan`` and ``report``; ``build`` chooses the
 implementations.
@@ -6,12 +6,10 @@ implementations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan
-from minisgl_backend.request import EMPTY, Grammar, IntArray, Request, RequestId, TokenId
+from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 
 
@@ -56,28 +54,3 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free what the device holds."""
-
-
-class Matcher(Protocol):
-    """Where the answer of one request stands in its grammar."""
-
-
-class Grammars(Protocol):
-    """Follows answers through their grammars, those of a whole step at once."""
-
-    @property
-    def num_words(self) -> int:
-        """The length of a mask: a bit for each token, in words of 32."""
-
-    def compile(self, grammar: Grammar, done: Callable[[Matcher | MiniSGLError], None]) -> None:
-        """Call ``done`` on another thread with a matcher, or with what is wrong."""
-
-    def advance(self, matchers: Sequence[Matcher], token_ids: Sequence[TokenId]) -> list[bool]:
-        """Take one more token of each answer; True for those that are complete by it."""
-
-    def fill(self, matchers: Sequence[Matcher], masks: IntArray) -> Mapping[int, MiniSGLError]:
-        """Write to ``masks``, int32[len(matchers), num_words], a bit for each token: 1 if it may
-        come next. The result has the index of each matcher that failed, and why."""
-
-    def close(self) -> None:
-        """End threads and processes. Idempotent."""

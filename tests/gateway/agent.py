@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.parts import Parts
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request
@@ -46,10 +47,15 @@ class TritonPythonModel(llm_engine.TritonPythonModel):
             return encoder.encode(TextPrompt(text, parse_special_tokens=True))
 
         def engine(
-            info: EngineInfo, scheduler: ports.Scheduler, executor: ports.Executor, *, overlap: bool
+            info: EngineInfo,
+            scheduler: ports.Scheduler,
+            executor: ports.Executor,
+            *,
+            overlap: bool,
+            grammars: Grammars | None = None,
         ) -> Engine:
             info = replace(info, eos_token_ids=tuple(ids(_END).tolist()))
-            return Engine(info, scheduler, executor, overlap=overlap)
+            return Engine(info, scheduler, executor, overlap=overlap, grammars=grammars)
 
         parts = Parts(
             engine=engine,

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from minisgl_backend.build import build_engine, build_executor, build_scheduler
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
-from minisgl_backend.execution.executor import LaunchedStep, ModelExecutor
+from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.rows import StepInputs
-from minisgl_backend.plan import StepPlan
+from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import Event, IntArray, PromptLogprobs, Request, SamplingParams
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.scheduling import scheduler
@@ -193,7 +193,7 @@ def test_prompts_beside_decoding_rows(
     mixed = []
     launch = executor.launch
 
-    def watched(plan: StepPlan) -> LaunchedStep:
+    def watched(plan: StepPlan) -> Pending:
         if len(plan.decode_rows) and len(plan.prefill_rows):
             mixed.append(plan.num_tokens)
         return launch(plan)

@@ -64,7 +64,8 @@ def allowed(grammars: Grammars, matcher: Matcher) -> list[int]:
     assert grammars.fill([matcher], masks) == {}
     bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
     assert not bits[len(VOCABULARY) : NUM_EMBEDDINGS].any()
-    return np.flatnonzero(bits[: len(VOCABULARY)]).tolist()
+    tokens: list[int] = np.flatnonzero(bits[: len(VOCABULARY)]).tolist()
+    return tokens
 
 
 def walk(grammars: Grammars, matcher: Matcher, chance: random.Random) -> str | None:

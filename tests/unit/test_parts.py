@@ -12,6 +12,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.base import HostArray
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.ranks import RankExecutor
+from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.parts import Parts
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime import ports
@@ -43,7 +44,7 @@ def test_each_part_is_made_as_it_is_told() -> None:
         executor: ports.Executor,
         *,
         overlap: bool,
-        grammars: ports.Grammars | None,
+        grammars: Grammars | None = None,
     ) -> Engine:
         made.append("engine")
         return Engine(info, scheduler, executor, overlap=overlap, grammars=grammars)

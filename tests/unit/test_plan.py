@@ -78,7 +78,7 @@ def assert_same(a: object, b: object) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(plans(), st.integers(0, 5))
-def test_decoding_undoes_encoding_but_for_what_rank_0_alone_needs(
+def test_decoding_undoes_encoding_but_for_what_says_how_to_sample(
     plan: StepPlan, num_spare_words: int
 ) -> None:
     """Rank 0 alone samples, so the other ranks need not know how."""

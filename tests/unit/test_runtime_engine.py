@@ -29,6 +29,7 @@ from minisgl_backend.request import (
     Finished,
     FinishReason,
     Generated,
+    IntArray,
     PromptLogprobs,
     Request,
     SamplingParams,

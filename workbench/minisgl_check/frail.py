@@ -17,6 +17,7 @@ from torch import Tensor
 from minisgl_backend.cache.kv import KVCache, Lease
 from minisgl_backend.device.base import HostArray
 from minisgl_backend.execution.ranks import RankExecutor
+from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.parts import Parts
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId, Sink
@@ -51,7 +52,7 @@ class Frailty:
             executor: ports.Executor,
             *,
             overlap: bool,
-            grammars: ports.Grammars | None,
+            grammars: Grammars | None = None,
         ) -> Engine:
             return FrailEngine(self, info, scheduler, executor, overlap=overlap, grammars=grammars)
 
@@ -104,7 +105,7 @@ class FrailEngine(Engine):
         executor: ports.Executor,
         *,
         overlap: bool,
-        grammars: ports.Grammars | None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._frailty = frailty
         super().__init__(info, scheduler, executor, overlap=overlap, grammars=grammars)

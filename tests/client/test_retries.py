@@ -309,7 +309,7 @@ def test_one_deadline_over_all_tries(way: Way) -> None:
 @all_ways
 def test_refused_connections_are_tried_again(way: Way, caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        taken.bind(("127.0.0.1", 0))  # no process listens there
         url = f"{'http://' if way.protocol == 'http' else ''}127.0.0.1:{taken.getsockname()[1]}"
         with caplog.at_level(logging.INFO, "minisgl_client"), pytest.raises(ConnectionFailed):
             way.generate(url, {"retries": 3}, prompt="x", request_id="job 7")

@@ -164,7 +164,7 @@ SLOW = {
     b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n": b"\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n": b"x",
 }
-"""How clients begin and dawdle on: silent, in a head, with blank lines, in a body that is not read."""
+"""How clients begin and dawdle on: silent, in a head, with blank lines, in a body left unread."""
 
 
 def test_clients_that_send_slowly_are_cut(guarded: Gateway) -> None:

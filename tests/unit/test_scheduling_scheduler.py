@@ -234,9 +234,7 @@ def test_chunks_of_a_prompt_that_fails_are_not_shared_any_more() -> None:
     assert sorted(planned(scheduler).broken_pages.tolist()) == sorted(granted)
     scheduler = scheduler.renewed()
     scheduler.add(request(1, 4))
-    assert planned(scheduler).broken_pages.tolist() == list(range(32)), (
-        "whichever request held them"
-    )
+    assert planned(scheduler).broken_pages.tolist() == list(range(32)), "those of all requests"
 
 
 @pytest.mark.parametrize("ended_by", ["abort", "stop"])

@@ -64,7 +64,7 @@ class Delta:
     cumulative_logprob: float | None = None
     times: Times | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """The next tokens of the prompt; all come before the first text. None for the very first."""
+    """The next tokens of the prompt, none of them after the first text; None for the very first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,30 @@ def test_what_is_asked_for(server: TritonServer, encoder: PromptEncoder, way: Wa
 
 
 @all_ways
+def test_logprobs_of_a_prompt(server: TritonServer, encoder: PromptEncoder, way: Way) -> None:
+    """Alone, at once and in parts, before an answer, of several thousand tokens."""
+    ids = encoder.encode(TextPrompt("The capital of France is Paris. " * 600))[:5000]
+    scored = way.generate(
+        server, input_ids=ids.tolist(), max_tokens=0, num_prompt_logprobs=1, return_stop_reason=True
+    )
+    assert (scored.text, scored.finish_reason, scored.num_output_tokens) == ("", "length", 0)
+    asked: dict[str, Any] = {"num_prompt_logprobs": 1, **GREEDY}
+    deltas, result = way.stream(server, input_ids=ids.tolist(), **asked)
+    told = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
+    assert len(told) > 1 and not any(delta.text for delta in deltas[: len(told) - 1])
+    for one in (scored, result):
+        assert one.prompt_logprobs[0] is None
+        positions = [position for position in one.prompt_logprobs if position is not None]
+        assert [position.chosen.token_id for position in positions] == ids[1:].tolist()
+        for position in positions:
+            chosen = position.chosen
+            assert chosen.text == encoder.vocabulary.token_text(chosen.token_id)
+            assert (chosen.rank == 1) == (position.top(1) == (chosen,))
+            assert len(position.alternatives) == (chosen.rank > 1)
+    assert way.generate(server, prompt="a", max_tokens=1).prompt_logprobs == ()
+
+
+@all_ways
 def test_what_is_not_asked_for(server: TritonServer, way: Way) -> None:
     names = (
         "finish_reason",
@@ -157,6 +181,7 @@ PARAMETERS: dict[str, Any] = {
     "end_id": 344,
     "ignore_eos": True,
     "num_logprobs": 20,
+    "num_prompt_logprobs": 20,
     "return_logprobs": True,
     "return_log_probs": True,
     "logit_bias": {500: 100.0},

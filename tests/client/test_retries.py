@@ -105,7 +105,7 @@ def grpc_server(script: Script) -> Iterator[str]:
 
 def _response(text: str) -> Any:
     message = service_pb2.ModelStreamInferResponse()
-    values = {"text_output": text, "finish_reason": "stop" if text.startswith(LAST) else ""}
+    values = {"text_output": text, "finish_reason": "stop" if text.startswith(LAST) else "None"}
     for name, value in values.items():
         message.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
         data = value.encode()
@@ -140,7 +140,7 @@ def http_server(script: Script) -> Iterator[str]:
                 elif step.startswith("error: "):
                     self._send({"error": step.removeprefix("error: ")})
                 else:
-                    reason = "stop" if step.startswith(LAST) else ""
+                    reason = "stop" if step.startswith(LAST) else "None"
                     self._send({"text_output": step, "finish_reason": reason})
             self.wfile.write(b"0\r\n\r\n")
 

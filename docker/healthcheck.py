@@ -15,8 +15,8 @@ from typing import Any
 
 
 def ask(url: str, timeout_s: float) -> str | None:
-    """What is wrong with the server at ``url``; None where it is well."""
-    # ahead of whoever waits: a long queue is not an illness
+    """What is wrong with the server at ``url``; None if it is well."""
+    # ahead of the queue: a long queue is not an illness
     body = {
         "text_input": "1",
         "max_tokens": 1,
@@ -38,7 +38,7 @@ def ask(url: str, timeout_s: float) -> str | None:
 
 
 def get(url: str, timeout_s: float) -> str | None:
-    """What is wrong with the page at ``url``; None where there is one."""
+    """What is wrong with the page at ``url``; None if there is one."""
     try:
         with _open(url, timeout_s):
             return None

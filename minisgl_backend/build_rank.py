@@ -71,7 +71,6 @@ def build_rank(
     progress = shown if group.rank == 0 else unseen
     _log_free_memory(facts, "before loading")
     model = _model(facts, group, progress)
-    model.pack()
     _log_free_memory(facts, "after loading the weights")
     meet()
     storage = _storage(facts, _num_pages(facts, group))
@@ -135,7 +134,7 @@ def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
 
 def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
     try:
-        return build_model(
+        model = build_model(
             facts.spec,
             facts.folder,
             dtype=facts.dtype,
@@ -147,6 +146,8 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             fused_experts=not facts.device.is_host and facts.options.moe_backend != "torch",
             progress=progress,
         )
+        model.pack()
+        return model
     except torch.OutOfMemoryError as error:
         gpu, num_weights = facts.device.torch_device, facts.spec.num_parameters
         num_bytes = num_weights * facts.dtype.itemsize // group.size

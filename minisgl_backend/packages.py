@@ -1,7 +1,7 @@
 """Optional packages, each pinned to one version: how to install them, and what is slower without.
 
-The versions are those of the extra ``gpu`` in pyproject.toml, and of CUDA in its PyTorch. Must not
-know tensors or devices.
+The versions are those of ``constraints/gpu.txt``, and of CUDA in its PyTorch. Must not know tensors
+or devices.
 """
 
 from __future__ import annotations

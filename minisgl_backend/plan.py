@@ -59,8 +59,8 @@ class StepPlan:
 
     All arrays are int32.
 
-    ``released_rows``: rows that no request holds any more. Their state may be dropped before the
-    admissions of this plan are applied; an admission overwrites all of it in any case.
+    ``released_rows``: rows that no request holds any more. ``ModelExecutor`` does not need them,
+    since an admission overwrites all of a row; wrappers that keep state by row do.
     ``broken_pages``: pages that no request uses and that may hold NaN. The executor clears them
     before it does anything else of the plan, since this plan may already grant them. All other
     pages hold finite numbers, or NaN that the requests that use them have computed themselves.

@@ -11,7 +11,7 @@
     + ConnectionFailed   the server cannot be reached; nothing was sent
     + ConnectionLost     the connection broke after the request was sent
 
-A message is one sentence without its code. Where a retry cannot repeat work, ``retryable`` is true.
+A message is one sentence without its code. If a retry cannot repeat work, ``retryable`` is true.
 """
 
 from __future__ import annotations

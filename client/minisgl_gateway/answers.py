@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from minisgl_client.answer import Delta, Result, TokenLogprobs
+from minisgl_client.answer import Delta, Result, TokenLogprob, TokenLogprobs
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.errors import api_error_of_finish
@@ -212,13 +212,20 @@ def completion_logprobs(
         tokens=texts,
         token_logprobs=[None if token is None else token.chosen.logprob for token in tokens],
         top_logprobs=[
-            None
-            if token is None
-            else {one.text: one.logprob for one in (token.chosen, *token.top(num_top))}
+            None if token is None else _likeliest_by_text(token.chosen, *token.top(num_top))
             for token in tokens
         ],
         text_offset=list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     )
+
+
+def _likeliest_by_text(*tokens: TokenLogprob) -> dict[str, float]:
+    """Parts of characters have one text, U+FFFD: of such tokens the likeliest stands for all, so
+    that the largest value is that of the likeliest token."""
+    found: dict[str, float] = {}
+    for token in tokens:
+        found[token.text] = max(token.logprob, found.get(token.text, token.logprob))
+    return found
 
 
 def prompt_logprobs(result: Result, num_top: int | None) -> schema.PromptLogprobs | None:

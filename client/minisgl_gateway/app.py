@@ -178,6 +178,9 @@ def _near_route(app: FastAPI, path: str) -> str | None:
     words = [part for part in path.split("/") if part not in ("", *_PREFIXES)]
     name = "/".join(words)
     near = [f"/v1/{name}", f"/{name}", _ELSEWHERE.get(name, "")]
+    # a client's address of the API may hold a whole route, to which it adds another
+    ends = [route for route in routes if path.endswith(route.removeprefix("/v1"))]
+    near += sorted(ends, key=len, reverse=True)
     near += difflib.get_close_matches(path[:100], routes, n=1, cutoff=0.75)
     return next((f"{routes[one]} {one}" for one in near if one in routes), None)
 

@@ -126,15 +126,17 @@ def _explained(error: ValidationError) -> ApiError:
     kind, place = first["type"], _place(first["loc"])
     if kind.startswith("union_tag"):
         place += ".role"
-    if kind in ("missing", "union_tag_not_found"):
+        role = first["input"].get("role")
+        kind = "missing" if role is None else kind
+    if kind == "missing":
         return ApiError(400, f"{place} is missing", code="missing_required_parameter", param=place)
     if kind == "extra_forbidden":
         return ApiError(
             400, f"unknown parameter {shown(place)}", code="unknown_parameter", param=place
         )
     if kind == "union_tag_invalid":
-        tag, expected = first["ctx"]["tag"], first["ctx"]["expected_tags"]
-        return invalid(f"{place} must be one of {expected}, got {shown(tag)}", place)
+        expected = first["ctx"]["expected_tags"]
+        return invalid(f"{place} must be one of {expected}, got {shown(role)}", place)
     nouns = dict.fromkeys(_TYPES[one["type"]] for one in complaints if one["type"] in _TYPES)
     got = f", got {shown(first['input'])}"
     if kind == NOT_ENFORCED:

@@ -130,6 +130,8 @@ def api_error(error: client.MinisglError, fields: Container[str]) -> ApiError:
     """
     if _NO_MODEL.match(str(error)):  # callers know the model by the gateway's name, not by this one
         return busy(503, "the engine does not have the model", "engine_unavailable")
+    if _DEAD.search(str(error)):
+        return busy(503, "a process of the engine has died", "engine_unavailable")
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
         names = {**_NAMES, "input_ids": "tokens"} if "tokens" in fields else _NAMES
         message = _OTHER_NAMES.sub(lambda found: names[found[0]], str(error))
@@ -168,6 +170,8 @@ _LOST: Final = frozenset(
 """How the engine's sentences say that a request was lost with a process that is started again."""
 _NO_MODEL: Final = re.compile(r"Request for unknown model: '.*' is not found$")
 """How Triton says that it has no such model."""
+_DEAD: Final = re.compile(r"Stub process '.*' is not healthy")
+"""How Triton says that the process of a model has died."""
 _TOO_LONG: Final = re.compile(
     r"(?:max_tokens (?P<max_tokens>\d+) with a )?prompt of (?P<length>(?:more than )?\d+ \w+) "
     r"(?:does not fit the context of|exceeds the context of|needs \d+ pages of) (?P<context>\d+)"
@@ -182,9 +186,11 @@ def _too_long_sentence(found: re.Match[str], fields: Container[str]) -> str:
     context = int(found["context"]) * int(found["num_pages"] or 1)
     sentence = f"This model's maximum context length is {context} tokens. However, "
     if found["max_tokens"] is None:
+        fills = found["length"] == f"{context} tokens"
+        answer = ", and the answer needs one more token at least" if fills else ""
         return (
-            f"{sentence}your {prompt} resulted in {found['length']}, and the answer needs one more "
-            f"token at least. Please reduce the length of the {prompt}."
+            f"{sentence}your {prompt} resulted in {found['length']}{answer}. "
+            f"Please reduce the length of the {prompt}."
         )
     num_prompt, num_answer = int(found["length"].split()[0]), int(found["max_tokens"])
     return (

@@ -131,8 +131,9 @@ class DecodeRows:
 
 
 Attend: TypeAlias = "Callable[[Tensor, PagedKV, int], Tensor]"
-"""Attention of a planned step, layer by layer: (q [num_tokens, num_heads, head_dim], pages of the
-layer, layer) -> the shape of q."""
+"""Attention of all tokens of a planned step, decoding rows and chunks together; called once a
+layer: (q [num_tokens, num_heads, head_dim], pages of the layer, layer) -> the shape of q.
+``PagedAttention.plan`` makes it of two ``LayerAttention``."""
 
 
 class LayerAttention(Protocol):

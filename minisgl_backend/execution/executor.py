@@ -122,8 +122,8 @@ class ModelExecutor:
                 graphs.close()
 
     def mark(self, mark: Callable[[str], AbstractContextManager[object]]) -> None:
-        """Put ``mark`` around each layer, and around head and sampling, in steps that are not
-        replayed; for profilers."""
+        """Put ``mark`` around each layer, around head and sampling, and around the scoring of
+        prompts, as far as they are not replayed; for profilers."""
         self._model.mark = mark
         self._mark = mark
 

@@ -82,6 +82,7 @@ class Sampler:
         if group.rank > 0:
             tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
             tokens = group.broadcast(tokens)
+            # on a GPU nothing may be read here: the step may be captured
             if self._device.is_host and bool((tokens == _NOT_SAMPLED).any()):
                 raise RuntimeError("rank 0 could not sample")
         else:

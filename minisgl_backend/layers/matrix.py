@@ -4,6 +4,7 @@ A ``Matrix`` is this rank's part of a weight. Its class is the weight format: ``
 holds numbers of the activations' own dtype. Kernels may fuse the operations around a GEMM: the norm
 of its input before it; after it the gate of a feed-forward block, or the residual add and the next
 norm. What a kernel fuses is the format's business: a layer only says what it wants.
+(``SelfAttention`` alone takes a kernel of its own, which also stores keys and values.)
 
 Must not know which layers there are, or what a model consists of.
 """
@@ -110,7 +111,7 @@ class DenseMatrix(Matrix):
 
         tensor cores   as many as the kernels take (on Hopper, if ``use_tensor_cores`` was called):
                        the norm before and the residual add after the GEMM are in the same kernel
-        small batch    up to 8: the same, on any GPU
+        small batch    up to 8, but for wide gated weights up to 1: the same, on any GPU
         wide           up to a few hundred, for weights of a few million elements: the norm is in
                        one kernel with the residual add before it
         library        all else

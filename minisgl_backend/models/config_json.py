@@ -152,7 +152,6 @@ def common_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[
         "head_dim": config.integer("head_dim", head_dim, maximum=MOST_HEADS),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "rope": read_rope(config, max_positions),
-        "max_position_embeddings": max_positions,
         "dtype": dtype,
         "windows": (None,) * num_layers,
         "tie_embeddings": config.flag("tie_word_embeddings"),

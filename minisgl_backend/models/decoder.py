@@ -4,8 +4,8 @@ Tokens of all rows of a step go through it as one flat batch, [num_tokens, hidde
 mixing tells rows apart. Modules have the names of the checkpoint's tensors, from which the loader
 finds their places. The residual stream is one tensor, updated in place if a kernel can.
 
-Each linear layer chooses its kernel by the number of tokens (``layers.matrix``); all kernels give
-the same values within rounding. Nothing here waits for a GPU or depends on values there, so all of
+Each matrix chooses its kernel by the number of tokens (``layers.matrix``); all kernels give the
+same values within rounding. Nothing here waits for a GPU or depends on values there, so all of
 it may be captured in a CUDA graph.
 """
 

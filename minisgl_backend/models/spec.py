@@ -71,7 +71,6 @@ class ModelSpec:
     ``windows`` has an entry a layer: the positions a token sees, its own included, or None for all.
     ``dtype`` is the checkpoint's own. ``eos_token_ids`` unites config.json and
     generation_config.json. ``weight_format`` is that of the linear layers (``models.build``).
-    ``max_position_embeddings`` is config.json's, in tokens.
     """
 
     architecture: str
@@ -84,7 +83,6 @@ class ModelSpec:
     head_dim: int
     norm_eps: float
     rope: RopeSpec
-    max_position_embeddings: int
     dtype: str
     windows: tuple[int | None, ...]
     tie_embeddings: bool = False
@@ -105,7 +103,7 @@ class ModelSpec:
             raise ConfigError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
         if self.context > MOST_POSITIONS:
             raise ConfigError(
-                f"max_position_embeddings {self.max_position_embeddings} with a rotary factor of "
+                f"max_position_embeddings {self.rope.max_positions} with a rotary factor of "
                 f"{self.rope.factor:g} makes {self.context:,} positions, more than {MOST_POSITIONS}"
             )
 
@@ -117,7 +115,7 @@ class ModelSpec:
             return int(rope.max_positions * rope.factor)
         if rope.scaling == "yarn" and rope.original_max_positions:
             return max(rope.max_positions, int(rope.original_max_positions * rope.factor))
-        return self.max_position_embeddings
+        return rope.max_positions
 
     @property
     def num_parameters(self) -> int:

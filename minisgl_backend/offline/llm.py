@@ -82,8 +82,9 @@ class LLM:
         parameter is wrong, nothing is computed. ``progress`` draws a bar on stderr if that is a
         terminal, and else logs.
 
-        Raises ``RequestError``; ``Overloaded`` if a deadline passed before the first token;
-        ``EngineFailure``; ``Cancelled`` if the ``LLM`` is closed.
+        Raises ``RequestError``; ``Overloaded`` if a deadline passed before the first token, or
+        ``max_queue_time_s`` in the queue; ``EngineFailure``; ``Cancelled`` if the ``LLM`` is
+        closed.
         """
         call = self._call(prompts, params, stream=False)
         outputs: dict[int, Output] = {}

@@ -1,1 +1,1 @@
-"""Runs the engine: the loop over plans, and the thread-safe face that adapters call."""
+"""Runs the engine: the loop over plans, and its face for all threads, ``Engine``."""

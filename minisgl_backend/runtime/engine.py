@@ -1,4 +1,4 @@
-"""The engine as adapters see it: submit, abort, stats, health and close, from any thread.
+"""The engine as its callers see it: submit, abort, stats, health and close, from any thread.
 
 Knows the limits at the door (context, vocabulary, queue) and the thread that runs the loop. Must
 not know Triton or text.
@@ -148,7 +148,7 @@ class Engine:
         _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
         _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
         if sampling.max_tokens == 0 and sampling.num_prompt_logprobs is None:
-            raise InvalidRequest("max_tokens must be at least 1 without prompt_logprobs, got 0")
+            raise InvalidRequest("max_tokens must be >= 1 without num_prompt_logprobs, got 0")
         self._capacity.check(num_prompt_tokens=len(prompt), max_tokens=sampling.max_tokens)
 
     def count_refused(self, reason: Refusal) -> None:

@@ -1,7 +1,7 @@
 """The requests between their acceptance and their terminal event, and the events of their sinks.
 
-Knows sinks, the clock and the counters. Must not know planner or executor. Used on the loop's
-thread only, so all sinks are called on that thread.
+Knows sinks, the clock and the counters. Must not know how planner or executor work: of them it gets
+``StepResult``s. Used on the loop's thread only, so all sinks are called on that thread.
 
 Invariant: every request that is added gets exactly one terminal event, by ``end``.
 """

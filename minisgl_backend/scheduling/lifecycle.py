@@ -185,7 +185,8 @@ class Lifecycle:
         self._remaps.clear()
 
     def rows_of_executor(self) -> list[int]:
-        """The rows that the executor takes for held: it learns of releases only from plans."""
+        """The rows that a wrapper of the executor takes for held: it learns of releases only from
+        plans."""
         held = [row for row, s in enumerate(self.rows.sequences) if s is not None]
         return sorted({*held, *self.released_rows})
 

@@ -91,7 +91,7 @@ class Scheduler:
         taken_rows: Iterable[int] = (),
     ) -> None:
         """``counters`` are those of the planner that this one replaces, and ``taken_rows`` the rows
-        that the executor takes for held since then: the first plan releases them."""
+        that a wrapper of the executor takes for held since then: the first plan releases them."""
         self._cache = cache
         self._config = config
         self._counters = counters or _Counters()

@@ -1,4 +1,4 @@
-"""Asks a server for one token, end to end, as clients do, when it seems to answer nobody.
+"""Asks a server for one token, end to end, as clients do, when it seems to answer no request.
 
 Triton may say that it is ready while no response leaves it, and its models' processes, which are
 well, do not know. What they show is that requests are inside one of them and none ends. That may be

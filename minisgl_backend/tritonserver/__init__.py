@@ -1,1 +1,2 @@
-"""The Triton edge: adapters of three models, the channel between two of them, the wire format."""
+"""The Triton edge: the three models, their responses and metrics, and the channel between
+llm_engine and detokenizer."""

@@ -11,9 +11,9 @@ Invariants: the responder gets its final flag as soon as the terminal event has 
 is muted: by a verdict, or because it is not acknowledged any more. A muted stream sends nothing
 else. The token with which a request ends is in the packet that says so: no client gets an end
 without one, unless the request ended without one (by its deadline, or cancelled).
-Log-probabilities of the prompt come before all tokens and before the end, so many at a time
-that no packet takes its reader long, each packet once the one before it is acknowledged. A client
-that is answered once gets them in the one packet that it gets.
+Log-probabilities of the prompt come before all tokens and before the end, at most
+``_MOST_LOGPROBS`` a packet, so that none takes its reader long, and each packet once the one before
+it is acknowledged. A client that is answered once gets them in the one packet that it gets.
 """
 
 from __future__ import annotations

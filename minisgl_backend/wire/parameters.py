@@ -137,8 +137,8 @@ INPUTS: Final[tuple[Input, ...]] = (
     ),
     _integer(
         "num_prompt_logprobs",
-        "asks for prompt_logprobs, with so many alternatives a token, 0 .. 20; then nothing of the "
-        "prompt is taken from the prefix cache",
+        "asks for prompt_logprobs with this number of alternatives a token, 0 .. 20; then nothing "
+        "of the prompt is taken from the prefix cache",
         parameter_synonyms=("prompt_logprobs",),
         minimum=0,
     ),

@@ -83,7 +83,7 @@ def test_a_paced_engine_keeps_a_journal(tmp_path: Path) -> None:
             since=0,
             timeout_s=30,
         )
-        engine.abort(engine.new_id())  # nobody's
+        engine.abort(engine.new_id())  # of no request
         engine.abort(second)
         assert ended[second].wait(30)
     finally:

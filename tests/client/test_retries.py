@@ -105,7 +105,7 @@ def grpc_server(script: Script) -> Iterator[str]:
 
 def _response(text: str) -> Any:
     message = service_pb2.ModelStreamInferResponse()
-    values = {"text_output": text, "finish_reason": "stop" if text.startswith(LAST) else ""}
+    values = {"text_output": text, "finish_reason": "stop" if text.startswith(LAST) else "None"}
     for name, value in values.items():
         message.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
         data = value.encode()
@@ -140,7 +140,7 @@ def http_server(script: Script) -> Iterator[str]:
                 elif step.startswith("error: "):
                     self._send({"error": step.removeprefix("error: ")})
                 else:
-                    reason = "stop" if step.startswith(LAST) else ""
+                    reason = "stop" if step.startswith(LAST) else "None"
                     self._send({"text_output": step, "finish_reason": reason})
             self.wfile.write(b"0\r\n\r\n")
 
@@ -309,7 +309,7 @@ def test_one_deadline_over_all_tries(way: Way) -> None:
 @all_ways
 def test_refused_connections_are_tried_again(way: Way, caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        taken.bind(("127.0.0.1", 0))  # no process listens there
         url = f"{'http://' if way.protocol == 'http' else ''}127.0.0.1:{taken.getsockname()[1]}"
         with caplog.at_level(logging.INFO, "minisgl_client"), pytest.raises(ConnectionFailed):
             way.generate(url, {"retries": 3}, prompt="x", request_id="job 7")

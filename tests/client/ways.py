@@ -62,7 +62,7 @@ class Way:
         leave_after: int | None = None,
         **values: Any,
     ) -> tuple[list[Delta], Result]:
-        """The deltas of an answer and what they add up to; closed after so many deltas."""
+        """The deltas of an answer and what they add up to; closed after that number of deltas."""
         url = server if isinstance(server, str) else url_of(server, self.protocol)
         deltas: list[Delta] = []
 

@@ -105,7 +105,7 @@ def test_tables_are_equal(name: str, head_dim: int) -> None:
     values = {**_BASE, "head_dim": head_dim, **VARIANTS[name]}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**values))
     spec = _spec(values)
-    num_positions = min(spec.max_position_embeddings, 20000)
+    num_positions = min(spec.rope.max_positions, 20000)
     table = rotary_table(spec.rope, head_dim, num_positions, torch.device("cpu"))
     cos, sin = table.chunk(2, dim=1)  # [num_positions, head_dim / 2]
     their_cos, their_sin = theirs(torch.zeros(1), torch.arange(num_positions).unsqueeze(0))

@@ -86,7 +86,7 @@ def prometheus(
     assert not targets
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     with socket.socket() as held, (folder / "log").open("w") as log:
-        # stays bound, so that nobody else gets it; Go's listeners set the same option
+        # stays bound, so that no other process gets it; Go's listeners set the same option
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"

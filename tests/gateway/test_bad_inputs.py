@@ -1,4 +1,4 @@
-"""Bad requests over HTTP: refused in a sentence, and nobody else notices."""
+"""Bad requests over HTTP: refused in a sentence, and no other client notices."""
 
 from __future__ import annotations
 

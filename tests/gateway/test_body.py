@@ -170,6 +170,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
             "messages[1].content[0].type must be 'text', got \"image_url\"",
         ),
         ("messages", [{"content": "Hi"}], "messages[0].role is missing"),
+        ("messages", [{"role": None, "content": "Hi"}], "messages[0].role is missing"),
+        (
+            "messages",
+            [{"role": ["user"], "content": "Hi"}],
+            "messages[0].role must be one of 'system', 'developer', 'user', 'assistant', 'tool', "
+            "'function', got [\"user\"]",
+        ),
         ("messages", ["Hi"], 'messages[0] must be an object, got "Hi"'),
         (
             "messages",

@@ -29,6 +29,11 @@ def test_a_request_that_is_lost_with_a_process_may_come_again(sentence: str) -> 
     assert error.headers == {"Retry-After": "1"}
 
 
+def test_callers_do_not_know_the_processes_of_triton() -> None:
+    told = "in ensemble 'minisgl', Stub process 'tokenizer_0_0' is not healthy."
+    assert api_error(error_from(told), ()).message == "a process of the engine has died"
+
+
 def test_the_engine_speaks_so() -> None:
     sources = [path.read_text("utf-8") for path in BACKEND.rglob("*.py")]
     assert [text for text in _LOST if not any(f'"{text}"' in source for source in sources)] == []
@@ -37,7 +42,14 @@ def test_the_engine_speaks_so() -> None:
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "num_pages", "words"),
     [
-        (5000, 1, 10_000, "4096 tokens. However, your messages resulted in 5000 tokens"),
+        (5000, 1, 10_000, "4096 tokens. However, your messages resulted in 5000 tokens. Please"),
+        (
+            4096,
+            1,
+            10_000,
+            "4096 tokens. However, your messages resulted in 4096 tokens, and the answer needs one "
+            "more token",
+        ),
         (
             4000,
             100,

@@ -150,6 +150,20 @@ def test_offsets_of_a_completion_go_on() -> None:
     assert told[0]["top_logprobs"] == [{"a": -0.5}, {"b": -1.0, "other": -1.5}]
 
 
+def test_the_likeliest_of_the_tokens_that_have_one_text() -> None:
+    """By the largest value evaluation tools know whether the token was the likeliest."""
+    part = "\ufffd"
+    likeliest, chosen, other = (
+        TokenLogprob(8 + rank, text, -float(rank), rank)
+        for rank, text in enumerate((part, part, "x"), 1)
+    )
+    writer = CompletionWriter(HEADING, 0, num_logprobs=3)
+    (chunk,) = events(writer.push(Delta(logprobs=(TokenLogprobs(chosen, (likeliest, other)),))))
+    told = chunk["choices"][0]["logprobs"]
+    assert told["token_logprobs"] == [-2]
+    assert told["top_logprobs"] == [{part: -1, "x": -3}]
+
+
 @pytest.mark.parametrize(
     ("reason", "status"), [("timeout", 504), ("cancelled", 499), ("surprise", 500)]
 )

@@ -34,7 +34,7 @@ LONG: dict[str, Any] = {
 
 
 def raw(gateway: Gateway, data: bytes, *, halves: int = 1) -> bytes:
-    """What the gateway answers to these bytes, sent in so many pieces."""
+    """What the gateway answers to these bytes, sent in this number of pieces."""
     with socket.create_connection(gateway.address, timeout=PATIENCE_S) as connection:
         size = -(-len(data) // halves)
         for begin in range(0, len(data), size):
@@ -164,7 +164,7 @@ SLOW = {
     b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n": b"\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n": b"x",
 }
-"""How clients begin and dawdle on: silent, in a head, with blank lines, in a body nobody reads."""
+"""How clients begin and dawdle on: silent, in a head, with blank lines, in a body left unread."""
 
 
 def test_clients_that_send_slowly_are_cut(guarded: Gateway) -> None:
@@ -462,7 +462,7 @@ def test_deadlines_and_keys_from_the_environment(talker: TritonServer, tmp_path:
 def test_an_engine_that_is_away(tmp_path: Any) -> None:
     with ExitStack() as stack:
         unused = stack.enter_context(socket.socket())
-        unused.bind(("127.0.0.1", 0))  # nobody listens there
+        unused.bind(("127.0.0.1", 0))  # no process listens there
         triton = f"127.0.0.1:{unused.getsockname()[1]}"
         gateway = stack.enter_context(gateway_of(triton, tmp_path / "log"))
         assert gateway.get("/health").status_code == 503

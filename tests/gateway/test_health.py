@@ -1,4 +1,4 @@
-"""The probe of a gateway, which anybody may ask."""
+"""The probe of a gateway, which any client may ask."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def some_of(answer: httpx.Response) -> Iterator[str]:
 
 @contextmanager
 def asked(gateway: Gateway, fields: dict[str, Any], *, behind: bytes = b"") -> Iterator[None]:
-    """A request whose answer nobody reads; the connection is closed at the end of the block.
+    """A request whose answer is not read; the connection is closed at the end of the block.
 
     ``behind`` is sent after it.
     """

@@ -80,5 +80,5 @@ async def test_a_reader_that_is_slow_is_not() -> None:
     protocol.resume_writing()
     looks = transport.num_looks
     await asyncio.sleep(3 * PATIENCE_S)
-    assert transport.num_looks == looks, "nobody looks any more"
+    assert transport.num_looks == looks, "the gateway looks no more"
     protocol.connection_lost(None)

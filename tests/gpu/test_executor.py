@@ -116,8 +116,7 @@ def prompts() -> list[IntArray]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_of_every_architecture(case: str, prompts: list[IntArray], tmp_path: Path) -> None:
-    """In fp32 (attention's matrix products in tf32), in which rounding moves no token that does not
-    tie."""
+    """In fp32 (attention's GEMMs in tf32), in which rounding moves no token that does not tie."""
     reference = write_checkpoint(case, tmp_path).float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, dtype="float32")
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))

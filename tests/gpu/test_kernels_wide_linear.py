@@ -1,4 +1,4 @@
-"""Products of middling batches against their twins, and the state of rows."""
+"""GEMMs of middling batches against their twins, and the state of rows."""
 
 from __future__ import annotations
 

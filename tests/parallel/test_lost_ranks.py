@@ -131,7 +131,7 @@ def break_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_that_breaks_on_one_rank_only_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other one waits in a sum, and nobody may take part in it with another step."""
+    """The other one waits in a sum, and no rank may take part in it with another step."""
     with ranked_engine(2, **OPTIONS) as ranked:
         wait_for_all([ranked.submit(PROMPT, SamplingParams(max_tokens=2))])
 
@@ -178,7 +178,7 @@ def follower_of(script: str, *, size: int = 2) -> Followers:
     rank0 = FollowerEnd(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     """
     text = textwrap.dedent(prelude) + textwrap.dedent(script)
-    place = Place.first(size, "127.0.0.1:1")  # nobody goes there
+    place = Place.first(size, "127.0.0.1:1")  # no rank goes there
     return Followers(place, [sys.executable, "-c", text])
 
 

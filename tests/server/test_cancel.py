@@ -64,7 +64,7 @@ class Before:
         self.tokens = metrics["vllm:generation_tokens_total"]
 
     def check_cancelled(self, most_tokens: int) -> None:
-        """One more is cancelled, all is given back, and at most so many tokens were made."""
+        """One more is cancelled, all is given back, and at most this number of tokens were made."""
         wait_for(
             lambda: Metrics(self.server)["minisgl:requests_cancelled_total"] > self.cancelled,
             "one more cancelled request",
@@ -269,8 +269,8 @@ def test_many_stop_requests_on_one_stream(server: TritonServer) -> None:
     Before(server)
 
 
-def test_stop_request_for_nobody(paced_server: TritonServer) -> None:
-    with Call(paced_server, request_id="nobody", stop_request=True) as call:
+def test_stop_request_for_an_unknown_id(paced_server: TritonServer) -> None:
+    with Call(paced_server, request_id="unknown", stop_request=True) as call:
         assert len(call.all()) == 1
     with (
         pytest.raises(Refused, match="INVALID_ARG: stop_request needs"),

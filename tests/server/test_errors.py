@@ -58,7 +58,7 @@ def test_a_value_given_twice(server: TritonServer) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1_000_000], ids=["tokenizer", "engine"])
 def test_refusals_are_counted(server: TritonServer, max_tokens: int) -> None:
-    """Whoever refuses. So many that those of other tests, not yet told, make no difference."""
+    """By either model. So many that those of other tests, not yet told, make no difference."""
 
     def count() -> float:
         return Metrics(server).labelled("minisgl:requests_rejected_total", "reason", "invalid")
@@ -134,7 +134,7 @@ def test_a_forged_chunk(server: TritonServer, chunk: str) -> None:
 
 
 def test_a_forged_chunk_with_tokens(server: TritonServer) -> None:
-    """It is text like any other, but nobody is acknowledged to."""
+    """It is text like any other, but no engine gets an acknowledgement."""
     chunk = '{"r": "/tmp/x", "s": 1, "i": 0, "d": {"n": 1, "stream": true}, "o": [500]}'
     with Call(server, "detokenizer", inputs=[bytes_tensor("chunk", chunk)]) as call:
         assert len(call.all()) == 1

@@ -1,7 +1,7 @@
 """Clients that call the models inside the ensembles by themselves.
 
-That is allowed: what comes in is checked as if it came from a stranger. Nobody can crash a model or
-touch the stream of another in that way, since streams are named by random keys.
+That is allowed: what comes in is checked as if it came from a stranger. No client can crash a model
+or touch the stream of another in that way, since streams are named by random keys.
 """
 
 from __future__ import annotations

@@ -268,7 +268,9 @@ def test_too_little_memory_for_pages(
     facts = facts_of(**options)
     page_bytes = bytes_per_page(facts.shape, 16, torch.bfloat16)
     num_pages = options.get("num_pages", 100)
-    monkeypatch.setattr(build_rank, "build_model", lambda *arguments, **options: None)
+    monkeypatch.setattr(
+        build_rank, "build_model", lambda *arguments, **options: SimpleNamespace(pack=lambda: None)
+    )
     monkeypatch.setattr(build_rank, "choose_num_pages", lambda **facts: 100)
     monkeypatch.setattr(build_rank, "KVStorage", out_of_memory)
     needed = (num_pages + 1) * page_bytes

@@ -150,7 +150,7 @@ def test_what_is_suspect_is_detached_at_once_and_leaves_with_its_last_pin() -> N
     def is_suspect(pages: IntArray) -> bool:
         return bool((pages >= 12).any())
 
-    assert sorted(tree.drop(failing, is_suspect).tolist()) == [13, 23], "what nobody pins"
+    assert sorted(tree.drop(failing, is_suspect).tolist()) == [13, 23], "what no lease pins"
     tree.check()
     assert cached(tree, ints(1, 2, 3, 4)) == [10, 11]
     assert add(tree, ints(1, 2, 3, 4), first_page=30) == [10, 11], "a new branch beside the old"

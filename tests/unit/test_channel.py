@@ -268,7 +268,7 @@ def test_the_engine_hears_of_a_detokenizer_that_goes(engine: Engine) -> None:
     assert engine.heard.get(timeout=PATIENCE_S).key == 0
     detokenizer.channel.close()
     assert engine.heard.get(timeout=PATIENCE_S) == "gone"
-    engine.channel.forget(0)  # to nobody
+    engine.channel.forget(0)  # to no peer
 
 
 def test_garbage_is_ignored(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

@@ -39,7 +39,7 @@ def test_all_can_be_compiled(
 
 
 def test_what_was_measured() -> None:
-    """Products of Qwen3-0.6B, and the largest one of 14B."""
+    """GEMMs of Qwen3-0.6B, and the largest one of 14B."""
     assert cut_of(8, 1024, 2048) == Cut(64, 8, stages=8, splits=4)
     assert cut_of(64, 4096, 1024, head_dim=128) == Cut(128, 64, stages=8, splits=2)
     assert cut_of(64, 34816, 5120) == Cut(128, 64, stages=8, even=True)

@@ -121,7 +121,7 @@ def test_llama_3_1() -> None:
     assert spec.eos_token_ids == {128001, 128008, 128009}
     assert (spec.rope.scaling, spec.rope.theta, spec.rope.factor) == ("llama3", 500000.0, 8.0)
     assert spec.rope.original_max_positions == 8192
-    assert spec.max_position_embeddings == 131072
+    assert spec.rope.max_positions == 131072
     assert not (spec.tie_embeddings or spec.qkv_bias or spec.output_bias or spec.mlp_bias)
     assert spec.windows == (None,) * 32
     assert spec.dtype == "bfloat16"

@@ -160,7 +160,7 @@ def test_a_garbled_header(folder: Path) -> None:
 
 def test_pickled_weights_are_never_opened(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"nobody reads this")
+    (folder / "pytorch_model.bin").write_bytes(b"never read")
     with pytest.raises(ConfigError, match="only safetensors are read"):
         _build(folder)
 

@@ -350,7 +350,7 @@ def test_waiting_prompt_tokens_are_bounded() -> None:
         ([1], {"logit_bias": ((100, 1.0),)}, "logit_bias must be token ids"),
         ([1] * 128, {}, "prompt of 128 tokens does not fit the context of 128"),
         ([1] * 100, {"max_tokens": 29}, "exceeds the context of 128"),
-        ([1], {"max_tokens": 0}, "max_tokens must be at least 1 without prompt_logprobs, got 0"),
+        ([1], {"max_tokens": 0}, "max_tokens must be >= 1 without num_prompt_logprobs, got 0"),
     ],
 )
 def test_what_can_never_be_served_is_refused_at_once(

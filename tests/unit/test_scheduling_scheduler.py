@@ -234,7 +234,7 @@ def test_chunks_of_a_prompt_that_fails_are_not_shared_any_more() -> None:
     assert sorted(planned(scheduler).broken_pages.tolist()) == sorted(granted)
     scheduler = scheduler.renewed()
     scheduler.add(request(1, 4))
-    assert planned(scheduler).broken_pages.tolist() == list(range(32)), "whoever held them"
+    assert planned(scheduler).broken_pages.tolist() == list(range(32)), "those of all requests"
 
 
 @pytest.mark.parametrize("ended_by", ["abort", "stop"])
@@ -478,7 +478,7 @@ def test_with_a_step_in_flight_pages_come_only_after_its_commit() -> None:
     assert scheduler.plan() is None, "both need a page, and the youngest still writes to its own"
     assert scheduler.stats().num_retractions == 1
     assert scheduler.plan() is None
-    assert scheduler.stats().num_retractions == 1, "its pages are on their way: nobody else goes"
+    assert scheduler.stats().num_retractions == 1, "its pages are on their way: no other goes"
     result = commit(scheduler, in_flight)
     assert result.request_ids == [0, 1], "the token that was in flight is not lost"
     assert planned(scheduler).decode_rows.tolist() == [0]

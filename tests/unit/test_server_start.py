@@ -185,7 +185,7 @@ def test_what_a_killed_server_left_goes_with_the_next_start(server: TritonServer
 def test_it_drains_before_it_is_told_to_stop(server: TritonServer) -> None:
     sign = server.directory / "queue-open.engine"
     sign.touch()
-    assert server.stop() == 0  # after the time granted, since nobody took the sign down
+    assert server.stop() == 0  # after the time granted, since the sign was not taken down
 
 
 def test_it_does_not_wait_for_a_step_that_answers_no_request(folder: Path) -> None:
@@ -546,13 +546,13 @@ def test_a_console_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyP
     console.say("z")
     assert os.read(reader, 2**20) == b"z\n"
     os.close(reader)
-    console.say("to nobody")
+    console.say("unread")
     os.close(writer)
 
 
 def test_stderr_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    Console(everything=True).say("to nobody")
+    Console(everything=True).say("unread")
 
 
 @pytest.mark.parametrize(

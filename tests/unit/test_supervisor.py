@@ -163,7 +163,7 @@ class World:
             time.sleep(0.005)
 
     def wait_ready(self, num_recoveries: int) -> None:
-        """Until it serves, after so many recoveries."""
+        """Until it serves, after this number of recoveries."""
         self.wait(lambda: self.supervisor.stats()["num_recoveries"] == num_recoveries)
         self.wait(lambda: self.supervisor.health().ready)
 

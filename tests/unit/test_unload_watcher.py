@@ -74,7 +74,7 @@ def test_a_proxy_is_not_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_closed_port_refuses() -> None:
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # nobody listens there
+        unused.bind(("127.0.0.1", 0))  # no process listens there
         assert ask(url_of(unused.getsockname())) is Readiness.REFUSED
 
 

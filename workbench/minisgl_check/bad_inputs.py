@@ -245,7 +245,6 @@ def _not_offered() -> Iterator[Bad]:
         "guided_regex": "(a+)+$",
         "guided_json": '{"$ref": "#"}',
         "chat_template": "{{ 7 * 7 }}",
-        "prompt_logprobs": 1,
         "lora_name": "../x",
         "response_format": "json_object",
         "truncate_prompt_tokens": 3,

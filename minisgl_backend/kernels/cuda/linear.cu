@@ -462,8 +462,8 @@ __device__ __forceinline__ void leave_part(const Arguments& args, const float (&
     if (threadIdx.x == 0) announce(args.are_there + block);
 }
 
-// To what this thread block has of the tile whose steps end before `tile_end`, add what others have. Nobody
-// waits forever: there is at most one thread block a multiprocessor, so all of them run at the same time
+// To what this thread block has of the tile whose steps end before `tile_end`, add what others have. No thread
+// block waits forever: there is at most one thread block a multiprocessor, so all of them run at the same time
 // (the next kernel starts when all have), and each leaves its part before it waits for one.
 __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKENS / 2], int tile_end) {
     for (int block = blockIdx.y + 1; first_step(args, block) < tile_end; ++block) {

@@ -69,7 +69,7 @@ def pages_of(model: Decoder) -> list[PagedKV]:
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
     """If fused, a layer computes 5 tokens as a small batch, and 40 as a wide one; else plainly.
 
-    The case "broad" is large enough for the products of ``wide_linear``.
+    The case "broad" is large enough for the GEMMs of ``wide_linear``.
     """
     theirs = write(case, tmp_path)
     check_prompt_then_token(load(tmp_path, OneRank(), fused=fused), *a_prompt(theirs, length))

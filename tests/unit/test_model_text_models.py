@@ -1,4 +1,4 @@
-"""The adapters of tokenizer and detokenizer, with the demo model's files and a fake Triton."""
+"""The models ``tokenizer`` and ``detokenizer`` with the demo model's files and a fake Triton."""
 
 from __future__ import annotations
 

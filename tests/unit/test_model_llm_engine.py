@@ -1,4 +1,4 @@
-"""The engine's adapter with the real loop and planner, a fake executor and a fake Triton."""
+"""The model ``llm_engine`` with the real loop and planner, a fake executor and a fake Triton."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATIENCE_S = 20.0
 
 
 class Model(TritonPythonModel):
-    """The adapter over a paced engine."""
+    """The model over a paced engine."""
 
     engine: ClassVar[Engine]
     """Of the model that was loaded last."""
@@ -149,7 +149,7 @@ def wait_tokens(model: Model, num_tokens: int) -> None:
 
 @pytest.fixture
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine is, nobody asks in between."""
+    """However slow the machine is, no probe is sent in between."""
     monkeypatch.setattr(window, "PROBE_AFTER_S", 3600.0)
 
 
@@ -205,7 +205,7 @@ def test_a_verdict_ends_the_request_with_the_final_flag_alone(
 
 
 def test_probes_while_nothing_is_to_be_sent(model: Model) -> None:
-    """Without stream the tokens wait for the end; probes ask whether somebody listens."""
+    """Without stream the tokens wait for the end; probes ask whether the client still listens."""
     asked = request(max_tokens=5000)
     with Reader(asked) as reader:
         model.execute([asked])
@@ -405,7 +405,7 @@ def test_stop_request(model: Model, acknowledged: bool) -> None:
             "INVALID_ARG: request goes with input_ids",
         ),
         (
-            pb_utils.InferenceRequest(  # a shape that Triton lets nobody send
+            pb_utils.InferenceRequest(  # a shape that Triton lets no client send
                 {"input_ids": np.array([1]), "request": np.array([], dtype=object)}
             ),
             "INTERNAL: internal error",

@@ -28,6 +28,8 @@ class Kind(Enum):
     """[num_beams, n]; there is one beam."""
     BIASES = auto()
     """A JSON object {token id: bias}, as a string."""
+    JSON = auto()
+    """A JSON object, as a string or, in JSON, as itself."""
     BYTES = auto()
 
 
@@ -45,6 +47,7 @@ DATA_TYPES: Final[Mapping[Kind, str]] = MappingProxyType(
         Kind.NUMBER: "TYPE_FP32",
         Kind.NUMBER_ROWS: "TYPE_FP32",
         Kind.BIASES: "TYPE_STRING",
+        Kind.JSON: "TYPE_STRING",
     }
 )
 DIMS: Final[Mapping[Kind, tuple[int, ...]]] = MappingProxyType(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from minisgl_backend.config import Limits, did_you_mean
 from minisgl_backend.errors import InvalidRequest, Unsupported
-from minisgl_backend.wire import values
+from minisgl_backend.wire import grammars, values
 from minisgl_backend.wire.entries import Input
 from minisgl_backend.wire.parameters import (
     BY_NAME,
@@ -81,6 +81,7 @@ class _Found:
     def respelled(self, name: str, value: Any) -> tuple[str, Any]:
         """``logprobs`` as a flag (OpenAI's chat schema) is ``return_logprobs``, and asks for the
         chosen tokens' alone if ``top_logprobs`` says nothing."""
+        name, value = grammars.respelled(name, value)
         if name == "logprobs" and (type(value) is bool or value in ("true", "false")):
             self._has_logprobs_flag |= value in (True, "true")
             return "return_logprobs", value

@@ -30,6 +30,7 @@ from minisgl_backend.wire.generation import (
     TokenPrompt,
     Wanted,
 )
+from minisgl_backend.wire.grammars import grammar_of
 from minisgl_backend.wire.parameters import BY_NAME, DEFAULTS
 
 PROMPTS: Final = ("text_input", "messages", "input_ids")
@@ -235,6 +236,7 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
         logit_bias=given["logit_bias"],
         num_logprobs=num_logprobs,
         num_prompt_logprobs=given["num_prompt_logprobs"],
+        grammar=grammar_of(given),
     )
 
 

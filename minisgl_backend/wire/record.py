@@ -19,13 +19,14 @@ from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.wire import values
 from minisgl_backend.wire.generation import Generation, Stopped, StopRequest
+from minisgl_backend.wire.grammars import as_json
 from minisgl_backend.wire.parameters import BY_NAME, DEFAULTS
 from minisgl_backend.wire.parse import build
 from minisgl_backend.wire.values import parse_json
 
 VERSION: Final = 1
 
-_APART: Final = ("seed", "stop_token_ids", "logit_bias", "num_logprobs")
+_APART: Final = ("seed", "stop_token_ids", "logit_bias", "num_logprobs", "grammar")
 """Sampling parameters whose values are not as the table has them."""
 _SAMPLING: Final = tuple(spec.name for spec in fields(SamplingParams) if spec.name not in _APART)
 
@@ -101,6 +102,8 @@ def _given(request: Generation | StopRequest | Stopped) -> dict[str, Any]:
         "min_chunk_interval_ms": request.min_chunk_interval_ms,
     }
     given.update((name, value) for name, value in said.items() if value != DEFAULTS[name])
+    if sampling.grammar is not None:
+        given["structured_outputs"] = as_json(sampling.grammar)
     if sampling.logit_bias:
         given["logit_bias"] = dict(sampling.logit_bias)
     return given

@@ -114,6 +114,8 @@ def from_json(name: str, entry: Input, value: Any) -> Any:
         return _to_int(name, entry, value)
     if entry.kind is Kind.BIASES:
         return _to_biases(name, value)
+    if entry.kind is Kind.JSON:
+        return json.dumps(value) if isinstance(value, dict) else to_text(name, value)
     assert entry.kind is Kind.NUMBER
     return _to_number(name, entry, value)
 

@@ -1,0 +1,136 @@
+"""The form that an answer must have, as the dialects of the wire spell it -> ``Grammar``.
+
+``structured_outputs`` is a JSON object with one of ``FORMS``, as vllm_backend has it; its older
+``guided_*`` names are read as that object (``respelled``). The TensorRT-LLM backend's
+``guided_decoding_guide_type`` and ``guided_decoding_guide`` say the same in two values. What a
+grammar means, and whether it is right, is not known here.
+
+Raises ``InvalidRequest``, or ``Unsupported`` for what is known and not offered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from minisgl_backend.errors import InvalidRequest, Unsupported
+from minisgl_backend.request import Grammar, GrammarKind
+from minisgl_backend.wire.values import parse_json, quoted
+
+FORMS: Final[Mapping[str, GrammarKind]] = MappingProxyType(
+    {
+        "json": GrammarKind.JSON_SCHEMA,
+        "json_object": GrammarKind.JSON_OBJECT,
+        "regex": GrammarKind.REGEX,
+        "choice": GrammarKind.CHOICE,
+        "grammar": GrammarKind.GRAMMAR,
+        "structural_tag": GrammarKind.STRUCTURAL_TAG,
+    }
+)
+_KEYS: Final[Mapping[GrammarKind, str]] = MappingProxyType({v: k for k, v in FORMS.items()})
+_NEUTRAL: Final = ("disable_any_whitespace", "disable_fallback", "disable_additional_properties")
+"""Options of vLLM, which are taken if they are off."""
+_GUIDED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "guided_json": "json",
+        "guided_regex": "regex",
+        "guided_choice": "choice",
+        "guided_grammar": "grammar",
+    }
+)
+_GUIDE_TYPES: Final[Mapping[str, GrammarKind]] = MappingProxyType(
+    {
+        "json": GrammarKind.JSON_OBJECT,
+        "json_schema": GrammarKind.JSON_SCHEMA,
+        "regex": GrammarKind.REGEX,
+        "ebnf_grammar": GrammarKind.GRAMMAR,
+    }
+)
+
+
+def respelled(name: str, value: Any) -> tuple[str, Any]:
+    """A ``guided_*`` parameter as ``structured_outputs``; others as they are."""
+    if value is None:
+        return name, value
+    if name in _GUIDED:
+        return "structured_outputs", {_GUIDED[name]: value}
+    return ("structured_outputs", value) if name == "guided_decoding" else (name, value)
+
+
+def grammar_of(given: Mapping[str, Any]) -> Grammar | None:
+    """The grammar that a request's values ask for, at most one."""
+    text, guide_type = given["structured_outputs"], given["guided_decoding_guide_type"]
+    guide = given["guided_decoding_guide"]
+    if text is not None and guide_type is not None:
+        raise InvalidRequest("give one of structured_outputs and guided_decoding_guide_type")
+    if guide is not None and guide_type is None:
+        raise InvalidRequest("guided_decoding_guide goes with guided_decoding_guide_type")
+    if guide_type is not None:
+        return _of_guide(guide_type, guide)
+    return None if text is None else _of_object(parse_json("structured_outputs", text))
+
+
+def as_json(grammar: Grammar) -> str:
+    """``structured_outputs`` that ask for the grammar."""
+    value: Any = grammar.source
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        value = True
+    elif grammar.kind is GrammarKind.CHOICE:
+        value = json.loads(grammar.source)
+    return json.dumps({_KEYS[grammar.kind]: value}, separators=(",", ":"))
+
+
+def _of_guide(guide_type: str, guide: str | None) -> Grammar:
+    kind = _GUIDE_TYPES.get(guide_type)
+    if kind is None:
+        raise Unsupported(
+            f"guided_decoding_guide_type must be one of {', '.join(_GUIDE_TYPES)}, got "
+            f"{quoted(guide_type)}"
+        )
+    if kind is GrammarKind.JSON_OBJECT:
+        if guide:
+            raise InvalidRequest("guided_decoding_guide_type json takes no guided_decoding_guide")
+        return Grammar(kind, "")
+    if not guide:
+        raise InvalidRequest(f"guided_decoding_guide_type {guide_type} needs a guide")
+    return Grammar(kind, guide)
+
+
+def _of_object(fields: Any) -> Grammar | None:
+    if not isinstance(fields, dict):
+        raise InvalidRequest(f"structured_outputs must be a JSON object, got {quoted(fields)}")
+    for name, value in fields.items():
+        if name in _NEUTRAL and value not in (None, False):
+            raise Unsupported(f"structured_outputs.{name} is not supported, got {quoted(value)}")
+        if name == "whitespace_pattern" and value is not None:
+            raise Unsupported(f"structured_outputs.{name} is not supported")
+        if name not in (*FORMS, *_NEUTRAL, "whitespace_pattern"):
+            raise InvalidRequest(
+                f"structured_outputs has an unknown field {quoted(name)}: give one of "
+                f"{', '.join(FORMS)}"
+            )
+    asked = {k: v for k, v in fields.items() if k in FORMS and v is not None and v is not False}
+    if len(asked) != 1:
+        got = " and ".join(asked) or "none of them"
+        raise InvalidRequest(f"structured_outputs must hold one of {', '.join(FORMS)}, got {got}")
+    ((name, value),) = asked.items()
+    return Grammar(FORMS[name], _source(name, value))
+
+
+def _source(name: str, value: Any) -> str:
+    """The grammar's text, from a string or from JSON that stands for itself."""
+    kind = FORMS[name]
+    if kind is GrammarKind.JSON_OBJECT and value is True:
+        return ""
+    if kind in (GrammarKind.REGEX, GrammarKind.GRAMMAR) and isinstance(value, str):
+        return value
+    if kind is GrammarKind.CHOICE and isinstance(value, list):
+        return json.dumps(value)
+    if kind in (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG):
+        if isinstance(value, str):
+            return value
+        if isinstance(value, dict | bool):
+            return json.dumps(value)
+    raise InvalidRequest(f"structured_outputs.{name} is of a wrong type, got {quoted(value)}")

@@ -105,7 +105,7 @@ class ModelExecutor:
         return LaunchedStep(self.device.submit(partial(self._run, plan)))
 
     def renew(self) -> None:
-        """Run steps again after one that broke. All ranks must do this together."""
+        """Run steps again after one that broke; ``ranks`` calls it, on all ranks together."""
         self._is_broken = False
 
     def close(self) -> None:

@@ -24,7 +24,8 @@ from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
 from minisgl_backend.config import Limits
 from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
-from minisgl_backend.execution.chunk_graphs import ChunkGraphs
+from minisgl_backend.execution.adapters import AdapterStore, CapturedGroups, RowAdapters
+from minisgl_backend.execution.chunk_graphs import ChunkGraphs, ChunkInputs
 from minisgl_backend.execution.decode_graphs import DecodeGraphs
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
@@ -34,7 +35,9 @@ from minisgl_backend.execution.prompt_logprobs import PromptScorer, ScoredChunks
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.kernels.adapters import TokenGroups
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
+from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
@@ -82,14 +85,28 @@ class ModelExecutor:
         attention: PagedAttention,
         device: Device,
         limits: ExecutorLimits,
+        adapter_slots: AdapterSlots | None = None,
+        adapter_store: AdapterStore | None = None,
         watch_logits: WatchLogits | None = None,
         progress: Progress = unseen,
     ):
-        """Raises ``ConfigError`` if the remaining memory cannot hold both the graphs and a step of
+        """``adapter_slots`` are the model's, if it takes adapters, and ``adapter_store`` has these on
+        rank 0. Raises ``ConfigError`` if the remaining memory cannot hold both the graphs and a step of
         ``max_prefill_tokens``."""
         self.device = device
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
+        self.adapter_graphs: DecodeGraphs | None = None
+        self.adapter_chunk_graphs: ChunkGraphs | None = None
+        self._adapters: RowAdapters | None = None
+        if adapter_slots is not None:
+            self._adapters = RowAdapters(
+                adapter_slots,
+                device,
+                model.group,
+                num_rows=limits.max_rows + 1,
+                store=adapter_store,
+            )
         self._model = model
         self._storage = storage
         self._attention = attention
@@ -111,11 +128,12 @@ class ModelExecutor:
         if self._unmasked is not None and self._unmasked.waits:
             raise InvariantError("a step is launched while the one before it waits for masks")
         self._unmasked = None
+        loaded = [] if self._adapters is None else self._adapters.held(plan)
         if len(plan.masked_rows):
-            step = MaskedStep(lambda: self._begin(plan), self._sampler, self._submit)
+            step = MaskedStep(lambda: self._begin(plan, loaded), self._sampler, self._submit)
             self._unmasked = step
             return step
-        return LaunchedStep(self._submit(lambda: self._begin(plan)()))
+        return LaunchedStep(self._submit(lambda: self._begin(plan, loaded)()))
 
     def renew(self) -> None:
         """Run steps again after one that broke; ``ranks`` calls it, on all ranks together."""
@@ -124,7 +142,12 @@ class ModelExecutor:
     def close(self) -> None:
         """Wait for the steps in the queue, then destroy the graphs. Idempotent."""
         self.device.close()
-        for graphs in (self.graphs, self.chunk_graphs):
+        for graphs in (
+            self.graphs,
+            self.chunk_graphs,
+            self.adapter_graphs,
+            self.adapter_chunk_graphs,
+        ):
             if graphs is not None:
                 graphs.close()
 
@@ -147,7 +170,7 @@ class ModelExecutor:
             dummy_page=storage.dummy_page,
             vocab_size=model.spec.vocab_size,
         )
-        self._forward = ForwardPass(model, self.rows, self._attention, device)
+        self._forward = ForwardPass(model, self.rows, self._attention, device, self._adapters)
         self._sampler = Sampler(self.rows.table, device, model.group)
         self._scorer = PromptScorer(
             model,
@@ -180,13 +203,15 @@ class ModelExecutor:
 
         return self.device.submit(run)
 
-    def _begin(self, plan: StepPlan) -> Callable[[], HostOutput]:
+    def _begin(self, plan: StepPlan, loaded: list[Tensor]) -> Callable[[], HostOutput]:
         """Queue a step up to its logits; what is returned queues the rest, before any other step.
 
-        If no row waits for a mask, all of a captured step is queued by the second part.
+        ``loaded`` are the adapters that it loads, on rank 0. If no row waits for a mask, all of a captured step is queued by the second part.
         """
         if len(plan.broken_pages):
             self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
+        if self._adapters is not None:
+            self._adapters.take(plan, loaded)
         if plan.admissions:
             self.rows.admit(plan.admissions)
             self._sampler.admit(plan.admissions)
@@ -194,11 +219,12 @@ class ModelExecutor:
         grants = plan.grant_rows, plan.grant_indices, plan.grant_pages
         num_decodes, num_grants = len(plan.decode_rows), len(plan.grant_rows)
         is_decode = num_decodes > 0 and not len(plan.prefill_rows)
-        if is_decode and self.graphs and self.graphs.fits(num_decodes, num_grants):
+        graphs = self.adapter_graphs if self._are_adapted(plan.decode_rows) else self.graphs
+        if is_decode and graphs and graphs.fits(num_decodes, num_grants):
             inputs = (plan.decode_rows, plan.decode_positions, np.stack(grants))
             if len(plan.masked_rows):
-                return partial(self._finish, plan, self.graphs.begin(*inputs))
-            return partial(self._finish, plan, partial(self.graphs.replay, *inputs))
+                return partial(self._finish, plan, graphs.begin(*inputs))
+            return partial(self._finish, plan, partial(graphs.replay, *inputs))
         self.rows.grant(*grants)
         batch = FlatBatch.of(plan)
         hidden = self._layers(batch, plan.prefill_tokens)
@@ -226,18 +252,25 @@ class ModelExecutor:
             scored,
         )
 
-    def _decode_forward(self, inputs: StepInputs, batch_size: int) -> StepLogits:
+    def _are_adapted(self, rows: IntArray | HostArray) -> bool:
+        """Whether any of these rows has an adapter."""
+        return self._adapters is not None and self._adapters.have_any(rows)
+
+    def _decode_forward(
+        self, inputs: StepInputs, batch_size: int, groups: TokenGroups | None = None
+    ) -> StepLogits:
         """A decode step of the first ``batch_size`` rows of ``inputs``, to be captured."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
-        hidden = self._forward.over_decodes(step)  # [batch_size, hidden_size]
+        hidden = self._forward.over_decodes(step, groups)  # [batch_size, hidden_size]
         logits = self._model.logits(hidden, out=self._logits[:batch_size])
         return StepLogits(logits, step.rows, step.lengths)
 
     def _layers(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
         """The residual stream after the layers, [num_tokens, hidden_size]; rows of padding may
         follow."""
-        if self.chunk_graphs is not None and self.chunk_graphs.fits(batch):
-            return self.chunk_graphs.replay(batch, prefill_tokens)
+        graphs = self.adapter_chunk_graphs if self._are_adapted(batch.rows) else self.chunk_graphs
+        if graphs is not None and graphs.fits(batch):
+            return graphs.replay(batch, prefill_tokens)
         return self._forward.over_batch(batch, prefill_tokens)
 
     def _logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:
@@ -263,33 +296,70 @@ class ModelExecutor:
     def _compile_and_capture(self, progress: Progress) -> None:
         """Compile the kernels of steps of all kinds, check that the largest step fits, and capture
         graphs."""
-        limits, device = self._limits, self.device
+        limits, device, adapters = self._limits, self.device, self._adapters
+        self._warm_up_all()
+        if adapters is not None:
+            adapters.trying_out(self._warm_up_all)
+        if limits.graph_sizes:
+            self.graphs = self._decode_graphs(progress)
+        if limits.chunk_graph_sizes:
+            self.chunk_graphs = self._chunk_graphs(progress)
+        if adapters is not None:
+            if limits.graph_sizes:
+                groups = CapturedGroups(adapters, device, limits.graph_sizes[-1])
+                self.adapter_graphs = self._decode_graphs(progress, groups)
+            if limits.chunk_graph_sizes:
+                groups = CapturedGroups(adapters, device, limits.chunk_graph_sizes[-1])
+                self.adapter_chunk_graphs = self._chunk_graphs(progress, groups)
+        if self.graphs or self.chunk_graphs:
+            self._warm_up_largest()  # again: it has to fit beside the graphs
+
+    def _decode_graphs(
+        self, progress: Progress, groups: CapturedGroups | None = None
+    ) -> DecodeGraphs:
+        """Those of steps with ``groups`` by adapter, or of steps without adapters."""
+        decode = self._attention.decode
+
+        def forward(inputs: StepInputs, batch_size: int) -> StepLogits:
+            of_tokens = None if groups is None else groups.view(batch_size)
+            return self._decode_forward(inputs, batch_size, of_tokens)
+
+        return DecodeGraphs(
+            self.device,
+            self.rows.table,
+            forward,
+            self._sampler.sample,
+            self._limits.graph_sizes,
+            decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
+            progress,
+            takes_masks=self._limits.takes_masks,
+            group=None if groups is None else groups.write,
+        )
+
+    def _chunk_graphs(
+        self, progress: Progress, groups: CapturedGroups | None = None
+    ) -> ChunkGraphs:
+        """Those of steps with ``groups`` by adapter, or of steps without adapters."""
+
+        def layers(inputs: ChunkInputs) -> Tensor:
+            of_tokens = None if groups is None else groups.view(len(inputs.tokens))
+            return self._forward.over_chunks(inputs, of_tokens)
+
+        return ChunkGraphs(
+            self.device,
+            layers,
+            self._limits.chunk_graph_sizes,
+            max_rows=self._limits.max_rows,
+            progress=progress,
+            group=None if groups is None else groups.write,
+        )
+
+    def _warm_up_all(self) -> None:
+        """Run steps of all kinds, the largest among them."""
         self._warm_up_largest()
         for length in (min(self._longest_chunk, 64), 1):
             self._warm_up([length], 0)
         self._warm_up([], 1)
-        if limits.graph_sizes:
-            decode = self._attention.decode
-            self.graphs = DecodeGraphs(
-                device,
-                self.rows.table,
-                self._decode_forward,
-                self._sampler.sample,
-                limits.graph_sizes,
-                decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
-                progress,
-                takes_masks=limits.takes_masks,
-            )
-        if limits.chunk_graph_sizes:
-            self.chunk_graphs = ChunkGraphs(
-                device,
-                self._forward.over_chunks,
-                limits.chunk_graph_sizes,
-                max_rows=limits.max_rows,
-                progress=progress,
-            )
-        if self.graphs or self.chunk_graphs:
-            self._warm_up_largest()  # again: it has to fit beside the graphs
 
     def _warm_up_largest(self) -> None:
         limits = self._limits

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from minisgl_backend.attention.base import Chunks, DecodeRows, PagedAttention
 from minisgl_backend.device.base import Device
+from minisgl_backend.execution.adapters import RowAdapters
 from minisgl_backend.execution.chunk_graphs import LAST_TOKEN, ChunkInputs
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
+from minisgl_backend.kernels.adapters import TokenGroups
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.request import IntArray
@@ -26,9 +28,15 @@ class ForwardPass:
     """The layers of ``model`` over tokens of ``rows``."""
 
     def __init__(
-        self, model: Decoder, rows: DeviceRows, attention: PagedAttention, device: Device
+        self,
+        model: Decoder,
+        rows: DeviceRows,
+        attention: PagedAttention,
+        device: Device,
+        adapters: RowAdapters | None = None,
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._rows = rows
         self._attention = attention
         self._device = device
@@ -65,11 +73,15 @@ class ForwardPass:
                 host_lengths=lengths,
             )
         attend = self._attention.plan(decodes, chunks)
-        hidden: Tensor = self._model(tokens, positions, slots, attend)
+        adapters, groups = self._adapters, None
+        if adapters is not None and adapters.have_any(batch.rows):
+            groups = adapters.groups(batch.rows)
+        hidden: Tensor = self._model(tokens, positions, slots, attend, groups)
         return hidden
 
-    def over_chunks(self, inputs: ChunkInputs) -> Tensor:
-        """The same for the tokens of ``inputs``, padding included."""
+    def over_chunks(self, inputs: ChunkInputs, groups: TokenGroups | None = None) -> Tensor:
+        """The same for the tokens of ``inputs``, padding included; ``groups`` of them by adapter,
+        if any has one."""
         table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
         tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
         page_size = self._rows.page_size
@@ -87,12 +99,13 @@ class ForwardPass:
             rows=inputs.decode_rows, lengths=inputs.decode_lengths, page_table=table.pages
         )
         hidden: Tensor = self._model(
-            tokens, positions, slots, self._attention.plan(decodes, chunks)
+            tokens, positions, slots, self._attention.plan(decodes, chunks), groups
         )
         return hidden
 
-    def over_decodes(self, inputs: DecodeInputs) -> Tensor:
-        """The residual stream of decoding rows, [batch_size, hidden_size]."""
+    def over_decodes(self, inputs: DecodeInputs, groups: TokenGroups | None = None) -> Tensor:
+        """The residual stream of decoding rows, [batch_size, hidden_size]; ``groups`` of them by
+        adapter, if any has one."""
         decodes = DecodeRows(
             rows=inputs.rows,
             lengths=inputs.lengths,
@@ -100,5 +113,5 @@ class ForwardPass:
             pdl=self._model.attention_starts_early(len(inputs.rows)),
         )
         attend = self._attention.plan(decodes, None)
-        hidden: Tensor = self._model(inputs.tokens, inputs.positions, inputs.slots, attend)
+        hidden: Tensor = self._model(inputs.tokens, inputs.positions, inputs.slots, attend, groups)
         return hidden

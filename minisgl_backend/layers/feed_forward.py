@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl_backend.kernels.adapters import TokenGroups
 from minisgl_backend.kernels.moe import fused_experts, fused_experts_reference
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
@@ -28,10 +29,17 @@ class FeedForward(Protocol):
     """One kind of this part."""
 
     def __call__(
-        self, residual: Tensor, x: Normed, norm: RMSNorm, *, pdl: bool
+        self,
+        residual: Tensor,
+        x: Normed,
+        norm: RMSNorm,
+        *,
+        pdl: bool,
+        groups: TokenGroups | None = None,
     ) -> tuple[Tensor, Normed]:
         """The residual stream [num_tokens, hidden_size] after this part of the layer, and under
         ``norm``. ``x`` is its input under the layer's second norm; ``residual`` may be overwritten.
+        ``groups``: the tokens by adapter, if any has one.
         """
 
 
@@ -70,10 +78,16 @@ class GatedMLP(nn.Module):
         self.down_proj.use_tensor_cores(kernels)
 
     def forward(
-        self, residual: Tensor, x: Normed, norm: RMSNorm, *, pdl: bool
+        self,
+        residual: Tensor,
+        x: Normed,
+        norm: RMSNorm,
+        *,
+        pdl: bool,
+        groups: TokenGroups | None = None,
     ) -> tuple[Tensor, Normed]:
-        inner = self.gate_up_proj(x, pdl=pdl)  # [num_tokens, share.size]
-        return self.down_proj.add_to(residual, inner, norm, pdl=pdl)
+        inner = self.gate_up_proj(x, pdl=pdl, groups=groups)  # [num_tokens, share.size]
+        return self.down_proj.add_to(residual, inner, norm, pdl=pdl, groups=groups)
 
 
 class ExpertsMLP(nn.Module):
@@ -124,7 +138,13 @@ class ExpertsMLP(nn.Module):
         self.down = _stack(matrices, of_down, [(0, outer)], inner, hidden_size)
 
     def forward(
-        self, residual: Tensor, x: Normed, norm: RMSNorm, *, pdl: bool
+        self,
+        residual: Tensor,
+        x: Normed,
+        norm: RMSNorm,
+        *,
+        pdl: bool,
+        groups: TokenGroups | None = None,  # experts have no adapters
     ) -> tuple[Tensor, Normed]:
         part = self.part(x.normalized(pdl=pdl))
         return residual, add_sum(residual, part, norm, self.group, pdl=pdl)

@@ -8,13 +8,15 @@ which knows how its weight is stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from minisgl_backend.kernels.adapters import TokenGroups, adapter_delta, add_adapter_delta
 from minisgl_backend.layers.matrix import DenseMatrix
-from minisgl_backend.layers.norm import Normed, RMSNorm
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, WeightPlace, even_share
 from minisgl_backend.parallel.group import Group
@@ -23,12 +25,44 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.cuda.linear import TensorCores
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterMemory:
+    """This rank's part of the adapters of one matrix, in slots: ``a`` and ``b`` as
+    ``kernels.adapters`` has them, the ``widths`` in the order of the matrix's parts."""
+
+    a: Tensor
+    b: Tensor
+    widths: tuple[int, ...]
+
+    def delta(self, x: Normed, groups: TokenGroups, bias: Tensor | None, *, pdl: bool) -> Tensor:
+        """What the adapters add to the outputs, and ``bias``: [num_tokens, sum of widths]. Of
+        ``x`` the norm is applied, or all of it but its scale."""
+        return adapter_delta(
+            x.x,
+            self.a,
+            self.b,
+            groups,
+            widths=self.widths,
+            bias=bias,
+            squares=x.squares,
+            eps=x.eps,
+            pdl=pdl,
+        )
+
+    def add_to(self, out: Tensor, x: Tensor, groups: TokenGroups, *, pdl: bool) -> None:
+        """Add the same to ``out``, [num_tokens, sum of widths]."""
+        add_adapter_delta(out, x, self.a, self.b, groups, widths=self.widths, pdl=pdl)
+
+
 class MergedColumnLinear(nn.Module):
     """Several projections of the same input as one GEMM, each of them split over the ranks.
 
     ``parts`` maps the checkpoint's name of each projection to this rank's share of its outputs. Two
-    parts may be ``gated``: then the result is silu(first) * second.
+    parts may be ``gated``: then the result is silu(first) * second. ``adapters`` is there if
+    requests may have LoRA adapters.
     """
+
+    adapters: AdapterMemory | None = None
 
     def __init__(
         self,
@@ -53,10 +87,21 @@ class MergedColumnLinear(nn.Module):
         assert isinstance(self.matrix, DenseMatrix)
         self.matrix.use_tensor_cores(kernels, gated=self.gated)
 
-    def forward(self, x: Normed, *, pdl: bool) -> Tensor:
+    def forward(self, x: Normed, *, pdl: bool, groups: TokenGroups | None = None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts;
-        if ``gated``, [num_tokens, share]."""
-        return self.matrix.gemm(x, bias=self.bias, gated=self.gated, pdl=pdl)
+        if ``gated``, [num_tokens, share]. ``groups``: the tokens by adapter, if any has one."""
+        if groups is None:
+            return self.matrix.gemm(x, bias=self.bias, gated=self.gated, pdl=pdl)
+        x, added = self.adapted(x, groups, pdl=pdl)
+        return self.matrix.gemm_added(x, added, gated=self.gated, pdl=pdl)
+
+    def adapted(self, x: Normed, groups: TokenGroups, *, pdl: bool) -> tuple[Normed, Tensor]:
+        """The input as far as it is normalized, and what bias and adapters add to the projections
+        of it, [num_tokens, sum of the shares]."""
+        assert self.adapters is not None
+        rows, squares = x.unscaled(pdl=pdl)
+        x = Normed(rows) if squares is None else x
+        return x, self.adapters.delta(x, groups, self.bias, pdl=pdl)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         for part, share in self.matrix.parts.items():
@@ -69,6 +114,8 @@ class MergedColumnLinear(nn.Module):
 
 class RowLinear(nn.Module):
     """A projection onto the residual stream, whose inputs are split over the ranks."""
+
+    adapters: AdapterMemory | None = None
 
     def __init__(
         self,
@@ -93,13 +140,28 @@ class RowLinear(nn.Module):
         self.matrix.use_tensor_cores(kernels, adds=self.group.size == 1)
 
     def add_to(
-        self, residual: Tensor, x: Tensor, norm: RMSNorm, *, pdl: bool
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: RMSNorm,
+        *,
+        pdl: bool,
+        groups: TokenGroups | None = None,
     ) -> tuple[Tensor, Normed]:
         """The residual stream [num_tokens, out_features] with the projection of ``x`` added, and
         under ``norm``.
 
-        ``x`` [num_tokens, this rank's share]; ``residual`` may be overwritten.
+        ``x`` [num_tokens, this rank's share]; ``residual`` may be overwritten. ``groups``: the
+        tokens by adapter, if any has one.
         """
+        if groups is not None:
+            assert self.adapters is not None
+            if self.group.size > 1:  # each rank has a part of the sum
+                own_bias = self.bias if self.group.rank == 0 else None
+                part = self.matrix.gemm(Normed(x), bias=own_bias, pdl=pdl)
+                self.adapters.add_to(part, x, groups, pdl=pdl)
+                return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
+            self.adapters.add_to(residual, x, groups, pdl=pdl)
         return self.matrix.add_gemm(residual, x, norm, bias=self.bias, group=self.group, pdl=pdl)
 
     def places(self) -> Iterator[tuple[str, Place]]:

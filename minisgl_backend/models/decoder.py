@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
+from minisgl_backend.kernels.adapters import TokenGroups
 from minisgl_backend.kernels.dispatch import can_start_early
 from minisgl_backend.kernels.rope_store import TokenPlaces
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
@@ -64,7 +65,7 @@ class DecoderLayer(nn.Module):
         """``x`` is ``residual`` under this layer's norm; so is the result under the next one's."""
         feed_forward: FeedForward = self.mlp
         residual, x = self.mixer(residual, x, self.post_attention_layernorm, step)
-        return feed_forward(residual, x, next_norm, pdl=step.pdl)
+        return feed_forward(residual, x, next_norm, pdl=step.pdl, groups=step.groups)
 
 
 class _Body(nn.Module):
@@ -152,14 +153,22 @@ class Decoder(nn.Module):
             layer.mlp.use_tensor_cores(kernels)
         self._most_tensor_core_tokens = kernels.most_tokens
 
-    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attend: Attend,
+        groups: TokenGroups | None = None,
+    ) -> Tensor:
         """The residual stream after the last layer, [num_tokens, hidden_size], not normalized.
 
-        ``tokens``, ``positions`` and ``slots`` are int32 or int64 [num_tokens].
+        ``tokens``, ``positions`` and ``slots`` are int32 or int64 [num_tokens]. ``groups``: the
+        tokens by adapter, if any has one; then there must be memory for adapters.
         """
         residual: Tensor = self.model.embed_tokens(tokens)  # [num_tokens, hidden_size]
         layers, pdl = self.layers, self._starts_early(len(tokens))
-        step = StepContext(TokenPlaces(positions, slots, self.rotary_table), attend, pdl)
+        step = StepContext(TokenPlaces(positions, slots, self.rotary_table), attend, pdl, groups)
         x = Normed(residual, layers[0].input_layernorm)
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.model.norm]
         for index, (layer, norm) in enumerate(zip(layers, next_norms, strict=True)):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
+from minisgl_backend.kernels.adapters import TokenGroups
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix
@@ -30,12 +31,14 @@ class StepContext:
     """What all layers of a step share.
 
     ``places``: positions of the tokens, and slots of their keys and values. ``pdl``: kernels may
-    start before their predecessors have ended (``kernels``).
+    start before their predecessors have ended (``kernels``). ``groups``: the tokens by adapter, if
+    any has one.
     """
 
     places: TokenPlaces
     attend: Attend
     pdl: bool
+    groups: TokenGroups | None = None
 
 
 class TokenMixer(Protocol):
@@ -102,7 +105,7 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Normed]:
         q = self._queries(x, step)  # [num_tokens, num_heads, head_dim]
         attended = step.attend(q, self.kv, self.layer).flatten(1)
-        return self.o_proj.add_to(residual, attended, norm, pdl=step.pdl)
+        return self.o_proj.add_to(residual, attended, norm, pdl=step.pdl, groups=step.groups)
 
     def _queries(self, x: Normed, step: StepContext) -> Tensor:
         """The rotated queries, [num_tokens, num_heads, head_dim]. Stores keys and values in their
@@ -113,6 +116,9 @@ class SelfAttention(nn.Module):
         if kernel is not None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
             assert isinstance(self.qkv_proj.matrix, DenseMatrix)
+            bias, added = self.qkv_proj.bias, None
+            if step.groups is not None:
+                bias, (x, added) = None, self.qkv_proj.adapted(x, step.groups, pdl=step.pdl)
             rows, squares = x.unscaled(pdl=step.pdl)
             return kernel(
                 rows,
@@ -128,11 +134,12 @@ class SelfAttention(nn.Module):
                 k_weight=k_weight,
                 k_scale=kv.k_scale,
                 v_scale=kv.v_scale,
-                bias=self.qkv_proj.bias,
+                bias=bias,
+                added=added,
                 pdl=step.pdl,
             )
         return qk_norm_rope_store(
-            self.qkv_proj(x, pdl=step.pdl),
+            self.qkv_proj(x, pdl=step.pdl, groups=step.groups),
             places,
             kv.keys,
             kv.values,

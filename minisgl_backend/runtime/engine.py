@@ -29,6 +29,7 @@ from minisgl_backend.request import (
     SamplingParams,
     Sink,
 )
+from minisgl_backend.runtime.adapters import Adapters, not_enabled
 from minisgl_backend.runtime.capacity import Capacity
 from minisgl_backend.runtime.loop import Abort, Fail, Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
@@ -86,9 +87,11 @@ class Engine:
         *,
         overlap: bool,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """``grammars`` is None if requests may bring none."""
+        """``grammars`` is None if requests may bring none, ``adapters`` if they may name none."""
         self.info = info
+        self._adapters = adapters
         self._capacity = Capacity(
             max_sequence_length=info.max_sequence_length,
             num_pages=info.num_pages,
@@ -110,6 +113,7 @@ class Engine:
             on_ended=self._forget,
             max_queue_time_s=info.max_queue_time_s,
             grammars=grammars,
+            adapters=adapters,
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -157,6 +161,13 @@ class Engine:
     def count_refused(self, reason: Refusal) -> None:
         """Count a request that was refused before it came to ``submit``."""
         self._recorder.request_rejected(reason)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters that requests may name. Raises ``Unsupported`` if they may name none."""
+        if self._adapters is None:
+            raise not_enabled()
+        return self._adapters
 
     def count_cancelled(self) -> None:
         """Count a request that its caller cancelled before it came to ``submit``."""

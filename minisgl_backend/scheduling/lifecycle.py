@@ -7,18 +7,20 @@ retracted or decoded: the scheduler does.
 Invariants, verified by ``check``:
 - A live sequence is either in the queue or in a row, never both. A retiring sequence that does not
   return to the queue is in a row, but no longer live.
-- A row and its lease are given back together, and only when no step in flight can write to them.
+- A row, its lease and its use of an adapter slot are given back together, and only when no step in flight can write to them.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 
 import numpy as np
 
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId
+from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
@@ -35,11 +37,17 @@ class Lifecycle:
     """
 
     def __init__(
-        self, cache: KVCache, num_rows: int, policy: str, released_rows: list[int]
+        self,
+        cache: KVCache,
+        num_rows: int,
+        policy: str,
+        released_rows: list[int],
+        places: AdapterPlaces,
     ) -> None:
         self.cache = cache
         self.rows = RunningRows(num_rows)
-        self.queue = WaitingQueue(cache, policy)
+        self.places = places
+        self.queue = WaitingQueue(cache, policy, places)
         self.live: dict[RequestId, Sequence] = {}
         self.prefilling: list[Sequence] = []
         self.released_rows = released_rows
@@ -73,7 +81,7 @@ class Lifecycle:
         """
         cache, size = self.cache, self.cache.page_size
         available = self.num_available_pages
-        lease = cache.acquire(sequence.reusable, sequence.request.cache_salt)
+        lease = cache.acquire(sequence.reusable, sequence.request.cache_key)
         # [0, num_shared)           cached: pinned from now on; those that no other lease pinned
         #                           before were available until now
         # [num_shared, known)       granted now, for the known tokens that are not cached
@@ -89,6 +97,7 @@ class Lifecycle:
         self.changes += 1
         sequence.enter(Phase.PREFILLING)
         sequence.lease, sequence.remapped_at = lease, -1
+        sequence.adapter_slot, sequence.loads_adapter = self.places.take(sequence.request.adapter)
         sequence.row = self.rows.take(
             sequence, num_cached_tokens=lease.num_shared * size, capacity=len(lease.pages) * size
         )
@@ -145,6 +154,7 @@ class Lifecycle:
             self.publish(sequence, known)
             self.cache.release(sequence.held())
         self.rows.give_back(row)
+        self.places.give_back(sequence.request.adapter)
         self.changes += 1
         self.released_rows.append(row)
         sequence.lease, sequence.row = None, -1
@@ -199,6 +209,8 @@ class Lifecycle:
             capacity = len(sequence.held().pages) * self.cache.page_size
             if capacity != self.rows.capacity[sequence.row]:
                 raise InvariantError(f"row {sequence.row} has another capacity than its lease")
+        adapters = Counter(s.request.adapter.id for s in held if s.request.adapter is not None)
+        self.places.check(adapters)
         live = [s for s in held if s.phase is not Phase.RETIRING or s.returns]
         if len(live) + len(self.queue) != len(self.live):
             raise InvariantError("a live request is neither in the queue nor in a row")

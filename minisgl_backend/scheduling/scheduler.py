@@ -47,6 +47,7 @@ from minisgl_backend.request import (
     RequestId,
     TokenLogprobs,
 )
+from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
@@ -68,6 +69,7 @@ class SchedulerConfig:
     max_prefill_tokens: int = 8192
     policy: str = "fcfs"
     reserve_tokens: int = 256
+    num_adapter_slots: int = 0
 
 
 @dataclass(slots=True)
@@ -96,7 +98,13 @@ class Scheduler:
         self._config = config
         self._counters = counters or _Counters()
         rows = config.max_running_requests
-        self._life = Lifecycle(cache, rows, config.policy, released_rows=list(taken_rows))
+        self._life = Lifecycle(
+            cache,
+            rows,
+            config.policy,
+            released_rows=list(taken_rows),
+            places=AdapterPlaces(config.num_adapter_slots),
+        )
         self._rows = self._life.rows
         self._queue = self._life.queue
         self._admission = AdmissionControl(self._life, config.reserve_tokens)
@@ -273,6 +281,11 @@ class Scheduler:
                 history=sequence.tokens if request.sampling.has_penalties else EMPTY,
             )
         )
+        if self._config.num_adapter_slots:
+            adapter = request.adapter
+            if adapter is not None and sequence.loads_adapter:
+                draft.load(sequence.adapter_slot, adapter)
+            draft.adapt(sequence.row, sequence.adapter_slot)
         pages = np.array(lease.pages, dtype=np.int32)
         draft.grant_row(sequence.row, range(len(pages)), pages)
 

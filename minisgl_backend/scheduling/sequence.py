@@ -58,7 +58,8 @@ class Sequence:
     finite, so the keys and values must not be shared. ``remapped_at`` is the number of positions
     that were planned when the lease last took pages of others in place of its own; only steps that
     compute later positions read those. ``overtaken`` counts the sequences that passed this one at
-    the head of the queue. ``num_scored`` counts the prompt's tokens whose log-probabilities
+    the head of the queue. ``adapter_slot`` has the adapter while there is a row; the plan that
+    announces the row ``loads_adapter``, if it is not there yet. ``num_scored`` counts the prompt's tokens whose log-probabilities
     committed steps have made known.
     """
 
@@ -71,6 +72,8 @@ class Sequence:
     failed: bool = False
     remapped_at: int = -1
     overtaken: int = 0
+    adapter_slot: int = 0
+    loads_adapter: bool = False
     num_scored: int = 0
     _phase: Phase = Phase.WAITING
 

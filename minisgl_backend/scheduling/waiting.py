@@ -9,18 +9,22 @@ among the first ``WINDOW`` sequences that have the priority of the head of the q
 the same head only ``MAX_OVERTAKEN`` times.
 
 No sequence is passed because it is large: at the head, it waits until it fits, and all others wait
-behind it. Must not know whether there is room for a sequence: that is decided by ``admission``.
+behind it. One whose adapter finds no slot is passed, since rows and pages would not help it; but
+after ``MAX_OVERTAKEN`` times only by sequences without an adapter, so that slots come free. Must
+not know whether there is room for a sequence: that is decided by ``admission``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from itertools import takewhile
+from collections.abc import Iterator
+from itertools import islice, takewhile
 from typing import Final
 
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import Request
+from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.sequence import Precedence, Sequence
 
 HEAD_START: Final = 1024
@@ -41,8 +45,11 @@ def by_precedence(sequence: Sequence) -> Precedence:
 class WaitingQueue:
     """The waiting sequences, in order of precedence; ``policy`` is fcfs or lpm."""
 
-    def __init__(self, cache: KVCache, policy: str) -> None:
+    def __init__(
+        self, cache: KVCache, policy: str, places: AdapterPlaces | None = None
+    ) -> None:
         self._cache = cache
+        self._places = places or AdapterPlaces(0)
         self._longest_prefix_first = policy == "lpm"
         self._sequences: list[Sequence] = []
 
@@ -61,24 +68,33 @@ class WaitingQueue:
         del self._sequences[place]
 
     def choose(self) -> Sequence | None:
-        """The sequence to be served next, which stays in the queue; None if the queue is empty."""
-        if not self._sequences:
-            return None
-        head = self._sequences[0]
-        if not self._longest_prefix_first or head.overtaken >= MAX_OVERTAKEN:
+        """The sequence to be served next, which stays in the queue; None if there is none that
+        finds a slot for its adapter."""
+        able = self._able()
+        head = next(able, None)
+        if head is None or not self._longest_prefix_first or head.overtaken >= MAX_OVERTAKEN:
             return head
         level = head.request.priority
-        window = takewhile(
-            lambda sequence: sequence.request.priority == level, self._sequences[:WINDOW]
-        )
-        return max(window, key=self._num_cached_tokens)  # the first of equals
+        window = takewhile(lambda sequence: sequence.request.priority == level, able)
+        # the first of equals
+        return max([head, *islice(window, WINDOW - 1)], key=self._num_cached_tokens)
+
+    def _able(self) -> Iterator[Sequence]:
+        """The waiting sequences that find a slot for their adapters, or that need none."""
+        keeps_slots = False
+        for sequence in self._sequences:
+            adapter = sequence.request.adapter
+            if adapter is None or (not keeps_slots and self._places.has_place(adapter)):
+                yield sequence
+            else:
+                keeps_slots |= sequence.overtaken >= MAX_OVERTAKEN
 
     def admit(self, sequence: Sequence) -> None:
-        """Take out the chosen sequence; if it passes the head, the head remembers it."""
-        head = self._sequences[0]
-        if sequence is not head:
-            head.overtaken += 1
+        """Take out the chosen sequence; a head that it passes remembers it: that of the queue, and
+        that of the sequences that find a slot."""
+        for head in dict.fromkeys((self._sequences[0], next(self._able(), sequence))):
+            head.overtaken += head is not sequence
         self.remove(sequence)
 
     def _num_cached_tokens(self, sequence: Sequence) -> int:
-        return self._cache.match_length(sequence.reusable, sequence.request.cache_salt)
+        return self._cache.match_length(sequence.reusable, sequence.request.cache_key)

@@ -1,0 +1,180 @@
+"""The adapters of rows: which slot each row's adapter is in, and the grouping of a step's tokens.
+
+Which row has which slot is known on the host, from plans; the device gets the tokens of a step
+grouped by adapter (``kernels.adapters``). Adapters come to the device by plans, too: rank 0 has
+them on the host (``AdapterStore``) and sends them to the other ranks by the group, in the order of
+the steps. Must not know requests, files of adapters that no plan names, or why a slot is taken.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.device.base import Device, HostArray
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.kernels.adapters import (
+    TokenGroups,
+    block_tokens,
+    group_tokens,
+    groups_size,
+)
+from minisgl_backend.models.adapter_files import AdapterFile, open_adapter
+from minisgl_backend.models.adapter_slots import AdapterShape, AdapterSlots
+from minisgl_backend.parallel.group import Group
+from minisgl_backend.plan import StepPlan
+from minisgl_backend.request import IntArray
+
+
+class AdapterStore:
+    """Adapters on the host, by id, ready to be copied to a device. For any thread."""
+
+    def __init__(self, slots: AdapterSlots, *, pinned: bool) -> None:
+        self._slots = slots
+        self._pinned = pinned
+        self._lock = threading.Lock()
+        self._adapters: dict[int, Tensor] = {}
+
+    def check(self, folder: Path) -> tuple[int, int]:
+        """The rank and the targets of an adapter that fits the model; reads no tensor.
+
+        Raises ``ConfigError``."""
+        shape = self._slots.shape_of(self._open(folder))
+        return shape.rank, shape.targets
+
+    def read(self, adapter_id: int, folder: Path) -> tuple[int, int]:
+        """Read an adapter; its rank and targets. Raises ``ConfigError``; then nothing is kept."""
+        file = self._open(folder)
+        flat = self._slots.pack(file)
+        if self._pinned:
+            flat = flat.pin_memory()
+        with self._lock:
+            self._adapters[adapter_id] = flat
+        shape = self._slots.shape_of(file)
+        return shape.rank, shape.targets
+
+    def _open(self, folder: Path) -> AdapterFile:
+        return open_adapter(folder, self._slots.projections, max_rank=self._slots.max_rank)
+
+    def drop(self, adapter_id: int) -> None:
+        """Forget an adapter; ignored if there is none."""
+        with self._lock:
+            self._adapters.pop(adapter_id, None)
+
+    def get(self, adapter_id: int) -> Tensor:
+        """The adapter in its flat form."""
+        with self._lock:
+            if adapter_id not in self._adapters:
+                raise InvariantError(f"adapter {adapter_id} is not on the host")
+            return self._adapters[adapter_id]
+
+
+class RowAdapters:
+    """The slots of all rows, the dummy row included; for use in submitted work only."""
+
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        device: Device,
+        group: Group,
+        *,
+        num_rows: int,
+        store: AdapterStore | None,
+    ):
+        """``num_rows`` includes the dummy row; ``store`` is rank 0's."""
+        self._slots = slots
+        self._device = device
+        self._group = group
+        self._store = store
+        self._of_rows = np.zeros(num_rows, np.int32)
+        self._ranks = np.zeros(slots.num_slots + 1, np.int32)  # as kernels compute them
+        self.version = 0
+        """Another number whenever a row or a slot has changed."""
+
+    def held(self, plan: StepPlan) -> list[Tensor]:
+        """The adapters that a plan loads, on rank 0, which may be dropped once this was called.
+        Also outside of submitted work."""
+        return [] if self._store is None else list(map(self._store.get, plan.load_adapters.tolist()))
+
+    def take(self, plan: StepPlan, held: list[Tensor]) -> None:
+        """Load what the plan loads, and note the slots of its rows."""
+        numbers = (plan.load_slots, plan.load_ranks, plan.load_targets)
+        loads = zip(*(array.tolist() for array in numbers), strict=True)
+        for index, (slot, rank, targets) in enumerate(loads):
+            shape = AdapterShape(rank, targets)
+            flat = self._slots.empty(shape)
+            if held:
+                flat.copy_(held[index], non_blocking=True)
+            if self._group.size > 1:
+                flat = self._group.broadcast(flat)
+            self._slots.write(slot, shape, flat)
+            self._ranks[slot] = self._slots.padded_rank(rank)
+        if len(plan.adapter_rows):
+            self._of_rows[plan.adapter_rows] = plan.adapter_slots
+            self.version += 1
+
+    def have_any(self, rows: IntArray | HostArray) -> bool:
+        """Whether any of these rows has an adapter."""
+        return bool(self._of_rows[rows].any())
+
+    def groups(self, rows: HostArray) -> TokenGroups:
+        """The groups of a step that is not captured, for tokens of ``rows``, [num_tokens]."""
+        num_tokens = len(rows)
+        # on the host there is no kernel to be given equal work
+        block = num_tokens if self._device.is_host else block_tokens(num_tokens)
+        content = self.grouped(rows, num_tokens, block=block)
+        return TokenGroups(self._device.upload(content), num_tokens, block)
+
+    def grouped(self, rows: IntArray | HostArray, num_tokens: int, *, block: int) -> IntArray:
+        """The content of a ``TokenGroups`` for tokens of ``rows``; those behind them are padding,
+        up to ``num_tokens``."""
+        slots = np.zeros(num_tokens, np.int32)
+        slots[: len(rows)] = self._of_rows[rows]
+        size = self.groups_size(num_tokens, block=block)
+        return group_tokens(slots, self._ranks, block=block, size=size)
+
+    def groups_size(self, num_tokens: int, *, block: int) -> int:
+        """The length of that content."""
+        return groups_size(num_tokens, self._slots.num_slots, block)
+
+    def trying_out(self, work: Callable[[], None]) -> None:
+        """Do ``work`` as if the dummy row had the largest adapter, to compile all kernels."""
+        self._of_rows[-1], self._ranks[1] = 1, self._slots.padded_rank(self._slots.max_rank)
+        try:
+            work()
+        finally:
+            self._of_rows[-1] = self._ranks[1] = 0
+
+
+class CapturedGroups:
+    """The groups of captured steps of several sizes, in one buffer that is written before each."""
+
+    def __init__(self, adapters: RowAdapters, device: Device, most_tokens: int):
+        """``most_tokens``: of the largest step."""
+        self._adapters = adapters
+        self._device = device
+        # blocks of more tokens are fewer: the largest step need not have the longest buffer
+        most = max(self._length(size) for size in range(1, most_tokens + 1))
+        self._buffer = torch.zeros(most, dtype=torch.int32, device=device.torch_device)
+        self._written: tuple[int, int, bytes] | None = None
+
+    def view(self, size: int) -> TokenGroups:
+        """Those of a step of ``size`` tokens."""
+        return TokenGroups(self._buffer[: self._length(size)], size, block_tokens(size))
+
+    def write(self, rows: IntArray | HostArray, size: int) -> None:
+        """Group the tokens of a step, which are of ``rows``, and then of padding."""
+        key = self._adapters.version, size, rows.tobytes()
+        if key == self._written:
+            return
+        content = self._adapters.grouped(rows, size, block=block_tokens(size))
+        self._device.overwrite(self._buffer[: len(content)], content)
+        self._written = key
+
+    def _length(self, size: int) -> int:
+        return self._adapters.groups_size(size, block=block_tokens(size))

@@ -1,0 +1,80 @@
+"""LoRA adapters with random numbers, in PEFT's format: what tests, checks and benchmarks load.
+
+Knows the names and shapes of projections from a model's spec. Must not know engines or servers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+
+from minisgl_backend.models.spec import ModelSpec
+
+ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP: Final = ("gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    rank: int,
+    targets: Sequence[str] | None = None,
+    strength: float = 1.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **fields: Any,
+) -> Path:
+    """An adapter of one rank for the model, by default for all that it takes adapters for; its
+    folder.
+
+    The deltas of a projection are ``strength`` times as large as its input; 0 makes an adapter that
+    changes nothing. ``fields`` are added to the config.
+    """
+    chosen = tuple(dict.fromkeys(name.rpartition(".")[2] for name, _, _ in _shapes(spec)))
+    chosen = chosen if targets is None else tuple(targets)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, outs, ins in _shapes(spec):
+        if name.rpartition(".")[2] in chosen:
+            a = torch.randn(rank, ins, generator=generator) * ins**-0.5
+            b = torch.randn(outs, rank, generator=generator) * (strength / 2 * rank**-0.5)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype)
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(chosen),
+        "bias": "none",
+        **fields,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+    return folder
+
+
+def _shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
+    """Each projection that takes adapters: its name, outputs and inputs."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    of_attention = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+    }
+    of_mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    for layer in range(spec.num_layers):
+        for name, shape in of_attention.items():
+            yield f"model.layers.{layer}.self_attn.{name}", *shape
+        if spec.moe is None or layer not in spec.moe.layers:
+            for name, shape in of_mlp.items():
+                yield f"model.layers.{layer}.mlp.{name}", *shape

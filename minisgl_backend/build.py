@@ -22,7 +22,7 @@ from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.parts import STANDARD, Parts
-from minisgl_backend.precheck import adapter_paths
+from minisgl_backend.precheck import adapter_paths, adapter_tasks
 from minisgl_backend.resolve import resolve
 from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.engine import Engine, EngineInfo
@@ -100,17 +100,17 @@ def build_scheduler(options: EngineOptions, info: EngineInfo, parts: Parts = STA
 
 
 def build_adapters(options: EngineOptions, store: AdapterStore | None) -> Adapters | None:
-    """The adapters that requests may name, with those of the options; None if there is no ``store``.
+    """The adapters that requests may name, with those of the options; None without a ``store``.
 
     Raises ``ConfigError`` for one that does not fit the model.
     """
     if store is None:
         return None
     most = options.max_cpu_loras or 2 * options.max_loras
-    adapters = Adapters(store, most_in_memory=most)
+    adapters = Adapters(store, most_in_memory=most, tasks=adapter_tasks(options))
     try:
         for name, path in adapter_paths(options).items():
-            adapters.load(name, str(path))
+            adapters.load(name, path)
     except InvalidRequest as error:
         adapters.close()
         raise ConfigError(str(error)) from error

@@ -120,8 +120,12 @@ class EngineOptions:
     max_lora_rank: int = option(16, "largest rank of an adapter", minimum=1, maximum=512)
     lora_modules: str | None = option(
         None,
-        "adapters by name, NAME=PATH,NAME=PATH, or a JSON file {name: path}; in a model repository "
-        "multi_lora.json in the engine's version folder adds to them",
+        "adapters by name, NAME=PATH,NAME=PATH",
+    )
+    multi_lora: str | None = option(
+        None,
+        "JSON file {name: path} of adapters; auto: multi_lora.json in the engine's folder of the "
+        "model repository, 1/, if it is there",
     )
     lora_task_ids: str | None = option(
         None, "adapters by the number that lora_task_id gives, NUMBER=NAME,NUMBER=NAME"

@@ -59,7 +59,13 @@ def check_options(options: EngineOptions, device: str | None) -> None:
             if getattr(options, name) is not None:
                 raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
     if not options.enable_lora:
-        for name in ("lora_modules", "lora_task_ids", "max_cpu_loras", "lora_updates"):
+        for name in (
+            "lora_modules",
+            "multi_lora",
+            "lora_task_ids",
+            "max_cpu_loras",
+            "lora_updates",
+        ):
             if getattr(options, name):
                 raise ConfigError(f"option {name} needs enable_lora")
     most = options.max_cpu_loras
@@ -88,28 +94,22 @@ def check_options(options: EngineOptions, device: str | None) -> None:
                 raise ConfigError(f"option {name}={getattr(options, name)} needs a GPU")
 
 
-def adapter_paths(options: EngineOptions) -> dict[str, Path]:
-    """The adapters that ``lora_modules`` names. Raises ``ConfigError``."""
+def adapter_paths(options: EngineOptions) -> dict[str, str]:
+    """The adapters that ``multi_lora`` and ``lora_modules`` name. Raises ``ConfigError``."""
+    paths: dict[str, str] = {}
+    if options.multi_lora is not None:
+        file = Path(options.multi_lora)
+        listed = read_json(file)
+        if not all(isinstance(path, str) for path in listed.values()):
+            raise ConfigError(f"{file} must hold an object of names and paths")
+        paths = {name: str(file.parent / path) for name, path in listed.items()}
     given = options.lora_modules
-    if given is None:
-        return {}
-    if "=" not in given:
-        return read_adapter_list(Path(given))
-    pairs = [entry.partition("=") for entry in given.split(",")]
-    if not all(name.strip() and path.strip() for name, _, path in pairs):
-        raise ConfigError(f"option lora_modules must be NAME=PATH,NAME=PATH, got {given!r}")
-    return {name.strip(): Path(path.strip()) for name, _, path in pairs}
-
-
-def read_adapter_list(path: Path) -> dict[str, Path]:
-    """The adapters of a ``multi_lora.json``, {name: path}; paths may be relative to its folder.
-
-    Raises ``ConfigError``.
-    """
-    listed = read_json(path)
-    if not all(name and isinstance(folder, str) for name, folder in listed.items()):
-        raise ConfigError(f"{path} must hold an object of names and paths")
-    return {name: path.parent / folder for name, folder in listed.items()}
+    for entry in given.split(",") if given else ():
+        name, _, path = entry.partition("=")
+        if not (name.strip() and path.strip()):
+            raise ConfigError(f"option lora_modules must be NAME=PATH,NAME=PATH, got {given!r}")
+        paths[name.strip()] = path.strip()
+    return paths
 
 
 def adapter_tasks(options: EngineOptions) -> dict[int, str]:
@@ -119,7 +119,9 @@ def adapter_tasks(options: EngineOptions) -> dict[int, str]:
     for entry in given.split(",") if given else ():
         number, _, name = entry.partition("=")
         if not (number.strip().isdecimal() and name.strip()):
-            raise ConfigError(f"option lora_task_ids must be NUMBER=NAME,NUMBER=NAME, got {given!r}")
+            raise ConfigError(
+                f"option lora_task_ids must be NUMBER=NAME,NUMBER=NAME, got {given!r}"
+            )
         tasks[int(number)] = name.strip()
     return tasks
 

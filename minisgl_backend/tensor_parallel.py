@@ -48,9 +48,7 @@ from minisgl_backend.runtime.engine import EngineInfo
 logger = logging.getLogger(__name__)
 
 
-def lead(
-    facts: Resolved, parts: Parts
-) -> tuple[EngineInfo, LeadingExecutor, AdapterStore | None]:
+def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, AdapterStore | None]:
     """Start the processes of the other ranks, and build rank 0 together with them. The third result
     is rank 0's main memory for adapters, if requests may name any.
 

@@ -51,6 +51,8 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "priority_level": "INT32",
         "timeout_ms": "INT32",
         "cache_salt": "BYTES",
+        "lora_name": "BYTES",
+        "lora_task_id": "UINT64",
         "min_chunk_interval_ms": "INT32",
         "stop_request": "BOOL",
         "beam_width": "INT32",

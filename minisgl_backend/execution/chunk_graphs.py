@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.device.base import Device, HostArray
+from minisgl_backend.device.base import Device
 from minisgl_backend.execution.capture import capture
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.progress import Progress
@@ -133,13 +133,10 @@ class ChunkGraphs:
         *,
         max_rows: int,
         progress: Progress,
-        group: Callable[[HostArray, int], None] | None = None,
     ):
         """``layers`` enqueues all layers over the tokens of its inputs, and returns the residual
-        stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending. ``group`` gets
-        the rows of a step's tokens, and the size, before it is enqueued."""
+        stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending."""
         self._device = device
-        self._group = group
         self._sizes = list(sizes)
         self._max_rows = max_rows
         most = sum(_lengths(self._sizes[-1], max_rows))
@@ -175,5 +172,3 @@ class ChunkGraphs:
     def _write(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> None:
         content = fill(size, self._max_rows, batch, prefill_tokens)
         self._device.overwrite(self._buffer[: len(content)], content)
-        if self._group is not None:
-            self._group(batch.rows, size)

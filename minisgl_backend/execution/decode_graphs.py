@@ -23,7 +23,7 @@ from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.kernels.rows import RowTable, StepInputs
 from minisgl_backend.progress import Progress
-from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.request import IntArray
 
 T = TypeVar("T")
 
@@ -68,11 +68,10 @@ class DecodeGraphs:
         progress: Progress,
         *,
         takes_masks: bool,
-        group: Callable[[IntArray, int], None] | None = None,
     ):
         """``forward`` enqueues a decode step of the given number of first rows of its inputs, up to
         the logits, from which ``sample`` goes on; ``schedule`` gets the rows' lengths, int32
-        [batch_size], before such a step is enqueued, and ``group`` its rows and batch size."""
+        [batch_size], before such a step is enqueued."""
         self._device = device
         self._table = table
         most = max(sizes)
@@ -81,7 +80,6 @@ class DecodeGraphs:
         self._inputs.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
         self._schedule = schedule
-        self._group = group
 
         def captured(
             what: str, work: Callable[[int], T], prepare: Callable[[int], None]
@@ -157,8 +155,6 @@ class DecodeGraphs:
             lengths = np.ones(size, np.int32)
             lengths[:num_rows] += positions
             self._schedule(lengths)
-        if self._group is not None:
-            self._group(rows, size)
         return size
 
     def close(self) -> None:
@@ -169,5 +165,3 @@ class DecodeGraphs:
     def _schedule_padding(self, size: int) -> None:
         if self._schedule is not None:
             self._schedule(np.ones(size, np.int32))
-        if self._group is not None:
-            self._group(EMPTY, size)

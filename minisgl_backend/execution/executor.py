@@ -24,8 +24,8 @@ from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
 from minisgl_backend.config import Limits
 from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
-from minisgl_backend.execution.adapters import AdapterStore, CapturedGroups, RowAdapters
-from minisgl_backend.execution.chunk_graphs import ChunkGraphs, ChunkInputs
+from minisgl_backend.execution.adapters import AdapterStore, RowAdapters
+from minisgl_backend.execution.chunk_graphs import ChunkGraphs
 from minisgl_backend.execution.decode_graphs import DecodeGraphs
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
@@ -35,7 +35,6 @@ from minisgl_backend.execution.prompt_logprobs import PromptScorer, ScoredChunks
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
 from minisgl_backend.execution.storage import KVStorage
-from minisgl_backend.kernels.adapters import TokenGroups
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder
@@ -90,14 +89,13 @@ class ModelExecutor:
         watch_logits: WatchLogits | None = None,
         progress: Progress = unseen,
     ):
-        """``adapter_slots`` are the model's, if it takes adapters, and ``adapter_store`` has these on
-        rank 0. Raises ``ConfigError`` if the remaining memory cannot hold both the graphs and a step of
+        """``adapter_slots`` are the model's, if it takes adapters; ``adapter_store`` is rank 0's.
+
+        Raises ``ConfigError`` if the remaining memory cannot hold both the graphs and a step of
         ``max_prefill_tokens``."""
         self.device = device
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
-        self.adapter_graphs: DecodeGraphs | None = None
-        self.adapter_chunk_graphs: ChunkGraphs | None = None
         self._adapters: RowAdapters | None = None
         if adapter_slots is not None:
             self._adapters = RowAdapters(
@@ -142,12 +140,7 @@ class ModelExecutor:
     def close(self) -> None:
         """Wait for the steps in the queue, then destroy the graphs. Idempotent."""
         self.device.close()
-        for graphs in (
-            self.graphs,
-            self.chunk_graphs,
-            self.adapter_graphs,
-            self.adapter_chunk_graphs,
-        ):
+        for graphs in (self.graphs, self.chunk_graphs):
             if graphs is not None:
                 graphs.close()
 
@@ -206,7 +199,8 @@ class ModelExecutor:
     def _begin(self, plan: StepPlan, loaded: list[Tensor]) -> Callable[[], HostOutput]:
         """Queue a step up to its logits; what is returned queues the rest, before any other step.
 
-        ``loaded`` are the adapters that it loads, on rank 0. If no row waits for a mask, all of a captured step is queued by the second part.
+        ``loaded`` are the adapters that it loads, on rank 0. If no row waits for a mask, all of a
+        captured step is queued by the second part.
         """
         if len(plan.broken_pages):
             self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
@@ -219,7 +213,7 @@ class ModelExecutor:
         grants = plan.grant_rows, plan.grant_indices, plan.grant_pages
         num_decodes, num_grants = len(plan.decode_rows), len(plan.grant_rows)
         is_decode = num_decodes > 0 and not len(plan.prefill_rows)
-        graphs = self.adapter_graphs if self._are_adapted(plan.decode_rows) else self.graphs
+        graphs = None if self._are_adapted(plan.decode_rows) else self.graphs
         if is_decode and graphs and graphs.fits(num_decodes, num_grants):
             inputs = (plan.decode_rows, plan.decode_positions, np.stack(grants))
             if len(plan.masked_rows):
@@ -253,22 +247,20 @@ class ModelExecutor:
         )
 
     def _are_adapted(self, rows: IntArray | HostArray) -> bool:
-        """Whether any of these rows has an adapter."""
+        """Whether any of these rows has an adapter. Such steps are not captured."""
         return self._adapters is not None and self._adapters.have_any(rows)
 
-    def _decode_forward(
-        self, inputs: StepInputs, batch_size: int, groups: TokenGroups | None = None
-    ) -> StepLogits:
+    def _decode_forward(self, inputs: StepInputs, batch_size: int) -> StepLogits:
         """A decode step of the first ``batch_size`` rows of ``inputs``, to be captured."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
-        hidden = self._forward.over_decodes(step, groups)  # [batch_size, hidden_size]
+        hidden = self._forward.over_decodes(step)  # [batch_size, hidden_size]
         logits = self._model.logits(hidden, out=self._logits[:batch_size])
         return StepLogits(logits, step.rows, step.lengths)
 
     def _layers(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
         """The residual stream after the layers, [num_tokens, hidden_size]; rows of padding may
         follow."""
-        graphs = self.adapter_chunk_graphs if self._are_adapted(batch.rows) else self.chunk_graphs
+        graphs = None if self._are_adapted(batch.rows) else self.chunk_graphs
         if graphs is not None and graphs.fits(batch):
             return graphs.replay(batch, prefill_tokens)
         return self._forward.over_batch(batch, prefill_tokens)
@@ -296,70 +288,33 @@ class ModelExecutor:
     def _compile_and_capture(self, progress: Progress) -> None:
         """Compile the kernels of steps of all kinds, check that the largest step fits, and capture
         graphs."""
-        limits, device, adapters = self._limits, self.device, self._adapters
-        self._warm_up_all()
-        if adapters is not None:
-            adapters.trying_out(self._warm_up_all)
-        if limits.graph_sizes:
-            self.graphs = self._decode_graphs(progress)
-        if limits.chunk_graph_sizes:
-            self.chunk_graphs = self._chunk_graphs(progress)
-        if adapters is not None:
-            if limits.graph_sizes:
-                groups = CapturedGroups(adapters, device, limits.graph_sizes[-1])
-                self.adapter_graphs = self._decode_graphs(progress, groups)
-            if limits.chunk_graph_sizes:
-                groups = CapturedGroups(adapters, device, limits.chunk_graph_sizes[-1])
-                self.adapter_chunk_graphs = self._chunk_graphs(progress, groups)
-        if self.graphs or self.chunk_graphs:
-            self._warm_up_largest()  # again: it has to fit beside the graphs
-
-    def _decode_graphs(
-        self, progress: Progress, groups: CapturedGroups | None = None
-    ) -> DecodeGraphs:
-        """Those of steps with ``groups`` by adapter, or of steps without adapters."""
-        decode = self._attention.decode
-
-        def forward(inputs: StepInputs, batch_size: int) -> StepLogits:
-            of_tokens = None if groups is None else groups.view(batch_size)
-            return self._decode_forward(inputs, batch_size, of_tokens)
-
-        return DecodeGraphs(
-            self.device,
-            self.rows.table,
-            forward,
-            self._sampler.sample,
-            self._limits.graph_sizes,
-            decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
-            progress,
-            takes_masks=self._limits.takes_masks,
-            group=None if groups is None else groups.write,
-        )
-
-    def _chunk_graphs(
-        self, progress: Progress, groups: CapturedGroups | None = None
-    ) -> ChunkGraphs:
-        """Those of steps with ``groups`` by adapter, or of steps without adapters."""
-
-        def layers(inputs: ChunkInputs) -> Tensor:
-            of_tokens = None if groups is None else groups.view(len(inputs.tokens))
-            return self._forward.over_chunks(inputs, of_tokens)
-
-        return ChunkGraphs(
-            self.device,
-            layers,
-            self._limits.chunk_graph_sizes,
-            max_rows=self._limits.max_rows,
-            progress=progress,
-            group=None if groups is None else groups.write,
-        )
-
-    def _warm_up_all(self) -> None:
-        """Run steps of all kinds, the largest among them."""
+        limits, device = self._limits, self.device
         self._warm_up_largest()
         for length in (min(self._longest_chunk, 64), 1):
             self._warm_up([length], 0)
         self._warm_up([], 1)
+        if limits.graph_sizes:
+            decode = self._attention.decode
+            self.graphs = DecodeGraphs(
+                device,
+                self.rows.table,
+                self._decode_forward,
+                self._sampler.sample,
+                limits.graph_sizes,
+                decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
+                progress,
+                takes_masks=limits.takes_masks,
+            )
+        if limits.chunk_graph_sizes:
+            self.chunk_graphs = ChunkGraphs(
+                device,
+                self._forward.over_chunks,
+                limits.chunk_graph_sizes,
+                max_rows=limits.max_rows,
+                progress=progress,
+            )
+        if self.graphs or self.chunk_graphs:
+            self._warm_up_largest()  # again: it has to fit beside the graphs
 
     def _warm_up_largest(self) -> None:
         limits = self._limits

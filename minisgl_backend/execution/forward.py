@@ -18,7 +18,6 @@ from minisgl_backend.execution.adapters import RowAdapters
 from minisgl_backend.execution.chunk_graphs import LAST_TOKEN, ChunkInputs
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
-from minisgl_backend.kernels.adapters import TokenGroups
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.request import IntArray
@@ -73,15 +72,12 @@ class ForwardPass:
                 host_lengths=lengths,
             )
         attend = self._attention.plan(decodes, chunks)
-        adapters, groups = self._adapters, None
-        if adapters is not None and adapters.have_any(batch.rows):
-            groups = adapters.groups(batch.rows)
+        groups = None if self._adapters is None else self._adapters.groups(batch.rows)
         hidden: Tensor = self._model(tokens, positions, slots, attend, groups)
         return hidden
 
-    def over_chunks(self, inputs: ChunkInputs, groups: TokenGroups | None = None) -> Tensor:
-        """The same for the tokens of ``inputs``, padding included; ``groups`` of them by adapter,
-        if any has one."""
+    def over_chunks(self, inputs: ChunkInputs) -> Tensor:
+        """The same for the tokens of ``inputs``, padding included."""
         table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
         tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
         page_size = self._rows.page_size
@@ -99,13 +95,12 @@ class ForwardPass:
             rows=inputs.decode_rows, lengths=inputs.decode_lengths, page_table=table.pages
         )
         hidden: Tensor = self._model(
-            tokens, positions, slots, self._attention.plan(decodes, chunks), groups
+            tokens, positions, slots, self._attention.plan(decodes, chunks)
         )
         return hidden
 
-    def over_decodes(self, inputs: DecodeInputs, groups: TokenGroups | None = None) -> Tensor:
-        """The residual stream of decoding rows, [batch_size, hidden_size]; ``groups`` of them by
-        adapter, if any has one."""
+    def over_decodes(self, inputs: DecodeInputs) -> Tensor:
+        """The residual stream of decoding rows, [batch_size, hidden_size]."""
         decodes = DecodeRows(
             rows=inputs.rows,
             lengths=inputs.lengths,
@@ -113,5 +108,5 @@ class ForwardPass:
             pdl=self._model.attention_starts_early(len(inputs.rows)),
         )
         attend = self._attention.plan(decodes, None)
-        hidden: Tensor = self._model(inputs.tokens, inputs.positions, inputs.slots, attend, groups)
+        hidden: Tensor = self._model(inputs.tokens, inputs.positions, inputs.slots, attend)
         return hidden

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from minisgl_backend.kernels.adapters import TokenGroups, adapter_delta, add_adapter_delta
+from minisgl_backend.kernels.activation import silu_mul
+from minisgl_backend.kernels.adapters import TokenGroups, add_adapter_delta
 from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -34,24 +35,10 @@ class AdapterMemory:
     b: Tensor
     widths: tuple[int, ...]
 
-    def delta(self, x: Normed, groups: TokenGroups, bias: Tensor | None, *, pdl: bool) -> Tensor:
-        """What the adapters add to the outputs, and ``bias``: [num_tokens, sum of widths]. Of
-        ``x`` the norm is applied, or all of it but its scale."""
-        return adapter_delta(
-            x.x,
-            self.a,
-            self.b,
-            groups,
-            widths=self.widths,
-            bias=bias,
-            squares=x.squares,
-            eps=x.eps,
-            pdl=pdl,
-        )
-
-    def add_to(self, out: Tensor, x: Tensor, groups: TokenGroups, *, pdl: bool) -> None:
-        """Add the same to ``out``, [num_tokens, sum of widths]."""
-        add_adapter_delta(out, x, self.a, self.b, groups, widths=self.widths, pdl=pdl)
+    def add_to(self, out: Tensor, x: Tensor, groups: TokenGroups) -> None:
+        """Add to ``out`` [num_tokens, sum of widths] what the adapters make of ``x`` [num_tokens,
+        this rank's inputs]."""
+        add_adapter_delta(out, x, self.a, self.b, groups, widths=self.widths)
 
 
 class MergedColumnLinear(nn.Module):
@@ -92,16 +79,11 @@ class MergedColumnLinear(nn.Module):
         if ``gated``, [num_tokens, share]. ``groups``: the tokens by adapter, if any has one."""
         if groups is None:
             return self.matrix.gemm(x, bias=self.bias, gated=self.gated, pdl=pdl)
-        x, added = self.adapted(x, groups, pdl=pdl)
-        return self.matrix.gemm_added(x, added, gated=self.gated, pdl=pdl)
-
-    def adapted(self, x: Normed, groups: TokenGroups, *, pdl: bool) -> tuple[Normed, Tensor]:
-        """The input as far as it is normalized, and what bias and adapters add to the projections
-        of it, [num_tokens, sum of the shares]."""
         assert self.adapters is not None
-        rows, squares = x.unscaled(pdl=pdl)
-        x = Normed(rows) if squares is None else x
-        return x, self.adapters.delta(x, groups, self.bias, pdl=pdl)
+        rows = x.normalized(pdl=pdl)
+        y = self.matrix.plain_gemm(rows, bias=self.bias)
+        self.adapters.add_to(y, rows, groups)
+        return silu_mul(y, pdl=pdl) if self.gated else y
 
     def places(self) -> Iterator[tuple[str, Place]]:
         for part, share in self.matrix.parts.items():
@@ -156,12 +138,10 @@ class RowLinear(nn.Module):
         """
         if groups is not None:
             assert self.adapters is not None
-            if self.group.size > 1:  # each rank has a part of the sum
-                own_bias = self.bias if self.group.rank == 0 else None
-                part = self.matrix.gemm(Normed(x), bias=own_bias, pdl=pdl)
-                self.adapters.add_to(part, x, groups, pdl=pdl)
-                return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
-            self.adapters.add_to(residual, x, groups, pdl=pdl)
+            own_bias = self.bias if self.group.rank == 0 else None  # in the sum over the ranks once
+            part = self.matrix.plain_gemm(x, bias=own_bias)
+            self.adapters.add_to(part, x, groups)
+            return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
         return self.matrix.add_gemm(residual, x, norm, bias=self.bias, group=self.group, pdl=pdl)
 
     def places(self) -> Iterator[tuple[str, Place]]:

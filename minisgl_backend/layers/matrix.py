@@ -70,13 +70,10 @@ class Matrix(nn.Module, ABC):
         ``out``, of the result's shape, takes it if that saves memory; not with a bias or a gate.
         """
 
-    def gemm_added(
-        self, x: Normed, added: Tensor, *, gated: bool = False, pdl: bool = False
-    ) -> Tensor:
-        """x W^T + added, as ``gemm`` but with a bias of each token's own, which may be overwritten:
-        ``added`` [num_tokens, out_features]."""
-        y = self.gemm(x, pdl=pdl).add_(added)
-        return silu_mul(y, pdl=pdl) if gated else y
+    def plain_gemm(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
+        """x W^T + bias with nothing fused, [num_tokens, out_features], for layers that add to it;
+        ``x`` [num_tokens, in_features] is normalized."""
+        return self.gemm(Normed(x), bias=bias)
 
     @abstractmethod
     def place(self, part: str) -> Place:
@@ -209,19 +206,10 @@ class DenseMatrix(Matrix):
             y = packed_linear(rows, self._packed, bias)
         return silu_mul(y, pdl=pdl) if gated else y
 
-    def gemm_added(
-        self, x: Normed, added: Tensor, *, gated: bool = False, pdl: bool = False
-    ) -> Tensor:
-        weight, kernel = self.weight, self._gemm_kernel
-        if kernel is not None and len(added) <= kernel.most_tokens:
-            rows, squares = x.unscaled(pdl=pdl)
-            return kernel(rows, weight, squares=squares, eps=x.eps, added=added, pdl=pdl)
-        rows = x.normalized(pdl=pdl)
+    def plain_gemm(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
         if self._packed is None:
-            y = torch.addmm(added, rows, weight.t(), out=added)
-        else:
-            y = packed_linear(rows, self._packed).add_(added)
-        return silu_mul(y, pdl=pdl) if gated else y
+            return F.linear(x, self.weight, bias)
+        return packed_linear(x, self._packed, bias)
 
     def add_gemm(
         self,

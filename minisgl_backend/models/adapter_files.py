@@ -113,7 +113,9 @@ def open_adapter(
             raise ConfigError(f"{a} of the adapter is of no module that {_CONFIG} targets")
         rank, projection = config.rank_of(name), projections[name]
         if rank > max_rank:
-            raise ConfigError(f"{a} of the adapter has the rank {rank}, and max_lora_rank={max_rank}")
+            raise ConfigError(
+                f"{a} of the adapter has the rank {rank}, and max_lora_rank={max_rank}"
+            )
         _check_header(a, headers[a], (rank, projection.in_features))
         _check_header(b, headers[b], (projection.out_features, rank))
         factors[name] = Factors(a, b, rank, config.scaling_of(name))

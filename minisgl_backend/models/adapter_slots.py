@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.adapters import RANK_STEP
 from minisgl_backend.layers.linear import AdapterMemory, MergedColumnLinear, RowLinear
 from minisgl_backend.layers.weight_place import Share
 from minisgl_backend.models.adapter_files import AdapterFile, Projection
@@ -60,24 +59,23 @@ class AdapterSlots:
         """Allocates the memory, and gives it to the model's layers."""
         self.num_slots = num_slots
         self.max_rank = max_rank
-        self._padded = padded = -(-max_rank // RANK_STEP) * RANK_STEP
         self._dtype, self._device = model.dtype, device
         self._stacks: list[Tensor] = []
         self._targets: list[_Target] = []
         for linears in _alike(model):
             first, num_layers = linears[0].matrix, len(linears)
             widths = tuple(share.size for share in first.parts.values())
-            made = {"dtype": model.dtype, "device": device}
-            shape_a = num_layers, num_slots, len(widths) * padded, first.ins.size
-            a = torch.zeros(shape_a, **made)
-            b = torch.zeros((num_layers, num_slots, sum(widths), padded), **made)
+            shape_a = num_layers, num_slots, len(widths) * max_rank, first.ins.size
+            a = torch.zeros(shape_a, dtype=model.dtype, device=device)
+            shape_b = num_layers, num_slots, sum(widths), max_rank
+            b = torch.zeros(shape_b, dtype=model.dtype, device=device)
             self._stacks += [a, b]
             for layer, linear in enumerate(linears):
                 linear.adapters = AdapterMemory(a[layer], b[layer], widths)
             for part, (name, outs) in enumerate(first.parts.items()):
                 names = tuple(list(linear.matrix.parts)[part] for linear in linears)
                 rows = first.rows[name]
-                of_part = slice(part * padded, (part + 1) * padded)
+                of_part = slice(part * max_rank, (part + 1) * max_rank)
                 target = _Target(names, first.ins, outs, a[:, :, of_part], b[:, :, rows])
                 self._targets.append(target)
 
@@ -94,10 +92,6 @@ class AdapterSlots:
             for target in self._targets
             for name in target.names
         }
-
-    def padded_rank(self, rank: int) -> int:
-        """The rank that kernels compute for an adapter of this one."""
-        return -(-rank // RANK_STEP) * RANK_STEP
 
     def shape_of(self, file: AdapterFile) -> AdapterShape:
         """The size of an adapter."""

@@ -151,10 +151,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     if most_tokens:
         # imports the CUDA driver's bindings, which only installations for GPUs have
         module = importlib.import_module("minisgl_backend.kernels.cuda.linear")
-        linears = (m for m in model.modules() if isinstance(m, MergedColumnLinear))
-        takes_added = any(linear.adapters is not None for linear in linears)
-        cores = module.TensorCores(device, most_tokens, takes_added=takes_added)
-        model.use_tensor_cores(cores)
+        model.use_tensor_cores(module.TensorCores(device, most_tokens))
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

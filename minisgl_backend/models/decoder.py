@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         tokens by adapter, if any has one; then there must be memory for adapters.
         """
         residual: Tensor = self.model.embed_tokens(tokens)  # [num_tokens, hidden_size]
-        layers, pdl = self.layers, self._starts_early(len(tokens))
+        layers, pdl = self.layers, groups is None and self._starts_early(len(tokens))
         step = StepContext(TokenPlaces(positions, slots, self.rotary_table), attend, pdl, groups)
         x = Normed(residual, layers[0].input_layernorm)
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.model.norm]

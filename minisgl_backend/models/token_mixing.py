@@ -113,12 +113,9 @@ class SelfAttention(nn.Module):
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
         q_weight, k_weight = (None, None) if norm is None else (norm.q, norm.k)
         places = step.places
-        if kernel is not None and len(x.x) <= kernel.most_tokens:
+        if kernel is not None and step.groups is None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
             assert isinstance(self.qkv_proj.matrix, DenseMatrix)
-            bias, added = self.qkv_proj.bias, None
-            if step.groups is not None:
-                bias, (x, added) = None, self.qkv_proj.adapted(x, step.groups, pdl=step.pdl)
             rows, squares = x.unscaled(pdl=step.pdl)
             return kernel(
                 rows,
@@ -134,8 +131,7 @@ class SelfAttention(nn.Module):
                 k_weight=k_weight,
                 k_scale=kv.k_scale,
                 v_scale=kv.v_scale,
-                bias=bias,
-                added=added,
+                bias=self.qkv_proj.bias,
                 pdl=step.pdl,
             )
         return qk_norm_rope_store(

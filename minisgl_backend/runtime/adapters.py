@@ -27,7 +27,6 @@ from minisgl_backend.errors import (
     EngineFailure,
     InvalidRequest,
     MiniSGLError,
-    Unsupported,
 )
 from minisgl_backend.request import Adapter, RequestId
 
@@ -70,7 +69,11 @@ class _Entry:
 class Adapters:
     """All adapters of an engine; for any thread."""
 
-    def __init__(self, reader: Reader, *, most_in_memory: int) -> None:
+    def __init__(
+        self, reader: Reader, *, most_in_memory: int, tasks: Mapping[int, str] | None = None
+    ) -> None:
+        """``tasks`` are the names by ``lora_task_id``."""
+        self._tasks = tasks or {}
         self._reader = reader
         self._most = most_in_memory
         self._lock = threading.Lock()
@@ -97,6 +100,12 @@ class Adapters:
                 names = list(self._known)
                 raise InvalidRequest(f"LoRA {name} is not supported, we currently support {names}")
             return adapter
+
+    def of_task(self, task_id: int) -> Adapter:
+        """The adapter of this ``lora_task_id``; raises ``InvalidRequest`` if there is none."""
+        if task_id not in self._tasks:
+            raise InvalidRequest(f"lora_task_id {task_id} is none of lora_task_ids")
+        return self.find(self._tasks[task_id])
 
     def load(self, name: str, path: str) -> Adapter:
         """Make an adapter known. If the pool has room, it is read at once; if not, only the header
@@ -217,7 +226,8 @@ class Adapters:
     # --- on the thread -------------------------------------------------------------------------
 
     def _read(self, entry: _Entry) -> None:
-        adapter, error = entry.adapter, None
+        adapter = entry.adapter
+        error: MiniSGLError | None = None
         try:
             size = self._reader.read(adapter.id, Path(adapter.path))
             if size != (adapter.rank, adapter.targets):
@@ -241,8 +251,3 @@ class Adapters:
                 return
         for request_id, report in waiting.items():
             report(Fetched(request_id, error))
-
-
-def not_enabled() -> Unsupported:
-    """The error of requests that name an adapter if the engine takes none."""
-    return Unsupported("LoRA feature is not enabled.")

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded
+from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.request import (
+    Adapter,
     Failed,
     Finished,
     FinishReason,
@@ -29,7 +30,7 @@ from minisgl_backend.request import (
     SamplingParams,
     Sink,
 )
-from minisgl_backend.runtime.adapters import Adapters, not_enabled
+from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.capacity import Capacity
 from minisgl_backend.runtime.loop import Abort, Fail, Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
@@ -164,10 +165,23 @@ class Engine:
 
     @property
     def adapters(self) -> Adapters:
-        """The LoRA adapters that requests may name. Raises ``Unsupported`` if they may name none."""
+        """The LoRA adapters that requests may name. Raises ``Unsupported`` if they may not."""
         if self._adapters is None:
-            raise not_enabled()
+            raise Unsupported("LoRA feature is not enabled.")
         return self._adapters
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether requests may name adapters."""
+        return self._adapters is not None
+
+    def adapter(self, name: str | None, task_id: int | None) -> Adapter | None:
+        """The adapter that a request names, by its name or by its number in ``lora_task_ids``.
+
+        Raises ``Unsupported`` and ``InvalidRequest``."""
+        if name is not None:
+            return self.adapters.find(name)
+        return None if task_id is None else self.adapters.of_task(task_id)
 
     def count_cancelled(self) -> None:
         """Count a request that its caller cancelled before it came to ``submit``."""

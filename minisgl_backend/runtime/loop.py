@@ -211,8 +211,8 @@ class Loop:
     # --- inbox -------------------------------------------------------------------------------
 
     def _drain_inbox(self, *, block: bool) -> bool:
-        """Take all messages; with ``block``, wait for the first, or for a while if a request whose
-        adapter is read or whose grammar is compiled may get late. False if one of them is a stop."""
+        """Take all messages; with ``block``, wait for the first, or for a while if a request may
+        get late whose adapter is read or whose grammar is compiled. False if one is a stop."""
         are_late = self._constraints.are_compiling or self._fetching
         patience_s = _PATIENCE_S if are_late else None
         self.pulse.tick_s = time.monotonic()
@@ -245,9 +245,11 @@ class Loop:
     def _add(self, entry: OpenRequest) -> None:
         self._open.add(entry)
         request, adapters = entry.request, self._adapters
-        if request.adapter is None or adapters is None:
-            self._prepare(request)
-        elif adapters.hold(request.id, request.adapter, self.inbox.put):
+        if (
+            adapters is None
+            or request.adapter is None
+            or adapters.hold(request.id, request.adapter, self.inbox.put)
+        ):
             self._prepare(request)
         else:
             self._fetching.add(request.id)

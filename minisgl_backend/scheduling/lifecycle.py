@@ -7,7 +7,8 @@ retracted or decoded: the scheduler does.
 Invariants, verified by ``check``:
 - A live sequence is either in the queue or in a row, never both. A retiring sequence that does not
   return to the queue is in a row, but no longer live.
-- A row, its lease and its use of an adapter slot are given back together, and only when no step in flight can write to them.
+- A row, its lease and its use of an adapter slot are given back together, and only when no step in
+  flight can write to them.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class Sequence:
     that were planned when the lease last took pages of others in place of its own; only steps that
     compute later positions read those. ``overtaken`` counts the sequences that passed this one at
     the head of the queue. ``adapter_slot`` has the adapter while there is a row; the plan that
-    announces the row ``loads_adapter``, if it is not there yet. ``num_scored`` counts the prompt's tokens whose log-probabilities
-    committed steps have made known.
+    announces the row ``loads_adapter``, if it is not there yet. ``num_scored`` counts the prompt's
+    tokens whose log-probabilities committed steps have made known.
     """
 
     request: Request

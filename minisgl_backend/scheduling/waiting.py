@@ -45,9 +45,7 @@ def by_precedence(sequence: Sequence) -> Precedence:
 class WaitingQueue:
     """The waiting sequences, in order of precedence; ``policy`` is fcfs or lpm."""
 
-    def __init__(
-        self, cache: KVCache, policy: str, places: AdapterPlaces | None = None
-    ) -> None:
+    def __init__(self, cache: KVCache, policy: str, places: AdapterPlaces | None = None) -> None:
         self._cache = cache
         self._places = places or AdapterPlaces(0)
         self._longest_prefix_first = policy == "lpm"

@@ -42,7 +42,11 @@ _TRIES: Final = 8
 @click.option("--batch-size", "sizes", multiple=True, type=POSITIVE_INT, help="[default: 1 64 256]")
 @click.option("--rank", default=16, type=POSITIVE_INT, show_default=True, help="of the adapters")
 @click.option(
-    "--context", default=256, type=POSITIVE_INT, show_default=True, help="prompt tokens of a request"
+    "--context",
+    default=256,
+    type=POSITIVE_INT,
+    show_default=True,
+    help="prompt tokens of a request",
 )
 @click.option(
     "--steps", default=200, type=POSITIVE_INT, show_default=True, help="tokens of an answer"
@@ -122,9 +126,7 @@ def _decoded(
     return float(np.median(np.diff(times_ms))), len(asked) * (steps + margin) / seconds
 
 
-def _add_arrivals(
-    report: Report, engine: Engine, known: Sequence[Adapter], context: int
-) -> None:
+def _add_arrivals(report: Report, engine: Engine, known: Sequence[Adapter], context: int) -> None:
     """First tokens of lone requests whose adapters are in a slot, and in main memory only."""
     in_slot, in_memory = [], []
     for adapter in islice(cycle(known), len(known) // 2, len(known) // 2 + _TRIES):
@@ -161,9 +163,7 @@ def _add_gaps(
         )
 
 
-def _submitted(
-    engine: Engine, adapter: Adapter | None, context: int, num_tokens: int
-) -> Collector:
+def _submitted(engine: Engine, adapter: Adapter | None, context: int, num_tokens: int) -> Collector:
     """Submit a request of random tokens."""
     rng = np.random.default_rng()
     prompt = rng.integers(0, engine.info.vocab_size, context).astype(np.int32)

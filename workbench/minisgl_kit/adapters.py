@@ -71,7 +71,11 @@ def _shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
         "v_proj": (keys, hidden),
         "o_proj": (hidden, queries),
     }
-    of_mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    of_mlp = {
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
     for layer in range(spec.num_layers):
         for name, shape in of_attention.items():
             yield f"model.layers.{layer}.self_attn.{name}", *shape

@@ -19,8 +19,7 @@
 // Compiled with: FEATURES (64 or 128, of the weight in a tile), TOKENS (8, 16, 32, 64, 96, 128 or 192),
 // SIZE (in_features), STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and
 // then as many of the values), RESIDUAL (the result is added to the residual stream), HEADS (it is
-// queries, keys and values, in heads of FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), ADDED
-// (each row has a bias of its own, too),
+// queries, keys and values, in heads of FEATURES), with that PAGE_SIZE and FP8 (of the KV cache),
 // SHARED_BYTES, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for). All other values
 // are bfloat16: what is not normalized yet needs its range.
 
@@ -92,7 +91,6 @@ struct Arguments {
     float* squares_out;     // RESIDUAL: [features / OUT, num_rows], sums of squares of each tile
     const float* squares;   // [square_tiles, num_rows] of x before its norm's weight; null: no norm
     const u16* bias;        // [out_features], or null
-    const u16* added;       // ADDED: [num_rows, out_features], a bias of each row's own
     float* parts;           // EVEN: [thread blocks, FEATURES * TOKENS], of tiles that another one finishes
     int* are_there;         // EVEN: [thread blocks], 1 while the part is there; 0 before and after a launch
     int tiles;              // of the weight
@@ -552,14 +550,6 @@ struct Finisher {
 #pragma unroll
             for (int part = 0; part < 4; ++part)
                 x[part] = sums[token / 2 + part] * factor[part % 2] + (part / 2 ? bias_8 : bias);
-            if (ADDED) {
-#pragma unroll
-                for (int part = 0; part < 4; ++part) {
-                    const int row = first_token + token + lane % 4 * 2 + part % 2;
-                    const int at = feature + (part / 2 ? (GATED ? args.features : 8) : 0);
-                    if (row < args.num_rows) x[part] += to_float(args.added[(u64)row * args.tiles * FEATURES + at]);
-                }
-            }
             if (GATED) {
                 const auto open = [](float gate, float value) {
                     return __fdividef(gate, 1 + __expf(-gate)) * value;

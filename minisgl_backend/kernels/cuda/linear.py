@@ -1,8 +1,8 @@
 """Launches ``linear.cu``: the linear layers of a decode step on the tensor cores of Hopper.
 
 A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. Each row of x W^T is
-multiplied by a factor, 1 or that of RMSNorm, and a bias is added, one for all rows or ``added``,
-[num_rows, height], with one for each; the classes differ in what follows.
+multiplied by a factor, 1 or that of RMSNorm, and a bias is added; the classes differ in what
+follows.
 
 The input ``x`` [num_rows, in_features] is after RMSNorm or half-way. Without ``squares`` the norm
 has been applied. With them only its weight has, and the GEMM divides each row by its root mean
@@ -68,7 +68,6 @@ class _Arguments(ctypes.Structure):
         ("squares_out", ctypes.c_void_p),
         ("squares", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
-        ("added", ctypes.c_void_p),
         ("parts", ctypes.c_void_p),
         ("are_there", ctypes.c_void_p),
         ("tiles", ctypes.c_int),
@@ -96,11 +95,9 @@ class _Linear:
         cuts: Mapping[int, Cut] | None,
         head_dim: int | None = None,
         pairs: int | None = None,
-        takes_added: bool = False,
         **kind: int,
     ) -> None:
         """``cuts`` are keyed by the largest batch that each is for; by default those of ``cut_of``.
-        ``takes_added``: launches may have ``added``, for which there are kernels of their own.
 
         ``pairs``: how many rows apart two rows of the weight are that belong together.
         ``kind`` are the macros of ``linear.cu`` that say what becomes of the results.
@@ -116,15 +113,12 @@ class _Linear:
                 if batch <= most_tokens
             }
 
-        def compiled(cut: Cut, added: int) -> tuple[Cut, CudaKernel]:
-            constants = {"SIZE": in_features, **_PLAIN, **kind, "ADDED": added}
-            return cut, _kernel(cut, constants, device)
+        def compiled(cut: Cut) -> tuple[Cut, CudaKernel]:
+            return cut, _kernel(cut, {"SIZE": in_features, **_PLAIN, **kind}, device)
 
-        self._kernels: dict[bool, dict[int, tuple[Cut, CudaKernel]]] = {}
         with ThreadPoolExecutor() as pool:
-            for added in (False, True) if takes_added else (False,):
-                kernels = list(pool.map(partial(compiled, added=added), cuts.values()))
-                self._kernels[added] = dict(zip(cuts, kernels, strict=True))
+            kernels = list(pool.map(compiled, cuts.values()))
+        self._kernels = dict(zip(cuts, kernels, strict=True))
         self._num_processors = num_processors(device)
         even = [cut for cut in cuts.values() if cut.even]
         # a thread block without a step would write no partial result, and another would wait for it
@@ -134,9 +128,8 @@ class _Linear:
         self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
         self._maps: dict[tuple[int, int], _Map] = {}
 
-    def _kernel_for(self, num_rows: int, *, added: bool = False) -> tuple[Cut, CudaKernel]:
-        kernels = self._kernels[added]
-        return kernels[min(batch for batch in kernels if num_rows <= batch)]
+    def _kernel_for(self, num_rows: int) -> tuple[Cut, CudaKernel]:
+        return self._kernels[min(batch for batch in self._kernels if num_rows <= batch)]
 
     def _launch(
         self,
@@ -145,14 +138,12 @@ class _Linear:
         pdl: bool,
         *,
         bias: Tensor | None,
-        added: Tensor | None = None,
         squares: Tensor | None = None,
         **values: Any,
     ) -> None:
         num_rows = len(x)
-        assert added is None or added.is_contiguous()
-        assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= self.most_tokens
-        cut, kernel = self._kernel_for(num_rows, added=added is not None)
+        assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels)
+        cut, kernel = self._kernel_for(num_rows)
         tiles = self._height // cut.features
         arguments = _Arguments(
             weight=self._weight_map(weight, cut.features),
@@ -161,7 +152,6 @@ class _Linear:
             square_tiles=0 if squares is None else len(squares),
             num_rows=num_rows,
             bias=address(bias),
-            added=address(added),
             parts=address(self._parts),
             are_there=address(self._are_there),
             tiles=tiles,
@@ -199,19 +189,12 @@ class LinearKernel(_Linear):
         gated: bool = False,
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
-        takes_added: bool = False,
     ) -> None:
         """``shape`` is the weight's."""
         self._out_features = shape[0] // 2 if gated else shape[0]
         pairs = self._out_features if gated else None
         super().__init__(
-            shape,
-            device,
-            most_tokens=most_tokens,
-            cuts=cuts,
-            pairs=pairs,
-            takes_added=takes_added,
-            GATED=gated,
+            shape, device, most_tokens=most_tokens, cuts=cuts, pairs=pairs, GATED=gated
         )
 
     def __call__(
@@ -222,22 +205,13 @@ class LinearKernel(_Linear):
         squares: Tensor | None = None,
         eps: float = 0.0,
         bias: Tensor | None = None,
-        added: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
         """[num_rows, out_features]; ``eps`` is that of the norm."""
         out = torch.empty((len(x), self._out_features), dtype=x.dtype, device=x.device)
         features = self._out_features
         self._launch(
-            x,
-            weight,
-            pdl,
-            bias=bias,
-            added=added,
-            squares=squares,
-            eps=eps,
-            out=address(out),
-            features=features,
+            x, weight, pdl, bias=bias, squares=squares, eps=eps, out=address(out), features=features
         )
         return out
 
@@ -300,19 +274,12 @@ class HeadsKernel(_Linear):
         fp8: bool,
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
-        takes_added: bool = False,
     ) -> None:
         """``fp8``: the pages' type is float8_e4m3fn."""
         shape = (num_heads + 2 * num_kv_heads) * head_dim, in_features
         constants = {"HEADS": 1, "PAGE_SIZE": page_size, "FP8": fp8}
         super().__init__(
-            shape,
-            device,
-            most_tokens=most_tokens,
-            cuts=cuts,
-            head_dim=head_dim,
-            takes_added=takes_added,
-            **constants,
+            shape, device, most_tokens=most_tokens, cuts=cuts, head_dim=head_dim, **constants
         )
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
 
@@ -333,7 +300,6 @@ class HeadsKernel(_Linear):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         bias: Tensor | None = None,
-        added: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
         """The queries, [num_rows, num_heads, head_dim].
@@ -367,7 +333,6 @@ class HeadsKernel(_Linear):
             weight,
             pdl,
             bias=bias,
-            added=added,
             squares=squares,
             eps=eps,
             out=address(out),
@@ -380,20 +345,16 @@ class HeadsKernel(_Linear):
 class TensorCores:
     """Makes the kernels of a model's layers. Those for the same shape are one, whose memory the
     layers share: ``linear`` makes a ``LinearKernel``, ``residual`` a ``ResidualKernel``, ``heads``
-    a ``HeadsKernel``, each for up to ``most_tokens`` rows. With ``takes_added`` the first and the
-    last may be given a bias of each row's own."""
+    a ``HeadsKernel``, each for up to ``most_tokens`` rows."""
 
-    def __init__(
-        self, device: torch.device, most_tokens: int, *, takes_added: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, most_tokens: int) -> None:
         self.most_tokens = most_tokens
-        made = {"device": device, "most_tokens": most_tokens}
-        self.linear = cache(partial(LinearKernel, takes_added=takes_added, **made))
-        self.residual = cache(partial(ResidualKernel, **made))
-        self.heads = cache(partial(HeadsKernel, takes_added=takes_added, **made))
+        self.linear = cache(partial(LinearKernel, device=device, most_tokens=most_tokens))
+        self.residual = cache(partial(ResidualKernel, device=device, most_tokens=most_tokens))
+        self.heads = cache(partial(HeadsKernel, device=device, most_tokens=most_tokens))
 
 
-_PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1, "ADDED": 0}
+_PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}
 
 
 def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:

@@ -109,6 +109,12 @@ TOKENIZER_OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Data type by output of the tokenizer; what else it tells is for the engine."""
 
+ENGINE: Final = "llm_engine"
+"""The model that knows the LoRA adapters; only orders about these are sent to it."""
+ADAPTER_ORDER: Final = "lora_order"
+ADAPTER_LIST: Final = "lora_adapters"
+"""What such an order is called, and its answer; both are JSON in a string."""
+
 LISTS: Final = frozenset(
     {"input_ids", "stop", "stop_words", "stop_token_ids", "bad_words", "output_log_probs"}
 )

@@ -64,13 +64,15 @@ class Policy:
 
     ``chat_tokens`` is the ``max_tokens`` of a chat that does not say. With ``shortens``, one that
     the context has no room for is lowered instead of refused. ``salt`` keeps the prefixes of one
-    key apart from those of others.
+    key apart from those of others. ``adapter`` is the LoRA adapter that the request's model stands
+    for.
     """
 
     timeout_s: float
     chat_tokens: int
     shortens: bool = False
     salt: str = ""
+    adapter: str | None = None
 
 
 class Rendering(NamedTuple):
@@ -334,6 +336,7 @@ def shared_parameters(
         max_tokens=_MOST_TOKENS if max_tokens == NO_LIMIT else max_tokens,
         fit_max_tokens=policy.shortens or not is_bounded,
         cache_salt=_salt(policy.salt, cache_salt),
+        lora_name=policy.adapter,
         timeout_ms=max(1, round(policy.timeout_s * 1000)),
         return_stop_reason=False,
         return_num_input_tokens=tells_counts,

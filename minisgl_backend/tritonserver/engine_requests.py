@@ -60,6 +60,8 @@ def read_request(
     if LORA_ORDER.name in inputs:
         order = inputs[LORA_ORDER.name].item(0).decode(errors="replace")  # then it is no JSON
         return parse_adapter_order(order), True
+    if LORA_ORDER.name in parameters:
+        return parse_adapter_order(str(parameters[LORA_ORDER.name])), True
     if REQUEST.name not in inputs:
         parsed = parse_token_generation(
             inputs,

@@ -156,6 +156,16 @@ class Adapters:
         logger.info("unloaded adapter %r", name)
         return adapter
 
+    def asked_for(self) -> Mapping[int, str]:
+        """The names of the adapters of open requests by id."""
+        with self._lock:
+            entries = [*self._pool.values(), *self._wanted.values()]
+            return {
+                entry.adapter.id: entry.adapter.name
+                for entry in entries
+                if entry.holders or entry.waiting
+            }
+
     # --- requests, on the loop's thread -------------------------------------------------------
 
     def hold(

@@ -206,7 +206,16 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts at this moment, in constant time."""
-        return self._recorder.snapshot(self._loop.scheduler_stats, self._num_open)
+        scheduler = self._loop.scheduler_stats
+        stats = self._recorder.snapshot(scheduler, self._num_open)
+        if self._adapters is None:
+            return stats
+        asked_for, running = self._adapters.asked_for(), scheduler.running_adapters
+        return dataclasses.replace(
+            stats,
+            running_adapters=tuple(asked_for[one] for one in running if one in asked_for),
+            waiting_adapters=tuple(n for one, n in asked_for.items() if one not in running),
+        )
 
     def take_samples(self) -> Samples:
         """The observations for histograms since the last call."""

@@ -176,6 +176,7 @@ class Scheduler:
             num_retractions=self._counters.num_retractions,
             prefix_queries=self._counters.prefix_queries,
             prefix_hits=self._counters.prefix_hits,
+            running_adapters=tuple(adapter_id for adapter_id, _ in self._life.places.in_use()),
         )
 
     def renewed(self) -> Scheduler:

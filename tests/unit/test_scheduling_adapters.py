@@ -73,12 +73,12 @@ class AdaptedHarness(Harness):
 @pytest.mark.parametrize("num_slots", [1, 2, 5])
 def test_rows_have_their_adapters_in_random_runs(num_slots: int) -> None:
     loads = 0
-    for seed in range(60):
+    for seed in range(20):
         rng = random.Random(seed)
         harness = AdaptedHarness(random_setup(rng), num_slots, drawn=rng)
         run_randomly(harness, rng, check=True)
         loads += harness.num_loads
-    assert loads > 60
+    assert loads > 20
 
 
 def request(number: int, adapter: Adapter | None, max_tokens: int = 4) -> Request:
@@ -118,7 +118,7 @@ def test_a_request_without_a_slot_is_not_passed_for_ever() -> None:
     number = 2
     while harness.records[RequestId(1)].ending is None:
         while sum(record.ending is None for record in harness.records.values()) < 4:
-            harness.add(request(number, ADAPTERS[0]))
+            harness.add(request(number, ADAPTERS[0], max_tokens=4 + number % 5))
             number += 1
         harness.step()
         assert number < 10 * MAX_OVERTAKEN

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from minisgl_client.client import AsyncClient
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from minisgl_gateway import answer_schema as schema
@@ -186,12 +186,14 @@ def _add_adapters(app: FastAPI, adapters: Adapters) -> None:
     """LoRA adapters by vLLM's names."""
     app.post(
         "/v1/load_lora_adapter",
-        response_class=Response,
+        response_class=PlainTextResponse,
+        responses={403: {"model": schema.ErrorAnswer}},
         openapi_extra=body_of(LoadAdapterRequest),
     )(adapters.load)
     app.post(
         "/v1/unload_lora_adapter",
-        response_class=Response,
+        response_class=PlainTextResponse,
+        responses={403: {"model": schema.ErrorAnswer}},
         openapi_extra=body_of(UnloadAdapterRequest),
     )(adapters.unload)
 

@@ -332,11 +332,12 @@ def shared_parameters(
     is_bounded = max_tokens is not None and max_tokens != NO_LIMIT
     if max_tokens is None:
         max_tokens = default_tokens
+    adapter = Parameters() if policy.adapter is None else Parameters(lora_name=policy.adapter)
     return Parameters(
+        **adapter,
         max_tokens=_MOST_TOKENS if max_tokens == NO_LIMIT else max_tokens,
         fit_max_tokens=policy.shortens or not is_bounded,
         cache_salt=_salt(policy.salt, cache_salt),
-        lora_name=policy.adapter,
         timeout_ms=max(1, round(policy.timeout_s * 1000)),
         return_stop_reason=False,
         return_num_input_tokens=tells_counts,

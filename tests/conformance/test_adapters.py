@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,17 +131,15 @@ def test_an_adapter_of_zeros_changes_nothing(reference: Reference) -> None:
     assert same.tokens == base.tokens
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 def test_peft_computes_what_merged_weights_do(tmp_path: Path) -> None:
     """The reference of this file, against PEFT itself."""
-    from peft import PeftModel
-
+    peft: Any = pytest.importorskip("peft")
     theirs = write_checkpoint("qwen3", tmp_path / "model")
     spec = load_spec(tmp_path / "model")
     ids = torch.arange(1, 40)[None]
     for index, fields in enumerate(ADAPTERS):
         path = write_adapter(tmp_path / f"{index}", spec, seed=index, **fields)
         expected = merged(theirs, path)(ids).logits
-        adapted = PeftModel.from_pretrained(theirs, path)
+        adapted = peft.PeftModel.from_pretrained(theirs, path)
         torch.testing.assert_close(adapted(ids).logits, expected, rtol=1e-4, atol=1e-4)
         adapted.unload()

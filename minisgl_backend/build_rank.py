@@ -269,7 +269,7 @@ def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:
     """The scales that the checkpoint has for float8 pages; None if pages hold another type."""
     if facts.kv_dtype != torch.float8_e4m3fn or facts.options.load_format == "dummy":
         return None
-    return read_kv_scales(facts.folder, facts.spec.num_layers)
+    return read_kv_scales(facts.folder, facts.spec.num_layers, facts.spec.names)
 
 
 def _num_pages(facts: Resolved, group: Group) -> int:

@@ -21,8 +21,8 @@ from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
-from minisgl_backend.models.checkpoint import tensor_files
-from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.checkpoint import weight_files
+from minisgl_backend.models.decoder import Decoder, DecoderLayer
 from minisgl_backend.models.kv_scales import is_kv_scale
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention
@@ -83,7 +83,13 @@ def build_model(
         def is_ignored(name: str) -> bool:
             return is_kv_scale(name) or (spec.tie_embeddings and name.startswith("lm_head."))
 
-        load_weights(collect_places(model), folder, is_ignored=is_ignored, progress=progress)
+        load_weights(
+            collect_places(model),
+            folder,
+            names=spec.names,
+            is_ignored=is_ignored,
+            progress=progress,
+        )
     else:
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     if spec.weights is not None:
@@ -109,10 +115,8 @@ def _format_of(
         return lambda name: None
     plain: set[str] = set()
     if load_format == "auto":
-        headers = {
-            name: header for held in tensor_files(folder).values() for name, header in held.items()
-        }
-        plain = {name for name, header in headers.items() if header.dtype in FLOATS}
+        files = weight_files(folder, spec.names).values()
+        plain = {name for held in files for name in held if held[name].dtype in FLOATS}
 
     def format_of(name: str) -> WeightFormat | None:
         form = weights.of(name)
@@ -125,7 +129,9 @@ def _format_of(
 
 def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     """Let the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
-    kernels for all of them and these are faster. Compiles those that are not in the cache.
+    kernels for all of them and these are faster. This decides alone which models these kernels
+    know: not those that normalize the outputs of a layer's parts, or queries and keys over all
+    heads, or rotate a part of each head. Compiles those that are not in the cache.
 
     A layer is then four GEMMs and attention (``kernels.cuda.linear``): norms, rotation, storing of
     keys and values, activations and residual adds happen inside the GEMMs. With several ranks the
@@ -136,8 +142,14 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
         return
     if model.dtype != torch.bfloat16 or model.spec.head_dim not in (64, 128):
         return
+    spec = model.spec
+    ropes = [rope for layer in range(spec.num_layers) if (rope := spec.rope_of(layer)) is not None]
+    if spec.qk_norm == "token" or any(rope.rotated != 1.0 for rope in ropes):
+        return
     for layer in model.layers:
-        if not isinstance(layer.mixer, SelfAttention) or not isinstance(layer.mlp, GatedMLP):
+        if not isinstance(layer, DecoderLayer) or not isinstance(layer.mixer, SelfAttention):
+            return
+        if not isinstance(layer.mlp, GatedMLP):
             return
         matrices = [module for module in layer.modules() if isinstance(module, Matrix)]
         if not all(

@@ -37,6 +37,7 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_SNAPSHOT
 from minisgl_backend.request import EMPTY, IntArray
 
+
 class Node:
     """A run of cached pages, int32[num_pages], that follows the runs of its ancestors.
 

@@ -67,7 +67,7 @@ def delta_rule(
     def blocks(x: Tensor) -> Tensor:
         """[num_tokens, num_heads, ...] -> float32 [num_blocks, num_heads, BLOCK, ...]."""
         padded = F.pad(x.float(), (0, 0) * (x.dim() - 1) + (0, padding))
-        return padded.unflatten(0, (-1, BLOCK)).transpose(1, 2)
+        return padded.view(-1, BLOCK, *x.shape[1:]).transpose(1, 2)
 
     queries, keys, values = blocks(queries), blocks(keys), blocks(v)
     rates = blocks(beta)[..., None]  # [num_blocks, num_heads, BLOCK, 1]; padding has the rate 0
@@ -79,12 +79,13 @@ def delta_rule(
     # it is owed to the state at the block's beginning; the system takes those tokens into account
     system = (rates * keys) @ keys.mT * between
     since = decay.exp()[..., None]
-    written, owed = torch.linalg.solve_triangular(
+    solved = torch.linalg.solve_triangular(
         system,
         torch.cat([rates * values, rates * keys * since], dim=-1),
         upper=False,
         unitriangular=True,
-    ).split([value_dim, keys.shape[-1]], dim=-1)
+    )
+    written, owed = solved[..., :value_dim], solved[..., value_dim:]
     within = queries @ keys.mT * between
     queries = queries * since
     keys = keys * (decay[..., -1:] - decay).exp()[..., None]
@@ -113,14 +114,15 @@ def delta_rule_step(
     written = (v.float() - read) * beta.float()[..., None]  # [num_rows, num_heads, value_dim]
     state += keys[..., None] * written[..., None, :]
     states[slots] = state
-    return (queries[..., None, :] @ state).squeeze(-2).to(v.dtype)
+    found: Tensor = queries[..., None, :] @ state  # [num_rows, num_heads, 1, value_dim]
+    return found.squeeze(-2).to(v.dtype)
 
 
 def _unit(x: Tensor, num_heads: int) -> Tensor:
     """Vectors of length 1, repeated for the heads that share them: float32."""
     x = x.float()
     x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
-    return x.repeat_interleave(num_heads // x.shape[1], dim=1)
+    return torch.repeat_interleave(x, num_heads // x.shape[1], dim=1)
 
 
 def _unit_queries(q: Tensor, num_heads: int) -> Tensor:

@@ -131,7 +131,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     """Let the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
     kernels for all of them and these are faster. This decides alone which models these kernels
     know: not those that normalize the outputs of a layer's parts, or queries and keys over all
-    heads, or rotate a part of each head. Compiles those that are not in the cache.
+    heads, or rotate a part of each head, or have gates. Compiles those that are not in the cache.
 
     A layer is then four GEMMs and attention (``kernels.cuda.linear``): norms, rotation, storing of
     keys and values, activations and residual adds happen inside the GEMMs. With several ranks the
@@ -144,7 +144,11 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
         return
     spec = model.spec
     ropes = [rope for layer in range(spec.num_layers) if (rope := spec.rope_of(layer)) is not None]
-    if spec.qk_norm == "token" or any(rope.rotated != 1.0 for rope in ropes):
+    if (
+        spec.qk_norm == "token"
+        or spec.gated_attention
+        or any(rope.rotated != 1.0 for rope in ropes)
+    ):
         return
     for layer in model.layers:
         if not isinstance(layer, DecoderLayer) or not isinstance(layer.mixer, SelfAttention):

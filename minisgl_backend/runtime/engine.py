@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """What is fixed once the model is loaded. Lengths and sizes are in tokens. ``weights`` says how
-    the checkpoint stores them."""
+    the checkpoint stores them. ``num_snapshots``, of recurrent states, is None if the model has
+    none."""
 
     model: str
     folder: str
@@ -60,6 +61,7 @@ class EngineInfo:
     max_queued_requests: int
     max_queued_tokens: int
     max_queue_time_s: float | None = None
+    num_snapshots: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

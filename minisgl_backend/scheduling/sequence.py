@@ -63,9 +63,9 @@ class Sequence:
     committed steps have made known.
 
     Only with recurrent states: ``begins_from`` is the snapshot with which the next chunk begins, if
-    it is the first behind a cached prefix; ``saves`` are the positions, ascending, behind which others may want
-    to begin; ``snapshots`` pairs those that were planned with the snapshots kept there, until these
-    are known to be finite.
+    it is the first behind a cached prefix; ``saves`` are the positions, ascending, behind which
+    others may want to begin; ``snapshots`` pairs those that were planned with the snapshots kept
+    there, until these are known to be finite.
     """
 
     request: Request

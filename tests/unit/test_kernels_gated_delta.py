@@ -27,15 +27,15 @@ def inputs(num_tokens: int) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 200])
 def test_the_rule_is_that_of_transformers(num_tokens: int) -> None:
-    given = inputs(num_tokens)
+    q, k, v, g, beta = inputs(num_tokens)
     state = torch.randn(HEADS, KEY_DIM, VALUE_DIM, generator=torch.Generator().manual_seed(1))
     expected, behind = theirs.torch_recurrent_gated_delta_rule(
-        *(each[None] for each in given),
+        *(each[None] for each in (q, k, v, g, beta)),
         initial_state=state[None],
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    found, last = delta_rule(*given, state)
+    found, last = delta_rule(q, k, v, g, beta, state)
     torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(last, behind[0], rtol=1e-4, atol=1e-5)
 

@@ -122,7 +122,8 @@ def _unit(x: Tensor, num_heads: int) -> Tensor:
     """Vectors of length 1, repeated for the heads that share them: float32."""
     x = x.float()
     x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
-    return torch.repeat_interleave(x, num_heads // x.shape[1], dim=1)
+    shared: Tensor = torch.repeat_interleave(x, num_heads // x.shape[1], dim=1)
+    return shared
 
 
 def _unit_queries(q: Tensor, num_heads: int) -> Tensor:

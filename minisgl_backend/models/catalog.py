@@ -357,7 +357,7 @@ def _text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
     """``text_config``, with what checkpoints of this kind say outside of it; ``tied`` is the
     default of tie_word_embeddings."""
     text = config.part("text_config")
-    outer = {
+    outer: dict[str, Any] = {
         key: config.values[key]
         for key in ("dtype", "torch_dtype", "eos_token_id")
         if key in config.values

@@ -40,12 +40,12 @@ def parse_spec(values: Mapping[str, Any], modelopt: Mapping[str, Any] | None = N
     ``ConfigError`` if it cannot be served."""
     config = ConfigReader(values)
     weights = read_quantization(config, modelopt)
-    if "auto_map" in config.values:
-        raise ConfigError("the checkpoint brings its own code (auto_map), which is never run")
     names = config.values.get("architectures") or ["no architecture"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise config.error("architectures", "a list of names", names)
     known = [name for name in names if name in ARCHITECTURES]
+    if "auto_map" in config.values and not _WITH_NEEDLESS_CODE.intersection(known):
+        raise ConfigError("the checkpoint brings its own code (auto_map), which is never run")
     if not known:
         raise ConfigError(
             f"{', '.join(names)} is not supported; supported are " + ", ".join(ARCHITECTURES)
@@ -168,12 +168,12 @@ def read_mistral3(config: ConfigReader) -> ModelSpec:
     if kind not in readers:
         raise text.error("model_type", "one of " + ", ".join(readers), kind)
     tied = config.flag("tie_word_embeddings", True)
-    outer = {
+    outer: dict[str, Any] = {
         key: config.values[key]
         for key in ("dtype", "torch_dtype", "eos_token_id")
         if key in config.values
     }
-    values = {**outer, **text.values, **dict.fromkeys(text.nulls), "tie_word_embeddings": tied}
+    values = {**outer, **text.values, "tie_word_embeddings": tied, **dict.fromkeys(text.nulls)}
     spec = readers[kind](ConfigReader(values, text.where))
     return replace(spec, architecture="Mistral3ForConditionalGeneration", names=MULTIMODAL)
 
@@ -355,3 +355,6 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
     }
 )
 """By the names of config.json."""
+
+_WITH_NEEDLESS_CODE: Final = frozenset({"Phi3ForCausalLM"})
+"""Architectures whose checkpoints bring code that says what transformers has had since."""

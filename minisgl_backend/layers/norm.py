@@ -71,10 +71,8 @@ class TokenNorm(nn.Module):
         # All ranks hold equally many numbers, and each key equally often: the mean of their means.
         mean = self.group.all_reduce(squares) / self.group.size
         scales = torch.rsqrt(mean + self.eps)
-        for part, scale, weight in zip(
-            (q, k), scales.split(1, dim=1), (self.q, self.k), strict=True
-        ):
-            part.copy_(part * scale * weight)
+        q.copy_(q * scales[:, :1] * self.q)
+        k.copy_(k * scales[:, 1:] * self.k)
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         for name, weight, share in (("q", self.q, self._queries), ("k", self.k, self._keys)):

@@ -47,12 +47,12 @@ def parse_spec(values: Mapping[str, Any], modelopt: Mapping[str, Any] | None = N
     ``ConfigError`` if it cannot be served."""
     config = ConfigReader(values)
     weights = read_quantization(config, modelopt)
-    if "auto_map" in config.values:
-        raise ConfigError("the checkpoint brings its own code (auto_map), which is never run")
     names = config.values.get("architectures") or ["no architecture"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise config.error("architectures", "a list of names", names)
     known = [name for name in names if name in ARCHITECTURES]
+    if "auto_map" in config.values and not _WITH_NEEDLESS_CODE.intersection(known):
+        raise ConfigError("the checkpoint brings its own code (auto_map), which is never run")
     if not known:
         raise ConfigError(
             f"{', '.join(names)} is not supported; supported are " + ", ".join(ARCHITECTURES)
@@ -426,3 +426,6 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
     }
 )
 """By the names of config.json."""
+
+_WITH_NEEDLESS_CODE: Final = frozenset({"Phi3ForCausalLM"})
+"""Architectures whose checkpoints bring code that says what transformers has had since."""

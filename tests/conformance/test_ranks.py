@@ -52,7 +52,9 @@ def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
     whole = logits_of_prompt(tmp_path, OneRank())
     for logits in on_ranks(size, lambda group: logits_of_prompt(tmp_path, group)):
         assert logits.shape == whole.shape
-        torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
+        # a recurrent state passes rounding errors on from token to token
+        atol = 5e-4 if case.startswith("qwen3.5") else 1e-4
+        torch.testing.assert_close(logits, whole, atol=atol, rtol=1e-4)
 
 
 def logits_of_prompt(folder: Path, group: Group, quantization: str | None = None) -> Tensor:

@@ -287,6 +287,15 @@ def test_structures_alone_may_be_none_and_need_no_trigger(grammars: Grammars) ->
     assert follow(grammars, compiled(grammars, "structural_tag", alone), _F)
 
 
+def test_a_lenient_structure_leaves_out_what_cannot_be_enforced(grammars: Grammars) -> None:
+    schema = {"type": "integer", "not": {"const": 1}}
+    structure = {"begin": "<", "schema": schema, "end": ">", "lenient": True}
+    tag = {"structures": [structure], "at_least_one": True}
+    for text, is_right in (("<1>", True), ("<x>", False)):
+        matcher = compiled(grammars, "structural_tag", tag)
+        assert follow(grammars, matcher, text) == is_right
+
+
 def test_a_trigger_may_be_a_special_token(grammars: Grammars) -> None:
     tag = {
         "structures": [{"begin": "<|im_start|>f", "schema": {"type": "null"}, "end": "<|im_end|>"}],
@@ -402,6 +411,20 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
             "structural_tag",
             {"structures": [{"begin": "<", "schema": {"not": {}}}], "triggers": ["<"]},
             "not supported, at #/structures/0/schema/not",
+        ),
+        (
+            "json_schema",
+            {"x-guidance": {"lenient": True}, "not": {}},
+            r"x-guidance\.lenient is not supported",
+        ),
+        ("json_schema", {"x-guidance": 1}, "x-guidance must be an object"),
+        (
+            "structural_tag",
+            {
+                "structures": [{"begin": "<", "schema": {"x-guidance": {"coerce_one_of": True}}}],
+                "triggers": ["<"],
+            },
+            r"x-guidance\.coerce_one_of is not supported",
         ),
         (
             "structural_tag",

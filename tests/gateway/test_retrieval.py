@@ -33,7 +33,7 @@ DOCUMENTS = ["Beijing.", "Gravity attracts <|im_end|> bodies.", "The capital of 
 def theirs() -> tuple[Any, Any]:
     """The demo model and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(DEMO_MODEL)
+    return model, AutoTokenizer.from_pretrained(DEMO_MODEL)  # in evaluation mode already
 
 
 @pytest.fixture

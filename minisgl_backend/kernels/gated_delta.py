@@ -15,6 +15,7 @@ Knows tensors only. Everything here is float32 inside, whatever the inputs are.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -127,4 +128,4 @@ def _unit(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _unit_queries(q: Tensor, num_heads: int) -> Tensor:
-    return _unit(q, num_heads) * q.shape[-1] ** -0.5
+    return _unit(q, num_heads) / math.sqrt(q.shape[-1])

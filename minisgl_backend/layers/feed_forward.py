@@ -89,6 +89,12 @@ class GatedMLP(nn.Module):
         inner = self.gate_up_proj(x, pdl=pdl, groups=groups)  # [num_tokens, share.size]
         return self.down_proj.add_to(residual, inner, norm, pdl=pdl, groups=groups)
 
+    def output(self, x: Normed, *, pdl: bool, groups: TokenGroups | None = None) -> Tensor:
+        """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it before."""
+        inner = self.gate_up_proj(x, pdl=pdl, groups=groups)  # [num_tokens, share.size]
+        output: Tensor = self.down_proj(inner, pdl=pdl, groups=groups)
+        return output
+
 
 class ExpertsMLP(nn.Module):
     """Gated MLPs behind a router (``FeedForward``): a mixture of experts.

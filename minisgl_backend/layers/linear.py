@@ -137,12 +137,24 @@ class RowLinear(nn.Module):
         tokens by adapter, if any has one.
         """
         if groups is not None:
-            assert self.adapters is not None
-            own_bias = self.bias if self.group.rank == 0 else None  # in the sum over the ranks once
-            part = self.matrix.plain_gemm(x, bias=own_bias)
-            self.adapters.add_to(part, x, groups)
+            part = self._adapted(x, groups)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
         return self.matrix.add_gemm(residual, x, norm, bias=self.bias, group=self.group, pdl=pdl)
+
+    def _adapted(self, x: Tensor, groups: TokenGroups) -> Tensor:
+        """This rank's part of the projection and of what adapters add to it."""
+        assert self.adapters is not None
+        own_bias = self.bias if self.group.rank == 0 else None  # in the sum over the ranks once
+        part = self.matrix.plain_gemm(x, bias=own_bias)
+        self.adapters.add_to(part, x, groups)
+        return part
+
+    def forward(self, x: Tensor, *, pdl: bool, groups: TokenGroups | None = None) -> Tensor:
+        """The projection itself, summed over the ranks, [num_tokens, out_features]."""
+        if groups is not None:
+            return self.group.all_reduce(self._adapted(x, groups))
+        bias = self.bias if self.group.rank == 0 else None
+        return self.group.all_reduce(self.matrix.gemm(Normed(x), bias=bias, pdl=pdl))
 
     def places(self) -> Iterator[tuple[str, Place]]:
         (name,) = self.matrix.parts

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import AdapterMemory, MergedColumnLinear, RowLinear
 from minisgl_backend.layers.weight_place import Share
 from minisgl_backend.models.adapter_files import AdapterFile, Projection
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.token_mixing import SelfAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +157,16 @@ class AdapterSlots:
 
 
 def _alike(model: Decoder) -> list[Sequence[MergedColumnLinear | RowLinear]]:
-    """The linear layers of all decoder layers, those of the same kind together."""
+    """The linear layers of attention and of plain feed-forward blocks, over all decoder layers,
+    those of the same kind together. Other kinds of layers take no adapters."""
     found: dict[tuple[object, ...], list[MergedColumnLinear | RowLinear]] = {}
     for layer in model.layers:
-        for name, module in layer.named_modules():
-            if isinstance(module, (MergedColumnLinear, RowLinear)):
-                matrix = module.matrix
-                key = name, matrix.out_features, matrix.in_features
-                found.setdefault(key, []).append(module)
+        for part in (layer.mixer, layer.mlp):
+            if not isinstance(part, (SelfAttention, GatedMLP)):
+                continue
+            for name, module in part.named_children():
+                if isinstance(module, (MergedColumnLinear, RowLinear)):
+                    matrix = module.matrix
+                    key = name, matrix.out_features, matrix.in_features
+                    found.setdefault(key, []).append(module)
     return list(found.values())

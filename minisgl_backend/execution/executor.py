@@ -92,8 +92,8 @@ class ModelExecutor:
         watch_logits: WatchLogits | None = None,
         progress: Progress = unseen,
     ):
-        """``states``, if the model has recurrent layers; ``adapter_slots``, if it takes adapters, of
-        which ``adapter_store`` is rank 0's.
+        """``states``, if the model has recurrent layers; ``adapter_slots``, if it takes adapters;
+        ``adapter_store`` is rank 0's.
 
         Raises ``ConfigError`` if the remaining memory cannot hold both the graphs and a step of
         ``max_prefill_tokens``."""

@@ -48,7 +48,8 @@ class Reference:
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3", "llama-biases", "qwen2", "mistral-window", "qwen3-moe"]
+    scope="module",
+    params=["qwen3", "llama-biases", "qwen2", "mistral-window", "qwen3-moe", "olmo2", "granite"],
 )
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -85,7 +85,7 @@ class SelfAttention(nn.Module):
         self.eps = spec.norm_eps
         self.qk_norm: HeadNorm | TokenNorm | None = None
         if spec.qk_norm == "head":
-            self.qk_norm = HeadNorm(spec.head_dim)
+            self.qk_norm = HeadNorm(spec.head_dim, offset=spec.norm_offset)
         elif spec.qk_norm == "token":
             self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
         self._heads_kernel: HeadsKernel | None = None

@@ -38,6 +38,7 @@ PAGE_SIZE = 16
         "mistral3-tied",
         "phi3-partial",
         "olmo2-biases",
+        "gemma3-seeing",
         "granite-tied",
         "smollm3",
         "qwen3.5-tied",

@@ -142,10 +142,16 @@ def build(
         raise Unsupported("exclude_input_in_output must be true with stream")
     if prompts == ["messages"] and not given["exclude_input_in_output"]:
         raise Unsupported("exclude_input_in_output must be true with messages")
+    n = given["n"]
+    best_of = n if given["best_of"] is None else given["best_of"]
+    if best_of < n:
+        raise InvalidRequest(f"best_of must be >= n {n}, got {best_of}")
+    if best_of > n and given["stream"]:
+        raise Unsupported(f"best_of must be n, {n}, with stream, got {best_of}")
     return Generation(
         prompt=_prompt(given, limits),
         arrival_time_ns=arrival_time_ns,
-        sampling=_sampling(given, wanted),
+        sampling=_sampling(given, wanted, is_ranked=best_of > n),
         fit_max_tokens=given["fit_max_tokens"],
         seed=given["seed"],
         stop_strings=tuple(dict.fromkeys(given["stop"])),
@@ -157,6 +163,8 @@ def build(
         cache_salt=given["cache_salt"],
         min_chunk_interval_ms=given["min_chunk_interval_ms"],
         wanted=wanted,
+        n=n,
+        best_of=best_of,
     )
 
 
@@ -209,17 +217,19 @@ def _prompt(given: Mapping[str, Any], limits: Limits) -> Prompt:
     return TokenPrompt(ids)
 
 
-def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
+def _sampling(given: Mapping[str, Any], wanted: Wanted, *, is_ranked: bool) -> SamplingParams:
     if given["min_tokens"] > given["max_tokens"]:
         raise InvalidRequest(
             f"min_tokens must be <= max_tokens {given['max_tokens']}, got {given['min_tokens']}"
         )
     if given["max_tokens"] == 0 and given["num_prompt_logprobs"] is None:
         raise InvalidRequest("max_tokens must be >= 1 without num_prompt_logprobs, got 0")
+    if given["max_tokens"] == 0 and max(given["n"], given["best_of"] or 1) > 1:
+        raise InvalidRequest("max_tokens must be >= 1 with n or best_of above 1, got 0")
     num_logprobs: int | None = None
     if wanted.logprobs:
         num_logprobs = given["num_logprobs"]
-    elif wanted.log_probs or wanted.cumulative_logprob:
+    elif wanted.log_probs or wanted.cumulative_logprob or is_ranked:
         num_logprobs = 0
     return SamplingParams(
         max_tokens=given["max_tokens"],

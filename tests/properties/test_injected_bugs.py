@@ -17,6 +17,7 @@ from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
@@ -110,6 +111,16 @@ def matched_in_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixCache, "acquire", acquire_all)
 
 
+def copied_in_part(patch: pytest.MonkeyPatch) -> None:
+    """A sample gets its leader's last page without the last position that is copied."""
+    copy = Draft.copy
+    patch.setattr(
+        Draft,
+        "copy",
+        lambda self, source, target, length: copy(self, source, target, length - 1),
+    )
+
+
 def without_guards(patch: pytest.MonkeyPatch) -> None:
     """Take away what refuses broken bookkeeping, so that only tokens can tell."""
 
@@ -126,7 +137,14 @@ def without_guards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunningRows, "check", lambda self: None)
 
 
-BUGS: list[Inject] = [freed_in_flight, not_pinned, released_twice, wrong_key, matched_in_full]
+BUGS: list[Inject] = [
+    freed_in_flight,
+    not_pinned,
+    released_twice,
+    wrong_key,
+    matched_in_full,
+    copied_in_part,
+]
 
 
 def noticed(*, by: tuple[type[Exception], ...], check: bool) -> bool:

@@ -71,8 +71,7 @@ class Output:
     """[num_output_tokens], each with ``num_logprobs`` alternatives; empty if not asked for."""
     prompt_logprobs: Sequence[TokenLogprobs | None]
     """[num_input_tokens], each with ``num_prompt_logprobs`` alternatives; None for the first token.
-    Empty if not asked for, in a stream after the first output, and for all samples but the first.
-    """
+    Empty if not asked for, and in a stream after the sample's first output."""
     cumulative_logprob: float | None
     """The sum over all tokens so far; None if not asked for."""
     times: Times | None
@@ -97,6 +96,7 @@ class Mailbox:
         "_arrival_ns",
         "_events",
         "_first_token_ns",
+        "_has_begun",
         "_has_ended",
         "_is_announced",
         "_last_token_ns",
@@ -125,6 +125,7 @@ class Mailbox:
         self.samples = asked.samples
         self._has_ended = [False] * len(asked.samples)  # the engine's last event has been read
         self._told = [False] * len(asked.samples)  # the caller knows the end
+        self._has_begun = [False] * len(asked.samples)  # the caller has had an output
         self._num_running = len(asked.samples)  # on the engine's side
         self._answers = AnswerStream(vocabulary, asked.start)
         self._ready = ready
@@ -186,9 +187,8 @@ class Mailbox:
 
     def _output(self, sample: int, answer: Answer) -> Output:
         one, wanted = answer.samples[sample], self._answers.start.wanted
-        prompt_logprobs: list[TokenLogprobs | None] = []
-        if not sample:
-            prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
+        prompt_logprobs = [] if self._has_begun[sample] else self._prompt_logprobs
+        self._has_begun[sample] = True
         return Output(
             index=self.index,
             sample=sample,

@@ -165,8 +165,6 @@ class Engine:
         # as ``wire.parse`` does, for requests that did not come through it
         if sampling.max_tokens == 0 and sampling.num_prompt_logprobs is None:
             raise InvalidRequest("max_tokens must be >= 1 without num_prompt_logprobs, got 0")
-        if sampling.max_tokens == 0 and num_samples > 1:
-            raise InvalidRequest(f"max_tokens must be >= 1 with {num_samples} samples, got 0")
         if num_samples > self._most_open:
             raise InvalidRequest(
                 f"at most {self._most_open} samples fit the engine, "

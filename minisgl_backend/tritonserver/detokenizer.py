@@ -87,7 +87,7 @@ class TritonPythonModel:
                 stream.over = verdict
         # before the answer is sent, so that the engine can make the next packet ready meanwhile;
         # that packet is taken only when this call is over, so they stay in order
-        self._acknowledge(packet, verdict, 0 if stream is None else stream.stopped)
+        self._acknowledge(packet, verdict, stream)
         if response is not None:
             responder.send(response, final=True)
         else:
@@ -143,11 +143,12 @@ class TritonPythonModel:
         stream.next_poll_s = now_s + _POLL_EVERY_S
         return responder.is_cancelled()
 
-    def _acknowledge(self, packet: Packet, verdict: Verdict, stopped: int) -> None:
+    def _acknowledge(self, packet: Packet, verdict: Verdict, stream: AnswerStream | None) -> None:
         if packet.is_last:
             with self._lock:  # it was the last, which needs no acknowledgement
                 self._streams.pop(packet.key, None)
             return
+        stopped = stream.stopped if stream is not None and verdict is Verdict.CONTINUE else 0
         self._channel.acknowledge(packet.reply_to, Ack(packet.key, packet.index, verdict, stopped))
 
     # --- the channel's thread ----------------------------------------------------------------

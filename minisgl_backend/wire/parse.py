@@ -224,8 +224,6 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted, *, is_ranked: bool) -> S
         )
     if given["max_tokens"] == 0 and given["num_prompt_logprobs"] is None:
         raise InvalidRequest("max_tokens must be >= 1 without num_prompt_logprobs, got 0")
-    if given["max_tokens"] == 0 and max(given["n"], given["best_of"] or 1) > 1:
-        raise InvalidRequest("max_tokens must be >= 1 with n or best_of above 1, got 0")
     num_logprobs: int | None = None
     if wanted.logprobs:
         num_logprobs = given["num_logprobs"]

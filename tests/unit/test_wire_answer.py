@@ -15,6 +15,7 @@ from minisgl_backend.wire.answer import (
     LEAST_LOGPROB,
     NO_LOGPROBS,
     Answer,
+    SampleAnswer,
     answer_arrays,
     logprobs_json,
     prompt_logprobs_json,
@@ -22,6 +23,7 @@ from minisgl_backend.wire.answer import (
 from minisgl_backend.wire.generation import Wanted
 from minisgl_backend.wire.packets import Packet, StreamStart, Times, Verdict
 from minisgl_backend.wire.parameters import output_tensors
+from tests.fakes.packets import make_packet
 from tests.fakes.vocabularies import byte_level
 
 VOCABULARY = Vocabulary.of(byte_level())
@@ -39,13 +41,23 @@ def opened(**start: Any) -> AnswerStream:
 
 
 def packet(token_ids: list[int], **more: Any) -> Packet:
-    return Packet("", 5, 1, token_ids, **more)
+    return make_packet("", 5, 1, token_ids, **more)
 
 
-def told(stream: AnswerStream, text: str, **more: Any) -> Answer:
+def answered(stream: AnswerStream, text: str, **more: Any) -> Answer:
     answer = stream.push(packet(ids(text), **more))
     assert answer is not None
     return answer
+
+
+def told(stream: AnswerStream, text: str, **more: Any) -> SampleAnswer:
+    """What an answer says of its only sample."""
+    return only(answered(stream, text, **more))
+
+
+def only(answer: Answer) -> SampleAnswer:
+    (sample,) = answer.samples
+    return sample
 
 
 def test_a_stream_answers_whenever_there_is_text() -> None:
@@ -53,20 +65,21 @@ def test_a_stream_answers_whenever_there_is_text() -> None:
     assert told(stream, "ab").text == "ab"
     assert stream.push(packet(ids("é")[:1])) is None
     assert stream.push(packet([])) is None  # a probe
-    later = stream.push(packet(ids("é")[1:]))
-    assert later is not None
-    assert (later.text, later.num_output_tokens, later.finish) == ("é", 2, None)
-    last = told(stream, "", terminal=LENGTH)
-    assert (last.text, last.num_output_tokens, last.finish) == ("", 0, FinishReason.LENGTH)
+    rest = stream.push(packet(ids("é")[1:]))
+    assert rest is not None
+    later = only(rest)
+    assert (later.text, len(later.token_ids), later.finish) == ("é", 2, None)
+    last = told(stream, "", finish=LENGTH)
+    assert (last.text, len(last.token_ids), last.finish) == ("", 0, FinishReason.LENGTH)
     assert stream.over is Verdict.STOP
 
 
 def test_without_stream_there_is_one_answer() -> None:
     stream = opened(prompt_text="prompt:")
     assert stream.push(packet(ids("ab"), num_cached_tokens=2)) is None
-    answer = told(stream, "c", terminal=LENGTH, times=Times(1, 2, 3, 4))
-    assert answer.text == "prompt:abc"
-    assert answer.num_output_tokens == 3
+    answer = answered(stream, "c", finish=LENGTH, times=Times(1, 2, 3, 4))
+    assert only(answer).text == "prompt:abc"
+    assert len(only(answer).token_ids) == 3
     assert answer.num_input_tokens == 3
     assert answer.num_cached_tokens == 2
     assert answer.times == Times(1, 2, 3, 4)
@@ -76,9 +89,9 @@ def test_a_stop_string_ends_the_answer_and_its_counts() -> None:
     stream = opened(stream=True, stop_strings=("xy",))
     assert told(stream, "ax").text == "a"
     logprobs = tuple(TokenLogprobs(-1.0, 1) for _ in range(3))
-    answer = told(stream, "ybc", logprobs=logprobs, terminal=LENGTH)
+    answer = told(stream, "ybc", logprobs=logprobs, finish=LENGTH)
     assert (answer.text, answer.finish, answer.stop_reason) == ("", FinishReason.STOP, "xy")
-    assert answer.num_output_tokens == 1
+    assert len(answer.token_ids) == 1
     assert len(answer.logprobs) == len(answer.token_ids) == 1
     assert answer.cumulative_logprob == -1.0
     assert stream.over is Verdict.STOP
@@ -87,8 +100,8 @@ def test_a_stop_string_ends_the_answer_and_its_counts() -> None:
 def test_a_stop_token_counts_but_has_no_text() -> None:
     stream = opened(stream=True)
     finish = Finished(FinishReason.STOP, ids("c")[0])
-    answer = told(stream, "abc", terminal=finish, logprobs=(TokenLogprobs(-1.0, 1),) * 3)
-    assert (answer.text, answer.num_output_tokens) == ("ab", 3)
+    answer = told(stream, "abc", finish=finish, logprobs=(TokenLogprobs(-1.0, 1),) * 3)
+    assert (answer.text, len(answer.token_ids)) == ("ab", 3)
     assert (answer.finish, answer.stop_reason) == (FinishReason.STOP, ids("c")[0])
     assert len(answer.logprobs) == 3
 
@@ -96,13 +109,13 @@ def test_a_stop_token_counts_but_has_no_text() -> None:
 def test_a_stop_token_has_no_text_even_ahead_of_its_finish() -> None:
     stream = opened(stream=True, stop_token_ids=(ids("c")[0],))
     assert told(stream, "abc").text == "ab"
-    answer = told(stream, "", terminal=Finished(FinishReason.STOP, ids("c")[0]))
-    assert (answer.text, answer.num_output_tokens) == ("", 0)
+    answer = told(stream, "", finish=Finished(FinishReason.STOP, ids("c")[0]))
+    assert (answer.text, len(answer.token_ids)) == ("", 0)
 
 
 def test_a_finish_whose_stop_token_came_before_keeps_the_text() -> None:
     stream = opened(stream=True)
-    answer = told(stream, "ab", terminal=Finished(FinishReason.STOP, END))
+    answer = told(stream, "ab", finish=Finished(FinishReason.STOP, END))
     assert answer.text == "ab"
 
 
@@ -110,12 +123,13 @@ def test_logprobs_wait_for_the_answer_that_tells_them() -> None:
     stream = opened(stream=True)
     one = (TokenLogprobs(-0.5, 2),)
     assert stream.push(packet(ids("é")[:1], logprobs=one)) is None
-    answer = stream.push(packet(ids("é")[1:], logprobs=one))
-    assert answer is not None
+    whole = stream.push(packet(ids("é")[1:], logprobs=one))
+    assert whole is not None
+    answer = only(whole)
     assert answer.token_ids == ids("é")
     assert answer.logprobs == [*one, *one]
     assert answer.cumulative_logprob == -1.0
-    later = told(stream, "a", logprobs=one, terminal=LENGTH)
+    later = told(stream, "a", logprobs=one, finish=LENGTH)
     assert len(later.logprobs) == 1
     assert later.cumulative_logprob == -1.5
 
@@ -124,13 +138,15 @@ EVERYTHING = Wanted(**dict.fromkeys(Wanted.__slots__, True))
 
 
 def test_nothing_but_text_unless_asked_for() -> None:
-    arrays = answer_arrays(Answer(text="é", finish=FinishReason.STOP))
+    arrays = answer_arrays(Answer(samples=[SampleAnswer(text="é", finish=FinishReason.STOP)]))
     assert list(arrays) == ["text_output"]
     assert arrays["text_output"].tolist() == ["é".encode()]
-    arrays = answer_arrays(Answer(token_ids=[1, 2]))
+    arrays = answer_arrays(Answer(samples=[SampleAnswer(token_ids=[1, 2])]))
     assert list(arrays) == ["output_ids"]
     assert arrays["output_ids"].dtype == np.int32
-    assert list(answer_arrays(Answer(text=""), Wanted(logprobs=False))) == ["text_output"]
+    assert list(answer_arrays(Answer(samples=[SampleAnswer(text="")]), Wanted(logprobs=False))) == [
+        "text_output"
+    ]
 
 
 def scored(text: str, num_alternatives: int = 0) -> PromptLogprobs:
@@ -162,22 +178,22 @@ def test_a_prompts_logprobs_are_those_of_tokens_without_brackets() -> None:
 def test_a_prompts_logprobs_come_at_once_with_stream_and_at_the_end_without() -> None:
     wanted = Wanted(prompt_logprobs=True)
     stream = opened(stream=True, wanted=wanted)
-    parts = [told(stream, "", prompt_logprobs=scored("ab")), told(stream, "cd")]
-    parts.append(told(stream, "", terminal=LENGTH))
+    parts = [answered(stream, "", prompt_logprobs=scored("ab")), answered(stream, "cd")]
+    parts.append(answered(stream, "", finish=LENGTH))
     assert [len(json.loads(prompt_output(answer))) for answer in parts] == [3, 0, 0]
     assert json.loads(prompt_output(parts[0]))[0] is None
     whole = opened(wanted=wanted)
     assert whole.push(packet([], prompt_logprobs=scored("a"))) is None
     assert whole.push(packet(ids("x"), prompt_logprobs=scored("b"))) is None
-    answer = told(whole, "y", terminal=LENGTH)
-    assert answer.text == "xy"
+    answer = answered(whole, "y", finish=LENGTH)
+    assert only(answer).text == "xy"
     first, *others = json.loads(prompt_output(answer))
     assert first is None
     assert [next(iter(table)) for table in others] == [str(token) for token in ids("ab")]
 
 
 def test_a_prompt_of_one_token_has_one_null() -> None:
-    answer = told(opened(wanted=Wanted(prompt_logprobs=True)), "", terminal=LENGTH)
+    answer = answered(opened(wanted=Wanted(prompt_logprobs=True)), "", finish=LENGTH)
     assert prompt_output(answer) == "[null]"
 
 
@@ -188,16 +204,18 @@ def prompt_output(answer: Answer) -> str:
 
 
 def test_all_outputs_have_the_types_of_the_table() -> None:
-    answer = Answer(
+    sample = SampleAnswer(
         text="ab",
         token_ids=[5, 6],
         finish=FinishReason.STOP,
         stop_reason='a"b',
-        num_input_tokens=1,
-        num_output_tokens=2,
-        num_cached_tokens=3,
         logprobs=[TokenLogprobs(-0.5, 1), TokenLogprobs(float("-inf"), 7)],
         cumulative_logprob=-2.5,
+    )
+    answer = Answer(
+        samples=[sample],
+        num_input_tokens=1,
+        num_cached_tokens=3,
         times=Times(1, 2, 3, 4),
         prompt_logprobs=[NO_LOGPROBS, "{}"],
     )
@@ -212,7 +230,7 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
     assert set(arrays) == {tensor.name for tensor in tensors}
     for tensor in tensors:
         assert arrays[tensor.name].dtype == types[tensor.data_type]
-        assert arrays[tensor.name].shape == ((1,) if tensor.dims == (1,) else (1, 2))
+        assert arrays[tensor.name].shape == ((1,) if len(tensor.dims) == 1 else (1, 2))
     plain = {name: array.tolist() for name, array in arrays.items() if array.shape == (1,)}
     del plain["logprobs"]
     assert plain == {
@@ -234,7 +252,7 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
 
 
 def test_a_running_request_has_no_reasons_yet() -> None:
-    arrays = answer_arrays(Answer(text="a"), EVERYTHING)
+    arrays = answer_arrays(Answer(samples=[SampleAnswer(text="a")]), EVERYTHING)
     assert arrays["finish_reason"].tolist() == [b"None"]
     assert arrays["stop_reason"].tolist() == [b"null"]
     assert arrays["output_log_probs"].shape == (1, 0)

@@ -13,7 +13,6 @@ import pytest
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
 from minisgl_backend.request import (
-    Failed,
     Finished,
     FinishReason,
     Grammar,
@@ -39,7 +38,7 @@ from minisgl_backend.wire.packets import (
     encode_packet,
 )
 from minisgl_backend.wire.record import decode_record, encode_record
-from tests.fakes.packets import comparable
+from tests.fakes.packets import comparable, make_packet
 
 LIMITS = Limits()
 IDS = np.array([3, 4], dtype=np.int32)
@@ -193,8 +192,8 @@ def test_a_record_needs_token_ids(ids: npt.NDArray[np.int32]) -> None:
         decode_record(encode_record(PLAIN), ids, LIMITS)
 
 
-COMMON = Packet("/run/x/engine.sock", 2**64 - 1, 7, [5, 6])
-FIRST = Packet(
+COMMON = make_packet("/run/x/engine.sock", 2**64 - 1, 7, [5, 6])
+FIRST = make_packet(
     "/run/x/engine.sock",
     5,
     0,
@@ -217,12 +216,12 @@ PACKETS = [
     COMMON,
     FIRST,
     replace(COMMON, start=StreamStart(num_input_tokens=1)),
-    replace(COMMON, terminal=Finished(FinishReason.LENGTH)),
-    replace(COMMON, terminal=Finished(FinishReason.STOP, 11)),
-    replace(COMMON, terminal=Failed(EngineFailure("no"))),
-    replace(COMMON, terminal=Failed(Overloaded("later"))),
+    make_packet("", 5, 7, [5, 6], finish=Finished(FinishReason.LENGTH)),
+    make_packet("", 5, 7, [5, 6], finish=Finished(FinishReason.STOP, 11)),
+    make_packet("", 5, 7, [5, 6], error=EngineFailure("no")),
+    make_packet("", 5, 7, [5, 6], error=Overloaded("later")),
     replace(COMMON, num_cached_tokens=0),
-    replace(COMMON, token_ids=[]),
+    replace(COMMON, news=[]),
 ]
 
 

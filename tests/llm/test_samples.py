@@ -25,7 +25,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "chunked": {"max_prefill_tokens": 16, "page_size": 4},
     "without overlap": {"overlap": False},
     "few rows": {"max_running_requests": 2},
-    "few pages": {"num_pages": 40, "page_size": 4, "reserve_tokens": 0},
+    "few pages": {"num_pages": 40, "page_size": 4},
     "large pages": {"page_size": 64},
     "nothing cached": {"cache": "naive"},
 }
@@ -57,12 +57,21 @@ def test_samples_are_what_requests_of_their_own_get(one: LLM) -> None:
         for sample in range(5)
     ]
     assert told(cold) == told(own) == told(one.generate(prompts, asked))
-    has_few_pages = one.info.num_pages == 40
-    assert (one.stats().scheduler.num_retractions > 0) is has_few_pages
     for output, alone in zip(cold, own, strict=True):
         assert [x.logprob for x in output.logprobs] == pytest.approx(
             [x.logprob for x in alone.logprobs], abs=1e-4
         )
+
+
+def test_samples_that_are_retracted_get_the_same_tokens() -> None:
+    asked = {**HOT, "max_tokens": 500}
+    with LLM(num_pages=40) as made:
+        outputs = made.generate(STORY, {**asked, "n": 3})
+        assert made.stats().scheduler.num_retractions > 0
+        own = [
+            made.generate(STORY, {**asked, "seed": (HOT["seed"] + i) % 2**64})[0] for i in (0, 1, 2)
+        ]
+    assert told(outputs) == told(own)
 
 
 def test_a_prompt_is_computed_once(llm: LLM) -> None:

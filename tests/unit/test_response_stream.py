@@ -19,18 +19,20 @@ from minisgl_backend.request import (
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
 from minisgl_backend.tritonserver.window import PROBE_AFTER_S, Window
-from minisgl_backend.wire.packets import Ack, Packet, StreamStart, Verdict
+from minisgl_backend.wire.packets import Ack, Packet, SampleNews, StreamStart, Verdict
 from tests.fakes import pb_utils
 from tests.fakes.packets import finish_of, token_ids_of
 
 
-def opened(*, reply_to: str = "/run/engine.sock", stream: bool = False) -> ResponseStream:
+def opened(
+    *, reply_to: str = "/run/engine.sock", stream: bool = False, n: int = 1
+) -> ResponseStream:
     interval_s = 0.0 if stream else float("inf")
     return ResponseStream(
         key=1,
-        sample_ids=[RequestId(1)],
+        sample_ids=[RequestId(1 + sample) for sample in range(n)],
         responder=Responder(pb_utils.InferenceRequest({})),
-        start=StreamStart(num_input_tokens=3, stream=stream),
+        start=StreamStart(num_input_tokens=3, stream=stream, num_samples=n, n=n),
         reply_to=reply_to,
         encode=lambda packet: None,
         window=Window(now_s=time.monotonic(), interval_s=interval_s),
@@ -149,3 +151,63 @@ def test_the_last_token_is_in_the_packet_that_ends_the_request() -> None:
     third = stream.take()
     assert third is not None and token_ids_of(third) == [7]
     assert finish_of(third) == Finished(FinishReason.LENGTH)
+
+
+def test_samples_share_packets_and_the_last_to_end_ends_the_stream() -> None:
+    stream = opened(stream=True, n=3)
+    assert stream.put(0, Generated(5))
+    first = taken(stream)
+    assert first.news == [SampleNews([5], [])]
+    assert not stream.put(2, Generated(7))
+    assert not stream.put(1, Generated(6, is_last=True))
+    assert not stream.put(1, Finished(FinishReason.LENGTH)), "not before the acknowledgement"
+    ready, _ = stream.acknowledge(Ack(1, first.index, Verdict.CONTINUE))
+    assert ready
+    second = taken(stream)
+    assert [(one.sample, one.token_ids, one.finish) for one in second.news] == [
+        (1, [6], Finished(FinishReason.LENGTH)),
+        (2, [7], None),
+    ]
+    assert not second.is_last
+    assert not stream.put(0, Finished(FinishReason.CANCELLED))
+    assert stream.put(2, Finished(FinishReason.STOP, 9))
+    last = taken(stream)
+    assert last.is_last and last.error is None
+    assert [one.sample for one in last.news] == [0, 2]
+
+
+def test_a_sample_that_a_stop_string_ended_sends_nothing_more() -> None:
+    stream = opened(stream=True, n=2)
+    assert stream.put(0, Generated(5))
+    first = taken(stream)
+    assert not stream.put(0, Generated(6))
+    assert not stream.put(1, Generated(7))
+    ready, _ = stream.acknowledge(Ack(1, first.index, Verdict.CONTINUE, stopped=0b1))
+    assert ready
+    assert not stream.put(0, Generated(8))
+    assert not stream.put(0, Finished(FinishReason.STOP))
+    second = taken(stream)
+    assert second.news == [SampleNews([7], [], sample=1)]
+    assert stream.put(1, Finished(FinishReason.LENGTH)), "the last that was running"
+    assert taken(stream).is_last
+
+
+def test_a_stop_string_in_the_last_running_sample_ends_the_stream() -> None:
+    stream = opened(stream=True, n=2)
+    assert stream.put(0, Generated(5))
+    first = taken(stream)
+    assert not stream.put(1, Finished(FinishReason.LENGTH))
+    ready, _ = stream.acknowledge(Ack(1, first.index, Verdict.CONTINUE, stopped=0b1))
+    assert ready
+    last = taken(stream)
+    assert last.is_last
+    assert last.news == [SampleNews([], [], Finished(FinishReason.LENGTH), sample=1)]
+
+
+def test_one_failed_sample_fails_the_stream() -> None:
+    stream = opened(n=3)
+    assert not stream.put(0, Generated(5))
+    assert stream.put(1, Failed(EngineFailure("broken")))
+    packet = taken(stream)
+    assert packet.is_last and str(packet.error) == "broken"
+    assert not stream.put(0, Finished(FinishReason.CANCELLED)), "it has ended already"

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import Finished, FinishReason, PromptLogprobs, TokenLogprobs
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -21,7 +23,7 @@ from minisgl_backend.wire.answer import (
     prompt_logprobs_json,
 )
 from minisgl_backend.wire.generation import Wanted
-from minisgl_backend.wire.packets import Packet, StreamStart, Times, Verdict
+from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, Times, Verdict
 from minisgl_backend.wire.parameters import output_tensors
 from tests.fakes.packets import make_packet
 from tests.fakes.vocabularies import byte_level
@@ -279,3 +281,67 @@ def test_logprobs_as_json() -> None:
     ]
     without_text = json.loads(logprobs_json([5], [TokenLogprobs(float("nan"), 1)]))
     assert without_text == [{"5": {"logprob": LEAST_LOGPROB, "rank": 1}}]
+
+
+def of_samples(*news: SampleNews, **more: Any) -> Packet:
+    return Packet("", 5, 1, news, **more)
+
+
+def test_samples_have_their_places_in_each_answer() -> None:
+    stream = opened(stream=True, num_samples=3, n=3)
+    answer = stream.push(of_samples(SampleNews(ids("ab"), sample=1)))
+    assert answer is not None
+    arrays = answer_arrays(answer, Wanted(finish_reason=True, num_output_tokens=True))
+    assert arrays["text_output"].tolist() == [b"", b"ab", b""]
+    assert arrays["finish_reason"].tolist() == [b"None"] * 3
+    assert arrays["num_output_tokens"].tolist() == [0, 2, 0]
+    answer = stream.push(of_samples(SampleNews(finish=LENGTH, sample=1), SampleNews(ids("c"))))
+    assert answer is not None and stream.over is None
+    answer = stream.push(of_samples(SampleNews(ids("d"), finish=LENGTH)))
+    assert answer is not None and stream.over is None
+    arrays = answer_arrays(answer, Wanted(finish_reason=True))
+    assert arrays["text_output"].tolist() == [b"d", b"", b""]
+    assert arrays["finish_reason"].tolist() == [b"length", b"length", b"None"], "ends stay"
+    answer = stream.push(of_samples(SampleNews(finish=LENGTH, sample=2), is_last=True))
+    assert answer is not None and stream.over is Verdict.STOP
+
+
+def test_a_stop_string_ends_its_sample() -> None:
+    stream = opened(num_samples=2, n=2, stop_strings=("x",))
+    assert stream.push(of_samples(SampleNews(ids("axb")), SampleNews(ids("c"), sample=1))) is None
+    assert (stream.stopped, stream.over) == (0b1, None)
+    assert stream.push(of_samples(SampleNews(ids("bb")), SampleNews(ids("d"), sample=1))) is None
+    answer = stream.push(of_samples(SampleNews(ids("x"), sample=1)))
+    assert answer is not None and stream.over is Verdict.STOP
+    assert [(one.text, one.stop_reason) for one in answer.samples] == [("a", "x"), ("cd", "x")]
+    assert [len(one.token_ids) for one in answer.samples] == [2, 3]
+
+
+def test_the_best_samples_come_the_likeliest_first() -> None:
+    stream = opened(num_samples=4, n=2, prompt_text="> ")
+    news = [
+        SampleNews(ids(text), [TokenLogprobs(logprob, 1)], LENGTH, sample)
+        for sample, (text, logprob) in enumerate([("a", -3), ("b", -1), ("c", -1), ("d", -2)])
+    ]
+    answer = stream.push(of_samples(*news, is_last=True))
+    assert answer is not None
+    arrays = answer_arrays(answer, Wanted(log_probs=True, null_logprobs=True))
+    assert arrays["text_output"].tolist() == [b"> b", b"> c"]
+    assert arrays["cum_log_probs"].tolist() == [-1, -1]
+    assert arrays["output_log_probs"].tolist() == [[-1], [-1]]
+    assert arrays["logprobs"].tolist() == [b"null"] * 2
+
+
+def test_a_packet_of_a_sample_that_there_is_not() -> None:
+    with pytest.raises(InvalidRequest, match="no sample 1"):
+        opened().push(of_samples(SampleNews(ids("a"), sample=1)))
+
+
+def test_rows_of_log_probabilities_are_filled_up() -> None:
+    samples = [
+        SampleAnswer(token_ids=[1] * count, logprobs=[TokenLogprobs(-1.0, 1)] * count)
+        for count in (2, 0)
+    ]
+    arrays = answer_arrays(Answer(samples=samples), Wanted(log_probs=True))
+    assert arrays["output_log_probs"].tolist() == [[-1, -1], [0, 0]]
+    assert arrays["output_ids"].tolist() == [1, 1]

@@ -32,6 +32,7 @@ from minisgl_backend.wire.generation import (
 )
 from minisgl_backend.wire.packets import (
     Packet,
+    SampleNews,
     StreamStart,
     Times,
     decode_packet,
@@ -100,7 +101,10 @@ def test_a_record_carries_the_grammar(grammar: Grammar) -> None:
     assert found == grammar
 
 
-@pytest.mark.parametrize("generation", [PLAIN, FULL, replace(PLAIN, stream=True)])
+SEVERAL = replace(PLAIN, n=2, best_of=5, sampling=SamplingParams(num_logprobs=0))
+
+
+@pytest.mark.parametrize("generation", [PLAIN, FULL, replace(PLAIN, stream=True), SEVERAL])
 def test_a_record_carries_the_generation(generation: Generation) -> None:
     decoded = decode_record(encode_record(generation), IDS, LIMITS)
     assert isinstance(decoded, Generation)
@@ -148,7 +152,7 @@ def test_a_stop_request_has_a_record_too() -> None:
 
 
 def test_a_stopped_request_has_a_record_too() -> None:
-    request = Stopped(wanted=Wanted(finish_reason=True, null_logprobs=True))
+    request = Stopped(wanted=Wanted(finish_reason=True, null_logprobs=True), n=3)
     text = encode_record(request)
     assert decode_record(text, np.array([], dtype=np.int32), LIMITS) == request
 
@@ -222,6 +226,9 @@ PACKETS = [
     make_packet("", 5, 7, [5, 6], error=Overloaded("later")),
     replace(COMMON, num_cached_tokens=0),
     replace(COMMON, news=[]),
+    replace(FIRST, news=[*FIRST.news, SampleNews([5], sample=2)]),
+    replace(FIRST, news=[SampleNews([5], (), Finished(FinishReason.LENGTH), 63)], is_last=True),
+    replace(FIRST, start=StreamStart(num_input_tokens=1, num_samples=5, n=2)),
 ]
 
 
@@ -323,6 +330,15 @@ def broken(**changes: Any) -> bytes:
         broken(f=[]),
         broken(f=["stop", "5"]),
         broken(e=["INTERNAL"]),
+        broken(m=5),
+        broken(m=[{}]),
+        broken(m=[{"n": 0, "o": [5]}]),
+        broken(m=[{"n": 64, "o": [5]}]),
+        broken(m=[{"n": 1, "o": [5]}, {"n": 1, "o": [6]}]),
+        broken(m=[{"n": 1, "l": [[-0.5, 1, []]]}]),
+        broken(d={"n": 1, "samples": [65, 1]}),
+        broken(d={"n": 1, "samples": [2, 3]}),
+        broken(d={"n": 1, "samples": [1]}),
         broken(t=[1, 2, 3, 4, 5]),
         broken(t=["1"]),
         broken(t=[1, 2, 3, 2**63]),

@@ -104,6 +104,7 @@ def _deltas(values: Mapping[str, Sequence[Any]]) -> list[Delta]:
                 cumulative_logprob,
                 times,
                 of_prompt,
+                tuple(get("embedding") or ()),
                 sample,
             )
             for sample, (

@@ -10,9 +10,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from minisgl_client.answer import Result
@@ -35,6 +36,7 @@ from minisgl_gateway.event_stream import (
     merged,
     unless_disconnected,
 )
+from minisgl_gateway.form_schema import form_of
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Caller
 from minisgl_gateway.lookups import Lookups
@@ -48,20 +50,23 @@ logger = logging.getLogger(__name__)
 _Request = TypeVar("_Request", bound=Body)
 _HEALTH_S: Final = 5.0
 _PROBED_S: Final = 1.0
+_AT_ONCE: Final = 16
+"""Calls of the engine at a time for a request with many inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     """The generations of a request, one a prompt, and how their answers are read and told.
 
-    Each has ``num_choices`` choices, for which the engine makes ``num_samples``. There is a reader
-    for each choice, those of the first prompt first.
+    ``of_form`` tells errors about the form of the answer (``errors.api_error``). Each generation
+    has ``num_choices`` choices, for which the engine makes ``num_samples``. There is a reader for
+    each choice, those of the first prompt first.
     """
 
     generations: Sequence[Generation]
     readers: Sequence[AnswerReader]
     renderer: Renderer
-    names: Mapping[str, str]
+    of_form: Callable[[str], tuple[str, str]]
     num_choices: int
     num_samples: int
 
@@ -88,7 +93,8 @@ class _Job:
         try:
             yield
         except MinisglError as error:
-            raise api_error(error, self.renderer.fields, self.names) from error
+            renderer = self.renderer
+            raise api_error(error, renderer.fields, renderer.names, self.of_form) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +133,20 @@ class Service:
     async def completions(self, http: Request) -> Response:
         """POST /v1/completions."""
         request = await self.received(CompletionRequest, http)
-        generations = completion_generations(request, self._policy(http))
+        generations = completion_generations(request, self.policy(http))
         renderer = CompletionRenderer(request)
         http.scope["state"]["request_id"] = renderer.id
         renderer.echoes = await self._echoes(request, generations)
         readers = [AnswerReader() for _ in range(len(generations) * request.n)]
-        job = _Job(generations, readers, renderer, renderer.names, request.n, num_samples(request))
+        _, param = form_of(request)
+        job = _Job(
+            generations,
+            readers,
+            renderer,
+            lambda message: (param, message),
+            request.n,
+            num_samples(request),
+        )
         return await self._answer(http, job, stream=request.stream)
 
     async def health(self) -> schema.Health:
@@ -169,16 +183,56 @@ class Service:
         """The answer to a chat, at once or as a stream; raises ``ApiError``."""
         state = http.scope["state"]
         state["request_id"] = renderer.id
-        names = {**renderer.names, "structured_outputs": chat.enforced_param}
+        names = renderer.names
         template = await self._lookups.template(http, chat, renderer.fields, names)
         known = {names.get(name, name) for name in template.unfulfilled}
         state["without_effect"] = sorted(known.union(state["without_effect"]))
-        generation = chat.generation(self._policy(http), template)
+        generation = chat.generation(self.policy(http), template)
         readers = [chat.reader(template, generation.own_stop) for _ in range(chat.n)]
-        job = _Job([generation], readers, renderer, names, chat.n, chat.n)
+        of_form = partial(chat.complaint, template.dialect)
+        job = _Job([generation], readers, renderer, of_form, chat.n, chat.n)
         return await self._answer(http, job, stream=chat.stream)
 
-    def _policy(self, http: Request) -> Policy:
+    async def results(
+        self,
+        http: Request,
+        calls: Sequence[Mapping[str, Any]],
+        request_id: str,
+        fields: Container[str],
+    ) -> list[Result]:
+        """What the engine answers to the ``calls`` of its client, a few at a time.
+
+        They have the ``request_id`` with their index. The first error ends them all; raises
+        ``ApiError``, which names one of ``fields``.
+        """
+        state = http.scope["state"]
+        state["request_id"] = request_id
+        caller: Caller = state["caller"]
+        most = min(_AT_ONCE, self._options.max_requests, self._options.max_requests_per_key)
+        num_places = min(len(calls), most)
+        places = asyncio.Semaphore(num_places)
+
+        async def one(index: int, call: Mapping[str, Any]) -> Result:
+            async with places:
+                return await self._engine.generate(**call, request_id=f"{request_id}.{index}")
+
+        async def gathered() -> list[Result]:
+            tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(calls)]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                await ended(*tasks)
+
+        with self._admission.admit(caller.label, num_places):
+            try:
+                return await unless_disconnected(http.receive, gathered())
+            except Disconnected:
+                raise ApiError(GONE, "the client went away", code="client_gone") from None
+            except MinisglError as error:
+                raise api_error(error, fields, {"prompt": "input"}) from error
+
+    def policy(self, http: Request) -> Policy:
+        """What the operator, the caller's key and the deadline add to a request."""
         state = http.scope["state"]
         left_s = state["deadline_s"] - time.monotonic()
         return Policy(

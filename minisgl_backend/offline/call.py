@@ -22,9 +22,11 @@ from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
 from minisgl_backend.offline.room import Room
 from minisgl_backend.request import (
     Admitted,
+    Embedded,
     Event,
     Failed,
     Finished,
+    FloatArray,
     Generated,
     PromptLogprobs,
     Request,
@@ -76,6 +78,8 @@ class Output:
     """The sum over all tokens so far; None if not asked for."""
     times: Times | None
     """None if not asked for."""
+    embedding: FloatArray | None
+    """float32[hidden_size] of length 1, of the prompt; None if not asked for by ``embed``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +136,9 @@ class Mailbox:
         self._room = room
         self._num_waiting_tokens = len(asked.samples[0].prompt)
         self._wake_after = _tokens_per_wake(asked.start)
-        self._events: deque[tuple[int, PromptLogprobs | Generated | Finished | Failed]] = deque()
+        self._events: deque[
+            tuple[int, PromptLogprobs | Generated | Embedded | Finished | Failed]
+        ] = deque()
         self._is_announced = False
         self._num_cached_tokens: int | None = None
         self._prompt_logprobs: list[TokenLogprobs | None] = []
@@ -153,7 +159,7 @@ class Mailbox:
                 self._num_waiting_tokens = 0
             return
         self._events.append((sample, event))
-        if isinstance(event, PromptLogprobs):
+        if isinstance(event, PromptLogprobs | Embedded):
             return
         if isinstance(event, Generated):
             if self._answers.start.wanted.perf_metrics:
@@ -205,6 +211,7 @@ class Mailbox:
                 one.cumulative_logprob if wanted.logprobs or wanted.cumulative_logprob else None
             ),
             times=answer.times,
+            embedding=answer.embedding,
         )
 
     @property
@@ -226,6 +233,7 @@ class Mailbox:
         token_ids: list[list[TokenId]] = [[] for _ in range(num_samples)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_samples)]
         ends: list[Finished | None] = [None] * num_samples
+        embedding: FloatArray | None = None
         while self._events:
             sample, event = self._events.popleft()
             if isinstance(event, Failed):
@@ -234,6 +242,8 @@ class Mailbox:
                 ends[sample], self._has_ended[sample] = event, True
             elif isinstance(event, PromptLogprobs):
                 self._prompt_logprobs += event.tokens()
+            elif isinstance(event, Embedded):
+                embedding = event.vector
             else:
                 token_ids[sample].append(event.token_id)
                 if event.logprobs is not None:
@@ -249,6 +259,7 @@ class Mailbox:
             num_cached_tokens=self._num_cached_tokens,
             is_last=all(self._has_ended),
             times=self._times(),
+            embedding=embedding,
         )
 
     def _times(self) -> Times | None:

@@ -24,6 +24,7 @@ import numpy as np
 
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.cache.pages import num_pages_for
+from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId
 from minisgl_backend.scheduling.draft import Draft
@@ -45,6 +46,7 @@ class Lifecycle:
         self, cache: KVCache, num_rows: int, policy: str, released_rows: list[int]
     ) -> None:
         self.cache = cache
+        self.snapshots = cache if isinstance(cache, SnapshotCache) else None
         self.rows = RunningRows(num_rows)
         self.queue = WaitingQueue(cache, policy)
         self.live: dict[RequestId, Sequence] = {}
@@ -106,6 +108,8 @@ class Lifecycle:
         self.changes += 1
         sequence.enter(Phase.PREFILLING)
         sequence.lease, sequence.remapped_at = lease, -1
+        sequence.begins_from = lease.snapshot
+        sequence.saves = self._worth_saving(sequence)
         sequence.row = self.rows.take(
             sequence, num_cached_tokens=lease.num_shared * size, capacity=len(lease.pages) * size
         )
@@ -116,10 +120,13 @@ class Lifecycle:
         """Let a sequence that was just started copy from its leader what is not cached of the
         prompt, but for the last position, whose logits it needs.
 
-        The leader runs, so its pages stay its own until the step of ``draft`` has copied them.
+        The leader runs, so its pages stay its own until the step of ``draft`` has copied them. If
+        the model has recurrent states, nothing is copied: pages alone do not tell the state.
         """
         leader = self._leader_of(sequence)
         if leader is None or leader.lease is None or leader.phase is Phase.RETIRING:
+            return
+        if self.snapshots is not None:
             return
         pages, size = sequence.held().pages, self.cache.page_size
         begin = int(self.rows.planned[sequence.row])
@@ -132,6 +139,17 @@ class Lifecycle:
             draft.copy(leader.lease.pages[index], pages[index], min(size, end - index * size))
         if end > begin:
             self.rows.skip(sequence.row, end)
+
+    def take_snapshots(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        """Snapshots for the states behind positions of a chunk, with these positions."""
+        taken = []
+        for position in sequence.saves:
+            if self.snapshots is not None and start < position <= end:
+                number = self.snapshots.take_snapshot()
+                if number is not None:
+                    taken.append((position, number))
+        sequence.snapshots += taken
+        return taken
 
     def grow(self, rows: IntArray, draft: Draft) -> bool:
         """Grant one more page to each of the rows; False, and no page, if there are too few."""
@@ -187,6 +205,10 @@ class Lifecycle:
         self.rows.give_back(row)
         self.changes += 1
         self.released_rows.append(row)
+        for _, snapshot in sequence.snapshots:  # of which no token has said that it is finite
+            assert self.snapshots is not None
+            self.snapshots.return_snapshot(snapshot)
+        sequence.snapshots.clear()
         sequence.lease, sequence.row = None, -1
         if sequence.returns:
             sequence.returns = False
@@ -211,6 +233,10 @@ class Lifecycle:
             verified = Verified.ALL if computed > sequence.remapped_at else Verified.OWN
         indices = self.cache.publish(lease, tokens[:computed], verified=verified)
         self.changes += 1
+        if verified is not Verified.NONE and self.snapshots is not None:
+            for position, snapshot in sequence.snapshots:
+                self.snapshots.attach_snapshot(lease, position, snapshot)
+            sequence.snapshots.clear()
         if self._has_prompt(sequence):
             self._lead(sequence)
         if indices:
@@ -276,6 +302,17 @@ class Lifecycle:
         if not waiting:
             del self._followers[leader]
         return True
+
+    def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
+        """The positions behind which another request may begin: where this one parts from what
+        others have begun with, and the last one that it would find itself if it came again."""
+        if self.snapshots is None:
+            return ()
+        salt = sequence.request.cache_salt
+        parted = self.snapshots.cached_length(sequence.tokens, salt)
+        last = (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
+        begun = sequence.held().num_shared * self.cache.page_size
+        return tuple(sorted({position for position in (parted, last) if position > begun}))
 
     def _retire(self, sequence: Sequence) -> None:
         row = sequence.row

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.request import Finished, FinishReason, TokenId, TokenLogprobs
+from minisgl_backend.request import Finished, FinishReason, FloatArray, TokenId, TokenLogprobs
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.wire.answer import (
@@ -95,6 +95,7 @@ class AnswerStream:
     """One stream; ``push`` its packets in order, the first with index 0 included."""
 
     __slots__ = (
+        "_embedding",
         "_num_cached",
         "_prompt_logprobs",
         "_samples",
@@ -130,6 +131,7 @@ class AnswerStream:
         self._samples = [_Sample(text.fork(), start.prompt_text) for _ in range(start.num_samples)]
         self._num_cached = 0
         self._times: Times | None = None
+        self._embedding: FloatArray | None = None
 
     def push(self, packet: Packet) -> Answer | None:
         """The answer that a packet gives rise to, if any. One with an error does not come here."""
@@ -138,6 +140,7 @@ class AnswerStream:
             self._num_cached = packet.num_cached_tokens
         if packet.times is not None:
             self._times = packet.times
+        self._embedding = packet.embedding
         has_news = False
         if (scored := packet.prompt_logprobs) is not None:
             text_of = self._vocabulary.token_text
@@ -162,6 +165,7 @@ class AnswerStream:
             num_cached_tokens=self._num_cached,
             times=self._times,
             prompt_logprobs=self._prompt_logprobs,
+            embedding=self._embedding,
         )
         self._prompt_logprobs = []
         return answer

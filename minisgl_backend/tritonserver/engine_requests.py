@@ -187,6 +187,7 @@ class TokenEncoder:
             num_cached_tokens=self._num_cached_tokens,
             times=packet.times,
             prompt_logprobs=self._prompt_logprobs,
+            embedding=packet.embedding,
         )
         self._prompt_logprobs = []
         return make_response(answer_arrays(answer, self._wanted))

@@ -29,9 +29,11 @@ from typing import Any, Final
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.request import (
     Admitted,
+    Embedded,
     Event,
     Failed,
     Finished,
+    FloatArray,
     Generated,
     PromptLogprobs,
     RequestId,
@@ -128,6 +130,7 @@ class ResponseStream:
         self._scheduled_time_ns = 0
         self._first_token_time_ns = 0
         self._last_token_time_ns = 0
+        self._embedding: FloatArray | None = None
         self._failure: MiniSGLError | None = None
         self._num_sent = 0
         self._has_sent_tokens = False
@@ -184,6 +187,9 @@ class ResponseStream:
                 self._prompt_logprobs.extend(
                     event.part(begin, begin + most) for begin in range(0, len(event), most)
                 )
+            elif isinstance(event, Embedded):
+                self._embedding = event.vector  # for the packet with the terminal event
+                return False
             elif isinstance(event, Failed):
                 self._failure = self._failure or event.error
                 self._prompt_logprobs.clear()
@@ -285,6 +291,7 @@ class ResponseStream:
                 self._failure if is_last else None,
                 self._times() if self._is_timed else None,
                 prompt_logprobs,
+                self._embedding if is_last else None,
             )
 
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:

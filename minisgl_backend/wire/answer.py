@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.request import FinishReason, PromptLogprobs, TokenId, TokenLogprobs
+from minisgl_backend.request import FinishReason, FloatArray, PromptLogprobs, TokenId, TokenLogprobs
 from minisgl_backend.wire.generation import NOTHING, Wanted
 from minisgl_backend.wire.packets import Times
 
@@ -50,7 +50,8 @@ class Answer:
     """One response, with each sample in its place: all have a ``text``, or none.
 
     ``prompt_logprobs`` are parts of a JSON list (``prompt_logprobs_json``), which follow those of
-    the answers before.
+    the answers before. ``embedding``, float32[hidden_size], is in the last answer, if it was asked
+    for.
     """
 
     samples: Sequence[SampleAnswer]
@@ -58,6 +59,7 @@ class Answer:
     num_cached_tokens: int = 0
     times: Times | None = None
     prompt_logprobs: Sequence[str] = ()
+    embedding: FloatArray | None = None
 
 
 def most_likely(samples: Sequence[SampleAnswer], n: int) -> Sequence[SampleAnswer]:
@@ -115,6 +117,8 @@ def answer_arrays(
         arrays["logprobs"] = _strings(["null"] * len(samples))
     if wanted.prompt_logprobs:
         arrays["prompt_logprobs"] = _strings([f"[{','.join(answer.prompt_logprobs)}]"])
+    if answer.embedding is not None:
+        arrays["embedding"] = answer.embedding
     if wanted.perf_metrics and (times := answer.times) is not None:
         for name in Times.__slots__:
             arrays[name] = np.array([getattr(times, name)], dtype=np.int64)

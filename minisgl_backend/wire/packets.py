@@ -8,6 +8,7 @@ A packet is JSON in the tensor ``chunk``:
     "c": int            once known: prompt tokens found in the cache
     "l": [[logprob, rank, [[token id, logprob], ...]], ...]  one a token
     "p": [number of alternatives, base64]    log-probabilities of the next tokens of the prompt
+    "v": base64    the embedding: four bytes a number, the least significant first
     "f": [reason] or [reason, stop token id]                 the sample's end
     "m": [{"n": sample, "o": ..., "l": ..., "f": ...}, ...]  news of other samples than the first
     "z": 1                                                   the last packet: all samples have ended
@@ -52,6 +53,7 @@ from minisgl_backend.request import (
     MAX_SAMPLES,
     Finished,
     FinishReason,
+    FloatArray,
     PromptLogprobs,
     TokenId,
     TokenLogprobs,
@@ -177,7 +179,7 @@ class Packet:
     counts its packets from 0. ``news`` are of different samples. ``start`` is set if ``index`` is
     0, ``num_cached_tokens`` once, when it became known. ``prompt_logprobs`` follow those of the
     packets before. In the last packet ``is_last`` is true: all samples have ended, or the request
-    has failed with an ``error``.
+    has failed with an ``error``; ``embedding`` is there, too, if it was asked for.
     """
 
     reply_to: str
@@ -190,6 +192,7 @@ class Packet:
     error: MiniSGLError | None = None
     times: Times | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: FloatArray | None = None
 
 
 def encode_packet(packet: Packet) -> bytes:
@@ -209,6 +212,8 @@ def encode_packet(packet: Packet) -> bytes:
         body["c"] = packet.num_cached_tokens
     if (scored := packet.prompt_logprobs) is not None:
         body["p"] = _encode_prompt_logprobs(scored)
+    if packet.embedding is not None:
+        body["v"] = base64.b64encode(packet.embedding.astype("<f4").tobytes()).decode()
     if (error := packet.error) is not None:
         body["e"] = (error.code, str(error))
     elif packet.is_last:
@@ -280,6 +285,7 @@ def _decode(body: dict[str, Any]) -> Packet:
         error=error,
         times=Times(*(_int(moment) for moment in body["t"])) if "t" in body else None,
         prompt_logprobs=_decode_prompt_logprobs(*body["p"]) if "p" in body else None,
+        embedding=_decode_embedding(body["v"]) if "v" in body else None,
     )
 
 
@@ -330,6 +336,10 @@ def _decode_prompt_logprobs(num_alternatives: Any, text: Any) -> PromptLogprobs:
         ids.reshape(shape),
         alternatives.view("<f4").reshape(shape),
     )
+
+
+def _decode_embedding(text: Any) -> FloatArray:
+    return np.frombuffer(base64.b64decode(_str(text), validate=True), "<f4")
 
 
 def _encode_start(start: StreamStart) -> dict[str, Any]:

@@ -117,7 +117,8 @@ def test_forms_that_are_wrong_usage(
         (
             ["x", "--max-tokens", "0"],
             1,
-            "Error: INVALID_ARG: max_tokens must be >= 1 without num_prompt_logprobs, got 0",
+            "Error: INVALID_ARG: max_tokens must be >= 1 without num_prompt_logprobs or embed, "
+            "got 0",
         ),
         (["x", "-p", "n=2", "-n", "3"], 2, "Error: -n and --param n have different values"),
         (["x", "-n", "65"], 1, "Error: INVALID_ARG: n must be in 1 .. 64, got 65"),

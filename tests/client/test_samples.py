@@ -40,8 +40,8 @@ def test_samples_of_an_answer(server: TritonServer, way: Way) -> None:
             assert [one.chosen.token_id for one in sample.logprobs] == [
                 one.chosen.token_id for one in each.logprobs
             ]
-    for sample, each in enumerate(own):
-        own_deltas = [delta for delta in deltas if delta.sample == sample]
+    for index, each in enumerate(own):
+        own_deltas = [delta for delta in deltas if delta.sample == index]
         assert "".join(delta.text for delta in own_deltas) == each.text
         reasons = [delta.finish_reason for delta in own_deltas]
         assert reasons == [None] * (len(reasons) - 1) + ["length"]

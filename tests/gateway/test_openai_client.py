@@ -132,9 +132,10 @@ def test_choices_are_samples_of_one_request(client: OpenAI, gateway: Gateway, st
     fields: dict[str, Any] = {"max_tokens": 12, "extra_body": {"ignore_eos": True}}
     hot = {**asked(prompt, **fields), "temperature": 1.8}
     if stream:
-        usage = {"include_usage": True}
-        chunks = list(
-            client.chat.completions.create(**hot, seed=40, n=4, stream=True, stream_options=usage)
+        chunks: list[ChatCompletionChunk] = list(
+            client.chat.completions.create(
+                **hot, seed=40, n=4, stream=True, stream_options={"include_usage": True}
+            )
         )
         texts: list[str | None] = [text_of(chunks, index) for index in range(4)]
         ends = [c.choices[0].index for c in chunks if c.choices and c.choices[0].finish_reason]

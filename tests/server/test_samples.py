@@ -40,7 +40,7 @@ def alone(server: TritonServer, **values: Any) -> list[bytes]:
 
 
 def test_a_whole_answer_has_one_text_a_sample(server: TritonServer) -> None:
-    flags = {
+    flags: dict[str, Any] = {
         f"return_{name}": True
         for name in ("finish_reason", "num_output_tokens", "num_input_tokens", "cumulative_logprob")
     }
@@ -78,7 +78,7 @@ def test_each_response_of_a_stream_has_a_place_for_each_sample(server: TritonSer
 
 
 def test_the_best_of_several(server: TritonServer) -> None:
-    flag = {"return_cumulative_logprob": True}
+    flag: dict[str, Any] = {"return_cumulative_logprob": True}
     (every,) = responses(Call(server, text_input=FOX, n=4, **HOT, **flag))
     (best,) = responses(Call(server, text_input=FOX, n=2, best_of=4, **HOT, **flag))
     order = np.argsort(-every["cumulative_logprob"], kind="stable")[:2]
@@ -104,7 +104,7 @@ def test_a_stop_string_ends_one_sample(server: TritonServer) -> None:
     texts = [text.decode() for text in alone(server)]
     stop = texts[2][5:12]
     assert [stop in text for text in texts] == [False, False, True, False]
-    flags = {"return_finish_reason": True, "return_stop_reason": True}
+    flags: dict[str, Any] = {"return_finish_reason": True, "return_stop_reason": True}
     for stream in (False, True):
         call = Call(server, text_input=FOX, n=4, stream=stream, stop=[stop], **HOT, **flags)
         found = responses(call)

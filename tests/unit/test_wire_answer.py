@@ -220,6 +220,7 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
         num_cached_tokens=3,
         times=Times(1, 2, 3, 4),
         prompt_logprobs=[NO_LOGPROBS, "{}"],
+        embedding=np.array([0.6, 0.8, 0.0], np.float32),
     )
     arrays = answer_arrays(answer, EVERYTHING)
     types = {
@@ -232,7 +233,9 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
     assert set(arrays) == {tensor.name for tensor in tensors}
     for tensor in tensors:
         assert arrays[tensor.name].dtype == types[tensor.data_type]
-        assert arrays[tensor.name].shape == ((1,) if len(tensor.dims) == 1 else (1, 2))
+        several = {"embedding": (3,)}
+        of_one = (1,) if len(tensor.dims) == 1 else (1, 2)
+        assert arrays[tensor.name].shape == several.get(tensor.name, of_one)
     plain = {name: array.tolist() for name, array in arrays.items() if array.shape == (1,)}
     del plain["logprobs"]
     assert plain == {

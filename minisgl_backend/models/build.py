@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import nn
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels import linear_cut
+from minisgl_backend.layers.experts import ExpertsMLP, Router
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
@@ -34,6 +37,8 @@ from minisgl_backend.weight_format import Layout, WeightFormat
 
 logger = logging.getLogger(__name__)
 
+_EXPERT: Final = re.compile(r".+\.experts\.\d+(?=\.)")
+
 
 def build_model(
     spec: ModelSpec,
@@ -47,6 +52,7 @@ def build_model(
     seed: int = 0,
     fused: bool | None = None,
     fused_experts: bool | None = None,
+    whole_experts: bool = False,
     keep_quantized: bool = False,
     progress: Progress = unseen,
 ) -> Decoder:
@@ -55,6 +61,7 @@ def build_model(
     ``load_format`` ``auto`` reads safetensors; ``dummy`` makes random weights from ``seed`` and
     reads none. ``max_sequence_length`` bounds the positions, by default to the model's context.
     ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU.
+    ``whole_experts``: ranks share out the experts of a layer, rather than slices of each.
     ``keep_quantized``: quantized weights stay as they are, and are dequantized for each use; else
     while they are loaded. Raises ``ConfigError`` if the checkpoint does not fit the spec.
     """
@@ -70,6 +77,7 @@ def build_model(
             group,
             matrices=matrices,
             fused_experts=on_gpu if fused_experts is None else fused_experts,
+            whole_experts=whole_experts,
         )
     _cast(model, dtype)
     model.to_empty(device=device)
@@ -79,9 +87,18 @@ def build_model(
     if load_format == "dummy":
         fill_random(collect_places(model), seed, dtype)
     elif load_format == "auto":
+        elsewhere = {
+            expert
+            for module in model.modules()
+            if isinstance(module, ExpertsMLP)
+            for expert in module.elsewhere()
+        }
 
         def is_ignored(name: str) -> bool:
-            return is_kv_scale(name) or (spec.tie_embeddings and name.startswith("lm_head."))
+            if is_kv_scale(name) or (spec.tie_embeddings and name.startswith("lm_head.")):
+                return True
+            expert = _EXPERT.match(name)
+            return expert is not None and expert[0] in elsewhere
 
         load_weights(
             collect_places(model),
@@ -168,7 +185,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     """Give the parameters ``dtype``; a matrix decides for itself which of its own have it."""
-    if isinstance(module, (Matrix, StoredWeight)):
+    if isinstance(module, (Matrix, StoredWeight, Router)):
         module.cast(dtype)
         return
     for parameter in module.parameters(recurse=False):

@@ -21,6 +21,7 @@ Region = tuple[int | slice, ...]
 _SPLIT_BY_ROWS: Final = ("weight", "bias", "weight_scale", "weight_scale_inv")
 _FOR_ALL_PARTS: Final = ("input_scale",)
 _STACKED: Final = re.compile(r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)")
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _OTHER_PARTS: Final = re.compile(
     r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\."
 )
@@ -57,12 +58,13 @@ class TensorNames:
     first one that is found is replaced. ``merged`` lists the modules whose tensors hold several
     projections, one below the other: by the end of the module's name, the names of the projections
     and their numbers of rows. If the checkpoint is ``multimodal``, tensors of what sees and hears
-    are left out.
+    are left out; so are the layers ``left_out``, which predict further tokens.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
     merged: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     multimodal: bool = False
+    left_out: range = range(0)
 
     def weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:
         """The decoder's weights that the tensor ``name`` of a file holds, none if it is left out.
@@ -70,6 +72,9 @@ class TensorNames:
         Raises ``ConfigError`` if a merged tensor cannot be taken apart.
         """
         if self.multimodal and _OTHER_PARTS.match(name):
+            return
+        layer = _LAYER.match(name)
+        if layer is not None and int(layer[1]) in self.left_out:
             return
         own = name
         for theirs, ours in self.renamed:

@@ -24,10 +24,11 @@ from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
-from minisgl_backend.models.checkpoint import weight_files
+from minisgl_backend.models.checkpoint import WeightHeader, weight_files
 from minisgl_backend.models.decoder import Decoder, DecoderLayer
 from minisgl_backend.models.kv_scales import is_kv_scale
 from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.tensor_names import StoredAs
 from minisgl_backend.models.token_mixing import SelfAttention
 from minisgl_backend.models.weights import fill_random, load_weights
 from minisgl_backend.packages import import_error
@@ -130,18 +131,37 @@ def _format_of(
     weights = spec.weights
     if weights is None:
         return lambda name: None
-    plain: set[str] = set()
+    headers: dict[str, WeightHeader] = {}
     if load_format == "auto":
-        files = weight_files(folder, spec.names).values()
-        plain = {name for held in files for name in held if held[name].dtype in FLOATS}
+        for held in weight_files(folder, spec.names).values():
+            headers |= held
 
     def format_of(name: str) -> WeightFormat | None:
         form = weights.of(name)
         if form is None or form.layout is Layout.CONVERTED:
             return form
-        return None if f"{name}.weight" in plain else form
+        header = headers.get(f"{name}.weight")
+        if header is not None and header.dtype in FLOATS:
+            return None
+        if header is not None and form.layout is Layout.FP8:
+            _check_blocks(form, header.stored)
+        return form
 
     return format_of
+
+
+def _check_blocks(form: WeightFormat, stored: StoredAs) -> None:
+    """Raise ``ConfigError`` if a weight is the lower half of a tensor, a block of scales may reach
+    into it from the upper half, and the number of scales does not tell."""
+    rows = form.block[0]
+    begins = [part.start for part in stored.region if isinstance(part, slice)]
+    for begin in begins if rows else ():
+        of_halves, of_all = 2 * -(-begin // rows), -(-2 * begin // rows)
+        if begin % rows and of_halves == of_all:
+            raise ConfigError(
+                f"{stored.name}: blocks of {rows} rows may lie across row {begin}, which parts "
+                "gates and ups"
+            )
 
 
 def use_tensor_cores(model: Decoder, device: torch.device) -> None:

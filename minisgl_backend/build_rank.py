@@ -130,6 +130,7 @@ def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
         max_queue_time_s=options.max_queue_time_s,
+        generates=spec.generates,
     )
 
 

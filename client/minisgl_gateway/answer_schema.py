@@ -124,6 +124,45 @@ class Completion(BaseModel):
     usage: Usage
 
 
+class RetrievalUsage(BaseModel):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str = Field(description="numbers, or float32 numbers in base64")
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: RetrievalUsage
+
+
+class RerankDocument(BaseModel):
+    text: str
+
+
+class RerankResult(BaseModel):
+    index: int = Field(description="the document's place in the request")
+    document: RerankDocument | None = Field(None, exclude_if=_is_none)
+    relevance_score: float = Field(description="0 .. 1")
+
+
+class Reranked(BaseModel):
+    """The documents, the most relevant first, as Jina and vLLM have them."""
+
+    id: str
+    model: str
+    usage: RetrievalUsage
+    results: list[RerankResult]
+
+
 class Model(BaseModel):
     id: str
     object: Literal["model"] = "model"

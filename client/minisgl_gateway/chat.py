@@ -333,7 +333,7 @@ def shared_parameters(
     return Parameters(
         max_tokens=_MOST_TOKENS if max_tokens == NO_LIMIT else max_tokens,
         fit_max_tokens=policy.shortens or not is_bounded,
-        cache_salt=_salt(policy.salt, cache_salt),
+        cache_salt=common_salt(policy.salt, cache_salt),
         timeout_ms=max(1, round(policy.timeout_s * 1000)),
         return_stop_reason=False,
         return_num_input_tokens=tells_counts,
@@ -348,7 +348,8 @@ def seeded(parameters: Parameters, choice: int) -> Parameters:
     return parameters if seed is None else {**parameters, "seed": (seed + choice) % 2**64}
 
 
-def _salt(of_key: str, of_request: str | None) -> str | None:
+def common_salt(of_key: str, of_request: str | None) -> str | None:
+    """The salt of prefixes that only the caller's own requests with the same salt share."""
     if not of_key or not of_request:
         return of_key or of_request
     return hashlib.sha256(f"{of_key} {of_request}".encode()).hexdigest()

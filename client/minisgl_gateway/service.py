@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Container, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 _Request = TypeVar("_Request", bound=Body)
 _HEALTH_S: Final = 5.0
 _PROBED_S: Final = 1.0
+_AT_ONCE: Final = 16
+"""Calls of the engine at a time for a request with many inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class Service:
     async def completions(self, http: Request) -> Response:
         """POST /v1/completions."""
         request = await self.received(CompletionRequest, http)
-        generations = completion_generations(request, self._policy(http))
+        generations = completion_generations(request, self.policy(http))
         renderer = CompletionRenderer(request)
         http.scope["state"]["request_id"] = renderer.id
         renderer.echoes = await self._echoes(request, generations)
@@ -170,12 +172,51 @@ class Service:
         template = await self._lookups.template(http, chat, renderer.fields, names)
         known = {names.get(name, name) for name in template.unfulfilled}
         state["without_effect"] = sorted(known.union(state["without_effect"]))
-        generations = chat.generations(self._policy(http), template)
+        generations = chat.generations(self.policy(http), template)
         readers = [chat.reader(template, one.own_stop) for one in generations]
         job = _Job(generations, readers, renderer, names, chat.n)
         return await self._answer(http, job, stream=chat.stream)
 
-    def _policy(self, http: Request) -> Policy:
+    async def results(
+        self,
+        http: Request,
+        calls: Sequence[Mapping[str, Any]],
+        request_id: str,
+        fields: Container[str],
+    ) -> list[Result]:
+        """What the engine answers to the ``calls`` of its client, a few at a time.
+
+        They have the ``request_id`` with their index. The first error ends them all; raises
+        ``ApiError``, which names one of ``fields``.
+        """
+        state = http.scope["state"]
+        state["request_id"] = request_id
+        caller: Caller = state["caller"]
+        most = min(_AT_ONCE, self._options.max_requests, self._options.max_requests_per_key)
+        num_places = min(len(calls), most)
+        places = asyncio.Semaphore(num_places)
+
+        async def one(index: int, call: Mapping[str, Any]) -> Result:
+            async with places:
+                return await self._engine.generate(**call, request_id=f"{request_id}.{index}")
+
+        async def gathered() -> list[Result]:
+            tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(calls)]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                await ended(*tasks)
+
+        with self._admission.admit(caller.label, num_places):
+            try:
+                return await unless_disconnected(http.receive, gathered())
+            except Disconnected:
+                raise ApiError(GONE, "the client went away", code="client_gone") from None
+            except MinisglError as error:
+                raise api_error(error, fields, {"prompt": "input"}) from error
+
+    def policy(self, http: Request) -> Policy:
+        """What the operator, the caller's key and the deadline add to a request."""
         state = http.scope["state"]
         left_s = state["deadline_s"] - time.monotonic()
         return Policy(

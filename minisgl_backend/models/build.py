@@ -25,7 +25,7 @@ from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
 from minisgl_backend.models.checkpoint import WeightHeader, weight_files
-from minisgl_backend.models.decoder import Decoder, DecoderLayer
+from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import is_kv_scale
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import StoredAs
@@ -166,9 +166,8 @@ def _check_blocks(form: WeightFormat, stored: StoredAs) -> None:
 
 def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     """Let the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
-    kernels for all of them and these are faster. This decides alone which models these kernels
-    know: not those that normalize the outputs of a layer's parts, or queries and keys over all
-    heads, or rotate a part of each head. Compiles those that are not in the cache.
+    kernels for all of them and these are faster. Which models they know is
+    decided by ``has_fused_layers`` and here only. Compiles those that are not in the cache.
 
     A layer is then four GEMMs and attention (``kernels.cuda.linear``): norms, rotation, storing of
     keys and values, activations and residual adds happen inside the GEMMs. With several ranks the
@@ -179,14 +178,10 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
         return
     if model.dtype != torch.bfloat16 or model.spec.head_dim not in (64, 128):
         return
-    spec = model.spec
-    ropes = [rope for layer in range(spec.num_layers) if (rope := spec.rope_of(layer)) is not None]
-    if spec.qk_norm == "token" or any(rope.rotated != 1.0 for rope in ropes):
+    if not has_fused_layers(model.spec):
         return
     for layer in model.layers:
-        if not isinstance(layer, DecoderLayer) or not isinstance(layer.mixer, SelfAttention):
-            return
-        if not isinstance(layer.mlp, GatedMLP):
+        if not isinstance(layer.mixer, SelfAttention) or not isinstance(layer.mlp, GatedMLP):
             return
         matrices = [module for module in layer.modules() if isinstance(module, Matrix)]
         if not all(
@@ -201,6 +196,22 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
         # imports the CUDA driver's bindings, which only installations for GPUs have
         module = importlib.import_module("minisgl_backend.kernels.cuda.linear")
         model.use_tensor_cores(module.TensorCores(device, most_tokens))
+
+
+def has_fused_layers(spec: ModelSpec) -> bool:
+    """Whether the kernels for whole layers (``use_tensor_cores``) know all that the layers of such
+    a model compute; sizes and weight formats, on which they also depend, aside.
+
+    They do not know experts, norms of the outputs of a layer's parts or over all heads of a token,
+    nor heads of which a part rotates. Heads that do not rotate at all are no exception to them.
+    """
+    ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
+    return (
+        spec.moe is None
+        and spec.norms == "before"
+        and spec.qk_norm != "token"
+        and all(rope is None or rope.rotated == 1.0 for rope in ropes)
+    )
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
-from minisgl_backend.models.checkpoint import has_head
+from minisgl_backend.models.checkpoint import has_head, is_headless
 from minisgl_backend.models.config_json import ConfigReader, common_fields, read_json, read_rope
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
 from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
@@ -30,6 +30,8 @@ def load_spec(folder: Path) -> ModelSpec:
         config = ConfigReader(read_json(generation), "generation_config.json")
         eos = spec.eos_token_ids | set(config.integers("eos_token_id"))
         spec = replace(spec, eos_token_ids=eos)
+    if not spec.tie_embeddings and is_headless(folder):
+        spec = replace(spec, tie_embeddings=True, generates=False)
     if spec.names.multimodal and spec.tie_embeddings and has_head(folder, spec.names):
         # config.json of these checkpoints leaves the flag out even if they have a head
         spec = replace(spec, tie_embeddings=False)

@@ -20,7 +20,7 @@ from typing import Any, Final
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.models.tensor_names import StoredAs, TensorNames
+from minisgl_backend.models.tensor_names import BODY, StoredAs, TensorNames
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
@@ -75,9 +75,22 @@ def weight_files(folder: Path, names: TensorNames) -> WeightFiles:
 
 def has_head(folder: Path, names: TensorNames) -> bool:
     """Whether the checkpoint in ``folder`` has weights, and an output head among them."""
-    if not any((folder / name).exists() for name in (_INDEX, _SINGLE)):
+    return _has_weights(folder) and any(
+        "lm_head.weight" in held for held in weight_files(folder, names).values()
+    )
+
+
+def is_headless(folder: Path) -> bool:
+    """Whether the checkpoint in ``folder`` has the layers of a model alone, by the names that such
+    ones have."""
+    if not _has_weights(folder):
         return False
-    return any("lm_head.weight" in held for held in weight_files(folder, names).values())
+    found = [name for held in tensor_files(folder).values() for name in held]
+    return all(name.startswith(BODY) for name in found)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (_INDEX, _SINGLE))
 
 
 def tensor_files(folder: Path) -> TensorFiles:

@@ -249,6 +249,10 @@ class Decoder(nn.Module):
                 residual, x = layer(residual, x, norm, steps[self._rotation_of[index]])
         return residual
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Rows of the residual stream under the final norm, [num_rows, hidden_size]."""
+        return Normed(hidden, self.model.norm).normalized(pdl=False)
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype.
 

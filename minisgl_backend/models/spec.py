@@ -80,7 +80,8 @@ class ModelSpec:
     ``windows`` has an entry a layer: the positions a token sees, its own included, or None for all.
     ``dtype`` is the checkpoint's own. ``eos_token_ids`` unites config.json and
     generation_config.json. ``weights`` says how projections are stored; None: all are plain.
-    ``names``: how the checkpoint names its tensors.
+    ``names``: how the checkpoint names its tensors. It ``generates`` unless it has no output head,
+    as some embedding models; then the embedding stands for it.
 
     ``ropes`` has an entry a layer if not all rotate by ``rope``; None: the layer does not rotate.
     ``qk_norm``: queries and keys are normalized, each head for itself or all heads of a token
@@ -113,6 +114,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     branch_scale: float = 1.0
     logit_scale: float = 1.0
+    generates: bool = True
     names: TensorNames = field(default_factory=TensorNames)
     weights: WeightFormats | None = None
     moe: MoeSpec | None = None

@@ -27,6 +27,8 @@ _STACKED: Final = re.compile(
     r"(?:_(?P<scale>scale_inv|scale|activation_scale))?"
 )
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+BODY: Final = ("embed_tokens.", "layers.", "norm.")
+"""How names begin in a checkpoint of the layers alone, without ``model.`` before them."""
 _OTHER_PARTS: Final = re.compile(
     r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\."
 )
@@ -62,8 +64,9 @@ class TensorNames:
     ``renamed`` are pairs of a fragment of a name there and what it stands for in the decoder's; the
     first one that is found is replaced. ``merged`` lists the modules whose tensors hold several
     projections, one below the other: by the end of the module's name, the names of the projections
-    and their numbers of rows. If the checkpoint is ``multimodal``, tensors of what sees and hears
-    are left out; so are the layers ``left_out``, which predict further tokens.
+    and their numbers of rows. A checkpoint of the layers alone, as embedding models have it, leaves
+    out the first part of all names, ``model.``. If the checkpoint is ``multimodal``, tensors of
+    what sees and hears are left out; so are the layers ``left_out``, which predict further tokens.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
@@ -85,6 +88,8 @@ class TensorNames:
         for theirs, ours in self.renamed:
             if theirs in own:
                 own = own.replace(theirs, ours, 1)
+        if own.startswith(BODY):
+            own = f"model.{own}"
         stacked = _STACKED.fullmatch(own)
         if stacked is not None and len(shape) == (1 if stacked["scale"] == _OF_INPUTS else 3):
             yield from _of_experts(stacked, name, shape)

@@ -297,3 +297,22 @@ def test_a_progress_bar_on_a_terminal(progress: bool) -> None:
         terminal.expect("ended")
         assert ("3/3" in (terminal.before or "")) is progress
         assert ("tokens/s" in (terminal.before or "")) is progress
+
+
+def test_embeddings_are_those_of_transformers(llm: LLM) -> None:
+    """Of several prompts at once, which may be cached or not; nothing is generated."""
+    prompts = ["The capital of France is", STORY, STORY]
+    encoder = PromptEncoder.load(DEMO_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    for vector, prompt in zip(llm.embed(prompts), prompts, strict=True):
+        ids = torch.from_numpy(encoder.encode(TextPrompt(prompt))).long()[None]
+        with torch.inference_mode():
+            states = model.model(ids).last_hidden_state[0, -1]
+        expected = states / states.norm()
+        torch.testing.assert_close(torch.from_numpy(vector), expected, rtol=0, atol=1e-5)
+    (output,) = llm.generate(COUNT, {"embed": True})
+    assert output.embedding is not None and np.linalg.norm(output.embedding) == pytest.approx(1.0)
+    assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
+    assert llm.generate(COUNT, GREEDY)[0].embedding is None
+    with pytest.raises(InvalidRequest, match="max_tokens must be 0 with embed, got 40"):
+        llm.embed(COUNT, GREEDY)

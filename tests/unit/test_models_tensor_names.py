@@ -204,3 +204,22 @@ def test_norms_of_outputs_are_not_norms_of_inputs(checkpoints: Path, tmp_path: P
     norm = {"model__layers__0__input_layernorm__weight": torch.ones(64)}
     with pytest.raises(ConfigError, match=r"no place for .*input_layernorm"):
         load(spoilt(checkpoints, "olmo2", tmp_path, **norm))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_of_the_layers_alone(checkpoints: Path, tmp_path: Path, tied: bool) -> None:
+    """As embedding models have it: it generates only if its embedding is its head."""
+    tensors = load_file(checkpoints / "olmo2" / "model.safetensors")
+    body = {
+        name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if name != "lm_head.weight"
+    }
+    config = json.loads((checkpoints / "olmo2" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    save_file(body, tmp_path / "model.safetensors")
+    spec = load_spec(tmp_path)
+    assert (spec.tie_embeddings, spec.generates) == (True, tied)
+    weights = dict(load(tmp_path).named_parameters())
+    for name, parameter in load(checkpoints / "olmo2").named_parameters():
+        assert name.startswith("lm_head") or torch.equal(parameter, weights[name]), name

@@ -688,7 +688,7 @@ def test_router_and_first_layer_of_glm() -> None:
     experts = ExpertsSpec(routing=rule, intermediate_size=1408, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 46)))
     assert (spec.qkv_bias, spec.output_bias, spec.qk_norm) == (True, False, None)
-    assert spec.rope.rotated == 0.5 and spec.names.left_out == range(46, 47)
+    assert spec.rope.rotated == 0.5 and spec.names.left_out == ("model.layers.46.",)
     assert 104 < spec.num_parameters / 1e9 < 108
     assert parse_spec({**GLM_4_5_AIR, "use_qk_norm": True}).qk_norm == "head"
 

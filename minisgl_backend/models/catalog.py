@@ -403,6 +403,30 @@ def read_qwen3_5_multimodal(config: ConfigReader) -> ModelSpec:
     return replace(spec, architecture="Qwen3_5ForConditionalGeneration", names=names)
 
 
+def read_qwen3_5_moe(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5MoeForCausalLM``: the same with experts in every layer, beside one for all tokens,
+    which is gated."""
+    inner = config.integer("moe_intermediate_size", 512, maximum=MOST_WIDTH)
+    shared = config.integer("shared_expert_intermediate_size", 512, maximum=MOST_WIDTH)
+    experts = ExpertsSpec(
+        routing=_routing(config, 256, 8, normalize=True),
+        intermediate_size=inner,
+        shared=SharedExpert(name="shared_expert", intermediate_size=shared, gated=True),
+    )
+    # no layer has a block of that width, so config.json does not name one
+    defaults = {"intermediate_size": inner, "hidden_size": 2048, "num_key_value_heads": 2}
+    spec = read_qwen3_5(config.with_defaults(**defaults))
+    moe = MoeSpec(experts=experts, layers=frozenset(range(spec.num_layers)))
+    return replace(spec, architecture="Qwen3_5MoeForCausalLM", moe=moe)
+
+
+def read_qwen3_5_moe_multimodal(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5MoeForConditionalGeneration``, the text part."""
+    spec = read_qwen3_5_moe(_text_config(config, tied=False))
+    names = replace(MULTIMODAL, merged=spec.names.merged, left_out=spec.names.left_out)
+    return replace(spec, architecture="Qwen3_5MoeForConditionalGeneration", names=names)
+
+
 def _text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
     """``text_config``, with what checkpoints of this kind say outside of it; ``tied`` is the
     default of tie_word_embeddings."""
@@ -498,6 +522,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Dots1ForCausalLM": read_dots1,
         "Qwen3_5ForCausalLM": read_qwen3_5,
         "Qwen3_5ForConditionalGeneration": read_qwen3_5_multimodal,
+        "Qwen3_5MoeForCausalLM": read_qwen3_5_moe,
+        "Qwen3_5MoeForConditionalGeneration": read_qwen3_5_moe_multimodal,
         "MinistralForCausalLM": read_ministral,
         "Ministral3ForCausalLM": read_ministral3,
         "Mistral3ForConditionalGeneration": read_mistral3,

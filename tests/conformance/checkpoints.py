@@ -45,6 +45,10 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -245,8 +249,8 @@ def _qwen3_5(**changes: Any) -> PreTrainedModel:
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**_SHAPE, **_DELTA, **changes}))
 
 
-def _qwen3_5_multimodal(**changes: Any) -> PreTrainedModel:
-    vision = {
+_SIGHT: Final = MappingProxyType(
+    {
         "depth": 1,
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -254,8 +258,28 @@ def _qwen3_5_multimodal(**changes: Any) -> PreTrainedModel:
         "out_hidden_size": _SHAPE["hidden_size"],
         "num_position_embeddings": 16,
     }
-    config = Qwen3_5Config(text_config={**_SHAPE, **_DELTA}, vision_config=vision, **changes)
+)
+
+
+def _qwen3_5_multimodal(**changes: Any) -> PreTrainedModel:
+    text, vision = {**_SHAPE, **_DELTA}, dict(_SIGHT)
+    config = Qwen3_5Config(text_config=text, vision_config=vision, **changes)
     return Qwen3_5ForConditionalGeneration(config)
+
+
+def _qwen3_5_moe_text() -> dict[str, Any]:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    shape = {key: value for key, value in _SHAPE.items() if key != "intermediate_size"}
+    return {**shape, **_DELTA, **experts, "shared_expert_intermediate_size": 80}
+
+
+def _qwen3_5_moe() -> PreTrainedModel:
+    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**_qwen3_5_moe_text()))
+
+
+def _qwen3_5_moe_multimodal() -> PreTrainedModel:
+    config = Qwen3_5MoeConfig(text_config=_qwen3_5_moe_text(), vision_config=dict(_SIGHT))
+    return Qwen3_5MoeForConditionalGeneration(config)
 
 
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
@@ -340,6 +364,8 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             use_sliding_window=True,
             sliding_window=20,
         ),
+        "qwen3.5-experts": _qwen3_5_moe,
+        "qwen3.5-experts-multimodal": _qwen3_5_moe_multimodal,
         "qwen2-moe": _qwen2_moe,
         "qwen2-moe-normalized": lambda: _qwen2_moe(
             norm_topk_prob=True, decoder_sparse_step=2, num_hidden_layers=4, qkv_bias=False

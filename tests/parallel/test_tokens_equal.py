@@ -63,6 +63,14 @@ def test_tokens_are_those_of_one_rank(
         check_equal(serve(ranked), of_one_rank(case))
 
 
+def test_tokens_of_whole_experts(
+    checkpoints: Path, of_one_rank: Callable[[str], list[Answer]]
+) -> None:
+    options = {**OPTIONS, "expert_parallel": True}
+    with ranked_engine(2, checkpoints / "qwen3-moe", **options) as ranked:
+        check_equal(serve(ranked), of_one_rank("qwen3-moe"))
+
+
 def test_tokens_of_steps_that_do_not_overlap(
     checkpoints: Path, of_one_rank: Callable[[str], list[Answer]]
 ) -> None:

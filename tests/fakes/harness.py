@@ -43,6 +43,8 @@ class Setup:
     num_rows: int = 8
     max_prefill_tokens: int = 32
     policy: str = "fcfs"
+    max_overtaken: int = 64
+    group_cost_tokens: int | None = 0
     reserve_tokens: int = 0
     cache: str = "radix"
     depth: int = 2
@@ -76,6 +78,8 @@ class Harness:
                 max_running_requests=setup.num_rows,
                 max_prefill_tokens=setup.max_prefill_tokens,
                 policy=setup.policy,
+                max_overtaken=setup.max_overtaken,
+                group_cost_tokens=setup.group_cost_tokens,
                 reserve_tokens=setup.reserve_tokens,
             ),
         )
@@ -214,6 +218,7 @@ def random_setup(rng: random.Random) -> Setup:
         num_rows=rng.choice([1, 3, 8]),
         max_prefill_tokens=rng.choice([1, 5, 32, 256]),
         policy=rng.choice(["fcfs", "lpm"]),
+        max_overtaken=rng.choice([0, 2, 64]),
         reserve_tokens=rng.choice([0, 0, 4]),
         cache="radix",
         depth=rng.choice([1, 2, 3]),

@@ -22,6 +22,8 @@ def setups(draw: st.DrawFn) -> Setup:
         num_rows=draw(st.sampled_from([8, 2, 1])),
         max_prefill_tokens=draw(st.sampled_from([512, 32, 7, 1])),
         policy=draw(st.sampled_from(["fcfs", "lpm"])),
+        max_overtaken=draw(st.sampled_from([64, 2, 0])),
+        group_cost_tokens=draw(st.sampled_from([0, 1, 8])),
         reserve_tokens=draw(st.sampled_from([0, 0, 8])),
         cache=draw(st.sampled_from(["radix", "radix", "naive"])),
         depth=draw(st.sampled_from([2, 1, 3])),

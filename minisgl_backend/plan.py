@@ -94,7 +94,7 @@ class StepPlan:
     behind each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
     behind them, chunk after chunk.
     ``decode_rows``, ``decode_positions`` [D]: the last sampled token of the row stands at that
-    position; it is computed, and the next token is sampled.
+    position; it is computed, and the next token is sampled. Rows ascend.
     ``group_sizes``, ``group_begins``, ``group_ends`` [N], ``group_rows``: the ``Groups`` of these
     rows whose pages are worth being read together. Results are the same without.
     ``masked_rows``: those of the rows that get a token whose request has a grammar. If there are

@@ -6,11 +6,15 @@ size, window and head count. Needs lengths on the host, so its steps are never c
 A *run* is a row's part of the step: a chunk, or one decoded token. Runs are cut into *blocks* of
 queries, so that masks stay small. Blocks of similar size are padded into a *segment*, which takes
 one gather and one SDPA call a layer; all decoding rows are normally one segment.
+
+Pages that a group of decoding rows shares are gathered once for all of them, and their queries are
+one matrix (Hydragen, arXiv 2402.05099). What each row reads beyond is in segments as before. Either
+leaves a *partial* result, and they are merged by the maxima and the sums of their weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -29,10 +33,14 @@ from minisgl_backend.attention.base import (
     PagedKV,
 )
 from minisgl_backend.device.base import HostArray
+from minisgl_backend.kernels.dispatch import at_least_float32
+from minisgl_backend.plan import Groups
+from minisgl_backend.request import IntArray
 
 _MAX_MASK_ELEMENTS: Final = 2**21
 _MAX_GATHERED_POSITIONS: Final = 2**18
 _FREE_PADDING: Final = 2**16  # scores: computing them is cheaper than one more SDPA call
+_MAX_SHARED_SCORES: Final = 2**22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +57,64 @@ class _Segment:
     pages: Tensor
     num_blocks: int
     masks: dict[int | None, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shared:
+    """T positions that n decoding rows share.
+
+    ``tokens`` [n] are the rows' flat indices, ``pages`` [P], P * page_size == T. ``masks`` hold,
+    for each window, what is added to the scores, [n, 1, T]; None for no window.
+    """
+
+    tokens: Tensor
+    pages: Tensor
+    masks: dict[int | None, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Partial:
+    """Attention of queries over a part of what they see, [.., M, head_dim]: ``values`` weighted
+    and summed up, and [.., M, 1] the maximum of the scores and the sum of the weights. A query that
+    sees nothing has a maximum of -inf and sums of 0. In float32 or float64."""
+
+    values: Tensor
+    best: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(
+        cls, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+    ) -> _Partial:
+        """``q`` [.., M, head_dim]; ``keys``, ``values`` [.., T, head_dim]; ``mask`` [.., M, T]."""
+        q, keys, values = (at_least_float32(x) for x in (q, keys, values))
+        scores = torch.matmul(q * scale, keys.transpose(-1, -2))
+        if mask is not None:
+            scores += mask
+        best = scores.amax(-1, keepdim=True)
+        scores -= best.clamp_min(torch.finfo(scores.dtype).min)  # not -inf from -inf
+        weights = scores.exp_()
+        return cls(torch.matmul(weights, values), best, weights.sum(-1, keepdim=True))
+
+    def put(self, at: Tensor | slice, part: _Partial) -> None:
+        """Set the results of some queries."""
+        self.values[at], self.best[at], self.total[at] = part.values, part.best, part.total
+
+    def merge(self, at: Tensor, part: _Partial) -> None:
+        """Add what the queries ``at`` attend to elsewhere; one of the two has seen something."""
+        before = self.best[at]
+        best = torch.maximum(before, part.best)
+        kept, added = (before - best).exp_(), (part.best - best).exp_()
+        values = self.values[at] * kept + part.values * added
+        self.put(at, _Partial(values, best, self.total[at] * kept + part.total * added))
+
+    def by_row(self, num_rows: int) -> _Partial:
+        """[kv_heads, n * G, ..] -> [n, kv_heads, G, ..]."""
+        parts = (self.values, self.best, self.total)
+        return _Partial(*(x.unflatten(1, (num_rows, -1)).transpose(0, 1) for x in parts))
+
+    def normalized(self) -> Tensor:
+        return self.values / self.total
 
 
 class SdpaAttention:
@@ -70,21 +136,67 @@ class SdpaAttention:
         blocks = _Blocks.of_runs(
             offsets[:-1], np.diff(offsets), chunks.host_ends.astype(np.int64), self._heads_per_kv
         )
-        return self._planned(blocks, chunks.rows, chunks.page_table)
+        begins = np.zeros(len(chunks.host_ends), np.int64)
+        segments = self._segments(blocks, begins, chunks.rows, chunks.page_table)
+        return partial(self._attend, segments)
 
     def plan_rows(self, rows: DecodeRows) -> LayerAttention:
         assert rows.host_lengths is not None
         ends = rows.host_lengths.astype(np.int64)
-        blocks = _Blocks.of_runs(
-            np.arange(len(ends)), np.ones(len(ends), np.int64), ends, self._heads_per_kv
-        )
-        return self._planned(blocks, rows.rows, rows.page_table)
+        begins = np.zeros(len(ends), np.int64)  # the pages of each row that it reads with others
+        for members, _, end in _each_group(rows.groups):
+            begins[members] = end
 
-    def _planned(self, blocks: _Blocks, rows: Tensor, page_table: Tensor) -> LayerAttention:
-        segments = [
-            self._segment(group, rows, page_table) for group in blocks.groups(self._heads_per_kv)
+        def segments(index: HostArray) -> list[_Segment]:
+            own = ends[index] - begins[index] * self._page_size
+            blocks = _Blocks(index, index, np.ones(len(index), np.int64), own)
+            return self._segments(blocks, begins, rows.rows, rows.page_table)
+
+        alone = segments(np.flatnonzero(begins == 0))
+        attend_alone = partial(self._attend, alone)
+        if not begins.any():
+            return attend_alone
+        shared = [part for group in _each_group(rows.groups) for part in self._shared(rows, *group)]
+        grouped = np.flatnonzero(begins)
+        attend_grouped = partial(self._attend_grouped, segments(grouped), shared, grouped)
+
+        def attend(out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
+            attend_alone(out, q, kv, layer)
+            attend_grouped(out, q, kv, layer)
+
+        return attend
+
+    def _segments(
+        self, blocks: _Blocks, begins: HostArray, rows: Tensor, page_table: Tensor
+    ) -> list[_Segment]:
+        """``begins``: the first page of each run, from which its positions are counted."""
+        return [
+            self._segment(group, begins, rows, page_table)
+            for group in blocks.groups(self._heads_per_kv)
         ]
-        return partial(self._attend, segments)
+
+    def _shared(
+        self, rows: DecodeRows, members: IntArray, begin: int, end: int
+    ) -> Iterator[_Shared]:
+        """The pages of a group, in parts of which the scores take little memory."""
+        assert rows.host_lengths is not None
+        most = _MAX_SHARED_SCORES // (len(members) * self._shape.num_heads * self._page_size)
+        tokens = self._upload(members.astype(np.int64))
+        lengths = self._upload(rows.host_lengths[members].astype(np.int64))  # [n]
+        table = rows.page_table[rows.rows[int(members[0])]]
+        for first in range(begin, end, max(most, 1)):
+            last = min(first + max(most, 1), end)
+            positions = torch.arange(
+                first * self._page_size, last * self._page_size, device=self._device
+            )
+            masks: dict[int | None, Tensor | None] = {}
+            for window in self._windows:
+                masks[window] = None
+                if window is not None:
+                    hidden = positions < (lengths - window)[:, None, None]  # [n, 1, T]
+                    mask = torch.zeros(hidden.shape, device=self._device)
+                    masks[window] = mask.masked_fill_(hidden, float("-inf"))
+            yield _Shared(tokens, table[first:last], masks)
 
     def _attend(
         self, segments: Sequence[_Segment], out: Tensor, q: Tensor, kv: PagedKV, layer: int
@@ -92,14 +204,50 @@ class SdpaAttention:
         window, scale = self._shape.windows[layer], self._shape.scale
         for segment in segments:
             # [B, num_kv_heads, T, head_dim]
-            keys = _gather(kv.keys, segment, q.dtype, kv.k_scale)
-            values = _gather(kv.values, segment, q.dtype, kv.v_scale)
+            keys = _gather(kv.keys, segment.pages, segment.num_blocks, q.dtype, kv.k_scale)
+            values = _gather(kv.values, segment.pages, segment.num_blocks, q.dtype, kv.v_scale)
             queries = self._fold(q[segment.tokens], segment.num_blocks)
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=segment.masks[window], scale=scale
             )
             # Padding repeats a real query, so it writes that query's own result once more.
             out[segment.tokens] = self._unfold(attended)  # [B * L, num_heads, head_dim]
+
+    def _attend_grouped(
+        self,
+        segments: Sequence[_Segment],
+        shared: Sequence[_Shared],
+        grouped: HostArray,
+        out: Tensor,
+        q: Tensor,
+        kv: PagedKV,
+        layer: int,
+    ) -> None:
+        """Rows that share pages: ``segments`` have what each reads alone, all of them something."""
+        shape = self._shape
+        window, scale = shape.windows[layer], shape.scale
+        kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
+        queries = q.reshape(len(q), kv_heads, -1, head_dim)  # [num_rows, kv_heads, G, head_dim]
+        exact = torch.promote_types(q.dtype, torch.float32)
+        sums = queries.new_empty((2, *queries.shape[:3], 1), dtype=exact)
+        found = _Partial(torch.empty_like(queries, dtype=exact), *sums)
+        for segment in segments:
+            keys = _gather(kv.keys, segment.pages, segment.num_blocks, q.dtype, kv.k_scale)
+            values = _gather(kv.values, segment.pages, segment.num_blocks, q.dtype, kv.v_scale)
+            own = queries[segment.tokens]
+            found.put(segment.tokens, _Partial.of(own, keys, values, segment.masks[window], scale))
+        for part in shared:
+            count, mask = len(part.tokens), part.masks[window]
+            (keys,) = _gather(kv.keys, part.pages, 1, q.dtype, kv.k_scale)  # [kv_heads, T, dim]
+            (values,) = _gather(kv.values, part.pages, 1, q.dtype, kv.v_scale)
+            # all rows as one matrix a KV head: [kv_heads, n * G, head_dim]
+            together = queries[part.tokens].transpose(0, 1).flatten(1, 2)
+            if mask is not None:
+                mask = mask.expand(-1, self._heads_per_kv, -1).flatten(0, 1)  # [n * G, T]
+            both = _Partial.of(together, keys, values, mask, scale)
+            found.merge(part.tokens, both.by_row(count))
+        index = self._upload(grouped)
+        out[index] = found.normalized()[index].flatten(1, 2).to(out.dtype)
 
     def _fold(self, q: Tensor, num_blocks: int) -> Tensor:
         """[B * L, num_heads, head_dim] -> [B, num_kv_heads, G * L, head_dim].
@@ -120,13 +268,16 @@ class SdpaAttention:
         x = x.reshape(num_blocks, kv_heads, self._heads_per_kv, -1, head_dim)
         return x.permute(0, 3, 1, 2, 4).reshape(-1, kv_heads * self._heads_per_kv, head_dim)
 
-    def _segment(self, blocks: _Blocks, rows: Tensor, page_table: Tensor) -> _Segment:
+    def _segment(
+        self, blocks: _Blocks, begins: HostArray, rows: Tensor, page_table: Tensor
+    ) -> _Segment:
         num_blocks, longest = len(blocks.runs), int(blocks.lengths.max())
         counts = -(-blocks.ends // self._page_size)  # pages of each block
         num_pages = int(counts.max())
         # Padding repeats a block's last query, and its last page.
         steps = np.minimum(np.arange(longest), blocks.lengths[:, None] - 1)  # [B, L]
         columns = np.minimum(np.arange(num_pages), counts[:, None] - 1)  # [B, P]
+        columns += begins[blocks.runs, None]
         tokens = (blocks.tokens[:, None] + steps).reshape(-1)
         positions = self._upload((blocks.ends - blocks.lengths)[:, None] + steps)
         first = int(tokens[0])
@@ -160,15 +311,23 @@ class SdpaAttention:
         return torch.from_numpy(array).to(self._device)
 
 
-def _gather(pages: Tensor, segment: _Segment, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+def _gather(
+    pages: Tensor, wanted: Tensor, num_blocks: int, dtype: torch.dtype, scale: Tensor | None
+) -> Tensor:
     """[num_pages + 1, page_size, kv_heads, head_dim] -> [B, kv_heads, T, head_dim] of ``dtype``."""
     flat = pages.view(pages.shape[0], -1)
     if scale is None:
-        found = flat.index_select(0, segment.pages)
+        found = flat.index_select(0, wanted)
     else:  # float8 cannot be indexed
-        bits = flat.view(torch.uint8).index_select(0, segment.pages)
+        bits = flat.view(torch.uint8).index_select(0, wanted)
         found = (bits.view(pages.dtype).float() * scale).to(dtype)
-    return found.view(segment.num_blocks, -1, *pages.shape[2:]).transpose(1, 2)
+    return found.view(num_blocks, -1, *pages.shape[2:]).transpose(1, 2)
+
+
+def _each_group(groups: Groups) -> Iterator[tuple[IntArray, int, int]]:
+    """Members, first page and end of each group."""
+    members = np.split(groups.members, np.cumsum(groups.sizes))[: len(groups.sizes)]
+    yield from zip(members, groups.begins.tolist(), groups.ends.tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

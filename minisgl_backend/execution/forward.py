@@ -63,6 +63,7 @@ class ForwardPass:
                 lengths=upload(lengths),
                 page_table=rows.table.pages,
                 host_lengths=lengths,
+                groups=batch.groups,
             )
         attend = self._attention.plan(decodes, chunks)
         hidden: Tensor = self._model(tokens, positions, slots, attend)

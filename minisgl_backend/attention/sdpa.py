@@ -9,12 +9,13 @@ one gather and one SDPA call a layer; all decoding rows are normally one segment
 
 Pages that a group of decoding rows shares are gathered once for all of them, and their queries are
 one matrix (Hydragen, arXiv 2402.05099). What each row reads beyond is in segments as before. Either
-leaves a *partial* result, and they are merged by the maxima and the sums of their weights.
+leaves a *partial* result, and they are merged by the sums of their weights. On a CPU only: there
+PyTorch's kernel returns these sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -33,14 +34,15 @@ from minisgl_backend.attention.base import (
     PagedKV,
 )
 from minisgl_backend.device.base import HostArray
-from minisgl_backend.kernels.dispatch import at_least_float32
-from minisgl_backend.plan import Groups
+from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import IntArray
 
 _MAX_MASK_ELEMENTS: Final = 2**21
 _MAX_GATHERED_POSITIONS: Final = 2**18
 _FREE_PADDING: Final = 2**16  # scores: computing them is cheaper than one more SDPA call
-_MAX_SHARED_SCORES: Final = 2**22
+_LEAST_SAVED: Final = 2**18
+"""From this many numbers of keys and values on, which it saves reading in a layer, it was faster to
+read a group's pages together (on one core of an AMD EPYC)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,60 +63,35 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shared:
-    """T positions that n decoding rows share.
+    """T positions that n decoding rows share, of which each sees at least one.
 
-    ``tokens`` [n] are the rows' flat indices, ``pages`` [P], P * page_size == T. ``masks`` hold,
-    for each window, what is added to the scores, [n, 1, T]; None for no window.
+    ``tokens`` [n] are the rows' flat indices, ``pages`` [P], P * page_size == T. ``mask``
+    [1, 1, n * G, T] is added to the scores of G query heads a KV head; None if all are seen.
     """
 
     tokens: Tensor
     pages: Tensor
-    masks: dict[int | None, Tensor | None]
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Partial:
-    """Attention of queries over a part of what they see, [.., M, head_dim]: ``values`` weighted
-    and summed up, and [.., M, 1] the maximum of the scores and the sum of the weights. A query that
-    sees nothing has a maximum of -inf and sums of 0. In float32 or float64."""
+    """Attention of decoding rows over a part of what they see, [n, num_kv_heads, G, head_dim], with
+    the logarithm of the sum of the weights, [n, num_kv_heads, G]."""
 
     values: Tensor
-    best: Tensor
-    total: Tensor
-
-    @classmethod
-    def of(
-        cls, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
-    ) -> _Partial:
-        """``q`` [.., M, head_dim]; ``keys``, ``values`` [.., T, head_dim]; ``mask`` [.., M, T]."""
-        q, keys, values = (at_least_float32(x) for x in (q, keys, values))
-        scores = torch.matmul(q * scale, keys.transpose(-1, -2))
-        if mask is not None:
-            scores += mask
-        best = scores.amax(-1, keepdim=True)
-        scores -= best.clamp_min(torch.finfo(scores.dtype).min)  # not -inf from -inf
-        weights = scores.exp_()
-        return cls(torch.matmul(weights, values), best, weights.sum(-1, keepdim=True))
+    logarithms: Tensor
 
     def put(self, at: Tensor | slice, part: _Partial) -> None:
-        """Set the results of some queries."""
-        self.values[at], self.best[at], self.total[at] = part.values, part.best, part.total
+        """Set the results of the rows ``at``."""
+        self.values[at], self.logarithms[at] = part.values.to(self.values.dtype), part.logarithms
 
     def merge(self, at: Tensor, part: _Partial) -> None:
-        """Add what the queries ``at`` attend to elsewhere; one of the two has seen something."""
-        before = self.best[at]
-        best = torch.maximum(before, part.best)
-        kept, added = (before - best).exp_(), (part.best - best).exp_()
-        values = self.values[at] * kept + part.values * added
-        self.put(at, _Partial(values, best, self.total[at] * kept + part.total * added))
-
-    def by_row(self, num_rows: int) -> _Partial:
-        """[kv_heads, n * G, ..] -> [n, kv_heads, G, ..]."""
-        parts = (self.values, self.best, self.total)
-        return _Partial(*(x.unflatten(1, (num_rows, -1)).transpose(0, 1) for x in parts))
-
-    def normalized(self) -> Tensor:
-        return self.values / self.total
+        """Add what the rows ``at`` attend to in another part."""
+        before = self.logarithms[at]
+        both = torch.logaddexp(before, part.logarithms)
+        kept, added = (before - both).exp_()[..., None], (part.logarithms - both).exp_()[..., None]
+        self.put(at, _Partial(self.values[at] * kept + part.values * added, both))
 
 
 class SdpaAttention:
@@ -144,20 +121,28 @@ class SdpaAttention:
         assert rows.host_lengths is not None
         ends = rows.host_lengths.astype(np.int64)
         begins = np.zeros(len(ends), np.int64)  # the pages of each row that it reads with others
-        for members, _, end in _each_group(rows.groups):
-            begins[members] = end
+        groups: list[tuple[IntArray, int, int]] = []
+        for members, end in _members_and_ends(
+            rows.groups if self._device.type == "cpu" else NO_GROUPS
+        ):
+            begin = int(begins[members[0]])  # of all members, as each is in all groups before
+            if self._pays(len(members), end - begin):
+                groups.append((members, begin, end))
+                begins[members] = end
 
         def segments(index: HostArray) -> list[_Segment]:
             own = ends[index] - begins[index] * self._page_size
             blocks = _Blocks(index, index, np.ones(len(index), np.int64), own)
             return self._segments(blocks, begins, rows.rows, rows.page_table)
 
-        alone = segments(np.flatnonzero(begins == 0))
-        attend_alone = partial(self._attend, alone)
-        if not begins.any():
+        grouped, alone = np.flatnonzero(begins), np.flatnonzero(begins == 0)
+        attend_alone = partial(self._attend, segments(alone))
+        if not len(grouped):
             return attend_alone
-        shared = [part for group in _each_group(rows.groups) for part in self._shared(rows, *group)]
-        grouped = np.flatnonzero(begins)
+        shared = {
+            window: [self._shared(rows, *group, window) for group in groups]
+            for window in self._windows
+        }
         attend_grouped = partial(self._attend_grouped, segments(grouped), shared, grouped)
 
         def attend(out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
@@ -165,6 +150,12 @@ class SdpaAttention:
             attend_grouped(out, q, kv, layer)
 
         return attend
+
+    def _pays(self, num_rows: int, num_pages: int) -> bool:
+        """Whether reading pages once for ``num_rows`` saves more than it costs."""
+        per_position = 2 * self._shape.num_kv_heads * self._shape.head_dim
+        saved = (num_rows - 1) * num_pages * self._page_size * per_position
+        return saved >= _LEAST_SAVED
 
     def _segments(
         self, blocks: _Blocks, begins: HostArray, rows: Tensor, page_table: Tensor
@@ -176,27 +167,29 @@ class SdpaAttention:
         ]
 
     def _shared(
-        self, rows: DecodeRows, members: IntArray, begin: int, end: int
-    ) -> Iterator[_Shared]:
-        """The pages of a group, in parts of which the scores take little memory."""
+        self, rows: DecodeRows, members: IntArray, begin: int, end: int, window: int | None
+    ) -> _Shared | None:
+        """The pages of a group that some of its members see through the window; None if none do."""
         assert rows.host_lengths is not None
-        most = _MAX_SHARED_SCORES // (len(members) * self._shape.num_heads * self._page_size)
-        tokens = self._upload(members.astype(np.int64))
-        lengths = self._upload(rows.host_lengths[members].astype(np.int64))  # [n]
-        table = rows.page_table[rows.rows[int(members[0])]]
-        for first in range(begin, end, max(most, 1)):
-            last = min(first + max(most, 1), end)
-            positions = torch.arange(
-                first * self._page_size, last * self._page_size, device=self._device
-            )
-            masks: dict[int | None, Tensor | None] = {}
-            for window in self._windows:
-                masks[window] = None
-                if window is not None:
-                    hidden = positions < (lengths - window)[:, None, None]  # [n, 1, T]
-                    mask = torch.zeros(hidden.shape, device=self._device)
-                    masks[window] = mask.masked_fill_(hidden, float("-inf"))
-            yield _Shared(tokens, table[first:last], masks)
+        size, mask = self._page_size, None
+        if window is not None:
+            first_seen = rows.host_lengths[members] - window
+            members = members[first_seen < end * size]
+            if not len(members):
+                return None
+            first_seen = first_seen[first_seen < end * size]
+            begin = max(begin, int(first_seen.min()) // size)
+            hidden = np.arange(begin * size, end * size) < first_seen[:, None]  # [n, T]
+            if hidden.any():
+                by_head = torch.from_numpy(np.repeat(hidden, self._heads_per_kv, axis=0))
+                mask = torch.zeros(by_head.shape, dtype=self._dtype)
+                mask.masked_fill_(by_head, float("-inf"))
+        row = rows.rows[int(members[0])]
+        return _Shared(
+            self._upload(members.astype(np.int64)),
+            rows.page_table[row, begin:end],
+            None if mask is None else mask[None, None],
+        )
 
     def _attend(
         self, segments: Sequence[_Segment], out: Tensor, q: Tensor, kv: PagedKV, layer: int
@@ -216,38 +209,56 @@ class SdpaAttention:
     def _attend_grouped(
         self,
         segments: Sequence[_Segment],
-        shared: Sequence[_Shared],
+        shared: Mapping[int | None, Sequence[_Shared | None]],
         grouped: HostArray,
         out: Tensor,
         q: Tensor,
         kv: PagedKV,
         layer: int,
     ) -> None:
-        """Rows that share pages: ``segments`` have what each reads alone, all of them something."""
-        shape = self._shape
-        window, scale = shape.windows[layer], shape.scale
-        kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
-        queries = q.reshape(len(q), kv_heads, -1, head_dim)  # [num_rows, kv_heads, G, head_dim]
+        """The rows ``grouped``: ``segments`` have what each reads alone, at least a position."""
+        window = self._shape.windows[layer]
+        # [num_rows, num_kv_heads, G, head_dim]
+        queries = q.reshape(len(q), self._shape.num_kv_heads, -1, self._shape.head_dim)
         exact = torch.promote_types(q.dtype, torch.float32)
-        sums = queries.new_empty((2, *queries.shape[:3], 1), dtype=exact)
-        found = _Partial(torch.empty_like(queries, dtype=exact), *sums)
+        found = _Partial(
+            torch.empty_like(queries, dtype=exact),
+            queries.new_empty(queries.shape[:3], dtype=exact),
+        )
         for segment in segments:
             keys = _gather(kv.keys, segment.pages, segment.num_blocks, q.dtype, kv.k_scale)
             values = _gather(kv.values, segment.pages, segment.num_blocks, q.dtype, kv.v_scale)
-            own = queries[segment.tokens]
-            found.put(segment.tokens, _Partial.of(own, keys, values, segment.masks[window], scale))
-        for part in shared:
-            count, mask = len(part.tokens), part.masks[window]
-            (keys,) = _gather(kv.keys, part.pages, 1, q.dtype, kv.k_scale)  # [kv_heads, T, dim]
-            (values,) = _gather(kv.values, part.pages, 1, q.dtype, kv.v_scale)
-            # all rows as one matrix a KV head: [kv_heads, n * G, head_dim]
-            together = queries[part.tokens].transpose(0, 1).flatten(1, 2)
-            if mask is not None:
-                mask = mask.expand(-1, self._heads_per_kv, -1).flatten(0, 1)  # [n * G, T]
-            both = _Partial.of(together, keys, values, mask, scale)
-            found.merge(part.tokens, both.by_row(count))
+            mask = segment.masks[window]
+            own = self._with_logarithms(queries[segment.tokens], keys, values, mask)
+            found.put(segment.tokens, _Partial(*own))
+        for part in shared[window]:
+            if part is None:
+                continue
+            # [1, num_kv_heads, T, head_dim]
+            keys = _gather(kv.keys, part.pages, 1, q.dtype, kv.k_scale)
+            values = _gather(kv.values, part.pages, 1, q.dtype, kv.v_scale)
+            # all rows as one matrix a KV head: [1, num_kv_heads, n * G, head_dim]
+            together = queries[part.tokens].transpose(0, 1).flatten(1, 2)[None]
+            both = self._with_logarithms(together, keys, values, part.mask)
+            by_row = (len(queries[0]), len(part.tokens), queries.shape[2])
+            out_of_part, logarithms = (
+                x.reshape(*by_row, *x.shape[3:]).transpose(0, 1) for x in both
+            )
+            found.merge(part.tokens, _Partial(out_of_part, logarithms))
         index = self._upload(grouped)
-        out[index] = found.normalized()[index].flatten(1, 2).to(out.dtype)
+        out[index] = found.values[index].flatten(1, 2).to(out.dtype)
+
+    def _with_logarithms(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What ``scaled_dot_product_attention`` computes on a CPU, [B, heads, L, head_dim], and the
+        logarithms of the sums of weights, [B, heads, L], which that function does not return."""
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out: Tensor
+        out, logarithms = attend(
+            q, keys, values, 0.0, False, attn_mask=mask, scale=self._shape.scale
+        )
+        return out, logarithms
 
     def _fold(self, q: Tensor, num_blocks: int) -> Tensor:
         """[B * L, num_heads, head_dim] -> [B, num_kv_heads, G * L, head_dim].
@@ -324,10 +335,10 @@ def _gather(
     return found.view(num_blocks, -1, *pages.shape[2:]).transpose(1, 2)
 
 
-def _each_group(groups: Groups) -> Iterator[tuple[IntArray, int, int]]:
-    """Members, first page and end of each group."""
+def _members_and_ends(groups: Groups) -> Iterator[tuple[IntArray, int]]:
+    """Of each group: the members, and the index of the page behind the shared ones."""
     members = np.split(groups.members, np.cumsum(groups.sizes))[: len(groups.sizes)]
-    yield from zip(members, groups.begins.tolist(), groups.ends.tolist(), strict=True)
+    yield from zip(members, groups.ends.tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -61,15 +61,18 @@ _NOT_FINITE: Final = "the model's logits were not finite"
 class SchedulerConfig:
     """The planner's share of the options.
 
-    ``policy`` (fcfs or lpm) and ``max_overtaken`` are explained in ``waiting``, ``reserve_tokens``
-    in ``admission``, ``group_cost_tokens`` in ``KVCache.groups``; None: plans name no groups.
+    ``policy`` (fcfs or lpm), ``max_overtaken`` and ``worthwhile_tokens`` are explained in
+    ``waiting``, ``reserve_tokens`` in ``admission``. With ``names_groups`` plans have ``Groups``,
+    for which ``group_cost_tokens`` are explained in ``KVCache.groups``.
     """
 
     max_running_requests: int = 256
     max_prefill_tokens: int = 8192
     policy: str = "fcfs"
     max_overtaken: int = 0
-    group_cost_tokens: int | None = None
+    worthwhile_tokens: int = 128
+    names_groups: bool = False
+    group_cost_tokens: int = 64
     reserve_tokens: int = 256
 
 
@@ -101,8 +104,13 @@ class Scheduler:
         self._life = Lifecycle(
             cache,
             config.max_running_requests,
-            WaitingQueue(cache, config.policy, config.max_overtaken),
-            group_cost_tokens=config.group_cost_tokens,
+            WaitingQueue(
+                cache,
+                config.policy,
+                config.max_overtaken,
+                worthwhile_tokens=config.worthwhile_tokens,
+            ),
+            group_cost_tokens=config.group_cost_tokens if config.names_groups else None,
             released_rows=list(taken_rows),
         )
         self._rows = self._life.rows

@@ -32,9 +32,6 @@ from minisgl_backend.scheduling.sequence import Precedence, Sequence
 
 HEAD_START: Final = 1024
 WINDOW: Final = 32
-WORTHWHILE: Final = 128
-"""Tokens in common for which the order changes: fewer are computed in less time than a step takes.
-"""
 _MOST_LEADERS: Final = 64
 
 _Place: TypeAlias = tuple[str, bytes, Precedence, Sequence]
@@ -54,13 +51,17 @@ def by_precedence(sequence: Sequence) -> Precedence:
 class WaitingQueue:
     """The waiting sequences, in order of precedence; ``policy`` is fcfs or lpm.
 
-    With a ``max_overtaken`` of 0 that is the order of service.
+    With a ``max_overtaken`` of 0 that is the order of service. Fewer than ``worthwhile_tokens`` in
+    common change nothing.
     """
 
-    def __init__(self, cache: KVCache, policy: str, max_overtaken: int) -> None:
+    def __init__(
+        self, cache: KVCache, policy: str, max_overtaken: int, *, worthwhile_tokens: int
+    ) -> None:
         self._cache = cache
         self._longest_prefix_first = policy == "lpm"
         self._max_overtaken = max_overtaken
+        self._worthwhile_tokens = worthwhile_tokens
         self._sequences: list[Sequence] = []
         self._by_tokens: list[_Place] = []
         self._leaders: deque[_Place] = deque(maxlen=_MOST_LEADERS)  # served, with companions left
@@ -134,7 +135,7 @@ class WaitingQueue:
     def _nearest(self, leader: _Place, head: Sequence) -> Sequence | None:
         """The companion of a leader that has most in common with it."""
         index = bisect_left(self._by_tokens, _without_sequence(leader), key=_without_sequence)
-        most, nearest = _num_common_tokens(leader[3], head) + WORTHWHILE, None
+        most, nearest = _num_common_tokens(leader[3], head) + self._worthwhile_tokens, None
         for *_, sequence in self._by_tokens[max(index - 1, 0) : index + 1]:
             common = _num_common_tokens(leader[3], sequence)
             if common >= most and sequence.request.priority == head.request.priority:
@@ -145,7 +146,9 @@ class WaitingQueue:
         """Whether there is no use in waiting for what running sequences are about to compute."""
         tokens, salt = sequence.reusable, sequence.request.cache_salt
         coming = self._cache.promised_length(tokens, salt)
-        return coming < WORTHWHILE or coming < self._num_cached_tokens(sequence) + WORTHWHILE
+        if coming < self._worthwhile_tokens:
+            return True
+        return coming < self._num_cached_tokens(sequence) + self._worthwhile_tokens
 
     def _num_cached_tokens(self, sequence: Sequence) -> int:
         return self._cache.match_length(sequence.reusable, sequence.request.cache_salt)

@@ -304,6 +304,15 @@ PATTERNS: Final[Mapping[str, Seq[Shared]]] = MappingProxyType(
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
 
 
+@pytest.fixture(params=["always", "where it pays"])
+def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How small a group may be that is read together."""
+    if request.param == "always":
+        monkeypatch.setattr("minisgl_backend.attention.sdpa._LEAST_SAVED", 0)
+    else:  # of "two levels" the first does and the others do not
+        monkeypatch.setattr("minisgl_backend.attention.sdpa._LEAST_SAVED", 2**16)
+
+
 def attend_together(world: World, pattern: str) -> None:
     """12 sequences of random lengths, of which the first pages are shared by that pattern; they
     decode twice, once with the groups named and once without."""
@@ -318,17 +327,20 @@ def attend_together(world: World, pattern: str) -> None:
 
 
 @every_pattern
+@pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_shared_pages(backend: str, pattern: str, page_size: int) -> None:
     attend_together(World(backend, page_size=page_size), pattern)
 
 
 @every_pattern
+@pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("window", [1, 40, 90])
 def test_shared_pages_behind_a_window(backend: str, pattern: str, window: int) -> None:
     attend_together(World(backend, windows=(window, None)), pattern)
 
 
+@pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (8, 1)])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -339,11 +351,3 @@ def test_shared_pages_of_any_heads(
         backend, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
     )
     attend_together(world, "two levels")
-
-
-@pytest.mark.parametrize("window", [None, 50])
-def test_shared_pages_in_parts(
-    backend: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("minisgl_backend.attention.sdpa._MAX_SHARED_SCORES", 1)
-    attend_together(World(backend, windows=(window,)), "two levels")

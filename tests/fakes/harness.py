@@ -44,7 +44,8 @@ class Setup:
     max_prefill_tokens: int = 32
     policy: str = "fcfs"
     max_overtaken: int = 64
-    group_cost_tokens: int | None = 0
+    worthwhile_tokens: int = 1
+    group_cost_tokens: int = 0
     reserve_tokens: int = 0
     cache: str = "radix"
     depth: int = 2
@@ -79,6 +80,8 @@ class Harness:
                 max_prefill_tokens=setup.max_prefill_tokens,
                 policy=setup.policy,
                 max_overtaken=setup.max_overtaken,
+                worthwhile_tokens=setup.worthwhile_tokens,
+                names_groups=True,
                 group_cost_tokens=setup.group_cost_tokens,
                 reserve_tokens=setup.reserve_tokens,
             ),
@@ -219,6 +222,7 @@ def random_setup(rng: random.Random) -> Setup:
         max_prefill_tokens=rng.choice([1, 5, 32, 256]),
         policy=rng.choice(["fcfs", "lpm"]),
         max_overtaken=rng.choice([0, 2, 64]),
+        worthwhile_tokens=rng.choice([1, 8]),
         reserve_tokens=rng.choice([0, 0, 4]),
         cache="radix",
         depth=rng.choice([1, 2, 3]),

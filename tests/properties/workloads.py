@@ -23,6 +23,7 @@ def setups(draw: st.DrawFn) -> Setup:
         max_prefill_tokens=draw(st.sampled_from([512, 32, 7, 1])),
         policy=draw(st.sampled_from(["fcfs", "lpm"])),
         max_overtaken=draw(st.sampled_from([64, 2, 0])),
+        worthwhile_tokens=draw(st.sampled_from([1, 16])),
         group_cost_tokens=draw(st.sampled_from([0, 1, 8])),
         reserve_tokens=draw(st.sampled_from([0, 0, 8])),
         cache=draw(st.sampled_from(["radix", "radix", "naive"])),

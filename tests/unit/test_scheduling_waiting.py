@@ -48,7 +48,7 @@ def cache_with(tokens: IntArray) -> RadixCache:
 
 
 def test_first_come_first_served_within_a_level() -> None:
-    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0)
+    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0, worthwhile_tokens=1)
     for number, priority in enumerate([0, 1, 0, -1, 1, 0]):
         queue.push(arrived(number, priority=priority))
     assert len(queue) == 6
@@ -56,14 +56,14 @@ def test_first_come_first_served_within_a_level() -> None:
 
 
 def test_a_returning_sequence_gets_its_old_place() -> None:
-    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0)
+    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0, worthwhile_tokens=1)
     for number in (3, 4, 1):
         queue.push(arrived(number))
     assert order(queue) == [1, 3, 4]
 
 
 def test_a_low_level_is_overtaken_only_so_often() -> None:
-    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0)
+    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0, worthwhile_tokens=1)
     queue.push(arrived(0, priority=0))
     for number in range(1, HEAD_START + 100):
         queue.push(arrived(number, priority=1))
@@ -73,21 +73,21 @@ def test_a_low_level_is_overtaken_only_so_often() -> None:
 def test_the_longest_cached_prefix_goes_first_where_asked_for() -> None:
     prompts = [ints(9, 9, 9, 9), ints(1, 2, 9, 9), ints(1, 2, 3, 9), ints(1, 2, 3, 8)]
     for policy, expected in (("lpm", [2, 3, 1, 0]), ("fcfs", [0, 1, 2, 3])):
-        queue = WaitingQueue(cache_with(ints(1, 2, 3)), policy, MAX_OVERTAKEN)
+        queue = WaitingQueue(cache_with(ints(1, 2, 3)), policy, MAX_OVERTAKEN, worthwhile_tokens=9)
         for number, prompt in enumerate(prompts):
             queue.push(arrived(number, prompt=prompt))
         assert order(queue) == expected
 
 
 def test_a_cached_prefix_does_not_lift_a_request_over_its_level() -> None:
-    queue = WaitingQueue(cache_with(ints(1, 2, 3)), "lpm", MAX_OVERTAKEN)
+    queue = WaitingQueue(cache_with(ints(1, 2, 3)), "lpm", MAX_OVERTAKEN, worthwhile_tokens=9)
     queue.push(arrived(0, prompt=ints(1, 2, 3, 4)))
     queue.push(arrived(1, priority=1))
     assert order(queue) == [1, 0]
 
 
 def test_a_request_without_a_cached_prefix_is_not_overtaken_for_ever() -> None:
-    queue = WaitingQueue(cache_with(ints(1, 2, 3)), "lpm", MAX_OVERTAKEN)
+    queue = WaitingQueue(cache_with(ints(1, 2, 3)), "lpm", MAX_OVERTAKEN, worthwhile_tokens=9)
     queue.push(arrived(0, prompt=ints(9)))
     for number in range(1, 2 * MAX_OVERTAKEN):
         queue.push(arrived(number, prompt=ints(1, 2, 3, 4)))
@@ -95,7 +95,7 @@ def test_a_request_without_a_cached_prefix_is_not_overtaken_for_ever() -> None:
 
 
 def test_only_what_waits_can_be_removed() -> None:
-    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0)
+    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0, worthwhile_tokens=1)
     first, second = arrived(0), arrived(1)
     queue.push(first)
     with pytest.raises(InvariantError, match="request 1 is not in the queue"):

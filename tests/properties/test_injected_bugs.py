@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from minisgl_backend.cache.kv import Lease, NaiveCache, RadixCache
 from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import Groups
 from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.running import RunningRows
@@ -110,6 +112,29 @@ def matched_in_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixCache, "acquire", acquire_all)
 
 
+def grouped_too_far(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a group are said to share one page more than they do."""
+    groups = RadixCache.groups
+
+    def one_more(self: RadixCache, leases: list[Lease], cost_tokens: int) -> Groups:
+        found = groups(self, leases, cost_tokens)
+        return replace(found, ends=found.ends + np.int32(1))
+
+    patch.setattr(RadixCache, "groups", one_more)
+
+
+def grouped_with_others(patch: pytest.MonkeyPatch) -> None:
+    """A row is named in the place of another."""
+    groups = RadixCache.groups
+
+    def rotated(self: RadixCache, leases: list[Lease], cost_tokens: int) -> Groups:
+        found = groups(self, leases, cost_tokens)
+        members = (found.members + 1) % max(len(leases), 1)
+        return replace(found, members=members.astype(np.int32))
+
+    patch.setattr(RadixCache, "groups", rotated)
+
+
 def without_guards(patch: pytest.MonkeyPatch) -> None:
     """Take away what refuses broken bookkeeping, so that only tokens can tell."""
 
@@ -126,7 +151,15 @@ def without_guards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunningRows, "check", lambda self: None)
 
 
-BUGS: list[Inject] = [freed_in_flight, not_pinned, released_twice, wrong_key, matched_in_full]
+BUGS: list[Inject] = [
+    freed_in_flight,
+    not_pinned,
+    released_twice,
+    wrong_key,
+    matched_in_full,
+    grouped_too_far,
+    grouped_with_others,
+]
 
 
 def noticed(*, by: tuple[type[Exception], ...], check: bool) -> bool:

@@ -10,6 +10,7 @@ Must not know rows, steps or devices.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
@@ -58,14 +59,14 @@ def _by_anchor(nodes: Sequence[Node]) -> dict[Node, list[int]]:
 
     A node's pins count all its leases, of which only some may be among these.
     """
-    at: dict[Node, list[int]] = {}
+    at: defaultdict[Node, list[int]] = defaultdict(list)
     for index, end in enumerate(nodes):
         node = end
         while node.pins == 1 and node.parent is not None:
             node = node.parent
         if node.parent is not None:
-            at.setdefault(node, []).append(index)
-    return at
+            at[node].append(index)
+    return dict(at)
 
 
 def _counted(

@@ -199,8 +199,7 @@ class Lifecycle:
         if not self._are_groups_current or not np.array_equal(rows, self._grouped_rows):
             cost = self._group_cost_tokens
             if cost is not None:
-                leases = [self.rows.sequence(row).held() for row in rows.tolist()]
-                found = self.cache.groups(leases, cost)
+                found = self.cache.groups(self.rows.leases(rows), cost)
                 self._groups = replace(found, members=rows[found.members])
             self._grouped_rows = rows
             self._are_groups_current = True

@@ -42,7 +42,7 @@ from minisgl_backend.cache.groups import groups_of
 from minisgl_backend.cache.pages import PagePool, num_pages_for
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import NO_GROUPS, Groups
+from minisgl_backend.plan import NO_GROUPS, NO_SNAPSHOT, Groups
 from minisgl_backend.request import IntArray
 
 
@@ -59,6 +59,8 @@ class Lease:
     """One sequence's claim on pages, in the order of its positions (see the map above).
 
     ``promise``: the pages that it is going to publish, if that was promised and is still to come.
+    ``snapshot`` is that of the states behind the pages it was acquired with, if the cache has such
+    (``cache.snapshots``).
     """
 
     pages: array[int] = field(default_factory=lambda: array("i"))
@@ -66,6 +68,7 @@ class Lease:
     node: Node | None = None
     promise: Node | None = None
     salt: bytes = b""
+    snapshot: int = NO_SNAPSHOT
     released: bool = False
 
     @property
@@ -299,7 +302,7 @@ class RadixCache(NaiveCache):
         return self._tree.num_evictable
 
     def match_length(self, tokens: IntArray, salt: str = "") -> int:
-        return self._tree.match_length(tokens[:-1], _salt_key(salt)) * self.page_size
+        return self._tree.match_length(tokens[:-1], salt_key(salt)) * self.page_size
 
     def promise(self, lease: Lease, tokens: IntArray) -> None:
         assert lease.promise is None
@@ -311,13 +314,19 @@ class RadixCache(NaiveCache):
             lease.promise, _ = tree.insert(tree.root, whole, indices, lease.salt)
 
     def promised_length(self, tokens: IntArray, salt: str = "") -> int:
-        return self._promises.match_length(tokens[:-1], _salt_key(salt)) * self.page_size
+        return self._promises.match_length(tokens[:-1], salt_key(salt)) * self.page_size
 
     def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
-        key = _salt_key(salt)
+        key = salt_key(salt)
         node, pages = self._tree.match(tokens[:-1], key)
         return self._register(
-            Lease(pages=array("i", pages.tobytes()), num_shared=len(pages), node=node, salt=key)
+            Lease(
+                pages=array("i", pages.tobytes()),
+                num_shared=len(pages),
+                node=node,
+                salt=key,
+                snapshot=node.snapshot,
+            )
         )
 
     def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
@@ -413,5 +422,6 @@ def _as_array(pages: array[int]) -> IntArray:
     return np.array(pages, dtype=np.int32)
 
 
-def _salt_key(salt: str) -> bytes:
+def salt_key(salt: str) -> bytes:
+    """The salt as the tree has it in its keys."""
     return salt.encode("utf-8", "surrogatepass")

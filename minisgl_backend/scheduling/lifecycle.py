@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
+from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
@@ -47,6 +48,7 @@ class Lifecycle:
     ) -> None:
         """``group_cost_tokens``: see ``KVCache.groups``; None for no groups."""
         self.cache = cache
+        self.snapshots = cache if isinstance(cache, SnapshotCache) else None
         self.rows = RunningRows(num_rows)
         self.queue = queue
         self._group_cost_tokens = group_cost_tokens
@@ -103,11 +105,24 @@ class Lifecycle:
         self.changes += 1
         sequence.enter(Phase.PREFILLING)
         sequence.lease, sequence.remapped_at = lease, -1
+        sequence.begins_from = lease.snapshot
+        sequence.saves = self._worth_saving(sequence)
         sequence.row = self.rows.take(
             sequence, num_cached_tokens=lease.num_shared * size, capacity=len(lease.pages) * size
         )
         insort(self.prefilling, sequence, key=by_precedence)
         return cost
+
+    def take_snapshots(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        """Snapshots for the states behind positions of a chunk, with these positions."""
+        taken = []
+        for position in sequence.saves:
+            if self.snapshots is not None and start < position <= end:
+                number = self.snapshots.take_snapshot()
+                if number is not None:
+                    taken.append((position, number))
+        sequence.snapshots += taken
+        return taken
 
     def grow(self, rows: IntArray, draft: Draft) -> bool:
         """Grant one more page to each of the rows; False, and no page, if there are too few."""
@@ -161,6 +176,10 @@ class Lifecycle:
         self.rows.give_back(row)
         self.changes += 1
         self.released_rows.append(row)
+        for _, snapshot in sequence.snapshots:  # of which no token has said that it is finite
+            assert self.snapshots is not None
+            self.snapshots.return_snapshot(snapshot)
+        sequence.snapshots.clear()
         sequence.lease, sequence.row = None, -1
         if sequence.returns:
             sequence.returns = False
@@ -186,6 +205,10 @@ class Lifecycle:
         indices = self.cache.publish(lease, tokens[:computed], verified=verified)
         self.changes += 1
         self._are_groups_current = False
+        if verified is not Verified.NONE and self.snapshots is not None:
+            for position, snapshot in sequence.snapshots:
+                self.snapshots.attach_snapshot(lease, position, snapshot)
+            sequence.snapshots.clear()
         if indices:
             sequence.remapped_at = int(self.rows.planned[row])
             self._remaps.append((sequence, lease, indices))
@@ -235,6 +258,17 @@ class Lifecycle:
         prefilling = [s for s in held if s.phase is Phase.PREFILLING]
         if sorted(prefilling, key=by_precedence) != self.prefilling:
             raise InvariantError("not exactly the prefilling sequences are listed as such")
+
+    def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
+        """The positions behind which another request may begin: where this one parts from what
+        others have begun with, and the last one that it would find itself if it came again."""
+        if self.snapshots is None:
+            return ()
+        salt = sequence.request.cache_salt
+        parted = self.snapshots.cached_length(sequence.tokens, salt)
+        last = (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
+        begun = sequence.held().num_shared * self.cache.page_size
+        return tuple(sorted({position for position in (parted, last) if position > begun}))
 
     def _retire(self, sequence: Sequence) -> None:
         row = sequence.row

@@ -35,7 +35,7 @@ import numpy as np
 
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import EngineFailure, InvariantError
-from minisgl_backend.plan import NO_TOKEN, Admission, SampledTokens, StepPlan
+from minisgl_backend.plan import NO_SNAPSHOT, NO_TOKEN, Admission, SampledTokens, StepPlan
 from minisgl_backend.request import (
     EMPTY,
     Failed,
@@ -254,7 +254,10 @@ class Scheduler:
         end = start + len(tokens)
         is_last = end == len(sequence.tokens)
         self._rows.plan_prefill(sequence.row, end)
-        draft.prefill(sequence.row, start, tokens, samples=is_last)
+        snapshot, sequence.begins_from = sequence.begins_from, NO_SNAPSHOT
+        draft.prefill(sequence.row, start, tokens, samples=is_last, snapshot=snapshot)
+        for position, taken in self._life.take_snapshots(sequence, start, end):
+            draft.save(position, taken)
         # a position is scored by the token behind it: the first one that is still to be scored has
         # index num_scored + 1, the last one num_to_score
         first, last = max(start, sequence.num_scored), min(end, sequence.num_to_score)
@@ -332,6 +335,11 @@ class Scheduler:
                 ended[sequence.request.id] = Failed(EngineFailure(_NOT_FINITE))
                 self._life.end(sequence)
             accepted &= ~failed
+        embedded = [
+            (rows.sequence(int(sample_rows[index])).request.id, vector)
+            for index, vector in tokens.embeddings.items()
+            if accepted[index]
+        ]
         surplus = accepted & rows.are_complete(sample_rows)
         if surplus.any():
             for row in sample_rows[surplus].tolist():
@@ -351,7 +359,7 @@ class Scheduler:
             reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
             ended[request_ids[index]] = Finished(reason, stop)
             self._life.end(self._life.live[request_ids[index]])
-        return StepResult(request_ids, token_ids, dict(logprobs), scored, ended)
+        return StepResult(request_ids, token_ids, dict(logprobs), scored, ended, embedded)
 
 
 def _renumbered(

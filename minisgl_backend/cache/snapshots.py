@@ -40,6 +40,10 @@ class SnapshotCache(RadixCache):
         snapshot behind them: others have begun in the same way, and more may."""
         return self._tree.cached_length(tokens[:-1], salt_key(salt)) * self.page_size
 
+    def promised_length(self, tokens: IntArray, salt: str = "") -> int:
+        """None: pages that will be published may have no snapshot behind them."""
+        return 0
+
     def take_snapshot(self) -> int | None:
         """A number to save a state under; None if all are taken.
 

@@ -19,6 +19,7 @@ Invariants, verified by ``check``:
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,7 +27,8 @@ from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.cache.pages import num_pages_for
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.request import IntArray, Request, RequestId
+from minisgl_backend.plan import NO_GROUPS, Groups
+from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
@@ -43,12 +45,20 @@ class Lifecycle:
     """
 
     def __init__(
-        self, cache: KVCache, num_rows: int, policy: str, released_rows: list[int]
+        self,
+        cache: KVCache,
+        num_rows: int,
+        queue: WaitingQueue,
+        *,
+        group_cost_tokens: int | None,
+        released_rows: list[int],
     ) -> None:
+        """``group_cost_tokens``: see ``KVCache.groups``; None for no groups."""
         self.cache = cache
         self.snapshots = cache if isinstance(cache, SnapshotCache) else None
         self.rows = RunningRows(num_rows)
-        self.queue = WaitingQueue(cache, policy)
+        self.queue = queue
+        self._group_cost_tokens = group_cost_tokens
         self.live: dict[RequestId, Sequence] = {}
         self.prefilling: list[Sequence] = []
         self.released_rows = released_rows
@@ -56,6 +66,9 @@ class Lifecycle:
         self._num_arrivals = 0
         self._remaps: list[tuple[Sequence, Lease, range]] = []
         self._followers: dict[RequestId, list[Sequence]] = {}  # by leader; they wait behind it
+        self._grouped_rows = EMPTY  # the rows of the last step, whose groups these were ...
+        self._groups = NO_GROUPS
+        self._are_groups_current = True  # ... unless a lease has got other shared pages since
 
     @property
     def num_available_pages(self) -> int:
@@ -104,6 +117,7 @@ class Lifecycle:
             return cost
         if not cache.grow(lease, len(sequence.tokens)):
             raise InvariantError(f"request {sequence.request.id} does not fit: pages have leaked")
+        cache.promise(lease, sequence.tokens)
         self.queue.admit(sequence)
         self.changes += 1
         sequence.enter(Phase.PREFILLING)
@@ -233,6 +247,7 @@ class Lifecycle:
             verified = Verified.ALL if computed > sequence.remapped_at else Verified.OWN
         indices = self.cache.publish(lease, tokens[:computed], verified=verified)
         self.changes += 1
+        self._are_groups_current = False
         if verified is not Verified.NONE and self.snapshots is not None:
             for position, snapshot in sequence.snapshots:
                 self.snapshots.attach_snapshot(lease, position, snapshot)
@@ -242,6 +257,21 @@ class Lifecycle:
         if indices:
             sequence.remapped_at = int(self.rows.planned[row])
             self._remaps.append((sequence, lease, indices))
+
+    def groups_of(self, rows: IntArray) -> Groups:
+        """Groups of the decoding ``rows``, int32[num_rows], ascending.
+
+        Shared pages are full of committed positions, so they stay the same until a row starts or
+        stops decoding, or ``publish`` gives a lease more of them: a steady step costs nothing here.
+        """
+        if not self._are_groups_current or not np.array_equal(rows, self._grouped_rows):
+            cost = self._group_cost_tokens
+            if cost is not None:
+                found = self.cache.groups(self.rows.leases(rows), cost)
+                self._groups = replace(found, members=rows[found.members])
+            self._grouped_rows = rows
+            self._are_groups_current = True
+        return self._groups
 
     def grant_remaps(self, draft: Draft) -> None:
         """Grant the pages of others that ``publish`` has put in place of a row's own since the

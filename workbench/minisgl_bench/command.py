@@ -15,6 +15,7 @@ bench = LazyGroup(
         "serve": "minisgl_bench.serve.command:serve",
         "perf-analyzer": "minisgl_bench.perf_analyzer:perf_analyzer",
         "offline": "minisgl_bench.offline:offline",
+        "prefixes": "minisgl_bench.prefixes:prefixes",
         "structured": "minisgl_bench.structured:structured",
         "server-share": "minisgl_bench.server_share:server_share",
         "scaling": "minisgl_bench.scaling:scaling",

@@ -53,7 +53,7 @@ for name, kind in {
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-class _ByFileScheduling(LoadFileScheduling):
+class _ByFileScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no types
     """Gives each worker a file at a time, but all of the gateway's to one: else each would start
     the five servers that these files share."""
 

@@ -7,7 +7,7 @@ checkpoint is never run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,15 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.checkpoint import has_head, is_headless
 from minisgl_backend.models.config_json import ConfigReader, common_fields, read_json, read_rope
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import (
+    MOST_EXPERTS,
+    MOST_HEADS,
+    MOST_WIDTH,
+    DeltaSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+)
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 
@@ -164,19 +172,12 @@ def read_ministral3(config: ConfigReader) -> ModelSpec:
 def read_mistral3(config: ConfigReader) -> ModelSpec:
     """``Mistral3ForConditionalGeneration``, the text part: Mistral Small 3.1 and later, and
     Ministral 3, as ``text_config`` says."""
-    text = config.part("text_config")
+    text = _text_config(config, tied=True)
     readers = {"mistral": read_mistral, "ministral3": read_ministral3}
     kind = text.word("model_type", "mistral")
     if kind not in readers:
         raise text.error("model_type", "one of " + ", ".join(readers), kind)
-    tied = config.flag("tie_word_embeddings", True)
-    outer: dict[str, Any] = {
-        key: config.values[key]
-        for key in ("dtype", "torch_dtype", "eos_token_id")
-        if key in config.values
-    }
-    values = {**outer, **text.values, "tie_word_embeddings": tied, **dict.fromkeys(text.nulls)}
-    spec = readers[kind](ConfigReader(values, text.where))
+    spec = readers[kind](text)
     return replace(spec, architecture="Mistral3ForConditionalGeneration", names=MULTIMODAL)
 
 
@@ -220,25 +221,15 @@ def read_olmo3(config: ConfigReader) -> ModelSpec:
     """``Olmo3ForCausalLM``: OLMo 2 with windows on three of four layers, whose rotation is not
     stretched."""
     config = config.with_defaults(rope_theta=5e5)
-    by_kind = {
-        kind: table
-        for kind, table in config.table("rope_parameters").items()
-        if kind in _ATTENTION_KINDS
-    }
-    if by_kind:
-        values = {**config.values, "rope_parameters": by_kind.get("full_attention", {})}
-        fields = _olmo_fields(ConfigReader(values, config.where))
-    else:
-        fields = _olmo_fields(config)
-    num_layers, rope = fields["num_layers"], fields["rope"]
+    by_kind, fields = _ropes_by_kind(config, _olmo_fields)
+    num_layers = fields["num_layers"]
     kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
         "full_attention" if (layer + 1) % 4 == 0 else "sliding_attention"
         for layer in range(num_layers)
     ]
-    local = read_rope(config, rope.max_positions, given=by_kind.get("sliding_attention", {}))
-    window = config.integer("sliding_window", 4096)
-    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    fields["ropes"] = tuple(local if kind == "sliding_attention" else rope for kind in kinds)
+    given = by_kind.get("sliding_attention", {})
+    local = read_rope(config, fields["rope"].max_positions, given=given)
+    _set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
     return ModelSpec(architecture="Olmo3ForCausalLM", **fields)
 
 
@@ -252,6 +243,86 @@ def _olmo_fields(config: ConfigReader) -> dict[str, Any]:
         "qkv_bias": bias,
         "output_bias": bias,
     }
+
+
+def read_gemma3_text(config: ConfigReader) -> ModelSpec:
+    """``Gemma3ForCausalLM``, also the text part of Gemma 3: norms on both sides of attention and
+    feed-forward, windows on five of six layers, which have a rotation of their own."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.values.get(key):
+            raise ConfigError(f"{config.where}: {key} {config.values[key]!r} is not supported")
+    activation = config.word("hidden_activation", "gelu_pytorch_tanh")
+    if activation != "gelu_pytorch_tanh":
+        raise config.error("hidden_activation", "'gelu_pytorch_tanh'", activation)
+    config = config.with_defaults(
+        vocab_size=262_208,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=2**17,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    )
+    by_kind, fields = _ropes_by_kind(config, common_fields)
+    every, num_layers = config.integer("sliding_window_pattern", 6), fields["num_layers"]
+    kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(num_layers)
+    ]
+    theta = config.number("rope_local_base_freq", 10_000.0)
+    given = {"rope_theta": theta, **by_kind.get("sliding_attention", {})}
+    local = read_rope(config, fields["rope"].max_positions, given=given)
+    if fields["rope"].scaling == "linear":
+        # here max_position_embeddings is the context after stretching
+        unstretched = int(fields["rope"].max_positions / fields["rope"].factor)
+        fields["rope"] = replace(fields["rope"], max_positions=unstretched)
+    _set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
+    bias = config.flag("attention_bias")
+    return ModelSpec(
+        architecture="Gemma3ForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+        norms="around",
+        norm_offset=1.0,
+        gelu=True,
+        attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        embedding_scale=fields["hidden_size"] ** 0.5,
+        **fields,
+    )
+
+
+def read_gemma3(config: ConfigReader) -> ModelSpec:
+    """``Gemma3ForConditionalGeneration``, the text part."""
+    spec = read_gemma3_text(_text_config(config, tied=True))
+    return replace(spec, architecture="Gemma3ForConditionalGeneration", names=MULTIMODAL)
+
+
+def _ropes_by_kind(
+    config: ConfigReader, read: Callable[[ConfigReader], dict[str, Any]]
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The tables of ``rope_parameters`` by kinds of attention, if they are told apart, and what
+    ``read`` finds with that of layers without a window in their place."""
+    by_kind = {
+        kind: table
+        for kind, table in config.table("rope_parameters").items()
+        if kind in _ATTENTION_KINDS
+    }
+    if not by_kind:
+        return by_kind, read(config)
+    values = {**config.values, "rope_parameters": by_kind.get("full_attention", {})}
+    return by_kind, read(ConfigReader(values, config.where))
+
+
+def _set_kinds(fields: dict[str, Any], kinds: Sequence[str], window: int, local: RopeSpec) -> None:
+    """Give the layers with a window that, and the rotation ``local``."""
+    rope = fields["rope"]
+    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    fields["ropes"] = tuple(local if kind == "sliding_attention" else rope for kind in kinds)
 
 
 def read_granite(config: ConfigReader) -> ModelSpec:
@@ -302,6 +373,74 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     )
 
 
+def read_qwen3_5(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5ForCausalLM``: three of four layers are Gated DeltaNet, the others attention whose
+    output is gated and of whose heads a quarter rotates."""
+    config = config.with_defaults(
+        num_key_value_heads=4, head_dim=256, partial_rotary_factor=0.25, hidden_size=4096
+    )
+    fields = common_fields(config, partial=True)
+    num_layers, bias = fields["num_layers"], config.flag("attention_bias")
+    every = config.integer("full_attention_interval", 4)
+    kinds = config.layer_kinds("layer_types", _HYBRID_KINDS, num_layers) or [
+        "full_attention" if (layer + 1) % every == 0 else "linear_attention"
+        for layer in range(num_layers)
+    ]
+    linear = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    delta = DeltaSpec(
+        num_key_heads=config.integer("linear_num_key_heads", 16, maximum=MOST_HEADS),
+        num_heads=config.integer("linear_num_value_heads", 32, maximum=MOST_HEADS),
+        key_dim=config.integer("linear_key_head_dim", 128, maximum=MOST_HEADS),
+        value_dim=config.integer("linear_value_head_dim", 128, maximum=MOST_HEADS),
+        conv_width=config.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MOST_HEADS),
+        layers=linear,
+    )
+    if delta.num_heads % delta.num_key_heads:
+        raise config.error(
+            "linear_num_value_heads",
+            f"a multiple of linear_num_key_heads ({delta.num_key_heads})",
+            delta.num_heads,
+        )
+    channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
+    merged = {
+        f".linear_attn.{module}": {f"{part}_{name}": size for name, size in channels.items()}
+        for module, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv"))
+    }
+    return ModelSpec(
+        architecture="Qwen3_5ForCausalLM",
+        qk_norm="head",
+        qkv_bias=bias,
+        output_bias=bias,
+        gated_attention=True,
+        norm_offset=1.0,
+        delta_net=delta if linear else None,
+        names=TensorNames(merged=merged, left_out=("mtp.",)),
+        **fields,
+    )
+
+
+def read_qwen3_5_multimodal(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5ForConditionalGeneration``, the text part: Qwen3.5 and later as they are shipped."""
+    spec = read_qwen3_5(_text_config(config, tied=False))
+    names = replace(MULTIMODAL, merged=spec.names.merged, left_out=spec.names.left_out)
+    return replace(spec, architecture="Qwen3_5ForConditionalGeneration", names=names)
+
+
+def _text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
+    """``text_config``, with what checkpoints of this kind say outside of it; ``tied`` is the
+    default of tie_word_embeddings."""
+    text = config.part("text_config")
+    outer: dict[str, Any] = {
+        key: config.values[key]
+        for key in ("dtype", "torch_dtype", "eos_token_id")
+        if key in config.values
+    }
+    tie = config.flag("tie_word_embeddings", tied)
+    nulls = dict.fromkeys(text.nulls)
+    values: dict[str, Any] = {**outer, **text.values, **nulls, "tie_word_embeddings": tie}
+    return ConfigReader(values, text.where)
+
+
 def _qwen3_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
     bias = config.flag("attention_bias")
     fields = common_fields(config, head_dim=head_dim)
@@ -336,6 +475,7 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+_HYBRID_KINDS: Final = ("linear_attention", "full_attention")
 _ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")
 
 ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = MappingProxyType(
@@ -345,6 +485,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Qwen2ForCausalLM": read_qwen2,
         "Qwen3ForCausalLM": read_qwen3,
         "Qwen3MoeForCausalLM": read_qwen3_moe,
+        "Qwen3_5ForCausalLM": read_qwen3_5,
+        "Qwen3_5ForConditionalGeneration": read_qwen3_5_multimodal,
         "MinistralForCausalLM": read_ministral,
         "Ministral3ForCausalLM": read_ministral3,
         "Mistral3ForConditionalGeneration": read_mistral3,
@@ -352,6 +494,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Phi3ForCausalLM": read_phi3,
         "Olmo2ForCausalLM": read_olmo2,
         "Olmo3ForCausalLM": read_olmo3,
+        "Gemma3ForCausalLM": read_gemma3_text,
+        "Gemma3ForConditionalGeneration": read_gemma3,
         "GraniteForCausalLM": read_granite,
         "SmolLM3ForCausalLM": read_smollm3,
     }

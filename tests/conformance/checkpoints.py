@@ -13,6 +13,10 @@ from typing import Any, Final
 
 import torch
 from transformers import (
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -36,6 +40,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -168,6 +176,29 @@ def _smollm3(**changes: Any) -> PreTrainedModel:
     return SmolLM3ForCausalLM(SmolLM3Config(**values))
 
 
+_GEMMA: Final = MappingProxyType(
+    {
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }
+)
+
+
+def _gemma3(**changes: Any) -> PreTrainedModel:
+    return Gemma3ForCausalLM(Gemma3TextConfig(**{**_SHAPE, **_GEMMA, **changes}))
+
+
+def _gemma3_seeing() -> PreTrainedModel:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = {**_SHAPE, **_GEMMA, "attention_bias": True}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(config)
+
+
 def _longrope(num_frequencies: int) -> dict[str, Any]:
     """Sequences stay within the original context, as they do in the engine."""
     short = [1.0 + 0.3 * index for index in range(num_frequencies)]
@@ -187,6 +218,36 @@ def _linear(factor: float) -> dict[str, Any]:
 def _dynamic() -> dict[str, Any]:
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     return {"max_position_embeddings": 64, "rope_parameters": rope}
+
+
+_DELTA: Final = MappingProxyType(
+    {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    }
+)
+
+
+def _qwen3_5(**changes: Any) -> PreTrainedModel:
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**_SHAPE, **_DELTA, **changes}))
+
+
+def _qwen3_5_multimodal(**changes: Any) -> PreTrainedModel:
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": _SHAPE["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+    config = Qwen3_5Config(text_config={**_SHAPE, **_DELTA}, vision_config=vision, **changes)
+    return Qwen3_5ForConditionalGeneration(config)
 
 
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
@@ -249,11 +310,29 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             },
             layer_types=["sliding_attention", "full_attention"] * 2,
         ),
+        "gemma3": _gemma3,
+        "gemma3-stretched": lambda: _gemma3(
+            rope_parameters={
+                "full_attention": _linear(8.0),
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            tie_word_embeddings=False,
+        ),
+        "gemma3-seeing": _gemma3_seeing,
         "granite": _granite,
         "granite-tied": lambda: _granite(
             tie_word_embeddings=True, attention_bias=True, mlp_bias=True, logits_scaling=8.0
         ),
         "smollm3": _smollm3,
+        "qwen3.5": _qwen3_5,
+        "qwen3.5-tied": lambda: _qwen3_5(
+            tie_word_embeddings=True,
+            attention_bias=True,
+            linear_conv_kernel_dim=2,
+            linear_num_key_heads=4,
+            layer_types=["full_attention", *["linear_attention"] * 3],
+        ),
+        "qwen3.5-multimodal": _qwen3_5_multimodal,
         "smollm3-listed": lambda: _smollm3(
             no_rope_layers=[0, 1, 1, 0],
             attention_bias=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from functools import partial
@@ -94,6 +95,13 @@ def test_norm_and_gate_round_once(dtype: torch.dtype) -> None:
     out = rms_norm.fused_add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(residual, total) and out.dtype == dtype
     assert torch.equal(out, rms_norm.rms_norm(total, weight, 1e-6))
+
+
+def test_gelu_mul() -> None:
+    gate, up = torch.randn(2, 5, 40)
+    out = activation.gelu_mul(torch.cat([gate, up], dim=1))
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    torch.testing.assert_close(out, 0.5 * gate * (1 + inner.tanh()) * up)
 
 
 def test_silu_mul() -> None:

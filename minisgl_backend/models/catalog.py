@@ -17,7 +17,15 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.checkpoint import has_head, is_headless
 from minisgl_backend.models.config_json import ConfigReader, common_fields, read_json, read_rope
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec, RopeSpec
+from minisgl_backend.models.spec import (
+    MOST_EXPERTS,
+    MOST_HEADS,
+    MOST_WIDTH,
+    DeltaSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+)
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 
@@ -164,7 +172,7 @@ def read_ministral3(config: ConfigReader) -> ModelSpec:
 def read_mistral3(config: ConfigReader) -> ModelSpec:
     """``Mistral3ForConditionalGeneration``, the text part: Mistral Small 3.1 and later, and
     Ministral 3, as ``text_config`` says."""
-    text = _text_part(config)
+    text = _text_config(config, tied=True)
     readers = {"mistral": read_mistral, "ministral3": read_ministral3}
     kind = text.word("model_type", "mistral")
     if kind not in readers:
@@ -290,21 +298,8 @@ def read_gemma3_text(config: ConfigReader) -> ModelSpec:
 
 def read_gemma3(config: ConfigReader) -> ModelSpec:
     """``Gemma3ForConditionalGeneration``, the text part."""
-    spec = read_gemma3_text(_text_part(config))
+    spec = read_gemma3_text(_text_config(config, tied=True))
     return replace(spec, architecture="Gemma3ForConditionalGeneration", names=MULTIMODAL)
-
-
-def _text_part(config: ConfigReader) -> ConfigReader:
-    """``text_config`` of a multi-modal checkpoint, with what its config.json says once for all.
-
-    Embedding and output head are one unless it says otherwise, or the weights do.
-    """
-    text = config.part("text_config")
-    shared = ("dtype", "torch_dtype", "eos_token_id")
-    outer = {key: value for key, value in config.values.items() if key in shared}
-    values: dict[str, Any] = {**outer, **text.values}
-    values["tie_word_embeddings"] = config.flag("tie_word_embeddings", True)
-    return ConfigReader({**values, **dict.fromkeys(text.nulls)}, text.where)
 
 
 def _ropes_by_kind(
@@ -378,6 +373,74 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     )
 
 
+def read_qwen3_5(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5ForCausalLM``: three of four layers are Gated DeltaNet, the others attention whose
+    output is gated and of whose heads a quarter rotates."""
+    config = config.with_defaults(
+        num_key_value_heads=4, head_dim=256, partial_rotary_factor=0.25, hidden_size=4096
+    )
+    fields = common_fields(config, partial=True)
+    num_layers, bias = fields["num_layers"], config.flag("attention_bias")
+    every = config.integer("full_attention_interval", 4)
+    kinds = config.layer_kinds("layer_types", _HYBRID_KINDS, num_layers) or [
+        "full_attention" if (layer + 1) % every == 0 else "linear_attention"
+        for layer in range(num_layers)
+    ]
+    linear = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    delta = DeltaSpec(
+        num_key_heads=config.integer("linear_num_key_heads", 16, maximum=MOST_HEADS),
+        num_heads=config.integer("linear_num_value_heads", 32, maximum=MOST_HEADS),
+        key_dim=config.integer("linear_key_head_dim", 128, maximum=MOST_HEADS),
+        value_dim=config.integer("linear_value_head_dim", 128, maximum=MOST_HEADS),
+        conv_width=config.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MOST_HEADS),
+        layers=linear,
+    )
+    if delta.num_heads % delta.num_key_heads:
+        raise config.error(
+            "linear_num_value_heads",
+            f"a multiple of linear_num_key_heads ({delta.num_key_heads})",
+            delta.num_heads,
+        )
+    channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
+    merged = {
+        f".linear_attn.{module}": {f"{part}_{name}": size for name, size in channels.items()}
+        for module, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv"))
+    }
+    return ModelSpec(
+        architecture="Qwen3_5ForCausalLM",
+        qk_norm="head",
+        qkv_bias=bias,
+        output_bias=bias,
+        gated_attention=True,
+        norm_offset=1.0,
+        delta_net=delta if linear else None,
+        names=TensorNames(merged=merged, left_out=("mtp.",)),
+        **fields,
+    )
+
+
+def read_qwen3_5_multimodal(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5ForConditionalGeneration``, the text part: Qwen3.5 and later as they are shipped."""
+    spec = read_qwen3_5(_text_config(config, tied=False))
+    names = replace(MULTIMODAL, merged=spec.names.merged, left_out=spec.names.left_out)
+    return replace(spec, architecture="Qwen3_5ForConditionalGeneration", names=names)
+
+
+def _text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
+    """``text_config``, with what checkpoints of this kind say outside of it; ``tied`` is the
+    default of tie_word_embeddings."""
+    text = config.part("text_config")
+    outer: dict[str, Any] = {
+        key: config.values[key]
+        for key in ("dtype", "torch_dtype", "eos_token_id")
+        if key in config.values
+    }
+    tie = config.flag("tie_word_embeddings", tied)
+    nulls = dict.fromkeys(text.nulls)
+    values: dict[str, Any] = {**outer, **text.values, **nulls, "tie_word_embeddings": tie}
+    return ConfigReader(values, text.where)
+
+
 def _qwen3_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
     bias = config.flag("attention_bias")
     fields = common_fields(config, head_dim=head_dim)
@@ -412,6 +475,7 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+_HYBRID_KINDS: Final = ("linear_attention", "full_attention")
 _ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")
 
 ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = MappingProxyType(
@@ -421,6 +485,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Qwen2ForCausalLM": read_qwen2,
         "Qwen3ForCausalLM": read_qwen3,
         "Qwen3MoeForCausalLM": read_qwen3_moe,
+        "Qwen3_5ForCausalLM": read_qwen3_5,
+        "Qwen3_5ForConditionalGeneration": read_qwen3_5_multimodal,
         "MinistralForCausalLM": read_ministral,
         "Ministral3ForCausalLM": read_ministral3,
         "Mistral3ForConditionalGeneration": read_mistral3,

@@ -40,6 +40,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -216,6 +220,36 @@ def _dynamic() -> dict[str, Any]:
     return {"max_position_embeddings": 64, "rope_parameters": rope}
 
 
+_DELTA: Final = MappingProxyType(
+    {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    }
+)
+
+
+def _qwen3_5(**changes: Any) -> PreTrainedModel:
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**_SHAPE, **_DELTA, **changes}))
+
+
+def _qwen3_5_multimodal(**changes: Any) -> PreTrainedModel:
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": _SHAPE["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+    config = Qwen3_5Config(text_config={**_SHAPE, **_DELTA}, vision_config=vision, **changes)
+    return Qwen3_5ForConditionalGeneration(config)
+
+
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -290,6 +324,15 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             tie_word_embeddings=True, attention_bias=True, mlp_bias=True, logits_scaling=8.0
         ),
         "smollm3": _smollm3,
+        "qwen3.5": _qwen3_5,
+        "qwen3.5-tied": lambda: _qwen3_5(
+            tie_word_embeddings=True,
+            attention_bias=True,
+            linear_conv_kernel_dim=2,
+            linear_num_key_heads=4,
+            layer_types=["full_attention", *["linear_attention"] * 3],
+        ),
+        "qwen3.5-multimodal": _qwen3_5_multimodal,
         "smollm3-listed": lambda: _smollm3(
             no_rope_layers=[0, 1, 1, 0],
             attention_bias=True,

@@ -639,10 +639,33 @@ def test_multipliers_of_granite() -> None:
     assert parse_spec(LLAMA_3_1_8B).stream_eps == 1e-5
 
 
+QWEN_3_5: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": {
+        "head_dim": 256,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e7},
+        "vocab_size": 248320,
+    },
+}
+
+
+def test_layers_of_qwen_3_5() -> None:
+    spec = parse_spec(QWEN_3_5)
+    assert spec.delta_net is not None and spec.gated_attention and spec.norm_offset == 1.0
+    assert spec.delta_net.layers == {layer for layer in range(32) if layer % 4 != 3}
+    assert spec.rope.dims(spec.head_dim) == 64 and spec.names.multimodal
+
+
 def test_every_architecture_is_tested() -> None:
+    text_alone = {**QWEN_3_5["text_config"], "architectures": ["Qwen3_5ForCausalLM"]}
     configs = (
         *(LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B, MISTRAL_SMALL_3_1),
         *(MIXTRAL_8X7B, MINISTRAL_8B, MINISTRAL_3_8B, PHI_4_MINI, OLMO_2_7B, OLMO_3_7B),
-        *(GEMMA_3_1B, GEMMA_3_4B, GRANITE_3_3_8B, SMOLLM_3B),
+        *(GEMMA_3_1B, GEMMA_3_4B, GRANITE_3_3_8B, SMOLLM_3B, QWEN_3_5, text_alone),
     )
     assert {parse_spec(config).architecture for config in configs} == set(ARCHITECTURES)

@@ -157,7 +157,7 @@ class WeightPlace:
 
 
 def whole(parameter: Tensor, *, scale: float = 1.0, offset: float = 0.0) -> WeightPlace:
-    """The place of a parameter that every rank holds in full."""
+    """The place of a parameter that every rank holds in full (``WeightPlace``)."""
     return WeightPlace(parameter.data, tuple(parameter.shape), scale=scale, offset=offset)
 
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.checkpoint import has_head, is_headless
 from minisgl_backend.models.config_json import ConfigReader, common_fields, read_json, read_rope
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
@@ -105,18 +106,68 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     if config.flag("use_sliding_window"):
         fields["windows"] = (config.integer_or_null("sliding_window", 4096),) * num_layers
-    num_experts, top_k = _experts(config, 128, 8)
-    step, plain = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
-    moe = MoeSpec(
-        num_experts=num_experts,
-        top_k=top_k,
+    experts = ExpertsSpec(
+        routing=_routing(config, 128, 8, normalize=config.flag("norm_topk_prob")),
         intermediate_size=config.integer("moe_intermediate_size", 768, maximum=MOST_WIDTH),
-        normalize=config.flag("norm_topk_prob"),
-        layers=frozenset(
-            layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in plain
-        ),
     )
+    moe = MoeSpec(experts=experts, layers=_qwen_expert_layers(config, num_layers))
     return ModelSpec(architecture="Qwen3MoeForCausalLM", moe=moe, **fields)
+
+
+def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
+    """``Qwen2MoeForCausalLM``, Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 with experts beside one that
+    all tokens take, which is gated."""
+    config = config.with_defaults(max_position_embeddings=2**15)
+    fields = common_fields(config)
+    num_layers = fields["num_layers"]
+    if config.flag("use_sliding_window"):
+        raise ConfigError(f"{config.where}: use_sliding_window is not supported with experts")
+    inner = config.integer("shared_expert_intermediate_size", 5632, maximum=MOST_WIDTH)
+    experts = ExpertsSpec(
+        routing=_routing(config, 60, 4, normalize=config.flag("norm_topk_prob")),
+        intermediate_size=config.integer("moe_intermediate_size", 1408, maximum=MOST_WIDTH),
+        shared=SharedExpert(name="shared_expert", intermediate_size=inner, gated=True),
+    )
+    return ModelSpec(
+        architecture="Qwen2MoeForCausalLM",
+        qkv_bias=config.flag("qkv_bias", True),
+        moe=MoeSpec(experts=experts, layers=_qwen_expert_layers(config, num_layers)),
+        **fields,
+    )
+
+
+def read_glm4_moe(config: ConfigReader) -> ModelSpec:
+    """``Glm4MoeForCausalLM``, GLM-4.5 and GLM-4.6: experts by DeepSeek's router above the first
+    layers, heads of which a half rotates, and perhaps norms of queries and keys."""
+    rotated = {"partial_rotary_factor": 0.5, "max_position_embeddings": 2**17}
+    config = config.with_defaults(rms_norm_eps=1e-5, **rotated)
+    fields = common_fields(config, partial=True)
+    num_layers = fields["num_layers"]
+    drafting = config.integer("num_nextn_predict_layers", 1, minimum=0)
+    left_out = tuple(f"model.layers.{num_layers + layer}." for layer in range(drafting))
+    return ModelSpec(
+        architecture="Glm4MoeForCausalLM",
+        qkv_bias=config.flag("attention_bias"),
+        qk_norm="head" if config.flag("use_qk_norm") else None,
+        moe=_deepseek_experts(config, num_layers, first=1),
+        names=TensorNames(left_out=left_out),
+        **fields,
+    )
+
+
+def read_dots1(config: ConfigReader) -> ModelSpec:
+    """``Dots1ForCausalLM``, dots.llm1: Qwen3's attention, and experts by DeepSeek's router."""
+    fields = _qwen3_fields(config)
+    num_layers = fields["num_layers"]
+    window = _window_or_none(config)
+    first = config.integer("max_window_layers", 62, minimum=0)
+    kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
+        "sliding_attention" if window and layer >= first else "full_attention"
+        for layer in range(num_layers)
+    ]
+    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    moe = _deepseek_experts(config, num_layers, first=0)
+    return ModelSpec(architecture="Dots1ForCausalLM", moe=moe, **fields)
 
 
 def read_mixtral(config: ConfigReader) -> ModelSpec:
@@ -127,14 +178,11 @@ def read_mixtral(config: ConfigReader) -> ModelSpec:
     fields = common_fields(config)
     num_layers = fields["num_layers"]
     fields["windows"] = (_window_or_none(config),) * num_layers
-    num_experts, top_k = _experts(config, 8, 2)
-    moe = MoeSpec(
-        num_experts=num_experts,
-        top_k=top_k,
+    experts = ExpertsSpec(
+        routing=_routing(config, 8, 2, normalize=True),
         intermediate_size=fields["intermediate_size"],
-        normalize=True,
-        layers=frozenset(range(num_layers)),
     )
+    moe = MoeSpec(experts=experts, layers=frozenset(range(num_layers)))
     names = TensorNames(
         renamed=(
             (".block_sparse_moe.", ".mlp."),
@@ -426,6 +474,30 @@ def read_qwen3_5_multimodal(config: ConfigReader) -> ModelSpec:
     return replace(spec, architecture="Qwen3_5ForConditionalGeneration", names=names)
 
 
+def read_qwen3_5_moe(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5MoeForCausalLM``: the same with experts in every layer, beside one for all tokens,
+    which is gated."""
+    inner = config.integer("moe_intermediate_size", 512, maximum=MOST_WIDTH)
+    shared = config.integer("shared_expert_intermediate_size", 512, maximum=MOST_WIDTH)
+    experts = ExpertsSpec(
+        routing=_routing(config, 256, 8, normalize=True),
+        intermediate_size=inner,
+        shared=SharedExpert(name="shared_expert", intermediate_size=shared, gated=True),
+    )
+    # no layer has a block of that width, so config.json does not name one
+    defaults = {"intermediate_size": inner, "hidden_size": 2048, "num_key_value_heads": 2}
+    spec = read_qwen3_5(config.with_defaults(**defaults))
+    moe = MoeSpec(experts=experts, layers=frozenset(range(spec.num_layers)))
+    return replace(spec, architecture="Qwen3_5MoeForCausalLM", moe=moe)
+
+
+def read_qwen3_5_moe_multimodal(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5MoeForConditionalGeneration``, the text part."""
+    spec = read_qwen3_5_moe(_text_config(config, tied=False))
+    names = replace(MULTIMODAL, merged=spec.names.merged, left_out=spec.names.left_out)
+    return replace(spec, architecture="Qwen3_5MoeForConditionalGeneration", names=names)
+
+
 def _text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
     """``text_config``, with what checkpoints of this kind say outside of it; ``tied`` is the
     default of tie_word_embeddings."""
@@ -447,15 +519,46 @@ def _qwen3_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[
     return {**fields, "qk_norm": "head", "qkv_bias": bias, "output_bias": bias}
 
 
-def _experts(config: ConfigReader, num_experts: int, top_k: int) -> tuple[int, int]:
-    """How many experts there are, and how many compute a token."""
-    num_experts = config.integer(
-        "num_experts", config.integer("num_local_experts", num_experts), maximum=MOST_EXPERTS
+def _routing(config: ConfigReader, num_experts: int, top_k: int, *, normalize: bool) -> RoutingRule:
+    """A softmax router; by default it takes ``top_k`` of ``num_experts`` experts."""
+    default = config.integer("num_local_experts", num_experts, maximum=MOST_EXPERTS)
+    return RoutingRule(
+        num_experts=config.integer("num_experts", default, maximum=MOST_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", top_k),
+        normalize=normalize,
     )
-    top_k = config.integer("num_experts_per_tok", top_k)
-    if top_k > num_experts:
-        raise config.error("num_experts_per_tok", f"at most num_experts ({num_experts})", top_k)
-    return num_experts, top_k
+
+
+def _qwen_expert_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:
+    """The layers that have experts: every ``decoder_sparse_step``-th one."""
+    step, plain = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
+    return frozenset(
+        layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in plain
+    )
+
+
+def _deepseek_experts(config: ConfigReader, num_layers: int, *, first: int) -> MoeSpec:
+    """The experts of DeepSeek-V3 and of those that took its router over: sigmoids, corrected, in
+    groups; and experts for all tokens, which are one wide one. By default from layer ``first`` on.
+    """
+    inner = config.integer("moe_intermediate_size", 1408, maximum=MOST_WIDTH)
+    rule = RoutingRule(
+        num_experts=config.integer("n_routed_experts", 128, maximum=MOST_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", 8),
+        normalize=config.flag("norm_topk_prob", True),
+        sigmoid=True,
+        corrected=True,
+        scale=config.number("routed_scaling_factor", 1.0),
+        num_groups=config.integer("n_group", 1, maximum=MOST_EXPERTS),
+        top_groups=config.integer("topk_group", 1, maximum=MOST_EXPERTS),
+    )
+    num_shared = config.integer("n_shared_experts", 1, maximum=MOST_EXPERTS)
+    shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
+    dense = config.integer("first_k_dense_replace", first, minimum=0)
+    return MoeSpec(
+        experts=ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared),
+        layers=frozenset(range(dense, num_layers)),
+    )
 
 
 def _window_or_none(config: ConfigReader) -> int | None:
@@ -484,9 +587,14 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "MistralForCausalLM": read_mistral,
         "Qwen2ForCausalLM": read_qwen2,
         "Qwen3ForCausalLM": read_qwen3,
+        "Qwen2MoeForCausalLM": read_qwen2_moe,
         "Qwen3MoeForCausalLM": read_qwen3_moe,
+        "Glm4MoeForCausalLM": read_glm4_moe,
+        "Dots1ForCausalLM": read_dots1,
         "Qwen3_5ForCausalLM": read_qwen3_5,
         "Qwen3_5ForConditionalGeneration": read_qwen3_5_multimodal,
+        "Qwen3_5MoeForCausalLM": read_qwen3_5_moe,
+        "Qwen3_5MoeForConditionalGeneration": read_qwen3_5_moe_multimodal,
         "MinistralForCausalLM": read_ministral,
         "Ministral3ForCausalLM": read_ministral3,
         "Mistral3ForConditionalGeneration": read_mistral3,

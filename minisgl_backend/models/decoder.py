@@ -13,17 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
+from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels.dispatch import can_start_early
 from minisgl_backend.kernels.rope_store import TokenPlaces
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
 from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
-from minisgl_backend.layers.feed_forward import ExpertsMLP, FeedForward, GatedMLP
+from minisgl_backend.layers.experts import ExpertsMLP
+from minisgl_backend.layers.feed_forward import FeedForward, GatedMLP
 from minisgl_backend.layers.matrix import Matrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed, is_sum_fused
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -51,7 +54,12 @@ class DecoderLayer(nn.Module):
     """Token mixing and feed-forward, each on the normalized residual stream and added to it."""
 
     def __init__(
-        self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices, fused_experts: bool
+        self,
+        spec: ModelSpec,
+        layer: int,
+        group: Group,
+        matrices: Matrices,
+        experts: Callable[[str, int, ExpertsSpec], ExpertsMLP],
     ):
         super().__init__()
         offset = spec.norm_offset
@@ -59,7 +67,7 @@ class DecoderLayer(nn.Module):
         self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
         self.add_module(self._mixer_name, mixer)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
-        self.mlp = _feed_forward(spec, layer, group, matrices, fused_experts)
+        self.mlp = _feed_forward(spec, layer, group, matrices, experts)
 
     @property
     def first_norm(self) -> RMSNorm | None:
@@ -124,13 +132,19 @@ class PostNormLayer(nn.Module):
 class _Body(nn.Module):
     """The modules whose names in the checkpoint begin with ``model.``."""
 
-    def __init__(self, spec: ModelSpec, group: Group, matrices: Matrices, fused_experts: bool):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        group: Group,
+        matrices: Matrices,
+        experts: Callable[[str, int, ExpertsSpec], ExpertsMLP],
+    ):
         super().__init__()
         self.embed_tokens = VocabEmbedding(
             "model.embed_tokens", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, layer, group, matrices, fused_experts)
+            DecoderLayer(spec, layer, group, matrices, experts)
             if spec.norms == "before"
             else PostNormLayer(spec, layer, group, matrices)
             for layer in range(spec.num_layers)
@@ -158,13 +172,22 @@ class Decoder(nn.Module):
         *,
         matrices: Matrices,
         fused_experts: bool,
+        whole_experts: bool = False,
     ):
         """``matrices`` makes the matrices; ``fused_experts``: computed by this package's kernels,
-        else by PyTorch, operation by operation."""
+        else by PyTorch, operation by operation. ``whole_experts``: a rank holds some of them, else
+        a slice of each."""
         super().__init__()
         self.spec = spec
         self.group = group
-        self.model = _Body(spec, group, matrices, fused_experts)
+        experts = partial(
+            ExpertsMLP,
+            fused=fused_experts,
+            whole_experts=whole_experts,
+            group=group,
+            matrices=matrices,
+        )
+        self.model = _Body(spec, group, matrices, experts)
         if not spec.tie_embeddings:
             self.lm_head = OutputHead(
                 "lm_head", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
@@ -287,12 +310,8 @@ class Decoder(nn.Module):
         several ranks only those on tensor cores may: the ranks' fused sums read the residual stream
         before they wait, and no other GEMM ensures that it is written by then.
         """
-        has_states = self.spec.delta_net is not None
-        if (
-            has_states
-            or self.spec.norms != "before"
-            or not can_start_early(self._rotary_tables[0].device)
-        ):
+        on_gpu = can_start_early(self._rotary_tables[0].device)
+        if not on_gpu or self.spec.norms != "before" or self.spec.delta_net is not None:
             return False
         if num_tokens <= self._most_tensor_core_tokens:
             return True
@@ -323,19 +342,13 @@ def _token_mixer(
 
 
 def _feed_forward(
-    spec: ModelSpec, layer: int, group: Group, matrices: Matrices, fused_experts: bool
+    spec: ModelSpec,
+    layer: int,
+    group: Group,
+    matrices: Matrices,
+    experts: Callable[[str, int, ExpertsSpec], ExpertsMLP],
 ) -> GatedMLP | ExpertsMLP:
     moe = spec.moe
     if moe is None or layer not in moe.layers:
         return _gated_mlp(spec, layer, group, matrices)
-    return ExpertsMLP(
-        f"model.layers.{layer}.mlp",
-        spec.hidden_size,
-        moe.intermediate_size,
-        num_experts=moe.num_experts,
-        top_k=moe.top_k,
-        normalize=moe.normalize,
-        fused=fused_experts,
-        group=group,
-        matrices=matrices,
-    )
+    return experts(f"model.layers.{layer}.mlp", spec.hidden_size, moe.experts)

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.weight_format import WeightFormats
 
@@ -66,15 +67,9 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """The mixture-of-experts blocks; ``layers`` are those that have one in place of the plain MLP.
+    """Mixtures of experts; ``layers`` are those that have one in place of the plain MLP."""
 
-    ``normalize``: whether the chosen experts' weights are scaled to the sum 1.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    normalize: bool
+    experts: ExpertsSpec
     layers: frozenset[int]
 
 
@@ -239,8 +234,7 @@ class ModelSpec:
         num_plain, experts = self.num_layers, 0
         if self.moe is not None:
             num_plain -= len(self.moe.layers)
-            size = 3 * self.moe.intermediate_size + 1  # one more row for the router
-            experts = len(self.moe.layers) * self.moe.num_experts * size * self.hidden_size
+            experts = len(self.moe.layers) * self.moe.experts.num_rows * self.hidden_size
         mlp = num_plain * 3 * self.intermediate_size * self.hidden_size
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
         return mixers + mlp + experts + embeddings

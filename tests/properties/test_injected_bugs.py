@@ -18,6 +18,7 @@ from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
@@ -111,6 +112,16 @@ def matched_in_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixCache, "acquire", acquire_all)
 
 
+def copied_in_part(patch: pytest.MonkeyPatch) -> None:
+    """A sample gets its leader's last page without the last position that is copied."""
+    copy = Draft.copy
+    patch.setattr(
+        Draft,
+        "copy",
+        lambda self, source, target, length: copy(self, source, target, length - 1),
+    )
+
+
 def misplaced_snapshot(patch: pytest.MonkeyPatch) -> None:
     """A state is found behind one page less than it stands for."""
     attach = RadixTree.attach
@@ -159,6 +170,7 @@ BUGS: list[Inject] = [
     released_twice,
     wrong_key,
     matched_in_full,
+    copied_in_part,
     misplaced_snapshot,
     stale_snapshot,
 ]

@@ -30,17 +30,30 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """The weights of such a norm over each head of queries, and of keys: ``q`` and ``k``
-    [head_dim]."""
+    """The weights of such a norm over each head: ``weight`` [num_heads + num_kv_heads, head_dim].
 
-    def __init__(self, head_dim: int):
+    All heads of queries have the checkpoint's one weight ``q`` [head_dim], and those of keys ``k``.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int):
         super().__init__()
-        self.q = nn.Parameter(torch.empty(head_dim), requires_grad=False)
-        self.k = nn.Parameter(torch.empty(head_dim), requires_grad=False)
+        self.num_heads = num_heads
+        weight = torch.empty(num_heads + num_kv_heads, head_dim)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    @property
+    def q(self) -> Tensor:
+        return self.weight[0]
+
+    @property
+    def k(self) -> Tensor:
+        return self.weight[self.num_heads]
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
-        yield "../q_norm.weight", whole(self.q)
-        yield "../k_norm.weight", whole(self.k)
+        # written to all heads
+        of_q, of_k = self.weight.data.tensor_split([self.num_heads])
+        yield "../q_norm.weight", WeightPlace(of_q, (self.weight.shape[1],))
+        yield "../k_norm.weight", WeightPlace(of_k, (self.weight.shape[1],))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

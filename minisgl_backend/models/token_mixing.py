@@ -79,7 +79,8 @@ class SelfAttention(nn.Module):
             matrices=matrices,
         )
         self.eps = spec.norm_eps
-        self.qk_norm = HeadNorm(spec.head_dim) if spec.qk_norm else None
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        self.qk_norm = HeadNorm(*heads) if spec.qk_norm else None
         self._heads_kernel: HeadsKernel | None = None
 
     def bind(self, kv: PagedKV) -> None:
@@ -108,7 +109,6 @@ class SelfAttention(nn.Module):
         """The rotated queries, [num_tokens, num_heads, head_dim]. Stores keys and values in their
         pages."""
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
-        q_weight, k_weight = (None, None) if norm is None else (norm.q, norm.k)
         places = step.places
         if kernel is not None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
@@ -124,8 +124,8 @@ class SelfAttention(nn.Module):
                 kv.values,
                 squares=squares,
                 eps=self.eps,
-                q_weight=q_weight,
-                k_weight=k_weight,
+                q_weight=None if norm is None else norm.q,
+                k_weight=None if norm is None else norm.k,
                 k_scale=kv.k_scale,
                 v_scale=kv.v_scale,
                 bias=self.qkv_proj.bias,
@@ -137,8 +137,7 @@ class SelfAttention(nn.Module):
             kv.keys,
             kv.values,
             num_heads=self.num_heads,
-            q_weight=q_weight,
-            k_weight=k_weight,
+            head_weights=None if norm is None else norm.weight,
             eps=self.eps,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,

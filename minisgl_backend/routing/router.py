@@ -16,7 +16,7 @@ and a request ends. Must not know tokens beyond the prompt, or how replicas are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,8 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 from minisgl_backend.routing.shadow import CacheShadow, Keys, PrefixKeys, Replicas
 
-_ROWS, _WAITING, _PAGES = range(3)
-_MEASURES: Final = 3
+_Load: TypeAlias = tuple[int, int, int]
+"""Rows, waiting tokens, pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,36 +80,36 @@ class Router:
         capacity: Capacity,
         balance: Balance | None = None,
     ) -> None:
-        num_replicas = shadow.num_replicas
         self.shadow = shadow
         self.keys = PrefixKeys(page_size)
+        self.num_routed = [0] * shadow.num_replicas
+        """Requests that each replica was sent."""
         self._page_size = page_size
         self._balance = Balance() if balance is None else balance
-        sizes = [capacity.rows, capacity.prefill_tokens, capacity.pages]
-        self._capacity = np.array(sizes, np.float64)[:, None]
-        # rows, waiting tokens and pages of each replica
-        self._load = np.zeros((_MEASURES, num_replicas), np.float64)
-        self._num_routed = np.zeros(num_replicas, np.int64)
-        self._is_up = np.ones(num_replicas, np.bool_)
+        self._capacity = capacity.rows, capacity.prefill_tokens, capacity.pages
+        # rows, waiting tokens and pages, of each replica and of all that are up
+        self._loads: list[_Load] = [(0, 0, 0)] * shadow.num_replicas
+        self._total: _Load = (0, 0, 0)
+        self._busiest = [0.0] * shadow.num_replicas  # the largest measure of each, as a share
+        self._up: Replicas = (1 << shadow.num_replicas) - 1
 
     @property
     def load(self) -> npt.NDArray[np.float64]:
         """Rows, waiting tokens and pages of each replica as shares of its capacity,
         [3, num_replicas]."""
-        shares: npt.NDArray[np.float64] = self._load / self._capacity
-        return shares
+        shares: npt.NDArray[np.float64] = np.array(self._loads, np.float64) / self._capacity
+        return shares.T
 
     def route(self, prompt: IntArray, salt: str = "") -> Placement | None:
         """Choose a replica for the prompt, int32 [num_tokens], and count the request there.
 
         None if no replica is up.
         """
-        if not self._is_up.any():
+        if not self._up:
             return None
         # the last token is always computed, for its logits
         keys = self.keys.of(prompt[:-1], salt)
-        replica = self.choose(keys)
-        num_held, _ = self.shadow.longest(keys, 1 << replica)
+        replica, num_held = self.choose(keys)
         num_cached = num_held * self._page_size
         placement = Placement(
             replica=replica,
@@ -120,46 +120,52 @@ class Router:
             pages=-(-len(prompt) // self._page_size) - num_held,
         )
         self.shadow.expect(replica, keys[num_held:])
-        self._load[:, replica] += (1, placement.waiting_tokens, placement.pages)
-        self._num_routed[replica] += 1
+        self._add(replica, (1, placement.waiting_tokens, placement.pages))
+        self.num_routed[replica] += 1
         return placement
 
-    def choose(self, keys: Keys) -> int:
-        """The replica that the rule names, of those that are up; at least one is."""
-        _, candidates = self.shadow.longest(keys, self.in_balance())
-        return self.least_loaded(candidates)
+    def choose(self, keys: Keys) -> tuple[int, int]:
+        """The replica that the rule names, of those that are up, and the number of pages that it
+        has of the prefix. At least one is up."""
+        left, num_up = self._up, self._up.bit_count()
+        ratio, slack = self._balance.ratio, self._balance.slack
+        rows, tokens, pages = (
+            ratio * total / num_up + slack * most
+            for total, most in zip(self._total, self._capacity, strict=True)
+        )
+        while left:  # from the longest prefix that any of those left has to shorter ones
+            num_held, holders = self.shadow.longest(keys, left)
+            left &= ~holders
+            in_balance = [
+                replica
+                for replica in self._members(holders)
+                if (load := self._loads[replica])[0] <= rows
+                and load[1] <= tokens
+                and load[2] <= pages
+            ]
+            if in_balance:
+                return self._least_loaded(in_balance), num_held
+        num_held, holders = self.shadow.longest(keys, self._up)  # none is in balance
+        return self._least_loaded(self._members(holders)), num_held
 
-    def in_balance(self) -> Replicas:
-        """The replicas that are up and in balance; if none is, all that are up."""
-        is_up, load = self._is_up, self._load
-        mean = (load @ is_up / np.count_nonzero(is_up))[:, None]  # [3, 1]
-        limit = self._balance.ratio * mean + self._balance.slack * self._capacity
-        is_in_balance = (load <= limit).all(axis=0) & is_up
-        return _replicas(is_in_balance) or _replicas(is_up)
-
-    def least_loaded(self, candidates: Replicas) -> int:
-        """The one whose largest measure is the least; of several, the one that was sent the fewest
-        requests."""
-        if candidates & (candidates - 1) == 0:
-            return candidates.bit_length() - 1
-        which = _numbers(candidates, len(self._is_up))
-        loads = (self._load[:, which] / self._capacity).max(axis=0)
-        least = which[loads == loads.min()]
-        return int(least[self._num_routed[least].argmin()])
+    def least_loaded(self) -> int:
+        """Of all that are up."""
+        return self._least_loaded(self._members(self._up))
 
     def computed(self, placement: Placement) -> None:
         """The prompt is computed, and what is published of it reported. Idempotent."""
         if placement.has_ended:
             return
-        self._load[_WAITING, placement.replica] -= placement.waiting_tokens
+        self._add(placement.replica, (0, -placement.waiting_tokens, 0))
         placement.waiting_tokens = 0
-        self._withdraw(placement)
+        self.shadow.withdraw(placement.replica, placement.keys[placement.first_expected :])
+        placement.first_expected = len(placement.keys)
 
     def grow(self, placement: Placement, num_pages: int) -> None:
         """The sequence has taken ``num_pages`` more."""
         if placement.has_ended:
             return
-        self._load[_PAGES, placement.replica] += num_pages
+        self._add(placement.replica, (0, 0, num_pages))
         placement.pages += num_pages
 
     def end(self, placement: Placement) -> None:
@@ -169,26 +175,42 @@ class Router:
             raise InvariantError("a placement ends twice")
         self.computed(placement)
         placement.has_ended = True
-        self._load[:, placement.replica] -= (1, 0, placement.pages)
+        self._add(placement.replica, (-1, 0, -placement.pages))
 
     def leave(self, replica: int) -> None:
-        """Send no more requests to a replica: it drains."""
-        self._is_up[replica] = False
+        """Send no more requests to a replica: it drains, or is gone. Idempotent."""
+        self._set_up(self._up & ~(1 << replica))
 
     def join(self, replica: int) -> None:
-        """Send requests to a replica, which was started or is to go on."""
-        self._is_up[replica] = True
+        """Send requests to a replica, which was started or is to go on. Idempotent."""
+        self._set_up(self._up | 1 << replica)
 
-    def _withdraw(self, placement: Placement) -> None:
-        self.shadow.withdraw(placement.replica, placement.keys[placement.first_expected :])
-        placement.first_expected = len(placement.keys)
+    def _set_up(self, replicas: Replicas) -> None:
+        self._up = replicas
+        loads = [self._loads[replica] for replica in self._members(replicas)]
+        rows, tokens, pages = map(sum, zip(*loads, strict=True)) if loads else (0, 0, 0)
+        self._total = rows, tokens, pages
+
+    def _add(self, replica: int, change: _Load) -> None:
+        """Count ``change`` in the load of a replica."""
+        load = self._loads[replica] = _sum(self._loads[replica], change)
+        self._busiest[replica] = max(
+            part / most for part, most in zip(load, self._capacity, strict=True)
+        )
+        if self._up >> replica & 1:
+            self._total = _sum(self._total, change)
+
+    def _least_loaded(self, replicas: list[int]) -> int:
+        """Of equally loaded ones, the one that was sent the fewest requests."""
+        busiest, num_routed = self._busiest, self.num_routed
+        return min(replicas, key=lambda replica: (busiest[replica], num_routed[replica]))
+
+    def _members(self, replicas: Replicas) -> list[int]:
+        """Ascending."""
+        if replicas & (replicas - 1) == 0:
+            return [replicas.bit_length() - 1] if replicas else []
+        return [replica for replica in range(len(self._loads)) if replicas >> replica & 1]
 
 
-def _replicas(is_among: npt.NDArray[np.bool_]) -> Replicas:
-    return int.from_bytes(np.packbits(is_among, bitorder="little").tobytes(), "little")
-
-
-def _numbers(replicas: Replicas, num_replicas: int) -> npt.NDArray[np.int64]:
-    """Ascending."""
-    packed = np.frombuffer(replicas.to_bytes(-(-num_replicas // 8), "little"), np.uint8)
-    return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
+def _sum(a: _Load, b: _Load) -> _Load:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]

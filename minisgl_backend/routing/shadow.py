@@ -50,14 +50,20 @@ class PrefixKeys:
         self.page_size = page_size
         self._factors = _mixed(_STEP * np.arange(1, page_size + 1, dtype=np.uint64)) | np.uint64(1)
 
+        self._places = np.empty(0, np.uint64)
+
     def of(self, tokens: IntArray, salt: str = "") -> Keys:
         """uint64 [len(tokens) // page_size]; ``tokens`` int32 [num_tokens]."""
         num_pages = len(tokens) // self.page_size
         pages = tokens[: num_pages * self.page_size].reshape(num_pages, self.page_size)
         contents = pages.astype(np.uint64) @ self._factors  # [num_pages], modulo 2^64
-        places = _STEP * np.arange(1, num_pages + 1, dtype=np.uint64)
-        keys: Keys = np.cumsum(_mixed(contents + places), dtype=np.uint64)
-        return keys + _of_salt(salt)
+        if num_pages > len(self._places):
+            self._places = _STEP * np.arange(1, 2 * num_pages + 1, dtype=np.uint64)
+        contents += self._places[:num_pages]
+        keys: Keys = _mixed(contents).cumsum()
+        if salt:
+            keys += _of_salt(salt)
+        return keys
 
 
 class CacheShadow:
@@ -166,7 +172,5 @@ def _mixed(numbers: Keys) -> Keys:
 
 
 def _of_salt(salt: str) -> np.uint64:
-    if not salt:
-        return np.uint64(0)
     digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))

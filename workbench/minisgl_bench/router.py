@@ -38,7 +38,7 @@ _PREFILL_RATE: Final = 20_000
 """Prompt tokens a second."""
 _TOKEN_S: Final = 0.02
 """Of a row, between two tokens."""
-_MEAN_ROWS: Final = 12
+_MEAN_ROWS: Final = 24
 """Requests that a replica has on average; traces start as many sessions as that takes."""
 _VOCAB_SIZE: Final = 150_000
 
@@ -89,7 +89,7 @@ class Trace:
             return [
                 Turn(
                     np.concatenate([first if turn == 0 else first[:0], self._tokens(20, 200)]),
-                    self._tokens(50, 300),
+                    self._tokens(100, 600),
                     float(self._draws.exponential(3)),
                 )
                 for turn in range(num_turns)
@@ -103,7 +103,7 @@ class Trace:
 
         def draw() -> list[Turn]:
             tokens = np.concatenate([self._picked(prefixes, 1.0), self._tokens(30, 100)])
-            return [Turn(tokens, self._tokens(20, 80), 0.0)]
+            return [Turn(tokens, self._tokens(50, 200), 0.0)]
 
         return self.sessions(draw)
 
@@ -116,7 +116,7 @@ class Trace:
             return [
                 Turn(
                     np.concatenate([first if turn == 0 else first[:0], self._tokens(50, 400)]),
-                    self._tokens(30, 120),
+                    self._tokens(60, 240),
                     float(self._draws.exponential(0.5)),
                 )
                 for turn in range(int(self._draws.integers(3, 20)))
@@ -323,7 +323,7 @@ class Simulation:
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
-    default=20.0,
+    default=40.0,
     show_default=True,
     help="within which the sessions of a trace begin",
 )

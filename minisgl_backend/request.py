@@ -4,13 +4,14 @@ Knows token ids and validated sampling parameters. Must not know text, Triton, p
 Everything here is immutable.
 
 A request's events arrive in this order: at most one ``Admitted``, any number of ``PromptLogprobs``,
-any number of ``Generated``, then exactly one terminal event, ``Finished`` or ``Failed``.
+any number of ``Generated`` or one ``Embedded``, then exactly one terminal event, ``Finished`` or
+``Failed``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, NewType, TypeAlias
 
@@ -28,6 +29,9 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 EMPTY: Final = np.empty(0, dtype=np.int32)
 """No tokens, rows or pages."""
 EMPTY.flags.writeable = False
+
+MAX_SAMPLES: Final = 64
+"""The most answers that one prompt may get at a time."""
 
 LEAST_TEMPERATURE: Final = 1e-5
 """Below this temperature sampling is greedy: 1 / temperature might exceed float32."""
@@ -78,7 +82,8 @@ class SamplingParams:
     be sampled before there are ``min_tokens`` tokens. ``num_logprobs`` is None for no logprobs, 0
     for the chosen token's alone, and otherwise the number of alternatives returned with it;
     ``num_prompt_logprobs`` says the same of the prompt's tokens. With it ``max_tokens`` may be 0:
-    then the prompt is only scored. With a ``grammar`` only tokens that it allows are sampled, and
+    then the prompt is only scored. With ``embed`` it is 0, and the prompt's embedding is wanted:
+    nothing is generated. With a ``grammar`` only tokens that it allows are sampled, and
     its end ends the request.
     """
 
@@ -97,6 +102,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[TokenId, float], ...] = ()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    embed: bool = False
     grammar: Grammar | None = None
 
     @property
@@ -122,6 +128,9 @@ class Request:
     ``priority`` is served first. ``deadline_s`` is the reading of ``time.monotonic`` at which the
     request ends; the planner does not look at it. Only requests with the same ``cache_salt`` share
     cached prefixes. ``label`` is the client's own id, logged next to the engine's.
+
+    A request with a ``leader`` is a further sample of that request's prompt (``samples_of``): it
+    begins once the prompt of its leader is computed, or the leader has ended.
     """
 
     id: RequestId
@@ -131,6 +140,26 @@ class Request:
     deadline_s: float | None = None
     cache_salt: str = ""
     label: str = ""
+    leader: RequestId | None = None
+
+
+def samples_of(request: Request, ids: Sequence[RequestId]) -> list[Request]:
+    """One request for each of several answers to a prompt; ``ids`` begins with ``request.id``.
+
+    The seed of sample i is the request's seed + i, modulo 2**64, so a request of its own with that
+    seed gets the same tokens. Only the first sample scores the prompt, and the others follow it.
+    """
+    sampling = replace(request.sampling, num_prompt_logprobs=None)
+    followers = [
+        replace(
+            request,
+            id=request_id,
+            sampling=replace(sampling, seed=(sampling.seed + index) % 2**64),
+            leader=request.id,
+        )
+        for index, request_id in enumerate(ids[1:], 1)
+    ]
+    return [request, *followers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +243,14 @@ class Generated:
     is_last: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedded:
+    """The embedding of the prompt, float32[hidden_size] of length 1: the hidden state of its last
+    token under the model's final norm, normalized."""
+
+    vector: FloatArray
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The request ended without an error; ``stop_token_id`` is set if such a token ended it."""
@@ -229,6 +266,6 @@ class Failed:
     error: MiniSGLError
 
 
-Event: TypeAlias = Admitted | PromptLogprobs | Generated | Finished | Failed
+Event: TypeAlias = Admitted | PromptLogprobs | Generated | Embedded | Finished | Failed
 Sink: TypeAlias = Callable[[Event], None]
 """Takes the events of one request. Called on the engine's thread, so it must only enqueue."""

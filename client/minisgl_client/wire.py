@@ -20,6 +20,9 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "add_generation_prompt": "BOOL",
         "input_ids": "INT32",
         "sampling_parameters": "BYTES",
+        "n": "INT32",
+        "num_return_sequences": "INT32",
+        "best_of": "INT32",
         "stream": "BOOL",
         "exclude_input_in_output": "BOOL",
         "skip_special_tokens": "BOOL",
@@ -44,6 +47,7 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "ignore_eos": "BOOL",
         "num_logprobs": "INT32",
         "num_prompt_logprobs": "INT32",
+        "embed": "BOOL",
         "logit_bias": "BYTES",
         "structured_outputs": "BYTES",
         "guided_decoding_guide_type": "BYTES",
@@ -54,7 +58,6 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "min_chunk_interval_ms": "INT32",
         "stop_request": "BOOL",
         "beam_width": "INT32",
-        "num_return_sequences": "INT32",
         "length_penalty": "FP32",
         "bad_words": "BYTES",
         "pad_id": "INT32",
@@ -83,6 +86,7 @@ OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "num_cached_tokens": "UINT32",
         "logprobs": "BYTES",
         "prompt_logprobs": "BYTES",
+        "embedding": "FP32",
         "cumulative_logprob": "FP32",
         "cum_log_probs": "FP32",
         "output_log_probs": "FP32",
@@ -92,7 +96,7 @@ OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "last_token_time_ns": "INT64",
     }
 )
-"""Data type by output; each has one element, but for those in ``LISTS``."""
+"""Data type by output; each has one element, or one a sample."""
 
 TOKENIZER: Final = "tokenizer"
 """The model that knows the tokens, which may be asked alone."""
@@ -107,7 +111,5 @@ TOKENIZER_OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Data type by output of the tokenizer; what else it tells is for the engine."""
 
-LISTS: Final = frozenset(
-    {"input_ids", "stop", "stop_words", "stop_token_ids", "bad_words", "output_log_probs"}
-)
-"""Inputs and outputs of any number of elements."""
+LISTS: Final = frozenset({"input_ids", "stop", "stop_words", "stop_token_ids", "bad_words"})
+"""Inputs of any number of elements."""

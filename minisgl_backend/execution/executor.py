@@ -26,6 +26,7 @@ from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
 from minisgl_backend.execution.chunk_graphs import ChunkGraphs
 from minisgl_backend.execution.decode_graphs import DecodeGraphs
+from minisgl_backend.execution.embeddings import Embeddings, PromptEmbedder
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.launched import HostOutput, LaunchedStep, MaskedStep
@@ -33,10 +34,11 @@ from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.prompt_logprobs import PromptScorer, ScoredChunks
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
+from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.plan import Pending, StepPlan
+from minisgl_backend.plan import NO_SNAPSHOT, Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.request import IntArray
 
@@ -79,19 +81,21 @@ class ModelExecutor:
         model: Decoder,
         *,
         storage: KVStorage,
+        states: StateStorage | None = None,
         attention: PagedAttention,
         device: Device,
         limits: ExecutorLimits,
         watch_logits: WatchLogits | None = None,
         progress: Progress = unseen,
     ):
-        """Raises ``ConfigError`` if the remaining memory cannot hold both the graphs and a step of
-        ``max_prefill_tokens``."""
+        """``states``, if the model has recurrent layers. Raises ``ConfigError`` if the remaining
+        memory cannot hold both the graphs and a step of ``max_prefill_tokens``."""
         self.device = device
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
         self._model = model
         self._storage = storage
+        self._states = states
         self._attention = attention
         self._limits = limits
         self._watch_logits = watch_logits
@@ -147,7 +151,7 @@ class ModelExecutor:
             dummy_page=storage.dummy_page,
             vocab_size=model.spec.vocab_size,
         )
-        self._forward = ForwardPass(model, self.rows, self._attention, device)
+        self._forward = ForwardPass(model, self.rows, self._attention, device, self._states)
         self._sampler = Sampler(self.rows.table, device, model.group)
         self._scorer = PromptScorer(
             model,
@@ -155,6 +159,7 @@ class ModelExecutor:
             num_rows=len(self.rows.table.tokens),
             most_rows=limits.scored_at_once,
         )
+        self._embedder = PromptEmbedder(model, device, num_rows=len(self.rows.table.tokens))
         self._logits = torch.empty(  # of captured decode steps
             (max([0, *limits.graph_sizes]), model.spec.vocab_size),
             dtype=model.dtype,
@@ -187,10 +192,13 @@ class ModelExecutor:
         """
         if len(plan.broken_pages):
             self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
+        if len(plan.copy_sources):
+            self._storage.copy(*self.device.upload(_copied_slots(plan, self._storage.page_size)))
         if plan.admissions:
             self.rows.admit(plan.admissions)
             self._sampler.admit(plan.admissions)
             self._scorer.admit(plan.admissions)
+            self._embedder.admit(plan.admissions)
         grants = plan.grant_rows, plan.grant_indices, plan.grant_pages
         num_decodes, num_grants = len(plan.decode_rows), len(plan.grant_rows)
         is_decode = num_decodes > 0 and not len(plan.prefill_rows)
@@ -203,18 +211,20 @@ class ModelExecutor:
         batch = FlatBatch.of(plan)
         hidden = self._layers(batch, plan.prefill_tokens)
         sample = partial(self._sample, self._logits_of(batch, hidden))
+        embedded = self._embedder.embedded(hidden, batch)
         if not len(plan.score_chunks):
-            return partial(self._finish, plan, sample)
+            return partial(self._finish, plan, sample, embedded=embedded)
         score = partial(self._scorer.scored, hidden, plan, batch.chunk_offsets)
-        return partial(self._finish, plan, sample, score)
+        return partial(self._finish, plan, sample, score, embedded)
 
     def _finish(
         self,
         plan: StepPlan,
         sample: Callable[[], StepOutput],
         score: Callable[[], ScoredChunks | None] | None = None,
+        embedded: Embeddings | None = None,
     ) -> HostOutput:
-        """Queue sampling, then the scores of prompts, and the copies of both on the host."""
+        """Queue sampling, then the scores of prompts, and the copies of all results on the host."""
         output, rows, scored = sample(), plan.sample_rows, None
         if score is not None:
             with self._mark("prompt logprobs"):
@@ -224,6 +234,7 @@ class ModelExecutor:
             self.device.download(output.tokens[: len(rows)]),
             self._sampler.logprobs(output, rows),
             scored,
+            None if embedded is None else embedded.download(self.device),
         )
 
     def _decode_forward(self, inputs: StepInputs, batch_size: int) -> StepLogits:
@@ -313,6 +324,7 @@ class ModelExecutor:
             tokens = plan.prefill_tokens
             for num_top in (0, Limits().logprobs) if len(tokens) else ():
                 self._scorer.score(hidden, np.arange(len(tokens)), tokens, num_top)
+            self._embedder.embed(hidden[: len(output.tokens)])
             wanted = np.ones(len(output.tokens), np.int64)
             RawLogprobs.of(output.logits, output.tokens, wanted, self.device.upload)
         except torch.OutOfMemoryError as error:
@@ -333,11 +345,18 @@ class ModelExecutor:
             grant_rows=empty,
             grant_indices=empty,
             grant_pages=empty,
+            copy_sources=empty,
+            copy_targets=empty,
+            copy_lengths=empty,
             prefill_rows=np.full(len(chunks), row, np.int32),
             prefill_starts=np.zeros(len(chunks), np.int32),
             prefill_lengths=np.array(chunks, np.int32),
             prefill_samples=np.ones(len(chunks), np.int32),
             prefill_tokens=np.zeros(sum(chunks), np.int32),
+            begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32),
+            saved_chunks=empty,
+            saved_positions=empty,
+            saved_snapshots=empty,
             decode_rows=np.full(num_decodes, row, np.int32),
             decode_positions=np.zeros(num_decodes, np.int32),
             masked_rows=empty,
@@ -346,3 +365,11 @@ class ModelExecutor:
             score_lengths=empty,
             score_tokens=empty,
         )
+
+
+def _copied_slots(plan: StepPlan, page_size: int) -> HostArray:
+    """The slots that a plan's copies read and write, int64[2, num_positions]."""
+    ends = np.cumsum(plan.copy_lengths)
+    offsets = np.arange(ends[-1]) - np.repeat(ends - plan.copy_lengths, plan.copy_lengths)
+    pages = np.stack([plan.copy_sources, plan.copy_targets]).astype(np.int64)
+    return np.asarray(np.repeat(pages, plan.copy_lengths, axis=1) * page_size + offsets)

@@ -6,11 +6,12 @@ One decoder computes all of them: an architecture is a set of values here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.weight_format import WeightFormats
 
 MOST_VOCABULARY: Final = 2**24
@@ -32,10 +33,15 @@ class RopeSpec:
     - ``dynamic``: the base grows with the sequence beyond ``max_positions`` (NTK-aware scaling);
     - ``llama3``: low frequencies are divided by ``factor``, high ones kept, those between blended;
     - ``yarn``: the same idea by dimension, and cos and sin are multiplied by ``attention_factor``
-      (arXiv 2309.00071).
+      (arXiv 2309.00071);
+    - ``longrope``: each frequency is divided by one of ``short_factors``, as sequences up to
+      ``original_max_positions`` are rotated (arXiv 2402.13753). Longer ones have other frequencies
+      at all positions, which keys in shared pages cannot have: they are not offered.
 
     ``max_positions`` is max_position_embeddings of config.json, ``original_max_positions`` the
-    context before stretching. Both are in tokens.
+    context before stretching. Both are in tokens. ``rotated`` is the share of a head that rotates,
+    its first dimensions. From ``original_max_positions`` on, queries grow with the logarithm of
+    their position times ``query_growth``, if that is not 0 (as in Llama 4).
     """
 
     scaling: str = "default"
@@ -49,6 +55,13 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    rotated: float = 1.0
+    query_growth: float = 0.0
+
+    def dims(self, head_dim: int) -> int:
+        """How many dimensions of a head rotate."""
+        return int(head_dim * self.rotated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +79,67 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """The Gated DeltaNet layers, by the numbers of their heads; ``layers`` are those that mix
+    tokens in this way and not by attention.
+
+    ``by_key_head``: how the merged projections order their outputs (``GatedDeltaNet``).
+    """
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    layers: frozenset[int]
+    by_key_head: bool = False
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    def of_rank(self, num_ranks: int) -> DeltaSpec:
+        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split."""
+        if self.num_key_heads % num_ranks:
+            raise ConfigError(
+                f"{self.num_key_heads} key heads of Gated DeltaNet cannot be split evenly over "
+                f"{num_ranks} tensor-parallel ranks"
+            )
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // num_ranks,
+            num_heads=self.num_heads // num_ranks,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only language model.
 
     ``windows`` has an entry a layer: the positions a token sees, its own included, or None for all.
     ``dtype`` is the checkpoint's own. ``eos_token_ids`` unites config.json and
     generation_config.json. ``weights`` says how projections are stored; None: all are plain.
+    ``names``: how the checkpoint names its tensors. It ``generates`` unless it has no output head,
+    as some embedding models; then the embedding stands for it.
+
+    ``ropes`` has an entry a layer if not all rotate by ``rope``; None: the layer does not rotate.
+    ``qk_norm``: queries and keys are normalized, each head for itself or all heads of a token
+    together. ``norms``: of the input of each part of a layer, or of its output before that is added
+    to the residual stream, or of both; ``norm_offset`` is added to all their weights. ``gelu``: the
+    gate of a feed-forward block is GELU, approximated by tanh, instead of SiLU.
+    ``attention_scale`` multiplies the scores, by default head_dim to the power of -1/2.
+    ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
+    to the residual stream, ``logit_scale`` the logits. ``gated_attention``: attention's output is
+    multiplied by a gate of its input. ``delta_net`` describes the layers without attention.
     """
 
     architecture: str
@@ -90,7 +158,19 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "token"] | None = None
+    norms: Literal["before", "after", "around"] = "before"
+    norm_offset: float = 0.0
+    gelu: bool = False
+    ropes: tuple[RopeSpec | None, ...] = ()
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    branch_scale: float = 1.0
+    logit_scale: float = 1.0
+    gated_attention: bool = False
+    delta_net: DeltaSpec | None = None
+    generates: bool = True
+    names: TensorNames = field(default_factory=TensorNames)
     weights: WeightFormats | None = None
     moe: MoeSpec | None = None
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
@@ -102,6 +182,17 @@ class ModelSpec:
             )
         if self.head_dim % 2:
             raise ConfigError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
+        rotated = self.rope.dims(self.head_dim)
+        if rotated % 2 or not 0 < rotated <= self.head_dim:
+            raise ConfigError(
+                f"partial_rotary_factor {self.rope.rotated:g} of head_dim {self.head_dim} makes "
+                f"{rotated} rotary dimensions, which must be an even number up to head_dim"
+            )
+        if self.rope.short_factors and len(self.rope.short_factors) != rotated // 2:
+            raise ConfigError(
+                f"longrope needs {rotated // 2} short factors, one for each frequency, "
+                f"got {len(self.rope.short_factors)}"
+            )
         if self.context > MOST_POSITIONS:
             raise ConfigError(
                 f"max_position_embeddings {self.rope.max_positions} with a rotary factor of "
@@ -116,13 +207,35 @@ class ModelSpec:
             return int(rope.max_positions * rope.factor)
         if rope.scaling == "yarn" and rope.original_max_positions:
             return max(rope.max_positions, int(rope.original_max_positions * rope.factor))
+        if rope.scaling == "longrope":
+            return rope.original_max_positions or rope.max_positions
         return rope.max_positions
+
+    @property
+    def stream_eps(self) -> float:
+        """The eps of norms of the residual stream as ``Decoder`` keeps it."""
+        return self.norm_eps / self.branch_scale**2
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers whose keys and values are kept in pages."""
+        others = frozenset() if self.delta_net is None else self.delta_net.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in others)
+
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        """How a layer rotates; None if it does not."""
+        return self.ropes[layer] if self.ropes else self.rope
 
     @property
     def num_parameters(self) -> int:
         """Number of weights, without biases and norms."""
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # queries, outputs; keys, values
-        attention = self.num_layers * heads * self.head_dim * self.hidden_size
+        # queries and their gates, outputs; keys, values
+        heads = (2 + self.gated_attention) * self.num_heads + 2 * self.num_kv_heads
+        mixers = len(self.attention_layers) * heads * self.head_dim * self.hidden_size
+        if self.delta_net is not None:
+            delta = self.delta_net
+            width = delta.num_channels + 2 * delta.value_size + 2 * delta.num_heads
+            mixers += len(delta.layers) * width * self.hidden_size
         num_plain, experts = self.num_layers, 0
         if self.moe is not None:
             num_plain -= len(self.moe.layers)
@@ -130,7 +243,7 @@ class ModelSpec:
             experts = len(self.moe.layers) * self.moe.num_experts * size * self.hidden_size
         mlp = num_plain * 3 * self.intermediate_size * self.hidden_size
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
-        return attention + mlp + experts + embeddings
+        return mixers + mlp + experts + embeddings
 
     def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split.
@@ -147,6 +260,6 @@ class ModelSpec:
             num_heads=self.num_heads // ranks,
             num_kv_heads=max(1, kv_heads // ranks),
             head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
-            windows=self.windows,
+            scale=self.attention_scale or self.head_dim**-0.5,
+            windows=tuple(self.windows[layer] for layer in self.attention_layers),
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
 from minisgl_backend.request import (
     Admitted,
+    Embedded,
     Event,
     Failed,
     Finished,
@@ -96,16 +97,19 @@ class OpenRequests:
             entry.admitted = True
             self._timeouts.begun(request_id)
             self._on_admitted(entry.request)
-            self._recorder.request_admitted(len(entry.request.prompt))
+            if entry.request.leader is None:  # its other samples share the prompt
+                self._recorder.request_admitted(len(entry.request.prompt))
             self._deliver(entry.sink, Admitted(num_cached_tokens))
 
     def deliver(self, result: StepResult, now_s: float) -> None:
-        """Deliver the log-probabilities of prompts, then the tokens, of a step; the caller delivers
-        what it ends, right after."""
+        """Deliver the log-probabilities and embeddings of prompts, then the tokens, of a step; the
+        caller delivers what it ends, right after."""
         for request_id, scored in result.scored:
             entry = self._open[request_id]
             entry.num_scored += len(scored)
             self._deliver(entry.sink, scored)
+        for request_id, vector in result.embedded:
+            self._deliver(self._open[request_id].sink, Embedded(vector))
         logprobs, ended = result.logprobs, result.ended
         for index, (request_id, token_id) in enumerate(
             zip(result.request_ids, result.token_ids.tolist(), strict=True)
@@ -125,7 +129,9 @@ class OpenRequests:
         """The requests whose time is over, each with the terminal event that is due."""
         for request_id in self._timeouts.overdue(now_s):
             entry = self._open[request_id]
-            if entry.tokens:
+            # a sample without a token is empty if others of its request have some, and an error
+            # only if its request's first has none
+            if entry.tokens or entry.request.leader is not None:
                 yield request_id, Finished(FinishReason.TIMEOUT)
             else:
                 waited_ms = math.ceil((now_s - entry.arrived_s) * 1000)

@@ -24,8 +24,9 @@ class Kind(Enum):
     SEED = auto()
     TIME_NS = auto()
     NUMBER = auto()
+    NUMBERS = auto()
     NUMBER_ROWS = auto()
-    """[num_beams, n]; there is one beam."""
+    """[samples, n]; shorter rows are filled up with zeros."""
     BIASES = auto()
     """A JSON object {token id: bias}, as a string."""
     JSON = auto()
@@ -45,6 +46,7 @@ DATA_TYPES: Final[Mapping[Kind, str]] = MappingProxyType(
         Kind.SEED: "TYPE_UINT64",
         Kind.TIME_NS: "TYPE_INT64",
         Kind.NUMBER: "TYPE_FP32",
+        Kind.NUMBERS: "TYPE_FP32",
         Kind.NUMBER_ROWS: "TYPE_FP32",
         Kind.BIASES: "TYPE_STRING",
         Kind.JSON: "TYPE_STRING",
@@ -55,6 +57,7 @@ DIMS: Final[Mapping[Kind, tuple[int, ...]]] = MappingProxyType(
         Kind.BYTES: (-1,),
         Kind.TEXTS: (-1,),
         Kind.INTEGERS: (-1,),
+        Kind.NUMBERS: (-1,),
         Kind.NUMBER_ROWS: (-1, -1),
     }
 )
@@ -63,10 +66,11 @@ DIMS: Final[Mapping[Kind, tuple[int, ...]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor as a model without a batch dimension declares it."""
+    """A tensor as a model without a batch dimension declares it; ``each`` as for ``Output``."""
 
     name: str
     kind: Kind
+    each: bool = False
 
     @property
     def data_type(self) -> str:
@@ -74,7 +78,7 @@ class Tensor:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        return DIMS.get(self.kind, (1,))
+        return DIMS.get(self.kind, (-1,) if self.each else (1,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +122,17 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One thing that an answer may hold, and the inputs that ask for it."""
+    """One thing that an answer may hold, and the inputs that ask for it; ``each`` if every sample
+    has its own, in its place."""
 
     name: str
     kind: Kind
     meaning: str
     asked_by: tuple[str, ...] = ()
     text_only: bool = False
+    each: bool = False
 
     @property
     def tensor(self) -> Tensor:
         """The tensor that carries it."""
-        return Tensor(name=self.name, kind=self.kind)
+        return Tensor(name=self.name, kind=self.kind, each=self.each)

@@ -64,14 +64,16 @@ class Wanted:
     null_logprobs: bool = False
     """``logprobs`` without a number of alternatives: the output is null."""
     prompt_logprobs: bool = False
+    embedding: bool = False
 
     def names(self) -> list[str]:
         """Those that are asked for."""
         return [spec.name for spec in fields(self) if getattr(self, spec.name)]
 
     def flags(self) -> list[str]:
-        """The inputs that ask for them; ``prompt_logprobs`` are asked for by number."""
-        names = [name for name in self.names() if name != "prompt_logprobs"]
+        """The inputs that ask for them and nothing else; ``prompt_logprobs`` are asked for by
+        number, ``embedding`` by ``embed``."""
+        names = [name for name in self.names() if name not in ("prompt_logprobs", "embedding")]
         return [f"return_{name.removeprefix('null_')}" for name in names]
 
 
@@ -87,7 +89,8 @@ class Generation:
     ``sampling.seed`` is meaningless if ``seed`` is None: then the engine draws one. With
     ``fit_max_tokens``, ``sampling.max_tokens`` is lowered to what there is room for.
     ``min_chunk_interval_ms`` None stands for the engine's option. ``prompt_text`` is set, by the
-    tokenizer, if the answer starts with the prompt.
+    tokenizer, if the answer starts with the prompt. ``best_of`` samples are made, and the ``n``
+    most likely of them are the answer.
     """
 
     prompt: Prompt
@@ -105,6 +108,8 @@ class Generation:
     min_chunk_interval_ms: int | None = None
     wanted: Wanted = NOTHING
     prompt_text: str | None = None
+    n: int = 1
+    best_of: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +121,8 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """A request that a ``StopRequest`` ended before it reached the engine, which answers it."""
+    """A request that a ``StopRequest`` ended before it reached the engine, which answers it with
+    ``n`` empty samples."""
 
     wanted: Wanted = NOTHING
+    n: int = 1

@@ -117,9 +117,12 @@ def test_forms_that_are_wrong_usage(
         (
             ["x", "--max-tokens", "0"],
             1,
-            "Error: INVALID_ARG: max_tokens must be >= 1 without num_prompt_logprobs, got 0",
+            "Error: INVALID_ARG: max_tokens must be >= 1 without num_prompt_logprobs or embed, "
+            "got 0",
         ),
-        (["x", "-p", "n=2"], 1, "Error: UNSUPPORTED: n is not supported, got 2"),
+        (["x", "-p", "n=2", "-n", "3"], 2, "Error: -n and --param n have different values"),
+        (["x", "-n", "65"], 1, "Error: INVALID_ARG: n must be in 1 .. 64, got 65"),
+        (["x", "-p", "suffix=y"], 1, "Error: UNSUPPORTED: suffix is not supported, got 'y'"),
         (["x", "-p", "top_k"], 2, "'top_k' is not NAME=VALUE"),
         (["x", "-p", "top_k=much"], 2, "top_k: 'much' is no value for it"),
         (["x", "--jsonl"], 2, "give a prompt, or a file or standard input"),
@@ -192,7 +195,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         {"text": "猫"},
     ),
     ('{"prompt": "x", "top_q": 1}', {"error": "INVALID_ARG: unknown parameter 'top_q'; did you"}),
-    ('{"prompt": "x", "n": 2, "id": 0}', {"id": 0, "error": "UNSUPPORTED: n is not supported"}),
+    ('{"prompt": "x", "echo": true, "id": 0}', {"id": 0, "error": "UNSUPPORTED: echo is not"}),
     ('{"prompt": 5}', {"error": "INVALID_ARG: text_input must be a string, got 5"}),
     ('{"prompt": "x", "self": 5}', {"error": "INVALID_ARG: unknown parameter 'self'"}),
     ("[]", {"error": "INVALID_ARG: a line must be a JSON string or an object"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from functools import partial
@@ -94,6 +95,13 @@ def test_norm_and_gate_round_once(dtype: torch.dtype) -> None:
     out = rms_norm.fused_add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(residual, total) and out.dtype == dtype
     assert torch.equal(out, rms_norm.rms_norm(total, weight, 1e-6))
+
+
+def test_gelu_mul() -> None:
+    gate, up = torch.randn(2, 5, 40)
+    out = activation.gelu_mul(torch.cat([gate, up], dim=1))
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    torch.testing.assert_close(out, 0.5 * gate * (1 + inner.tanh()) * up)
 
 
 def test_silu_mul() -> None:
@@ -194,6 +202,23 @@ def test_rope_store_rotates_norms_and_stores(dtype: torch.dtype, is_strided: boo
     assert torch.equal(qkv.view(3, -1, head_dim)[:, 4:], torch.cat([k, v], dim=1))
     assert int(k_cache.flatten(0, 1).any(dim=-1).any(dim=-1).sum()) == 2
     assert not caches[:, :, 0].any()
+
+
+def test_rope_store_rotates_the_first_dimensions_of_a_head_only() -> None:
+    x = torch.randn(3, 4, 16)  # two heads of queries, one of keys, one of values
+    cos_sin = torch.randn(10, 12)
+    positions = torch.tensor([4, 0, 9])
+
+    def rotated(heads: torch.Tensor) -> torch.Tensor:
+        pages = torch.zeros(1, 3, 1, heads.shape[-1])
+        places = rope_store.TokenPlaces(positions, torch.arange(3), cos_sin)
+        qkv = heads.flatten(1).clone()
+        q = rope_store.qk_norm_rope_store(qkv, places, pages, pages.clone(), num_heads=2)
+        return torch.cat([q, pages[0]], dim=1)
+
+    found = rotated(x)
+    assert torch.equal(found[..., :12], rotated(x[..., :12]))
+    assert torch.equal(found[..., 12:], x[:, :3, 12:])
 
 
 def test_rope_store_without_a_norm_only_rotates() -> None:

@@ -51,14 +51,17 @@ class Lifecycle:
         queue: WaitingQueue,
         *,
         group_cost_tokens: int | None,
+        has_states: bool,
         released_rows: list[int],
     ) -> None:
-        """``group_cost_tokens``: see ``KVCache.groups``; None for no groups."""
+        """``group_cost_tokens``: see ``KVCache.groups``; None for no groups. ``has_states``: see
+        ``SchedulerConfig``."""
         self.cache = cache
         self.snapshots = cache if isinstance(cache, SnapshotCache) else None
         self.rows = RunningRows(num_rows)
         self.queue = queue
         self._group_cost_tokens = group_cost_tokens
+        self._copies_prompts = not has_states
         self.live: dict[RequestId, Sequence] = {}
         self.prefilling: list[Sequence] = []
         self.released_rows = released_rows
@@ -134,13 +137,11 @@ class Lifecycle:
         """Let a sequence that was just started copy from its leader what is not cached of the
         prompt, but for the last position, whose logits it needs.
 
-        The leader runs, so its pages stay its own until the step of ``draft`` has copied them. If
-        the model has recurrent states, nothing is copied: pages alone do not tell the state.
+        The leader runs, so its pages stay its own until the step of ``draft`` has copied them. With
+        recurrent states nothing is copied.
         """
-        leader = self._leader_of(sequence)
+        leader = self._leader_of(sequence) if self._copies_prompts else None
         if leader is None or leader.lease is None or leader.phase is Phase.RETIRING:
-            return
-        if self.snapshots is not None:
             return
         pages, size = sequence.held().pages, self.cache.page_size
         begin = int(self.rows.planned[sequence.row])

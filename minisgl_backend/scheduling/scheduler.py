@@ -63,7 +63,8 @@ class SchedulerConfig:
 
     ``policy`` (fcfs or lpm), ``max_overtaken`` and ``worthwhile_tokens`` are explained in
     ``waiting``, ``reserve_tokens`` in ``admission``. With ``names_groups`` plans have ``Groups``,
-    for which ``group_cost_tokens`` are explained in ``KVCache.groups``.
+    for which ``group_cost_tokens`` are explained in ``KVCache.groups``. ``has_states``: rows have
+    recurrent states, so pages alone do not tell how a prompt was computed.
     """
 
     max_running_requests: int = 256
@@ -74,6 +75,7 @@ class SchedulerConfig:
     names_groups: bool = False
     group_cost_tokens: int = 64
     reserve_tokens: int = 256
+    has_states: bool = False
 
 
 @dataclass(slots=True)
@@ -111,6 +113,7 @@ class Scheduler:
                 worthwhile_tokens=config.worthwhile_tokens,
             ),
             group_cost_tokens=config.group_cost_tokens if config.names_groups else None,
+            has_states=config.has_states,
             released_rows=list(taken_rows),
         )
         self._rows = self._life.rows

@@ -91,6 +91,7 @@ class Harness:
                 names_groups=True,
                 group_cost_tokens=setup.group_cost_tokens,
                 reserve_tokens=setup.reserve_tokens,
+                has_states=setup.num_snapshots is not None,
             ),
         )
         self.executor = FakeExecutor(

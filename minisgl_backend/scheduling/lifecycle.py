@@ -218,6 +218,7 @@ class Lifecycle:
             self.publish(sequence, known)
             self.cache.release(sequence.held())
         self.rows.give_back(row)
+        self._are_groups_current = False  # the row may decode for another before it is asked again
         self.changes += 1
         self.released_rows.append(row)
         for _, snapshot in sequence.snapshots:  # of which no token has said that it is finite
@@ -263,7 +264,8 @@ class Lifecycle:
         """Groups of the decoding ``rows``, int32[num_rows], ascending.
 
         Shared pages are full of committed positions, so they stay the same until a row starts or
-        stops decoding, or ``publish`` gives a lease more of them: a steady step costs nothing here.
+        stops decoding, is given back, or ``publish`` gives a lease more of them: a steady step
+        costs nothing here.
         """
         if not self._are_groups_current or not np.array_equal(rows, self._grouped_rows):
             cost = self._group_cost_tokens

@@ -143,6 +143,21 @@ class KVCache(Protocol):
         time by the number of leases and of groups, not of pages.
         """
 
+    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+        """Number of tokens of ``tokens[:-1]`` whose pages are cached, though perhaps without a
+        snapshot behind them: others have begun in the same way, and more may."""
+
+    def take_snapshot(self) -> int | None:
+        """A number to save recurrent states under, for models that have them; None if there is
+        none to give."""
+
+    def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
+        """Let others begin behind the first ``num_tokens`` published tokens of ``lease``, a whole
+        number of pages, with a snapshot that was taken."""
+
+    def return_snapshot(self, snapshot: int) -> None:
+        """Give back a snapshot that was taken, and is of no use."""
+
     def release(self, lease: Lease) -> None:
         """End the lease: its private pages become free, and its shared pages may be evicted."""
 
@@ -225,6 +240,18 @@ class NaiveCache:
 
     def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
         return NO_GROUPS
+
+    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+        return self.match_length(tokens, salt)
+
+    def take_snapshot(self) -> int | None:
+        return None
+
+    def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
+        self.return_snapshot(snapshot)
+
+    def return_snapshot(self, snapshot: int) -> None:
+        raise InvariantError("this cache has given no snapshots away")
 
     def release(self, lease: Lease) -> None:
         self._end(lease)

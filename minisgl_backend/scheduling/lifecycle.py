@@ -25,7 +25,6 @@ import numpy as np
 
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.cache.pages import num_pages_for
-from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
@@ -57,11 +56,10 @@ class Lifecycle:
         """``group_cost_tokens``: see ``KVCache.groups``; None for no groups. ``has_states``: see
         ``SchedulerConfig``."""
         self.cache = cache
-        self.snapshots = cache if isinstance(cache, SnapshotCache) else None
         self.rows = RunningRows(num_rows)
         self.queue = queue
         self._group_cost_tokens = group_cost_tokens
-        self._copies_prompts = not has_states
+        self._has_states = has_states
         self.live: dict[RequestId, Sequence] = {}
         self.prefilling: list[Sequence] = []
         self.released_rows = released_rows
@@ -140,7 +138,7 @@ class Lifecycle:
         The leader runs, so its pages stay its own until the step of ``draft`` has copied them. With
         recurrent states nothing is copied.
         """
-        leader = self._leader_of(sequence) if self._copies_prompts else None
+        leader = None if self._has_states else self._leader_of(sequence)
         if leader is None or leader.lease is None or leader.phase is Phase.RETIRING:
             return
         pages, size = sequence.held().pages, self.cache.page_size
@@ -159,8 +157,8 @@ class Lifecycle:
         """Snapshots for the states behind positions of a chunk, with these positions."""
         taken = []
         for position in sequence.saves:
-            if self.snapshots is not None and start < position <= end:
-                number = self.snapshots.take_snapshot()
+            if start < position <= end:
+                number = self.cache.take_snapshot()
                 if number is not None:
                     taken.append((position, number))
         sequence.snapshots += taken
@@ -222,8 +220,7 @@ class Lifecycle:
         self.changes += 1
         self.released_rows.append(row)
         for _, snapshot in sequence.snapshots:  # of which no token has said that it is finite
-            assert self.snapshots is not None
-            self.snapshots.return_snapshot(snapshot)
+            self.cache.return_snapshot(snapshot)
         sequence.snapshots.clear()
         sequence.lease, sequence.row = None, -1
         if sequence.returns:
@@ -250,9 +247,9 @@ class Lifecycle:
         indices = self.cache.publish(lease, tokens[:computed], verified=verified)
         self.changes += 1
         self._are_groups_current = False
-        if verified is not Verified.NONE and self.snapshots is not None:
+        if verified is not Verified.NONE:
             for position, snapshot in sequence.snapshots:
-                self.snapshots.attach_snapshot(lease, position, snapshot)
+                self.cache.attach_snapshot(lease, position, snapshot)
             sequence.snapshots.clear()
         if self._has_prompt(sequence):
             self._lead(sequence)
@@ -339,10 +336,10 @@ class Lifecycle:
     def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
         """The positions behind which another request may begin: where this one parts from what
         others have begun with, and the last one that it would find itself if it came again."""
-        if self.snapshots is None:
+        if not self._has_states:
             return ()
         salt = sequence.request.cache_salt
-        parted = self.snapshots.cached_length(sequence.tokens, salt)
+        parted = self.cache.cached_length(sequence.tokens, salt)
         last = (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
         begun = sequence.held().num_shared * self.cache.page_size
         return tuple(sorted({position for position in (parted, last) if position > begun}))

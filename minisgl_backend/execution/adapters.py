@@ -16,8 +16,7 @@ from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.kernels.adapters import Group as AdapterGroup
-from minisgl_backend.kernels.adapters import TokenGroups
+from minisgl_backend.kernels.adapters import AdaptedTokens, AdapterRun
 from minisgl_backend.models.adapter_files import AdapterFile, open_adapter
 from minisgl_backend.models.adapter_slots import AdapterShape, AdapterSlots
 from minisgl_backend.parallel.group import Group
@@ -115,16 +114,16 @@ class RowAdapters:
         """Whether any of these rows has an adapter."""
         return bool(self._of_rows[rows].any())
 
-    def groups(self, rows: HostArray) -> TokenGroups | None:
+    def of_tokens(self, rows: HostArray) -> AdaptedTokens | None:
         """The tokens of a step by adapter, ``rows`` [num_tokens] being theirs; None if no row has
         one."""
         slots = self._of_rows[rows]  # [num_tokens]
         order = np.argsort(slots, kind="stable")
         present, begins = np.unique(slots[order], return_index=True)
         ends = [*begins[1:].tolist(), len(order)]
-        groups = tuple(
-            AdapterGroup(slot, int(self._ranks[slot]), begin, end)
+        runs = tuple(
+            AdapterRun(slot, int(self._ranks[slot]), begin, end)
             for slot, begin, end in zip(present.tolist(), begins.tolist(), ends, strict=True)
             if slot
         )
-        return TokenGroups(self._device.upload(order), groups) if groups else None
+        return AdaptedTokens(self._device.upload(order), runs) if runs else None

@@ -75,13 +75,14 @@ class ForwardPass:
                 lengths=upload(lengths),
                 page_table=rows.table.pages,
                 host_lengths=lengths,
+                groups=batch.groups,
             )
         attend = self._attention.plan(decodes, chunks)
         recurrent = None
         if self._states is not None:
             recurrent = self._states.of_batch(batch, token_rows[:num_decodes])
-        groups = None if self._adapters is None else self._adapters.groups(batch.rows)
-        hidden: Tensor = self._model(tokens, positions, slots, attend, recurrent, groups)
+        adapted = None if self._adapters is None else self._adapters.of_tokens(batch.rows)
+        hidden: Tensor = self._model(tokens, positions, slots, attend, recurrent, adapted)
         return hidden
 
     def over_chunks(self, inputs: ChunkInputs) -> Tensor:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AdapterRun:
     """The tokens that have the adapter in ``slot``, of this ``rank``: those from ``begin`` up to
-    ``end`` in the order of the ``TokenGroups``."""
+    ``end`` in the order of the ``AdaptedTokens``."""
 
     slot: int
     rank: int
@@ -34,12 +34,12 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenGroups:
+class AdaptedTokens:
     """The tokens of a step that have adapters, each adapter's together: ``order`` holds their flat
     indices, int64 [num_tokens with an adapter]."""
 
     order: Tensor
-    groups: tuple[Group, ...]
+    runs: tuple[AdapterRun, ...]
 
 
 def add_adapter_delta(
@@ -47,20 +47,20 @@ def add_adapter_delta(
     x: Tensor,
     a: Tensor,
     b: Tensor,
-    groups: TokenGroups,
+    adapted: AdaptedTokens,
     *,
     widths: Sequence[int],
 ) -> None:
     """Add to ``out`` [num_tokens, sum of widths] what the adapters make of ``x`` [num_tokens,
     in_features]."""
     max_rank = a.shape[1] // len(widths)
-    for group in groups.groups:
-        tokens = groups.order[group.begin : group.end]
-        rows = x.index_select(0, tokens)  # [tokens of the group, in_features]
+    for run in adapted.runs:
+        tokens = adapted.order[run.begin : run.end]
+        rows = x.index_select(0, tokens)  # [tokens of the run, in_features]
         deltas, at = [], 0
         for part, width in enumerate(widths):
-            of_a = a[group.slot - 1, part * max_rank : part * max_rank + group.rank]
-            of_b = b[group.slot - 1, at : at + width, : group.rank]
+            of_a = a[run.slot - 1, part * max_rank : part * max_rank + run.rank]
+            of_b = b[run.slot - 1, at : at + width, : run.rank]
             deltas.append(F.linear(F.linear(rows, of_a), of_b))
             at += width
         out.index_add_(0, tokens, torch.cat(deltas, dim=1))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl_backend.kernels.activation import silu_mul
-from minisgl_backend.kernels.adapters import TokenGroups, add_adapter_delta
+from minisgl_backend.kernels.adapters import AdaptedTokens, add_adapter_delta
 from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -35,10 +35,10 @@ class AdapterMemory:
     b: Tensor
     widths: tuple[int, ...]
 
-    def add_to(self, out: Tensor, x: Tensor, groups: TokenGroups) -> None:
+    def add_to(self, out: Tensor, x: Tensor, adapted: AdaptedTokens) -> None:
         """Add to ``out`` [num_tokens, sum of widths] what the adapters make of ``x`` [num_tokens,
         this rank's inputs]."""
-        add_adapter_delta(out, x, self.a, self.b, groups, widths=self.widths)
+        add_adapter_delta(out, x, self.a, self.b, adapted, widths=self.widths)
 
 
 class MergedColumnLinear(nn.Module):
@@ -74,15 +74,15 @@ class MergedColumnLinear(nn.Module):
         assert isinstance(self.matrix, DenseMatrix)
         self.matrix.use_tensor_cores(kernels, gated=self.gated)
 
-    def forward(self, x: Normed, *, pdl: bool, groups: TokenGroups | None = None) -> Tensor:
+    def forward(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts;
-        if ``gated``, [num_tokens, share]. ``groups``: the tokens by adapter, if any has one."""
-        if groups is None:
+        if ``gated``, [num_tokens, share]. ``adapted``: the tokens by adapter, if any has one."""
+        if adapted is None:
             return self.matrix.gemm(x, bias=self.bias, gated=self.gated, pdl=pdl)
         assert self.adapters is not None
         rows = x.normalized(pdl=pdl)
         y = self.matrix.plain_gemm(rows, bias=self.bias)
-        self.adapters.add_to(y, rows, groups)
+        self.adapters.add_to(y, rows, adapted)
         return silu_mul(y, pdl=pdl) if self.gated else y
 
     def places(self) -> Iterator[tuple[str, Place]]:
@@ -128,33 +128,32 @@ class RowLinear(nn.Module):
         norm: RMSNorm,
         *,
         pdl: bool,
-        groups: TokenGroups | None = None,
+        adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
         """The residual stream [num_tokens, out_features] with the projection of ``x`` added, and
         under ``norm``.
 
-        ``x`` [num_tokens, this rank's share]; ``residual`` may be overwritten. ``groups``: the
+        ``x`` [num_tokens, this rank's share]; ``residual`` may be overwritten. ``adapted``: the
         tokens by adapter, if any has one.
         """
-        if groups is not None:
-            part = self._adapted(x, groups)
+        if adapted is not None:
+            part = self.part(x, pdl=pdl, adapted=adapted)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
         return self.matrix.add_gemm(residual, x, norm, bias=self.bias, group=self.group, pdl=pdl)
 
-    def _adapted(self, x: Tensor, groups: TokenGroups) -> Tensor:
-        """This rank's part of the projection and of what adapters add to it."""
-        assert self.adapters is not None
-        own_bias = self.bias if self.group.rank == 0 else None  # in the sum over the ranks once
-        part = self.matrix.plain_gemm(x, bias=own_bias)
-        self.adapters.add_to(part, x, groups)
-        return part
-
-    def forward(self, x: Tensor, *, pdl: bool, groups: TokenGroups | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """The projection itself, summed over the ranks, [num_tokens, out_features]."""
-        if groups is not None:
-            return self.group.all_reduce(self._adapted(x, groups))
-        bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(self.matrix.gemm(Normed(x), bias=bias, pdl=pdl))
+        return self.group.all_reduce(self.part(x, pdl=pdl, adapted=adapted))
+
+    def part(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+        """This rank's part of that sum."""
+        bias = self.bias if self.group.rank == 0 else None  # in the sum over the ranks once
+        if adapted is None:
+            return self.matrix.gemm(Normed(x), bias=bias, pdl=pdl)
+        assert self.adapters is not None
+        part = self.matrix.plain_gemm(x, bias=bias)
+        self.adapters.add_to(part, x, adapted)
+        return part
 
     def places(self) -> Iterator[tuple[str, Place]]:
         (name,) = self.matrix.parts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
-from minisgl_backend.kernels.adapters import TokenGroups
+from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix
@@ -73,7 +73,7 @@ class StepContext:
     ``places``: positions of the tokens, and slots of their keys and values. ``pdl``: kernels may
     start before their predecessors have ended (``kernels``). ``query_scale`` [num_tokens, 1, 1]
     multiplies the rotated queries, in their type, if it is given. ``recurrent`` is None if no layer
-    has recurrent states. ``groups``: the tokens by adapter, if any has one.
+    has recurrent states. ``adapted``: the tokens by adapter, if any has one.
 
     Layers that rotate in different ways have one each.
     """
@@ -83,7 +83,7 @@ class StepContext:
     pdl: bool
     query_scale: Tensor | None = None
     recurrent: RecurrentRows | None = None
-    groups: TokenGroups | None = None
+    adapted: AdaptedTokens | None = None
 
 
 class TokenMixer(Protocol):
@@ -129,7 +129,8 @@ class SelfAttention(nn.Module):
         self.eps = spec.norm_eps
         self.qk_norm: HeadNorm | TokenNorm | None = None
         if spec.qk_norm == "head":
-            self.qk_norm = HeadNorm(spec.head_dim, offset=spec.norm_offset)
+            heads = self.num_heads, self.num_kv_heads, self.head_dim
+            self.qk_norm = HeadNorm(*heads, offset=spec.norm_offset)
         elif spec.qk_norm == "token":
             self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
         self._heads_kernel: HeadsKernel | None = None
@@ -155,11 +156,11 @@ class SelfAttention(nn.Module):
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Normed]:
         attended = self._attended(x, step)
-        return self.o_proj.add_to(residual, attended, norm, pdl=step.pdl, groups=step.groups)
+        return self.o_proj.add_to(residual, attended, norm, pdl=step.pdl, adapted=step.adapted)
 
     def output(self, x: Normed, step: StepContext) -> Tensor:
         """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it before."""
-        output: Tensor = self.o_proj(self._attended(x, step), pdl=step.pdl, groups=step.groups)
+        output: Tensor = self.o_proj(self._attended(x, step), pdl=step.pdl, adapted=step.adapted)
         return output
 
     def _attended(self, x: Normed, step: StepContext) -> Tensor:
@@ -175,9 +176,9 @@ class SelfAttention(nn.Module):
         [num_tokens, num_heads * head_dim], if there is one. Stores keys and values in their pages.
         """
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
-        q_weight, k_weight = (norm.q, norm.k) if isinstance(norm, HeadNorm) else (None, None)
+        head_norm = norm if isinstance(norm, HeadNorm) else None
         places = step.places
-        if kernel is not None and step.groups is None and len(x.x) <= kernel.most_tokens:
+        if kernel is not None and step.adapted is None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
             assert isinstance(self.qkv_proj.matrix, DenseMatrix)
             rows, squares = x.unscaled(pdl=step.pdl)
@@ -191,15 +192,15 @@ class SelfAttention(nn.Module):
                 kv.values,
                 squares=squares,
                 eps=x.eps if norm is None else self.eps,  # without head norms, only the input's
-                q_weight=q_weight,
-                k_weight=k_weight,
+                q_weight=None if head_norm is None else head_norm.q,
+                k_weight=None if head_norm is None else head_norm.k,
                 k_scale=kv.k_scale,
                 v_scale=kv.v_scale,
                 bias=self.qkv_proj.bias,
                 pdl=step.pdl,
             )
             return q, None
-        qkv, gate = self.qkv_proj(x, pdl=step.pdl, groups=step.groups), None
+        qkv, gate = self.qkv_proj(x, pdl=step.pdl, adapted=step.adapted), None
         if self.is_gated:
             asked, keys = qkv.tensor_split([2 * self.num_heads * self.head_dim], dim=1)
             q, gate = asked.view(-1, self.num_heads, 2, self.head_dim).unbind(2)
@@ -212,8 +213,7 @@ class SelfAttention(nn.Module):
             kv.keys,
             kv.values,
             num_heads=self.num_heads,
-            q_weight=q_weight,
-            k_weight=k_weight,
+            head_weights=None if head_norm is None else head_norm.weight,
             eps=self.eps,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,

@@ -166,6 +166,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             max_prefill_tokens=chunk,
             reserve_tokens=reserve_tokens,
             num_adapter_slots=0 if adapter_slots is None else adapter_slots.num_slots,
+            has_states=states is not None,
         )
         cache: KVCache = NaiveCache(num_pages, page_size)
         if radix and states is not None:

@@ -12,8 +12,8 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import Adapter, Request, RequestId, SamplingParams
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
-from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
-from minisgl_backend.scheduling.waiting import MAX_OVERTAKEN
+from minisgl_backend.scheduling.scheduler import Scheduler
+from minisgl_backend.scheduling.waiting import MOST_PAST_SLOTS
 from tests.fakes.harness import Harness, Setup, random_setup, run_randomly
 
 ADAPTERS = [Adapter(number, f"adapter-{number}", "", 8, 1) for number in range(1, 7)]
@@ -25,16 +25,8 @@ class AdaptedHarness(Harness):
     def __init__(self, setup: Setup, num_slots: int, drawn: random.Random | None = None) -> None:
         super().__init__(setup)
         self.drawn = drawn
-        self.scheduler = Scheduler(
-            setup.make_cache(),
-            SchedulerConfig(
-                max_running_requests=setup.num_rows,
-                max_prefill_tokens=setup.max_prefill_tokens,
-                policy=setup.policy,
-                reserve_tokens=setup.reserve_tokens,
-                num_adapter_slots=num_slots,
-            ),
-        )
+        config = replace(self.scheduler._config, num_adapter_slots=num_slots)
+        self.scheduler = Scheduler(setup.make_cache(), config)
         self.in_slots: dict[int, int] = {0: 0}
         self.of_rows: dict[int, int] = {}
         self.requests: dict[int, Request] = {}
@@ -121,8 +113,8 @@ def test_a_request_without_a_slot_is_not_passed_for_ever() -> None:
             harness.add(request(number, ADAPTERS[0], max_tokens=4 + number % 5))
             number += 1
         harness.step()
-        assert number < 10 * MAX_OVERTAKEN
-    assert number > MAX_OVERTAKEN / 2
+        assert number < 10 * MOST_PAST_SLOTS
+    assert number > MOST_PAST_SLOTS / 2
     harness.drain()
     harness.verify()
 

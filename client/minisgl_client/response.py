@@ -181,7 +181,7 @@ def adapters_of_message(message: Any) -> tuple[LoraAdapter, ...]:
     response = message.infer_response
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if output.name == ADAPTER_LIST:
-            return _adapters(next(_strings(raw)))
+            return _adapters(_strings(raw)[0])
     return _adapters(None)
 
 

@@ -1,7 +1,7 @@
-"""The adapters of rows: which slot each row's adapter is in, and the grouping of a step's tokens.
+"""The adapters of rows: which slot each row's adapter is in, and a step's tokens in their order.
 
 Which row has which slot is known on the host, from plans; the device gets the tokens of a step
-grouped by adapter (``kernels.adapters``). Adapters come to the device by plans, too: rank 0 has
+by adapter (``kernels.adapters``). Adapters come to the device by plans, too: rank 0 has
 them on the host (``AdapterStore``) and sends them to the other ranks by the group, in the order of
 the steps. Must not know requests, files of adapters that no plan names, or why a slot is taken.
 """

@@ -1,9 +1,9 @@
 """LoRA: what the adapters of a step's tokens add to a matrix's outputs, (x A^T) B^T.
 
 Each token has at most one adapter, and the tokens of a step may have different ones. So they are
-grouped by adapter, on the host, and computed group by group in plain PyTorch, on every device.
-Nothing here waits for a GPU, but the operations depend on the groups: such a step cannot be
-captured in a CUDA graph.
+brought into an order by adapter, on the host, and computed one adapter after the other in plain
+PyTorch, on every device. Nothing here waits for a GPU, but the operations depend on how many tokens
+each adapter has: such a step cannot be captured in a CUDA graph.
 
 An adapter sits in a *slot* of the memory that all adapters of a matrix share; 0 is none. The
 matrix may merge several projections (``widths`` are their outputs); each has an A of its own:

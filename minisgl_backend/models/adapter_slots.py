@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import AdapterMemory, MergedColumnLinear, RowLinear
 from minisgl_backend.layers.weight_place import Share
@@ -157,11 +158,13 @@ class AdapterSlots:
 
 
 def _alike(model: Decoder) -> list[Sequence[MergedColumnLinear | RowLinear]]:
-    """The linear layers of attention and of plain feed-forward blocks, over all decoder layers,
-    those of the same kind together. Other kinds of layers take no adapters."""
+    """The linear layers of attention, of plain feed-forward blocks and of experts that all tokens
+    take, over all decoder layers, those of the same kind together. Other layers take no adapters.
+    """
     found: dict[tuple[object, ...], list[MergedColumnLinear | RowLinear]] = {}
     for layer in model.layers:
-        for part in (layer.mixer, layer.mlp):
+        shared = layer.mlp.shared if isinstance(layer.mlp, ExpertsMLP) else None
+        for part in (layer.mixer, layer.mlp, shared):
             if not isinstance(part, (SelfAttention, GatedMLP)):
                 continue
             for name, module in part.named_children():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.models.adapter_slots import AdapterSlots
@@ -18,6 +19,7 @@ from minisgl_kit.adapters import ATTENTION, write_adapter
 from tests.conformance.adapter_folders import merged
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
+from tests.conformance.quantized_checkpoints import write_quantized
 from tests.conformance.test_tokens_equal_transformers import GREEDY, generate
 
 ADAPTERS: list[dict[str, Any]] = [
@@ -49,18 +51,33 @@ class Reference:
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3", "llama-biases", "qwen2", "mistral-window", "qwen3-moe", "olmo2", "granite"],
+    params=[
+        "qwen3",
+        "llama-biases",
+        "qwen2",
+        "mistral-window",
+        "qwen3-moe",
+        "qwen2-moe",
+        "olmo2",
+        "gemma3",
+        "granite",
+        "qwen3.5",
+    ],
 )
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Reference:
     case: str = request.param
     folder = tmp_path_factory.mktemp(case)
-    theirs = write_checkpoint(case, folder)
+    return answered(write_checkpoint(case, folder), folder, all_targets=case != "qwen3-moe")
+
+
+def answered(theirs: Any, folder: Path, *, all_targets: bool = True) -> Reference:
+    """The reference of a checkpoint in ``folder``; experts take no adapters."""
     spec = load_spec(folder)
     paths, models = [], [theirs]
     for index, fields in enumerate(ADAPTERS):
-        chosen = {**fields, "targets": ATTENTION} if "moe" in case else fields
+        chosen = fields if all_targets else {**fields, "targets": ATTENTION}
         path = write_adapter(folder / f"adapter-{index}", spec, seed=SEED + index, **chosen)
         paths.append(path)
         models.append(merged(theirs, path))
@@ -106,10 +123,28 @@ def test_tokens_of_mixed_batches_are_equal(
         if "num_positions" in options:
             assert engine.num_retractions > 0
         elif options.get("radix", True):
-            # prefixes that requests with other adapters have left are of no use; their own are
-            again = engine.run(reference.prompts, sampling, chosen)
-            assert again.tokens == reference.tokens
+            # prefixes that requests with other adapters have left are of no use; their own are,
+            # the latest first, since few snapshots of recurrent states are kept
+            again = engine.run(reference.prompts[::-1], sampling, chosen[::-1])
+            assert again.tokens == reference.tokens[::-1]
             assert again.num_cached_tokens > outcome.num_cached_tokens
+
+
+@pytest.mark.parametrize(
+    "case", ["fp8-blocks", "ct-fp8-tensor-static", "awq-128", "ct-w4a16-group"]
+)
+def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
+    """Dequantized while they load, and kept as they are."""
+    reference = answered(write_quantized(case, tmp_path), tmp_path)
+    for keep_quantized in (False, True):
+        model = load_model(tmp_path, context=CONTEXT, keep_quantized=keep_quantized)
+        slots, store, adapters = loaded(replace(reference, model=model), len(ADAPTERS))
+        chosen = [adapters[pick] for pick in reference.picks]
+        with TinyEngine(
+            model, page_size=16, context=CONTEXT, adapter_slots=slots, adapter_store=store
+        ) as engine:
+            outcome = engine.run(reference.prompts, [GREEDY] * len(chosen), chosen)
+        assert outcome.tokens == reference.tokens
 
 
 def test_an_adapter_of_zeros_changes_nothing(reference: Reference) -> None:
@@ -132,15 +167,15 @@ def test_an_adapter_of_zeros_changes_nothing(reference: Reference) -> None:
     assert same.tokens == base.tokens
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_computes_what_merged_weights_do(tmp_path: Path) -> None:
     """The reference of this file, against PEFT itself."""
-    peft: Any = pytest.importorskip("peft")
     theirs = write_checkpoint("qwen3", tmp_path / "model")
     spec = load_spec(tmp_path / "model")
     ids = torch.arange(1, 40)[None]
     for index, fields in enumerate(ADAPTERS):
         path = write_adapter(tmp_path / f"{index}", spec, seed=index, **fields)
         expected = merged(theirs, path)(ids).logits
-        adapted = peft.PeftModel.from_pretrained(theirs, path)
+        adapted: Any = PeftModel.from_pretrained(theirs, path)
         torch.testing.assert_close(adapted(ids).logits, expected, rtol=1e-4, atol=1e-4)
         adapted.unload()

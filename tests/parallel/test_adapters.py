@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from minisgl_backend import LLM
 from minisgl_backend.config import DEMO_MODEL
@@ -18,7 +19,7 @@ def test_adapters_are_split_over_the_ranks(tmp_path: Path) -> None:
         f"seed-{seed}": write_adapter(tmp_path / f"{seed}", spec, rank=4 * seed, seed=seed)
         for seed in (1, 2)
     }
-    params = [
+    params: list[dict[str, Any]] = [
         {"lora_name": "seed-1", "temperature": 0, "max_tokens": 12},
         {"lora_name": "seed-2", "temperature": 0, "max_tokens": 12},
         {"temperature": 0, "max_tokens": 12},

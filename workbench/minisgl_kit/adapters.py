@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from minisgl_backend.models.spec import ModelSpec
 
 ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP: Final = ("gate_proj", "up_proj", "down_proj")
 
 
 def write_adapter(
@@ -63,22 +62,24 @@ def write_adapter(
 
 def _shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
     """Each projection that takes adapters: its name, outputs and inputs."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+    hidden, moe = spec.hidden_size, spec.moe
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     of_attention = {
-        "q_proj": (queries, hidden),
+        "q_proj": (queries * (2 if spec.gated_attention else 1), hidden),
         "k_proj": (keys, hidden),
         "v_proj": (keys, hidden),
         "o_proj": (hidden, queries),
     }
-    of_mlp = {
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
     for layer in range(spec.num_layers):
-        for name, shape in of_attention.items():
-            yield f"model.layers.{layer}.self_attn.{name}", *shape
-        if spec.moe is None or layer not in spec.moe.layers:
-            for name, shape in of_mlp.items():
-                yield f"model.layers.{layer}.mlp.{name}", *shape
+        if layer in spec.attention_layers:
+            for name, shape in of_attention.items():
+                yield f"model.layers.{layer}.self_attn.{name}", *shape
+        block, inner = f"model.layers.{layer}.mlp", spec.intermediate_size
+        if moe is not None and layer in moe.layers:
+            shared = moe.experts.shared
+            if shared is None:
+                continue
+            block, inner = f"{block}.{shared.name}", shared.intermediate_size
+        yield f"{block}.gate_proj", inner, hidden
+        yield f"{block}.up_proj", inner, hidden
+        yield f"{block}.down_proj", hidden, inner

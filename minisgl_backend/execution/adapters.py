@@ -34,10 +34,13 @@ class AdapterStore:
         self._adapters: dict[int, Tensor] = {}
 
     def check(self, folder: Path) -> tuple[int, int]:
-        """The rank and the targets of an adapter that fits the model; reads no tensor.
+        """The rank and the targets of an adapter that fits the model; reads it, and keeps nothing.
 
         Raises ``ConfigError``."""
-        shape = self._slots.shape_of(self._open(folder))
+        file = self._open(folder)
+        for _ in file.tensors():
+            pass
+        shape = self._slots.shape_of(file)
         return shape.rank, shape.targets
 
     def read(self, adapter_id: int, folder: Path) -> tuple[int, int]:

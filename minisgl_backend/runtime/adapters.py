@@ -39,7 +39,7 @@ class Reader(Protocol):
     """Main memory, as far as adapters are concerned. For any thread."""
 
     def check(self, folder: Path) -> tuple[int, int]:
-        """The rank and the targets of an adapter that fits the model. Raises ``ConfigError``."""
+        """Read an adapter, and keep nothing; its rank and targets. Raises ``ConfigError``."""
 
     def read(self, adapter_id: int, folder: Path) -> tuple[int, int]:
         """Read an adapter into memory; its rank and targets. Raises ``ConfigError``."""
@@ -108,8 +108,7 @@ class Adapters:
         return self.find(self._tasks[task_id])
 
     def load(self, name: str, path: str) -> Adapter:
-        """Make an adapter known. If the pool has room, it is read at once; if not, only the header
-        of its file.
+        """Make an adapter known. It is read, and stays in memory if the pool has room.
 
         Raises ``InvalidRequest`` with the name of the tensor or field that does not fit; then
         nothing is left of it.

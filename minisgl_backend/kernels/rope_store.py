@@ -136,7 +136,7 @@ def rotated_queries(
 ) -> Tensor:
     """Norm and rotate queries alone, [num_tokens, num_heads * head_dim], as ``qk_norm_rope_store``
     does: [num_tokens, num_heads, head_dim]. PyTorch's operations on every device."""
-    heads = at_least_float32(q.unflatten(1, (num_heads, -1)))
+    heads = at_least_float32(q.view(len(q), num_heads, -1))
     if head_weights is not None:
         heads = F.rms_norm(heads, heads.shape[-1:], None, eps).mul_(head_weights)
     return _rotated(heads, places).to(q.dtype)

@@ -118,7 +118,8 @@ class LayerInputsMaker(nn.Module):
         projected = projected.view(len(tokens), self.num_layers, -1)
         normed = F.rms_norm(projected, projected.shape[-1:], self.norm.weight, self.norm.eps)
         own = self.embedding(tokens).view_as(normed) * self.embedding_scale
-        return (normed + own) * 2**-0.5
+        inputs: Tensor = (normed + own) * 2**-0.5
+        return inputs
 
     def places(self) -> Iterator[tuple[str, Place]]:
         for name, place in self.embedding.places():

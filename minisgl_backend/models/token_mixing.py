@@ -184,7 +184,7 @@ class SelfAttention(nn.Module):
         """Queries, keys and normalized values, which may be those of keys, [num_tokens, width]."""
         begin = self.num_heads * self.head_dim
         num_keys = self.num_kv_heads * self.head_dim
-        heads = qkv[:, -num_keys:].unflatten(1, (-1, self.head_dim))
+        heads = qkv[:, -num_keys:].reshape(len(qkv), -1, self.head_dim)
         values = F.rms_norm(heads, (self.head_dim,), eps=self.eps).flatten(1)
         return torch.cat([qkv[:, : begin + num_keys], values], dim=1)
 

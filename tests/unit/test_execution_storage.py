@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from minisgl_backend.attention.base import AttentionShape
+from minisgl_backend.attention.base import AttentionShape, KVHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 
@@ -34,6 +36,25 @@ def test_bytes_of_a_page() -> None:
         SHAPE, num_pages=7, page_size=16, dtype=torch.float32, device=torch.device("cpu")
     )
     assert kv.pages[0].nbytes == 8 * bytes_per_page(SHAPE, 16, torch.float32)
+
+
+def test_layers_may_differ_in_their_heads() -> None:
+    wide, narrow = KVHeads(1, 16), KVHeads(2, 8)
+    shape = replace(SHAPE, by_layer=(narrow, wide, narrow), windows=(5, None, 7))
+    kv = KVStorage(shape, num_pages=3, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    heads = [layer.keys.shape[2:] for layer in kv.layers]
+    assert heads == [(2, 8), (1, 16), (2, 8)]
+    assert bytes_per_page(shape, 4, torch.float32) == 2 * 4 * 4 * (16 + 16 + 16)
+    (of_narrow, own), (of_wide, other) = shape.kinds
+    assert (of_narrow.windows, own, of_wide.windows, other) == ((5, 7), (0, 2), (None,), (1,))
+    for number, layer in enumerate(kv.layers):
+        layer.keys.fill_(number)
+        layer.values.fill_(number + 10)
+    kv.clear(torch.tensor([1]))
+    kv.copy(torch.tensor([0]), torch.tensor([8]))
+    for number, layer in enumerate(kv.layers):
+        assert layer.keys[:, 0, 0, 0].tolist() == [number, 0, number, number]
+        assert not layer.values[1].any() and (layer.values[2] == number + 10).all()
 
 
 def _choose(

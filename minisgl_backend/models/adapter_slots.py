@@ -170,6 +170,6 @@ def _alike(model: Decoder) -> list[Sequence[MergedColumnLinear | RowLinear]]:
             for name, module in part.named_children():
                 if isinstance(module, (MergedColumnLinear, RowLinear)):
                     matrix = module.matrix
-                    key = name, matrix.out_features, matrix.in_features
+                    key = name, *matrix.parts.values(), matrix.ins
                     found.setdefault(key, []).append(module)
     return list(found.values())

@@ -60,6 +60,7 @@ class Reference:
         "qwen2-moe",
         "olmo2",
         "gemma3",
+        "gemma4-per-layer",
         "granite",
         "qwen3.5",
     ],

@@ -63,18 +63,19 @@ def write_adapter(
 def _shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
     """Each projection that takes adapters: its name, outputs and inputs."""
     hidden, moe = spec.hidden_size, spec.moe
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    of_attention = {
-        "q_proj": (queries * (2 if spec.gated_attention else 1), hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-    }
+    recurrent = frozenset() if spec.delta_net is None else spec.delta_net.layers
     for layer in range(spec.num_layers):
-        if layer in spec.attention_layers:
-            for name, shape in of_attention.items():
-                yield f"model.layers.{layer}.self_attn.{name}", *shape
-        block, inner = f"model.layers.{layer}.mlp", spec.intermediate_size
+        if layer not in recurrent:
+            heads = spec.kv_heads_of(layer)
+            queries, keys = (n * heads.head_dim for n in (spec.num_heads, heads.num_kv_heads))
+            attention = f"model.layers.{layer}.self_attn"
+            yield f"{attention}.q_proj", queries * (2 if spec.gated_attention else 1), hidden
+            if spec.kv_source(layer) == layer:
+                yield f"{attention}.k_proj", keys, hidden
+                if layer not in spec.keys_are_values:
+                    yield f"{attention}.v_proj", keys, hidden
+            yield f"{attention}.o_proj", hidden, queries
+        block, inner = f"model.layers.{layer}.mlp", spec.intermediate_size_of(layer)
         if moe is not None and layer in moe.layers:
             shared = moe.experts.shared
             if shared is None:

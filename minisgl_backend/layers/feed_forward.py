@@ -65,7 +65,7 @@ class GatedMLP(nn.Module):
         )
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only with dense weights."""
+        """Compute steps that fit them by ``kernels``, which the weights fit."""
         self.gate_up_proj.use_tensor_cores(kernels)
         self.down_proj.use_tensor_cores(kernels)
 
@@ -182,7 +182,7 @@ def _stack(
     """
     shape = len(formats) // len(parts), out_features, ins.size
     stored = [form for form in formats if form is not None]
-    if len(stored) < len(formats) or not matrices.kept(stored):
+    if len(stored) < len(formats) or not matrices.experts_kept(stored):
         return _parameter(*shape)
     return StoredWeight(stored[0], block_of(stored[0], parts, ins), shape, num_inputs=ins.total)
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, WeightPlace, even_share
@@ -49,8 +48,7 @@ class MergedColumnLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only with a dense weight."""
-        assert isinstance(self.matrix, DenseMatrix)
+        """Compute steps that fit them by ``kernels``, which the weight fits."""
         self.matrix.use_tensor_cores(kernels, gated=self.gated)
 
     def forward(self, x: Normed, *, pdl: bool) -> Tensor:
@@ -88,8 +86,7 @@ class RowLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only with a dense weight."""
-        assert isinstance(self.matrix, DenseMatrix)
+        """Compute steps that fit them by ``kernels``, which the weight fits."""
         self.matrix.use_tensor_cores(kernels, adds=self.group.size == 1)
 
     def add_to(

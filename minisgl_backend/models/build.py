@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,10 +15,11 @@ from torch import nn
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels import linear_cut
+from minisgl_backend.kernels.dispatch import has_triton
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.matrix import DenseMatrix, Matrix
-from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.layers.matrix import Matrix
+from minisgl_backend.layers.quantized_matrix import Matrices, QuantizedMatrix
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
 from minisgl_backend.models.checkpoint import tensor_files
@@ -47,7 +48,7 @@ def build_model(
     seed: int = 0,
     fused: bool | None = None,
     fused_experts: bool | None = None,
-    keep_quantized: bool = False,
+    keep_quantized: bool | None = None,
     progress: Progress = unseen,
 ) -> Decoder:
     """This rank's part of the model in ``folder``.
@@ -55,13 +56,17 @@ def build_model(
     ``load_format`` ``auto`` reads safetensors; ``dummy`` makes random weights from ``seed`` and
     reads none. ``max_sequence_length`` bounds the positions, by default to the model's context.
     ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU.
-    ``keep_quantized``: quantized weights stay as they are, and are dequantized for each use; else
-    while they are loaded. Raises ``ConfigError`` if the checkpoint does not fit the spec.
+    ``keep_quantized``: quantized weights stay as they are; else they are dequantized while they are
+    loaded, as all are by default on a CPU, and experts' on a GPU. Raises ``ConfigError`` if the
+    checkpoint does not fit the spec.
     """
     on_gpu = device.type == "cuda"
+    keeps = on_gpu and has_triton() if keep_quantized is None else keep_quantized
+    keeps_experts = bool(keep_quantized)
     matrices = Matrices(
         _format_of(spec, folder, load_format),
-        keeps=lambda form: keep_quantized,
+        keeps=lambda form: keeps,
+        keeps_experts=lambda form: keeps_experts,
         fused=on_gpu if fused is None else fused,
     )
     with torch.device("meta"):
@@ -91,7 +96,7 @@ def build_model(
         logger.info(
             "weights: %s, %s %s, take %.2f GiB",
             spec.weights,
-            "kept, or dequantized to" if keep_quantized else "dequantized while loading to",
+            "kept, or dequantized to" if keeps else "dequantized while loading to",
             str(dtype).removeprefix("torch."),
             num_bytes / 2**30,
         )
@@ -127,31 +132,45 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     """Let the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
     kernels for all of them and these are faster. Compiles those that are not in the cache.
 
-    A layer is then four GEMMs and attention (``kernels.cuda.linear``): norms, rotation, storing of
-    keys and values, activations and residual adds happen inside the GEMMs. With several ranks the
-    sums over the ranks are launched as well, and include the residual adds and norms that follow
-    them. Pages must be bound.
+    Weights may be plain or quantized. A layer is then four GEMMs and attention
+    (``kernels.cuda.linear``): norms, rotation, storing of keys and values, activations and residual
+    adds happen inside the GEMMs. With several ranks the sums over the ranks are launched as well,
+    and include the residual adds and norms that follow them. Pages must be bound. If some layers do
+    not fit, quantized weights still take the kernels, each for itself.
     """
     if torch.cuda.get_device_capability(device) != (9, 0) or import_error("cuda.bindings"):
         return
     if model.dtype != torch.bfloat16 or model.spec.head_dim not in (64, 128):
         return
-    for layer in model.layers:
-        if not isinstance(layer.mixer, SelfAttention) or not isinstance(layer.mlp, GatedMLP):
-            return
-        matrices = [module for module in layer.modules() if isinstance(module, Matrix)]
-        if not all(
-            isinstance(matrix, DenseMatrix)
-            and linear_cut.why_not(matrix.out_features, matrix.in_features) is None
-            for matrix in matrices
-        ):
-            return
-    num_weights = sum(matrix.out_features * matrix.in_features for matrix in matrices)
-    most_tokens = linear_cut.largest_batch(num_weights)  # a layer's
-    if most_tokens:
-        # imports the CUDA driver's bindings, which only installations for GPUs have
-        module = importlib.import_module("minisgl_backend.kernels.cuda.linear")
-        model.use_tensor_cores(module.TensorCores(device, most_tokens))
+    # imports the CUDA driver's bindings, which only installations for GPUs have
+    make = importlib.import_module("minisgl_backend.kernels.cuda.linear").TensorCores
+    in_layers = list(_matrices(model.model.layers))
+    are_whole = all(
+        isinstance(layer.mixer, SelfAttention) and isinstance(layer.mlp, GatedMLP)
+        for layer in model.layers
+    ) and all(matrix.fits_tensor_cores(gated=gated) for matrix, gated in in_layers)
+    if are_whole:
+        of_layer = [matrix for matrix, _ in _matrices(model.layers[0])]
+        most_tokens = linear_cut.largest_batch(
+            sum(matrix.out_features * matrix.in_features for matrix in of_layer),
+            of_codes=any(isinstance(matrix, QuantizedMatrix) for matrix in of_layer),
+        )
+        if most_tokens:
+            model.use_tensor_cores(make(device, most_tokens))
+        return
+    kernels = make(device, linear_cut.MAX_TOKENS)
+    for matrix, gated in in_layers:
+        if isinstance(matrix, QuantizedMatrix) and matrix.fits_tensor_cores(gated=gated):
+            matrix.use_tensor_cores(kernels, gated=gated)
+
+
+def _matrices(module: nn.Module) -> Iterator[tuple[Matrix, bool]]:
+    """The matrices of the linear layers in ``module``, and whether they are gated."""
+    for child in module.modules():
+        if isinstance(child, MergedColumnLinear):
+            yield child.matrix, child.gated
+        elif isinstance(child, RowLinear):
+            yield child.matrix, False
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -144,8 +144,8 @@ class Decoder(nn.Module):
             layer.mixer.bind(kv)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only layers of dense weights, all of the same
-        shapes, each ``SelfAttention`` and ``GatedMLP``; pages must be bound."""
+        """Compute steps that fit them by ``kernels``. Only layers whose weights fit them, all of
+        the same shapes, each ``SelfAttention`` and ``GatedMLP``; pages must be bound."""
         for layer in self.layers:
             assert isinstance(layer.mixer, SelfAttention) and isinstance(layer.mlp, GatedMLP)
             layer.mixer.use_tensor_cores(kernels)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import even_share, kv_head_share
@@ -86,7 +85,8 @@ class SelfAttention(nn.Module):
         self.kv = kv
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Dense weights only; pages must be bound."""
+        """Compute steps that fit them by ``kernels``, which the weights fit; pages must be
+        bound."""
         self._heads_kernel = kernels.heads(
             self.num_heads,
             self.num_kv_heads,
@@ -94,6 +94,7 @@ class SelfAttention(nn.Module):
             self.qkv_proj.matrix.in_features,
             page_size=self.kv.keys.shape[1],
             fp8=self.kv.k_scale is not None,
+            codes=self.qkv_proj.matrix.arrange(),
         )
         self.o_proj.use_tensor_cores(kernels)
 
@@ -112,11 +113,10 @@ class SelfAttention(nn.Module):
         places = step.places
         if kernel is not None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
-            assert isinstance(self.qkv_proj.matrix, DenseMatrix)
             rows, squares = x.unscaled(pdl=step.pdl)
             return kernel(
                 rows,
-                self.qkv_proj.matrix.weight,
+                self.qkv_proj.matrix.operand,
                 places.positions,
                 places.slots,
                 places.cos_sin,

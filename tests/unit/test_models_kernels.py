@@ -19,6 +19,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.kernels import wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
+from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, dequantize_weight
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
@@ -96,10 +97,10 @@ class TwinCores:
 
     most_tokens = 20
 
-    def linear(self, shape: Sequence[int], *, gated: bool) -> Any:
+    def linear(self, shape: Sequence[int], *, gated: bool, codes: CodesKind | None) -> Any:
         def gemm(
             x: Tensor,
-            weight: Tensor,
+            weight: Tensor | PackedWeight,
             *,
             squares: Tensor | None,
             eps: float,
@@ -107,15 +108,16 @@ class TwinCores:
             pdl: bool,
         ) -> Tensor:
             assert weight.shape == shape and not pdl  # a CPU starts nothing early
+            assert (codes is not None) == isinstance(weight, PackedWeight)
             y = self._linear(x, weight, squares, eps, bias)
             return silu_mul_reference(y) if gated else y
 
         return self._kernel(gemm)
 
-    def residual(self, shape: Sequence[int]) -> Any:
+    def residual(self, shape: Sequence[int], *, codes: CodesKind | None) -> Any:
         def add(
             x: Tensor,
-            weight: Tensor,
+            weight: Tensor | PackedWeight,
             residual: Tensor,
             norm_weight: Tensor,
             *,
@@ -123,7 +125,7 @@ class TwinCores:
             pdl: bool,
         ) -> tuple[Tensor, Tensor]:
             assert weight.shape == shape
-            residual.add_(F.linear(x, weight, bias))
+            residual.add_(self._linear(x, weight, None, 0.0, bias))
             squares = torch.stack([half.square().sum(1) for half in residual.chunk(2, 1)])
             return residual * norm_weight, squares
 
@@ -138,10 +140,11 @@ class TwinCores:
         *,
         page_size: int,
         fp8: bool,
+        codes: CodesKind | None,
     ) -> Any:
         def heads(
             x: Tensor,
-            weight: Tensor,
+            weight: Tensor | PackedWeight,
             positions: Tensor,
             slots: Tensor,
             cos_sin: Tensor,
@@ -167,13 +170,15 @@ class TwinCores:
     def _linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         squares: Tensor | None,
         eps: float,
         bias: Tensor | None,
     ) -> Tensor:
         if squares is not None:
             x = x * (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
+        if isinstance(weight, PackedWeight):
+            x, weight = weight.ordered(x), dequantize_weight(weight.weight, x.dtype, packed=True)
         return F.linear(x, weight, bias)
 
     def _kernel(self, compute: Any) -> Any:

@@ -41,7 +41,7 @@ _SHARED_BYTES: Final = 227 * 1024
 _MOST_SPLITS: Final = 8
 
 
-_MOST_TOKENS_OF_CODES: Final = 128
+_MOST_TOKENS_OF_CODES: Final = 96
 """A tile of a quantized weight has sums in twice the registers."""
 
 
@@ -138,7 +138,10 @@ def cut_of(
         return _cut_of_large(batch, height, in_features, head_dim or 128, numbers)
     features = head_dim or (64 if batch <= 8 else 128)
     tokens = min(batch, 64)
-    while 64 <= tokens < 128 and height // features * -(-batch // tokens) > _MOST_BLOCKS:
+    while (
+        64 <= tokens < (128 if numbers == PLAIN else _MOST_TOKENS_OF_CODES)
+        and height // features * -(-batch // tokens) > _MOST_BLOCKS
+    ):
         tokens += 32
     tile = Cut(features, tokens, stages=1, numbers=numbers)
     return _whole_or_split(batch, height, in_features, tile, _FEW_BLOCKS)
@@ -147,16 +150,22 @@ def cut_of(
 def _cut_of_large(
     batch: int, height: int, in_features: int, features: int, numbers: Numbers
 ) -> Cut:
-    tokens = min(batch, _MOST_TOKENS_OF_LARGE)
-    if numbers != PLAIN and batch > _MOST_TOKENS_OF_CODES:
-        tokens = batch // 2
+    tokens = _tokens_of(batch, _MOST_TOKENS_OF_LARGE, numbers)
     even = Cut(features, tokens, stages=1, even=True, numbers=numbers)
     steps = even.num_steps(height, in_features) * numbers.block // BLOCK
     if steps >= _LEAST_EVEN * _MOST_BLOCKS:
         free = _SHARED_BYTES - even.shared_bytes
         return replace(even, stages=min(1 + free // even.in_stage_bytes, _MOST_STAGES))
-    tile = Cut(features, min(batch, 128), stages=1, numbers=numbers)
+    tile = Cut(features, _tokens_of(batch, 128, numbers), stages=1, numbers=numbers)
     return _whole_or_split(batch, height, in_features, tile, _MOST_BLOCKS)
+
+
+def _tokens_of(batch: int, most: int, numbers: Numbers) -> int:
+    """Tokens of a tile of a large weight. Of codes, a larger batch than a tile can have is cut into
+    equal ones."""
+    if numbers == PLAIN:
+        return min(batch, most)
+    return batch if batch <= _MOST_TOKENS_OF_CODES else 96 if batch % 96 == 0 else 64
 
 
 def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_blocks: int) -> Cut:

@@ -99,9 +99,10 @@ def pack(weight: QuantizedWeight, *, gated: bool = False) -> PackedWeight | None
     if weight.groups is not None:
         groups = weight.groups.long()
         order = groups.argsort(stable=True)
-        used, counts = groups.unique(return_counts=True)
-        size = int(counts[0])
-        if size % _GROUPS[-1] or bool((counts != size).any()):
+        counts = groups.bincount()
+        used = counts.nonzero()[:, 0]  # a rank has inputs of some groups
+        size = in_features // len(used)
+        if size % _GROUPS[-1] or bool((counts[used] != size).any()):
             return None
         zeros = None if weight.zeros is None else weight.zeros[:, used]
         weight = replace(
@@ -147,14 +148,21 @@ def _permute(weight: QuantizedWeight, order: Tensor | None) -> None:
     """Sort and permute the inputs of the codes, some rows at a time."""
     four, device = weight.encoding.bits == 4, weight.codes.device
     places = torch.tensor(_OF_NIBBLES if four else PLACES_OF_BYTES, device=device)
-    for codes in weight.codes.view(torch.uint8).split(max(1, 2**22 // weight.in_features)):
+    at_once = max(1, 2**22 // weight.in_features)
+    for start in range(0, len(weight.codes), at_once):
+        codes = weight.codes.view(torch.uint8)[start : start + at_once]
         numbers = codes
         if four:
             numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
         if order is not None:
             numbers = numbers[:, order]
-        numbers = numbers.unflatten(1, (-1, len(places)))[:, :, places].flatten(1)
+        numbers = _rearranged(numbers, places)
         codes.copy_(joined(numbers) if four else numbers)
+
+
+def _rearranged(numbers: Tensor, places: Tensor) -> Tensor:
+    """Each ``len(places)`` columns in this order."""
+    return numbers.view(len(numbers), -1, len(places))[:, :, places].flatten(1)
 
 
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype, *, packed: bool) -> Tensor:
@@ -176,6 +184,6 @@ def dequantize_weight_reference(weight: QuantizedWeight, out: Tensor, *, packed:
     four, codes = weight.encoding.bits == 4, weight.codes.view(torch.uint8)
     places = torch.tensor(_OF_NIBBLES if four else PLACES_OF_BYTES, device=codes.device).argsort()
     numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2) if four else codes
-    numbers = numbers.unflatten(1, (-1, len(places)))[:, :, places].flatten(1)
+    numbers = _rearranged(numbers, places)
     plain = joined(numbers) if four else numbers.view(weight.codes.dtype)
     return dequantize(replace(weight, codes=plain), out)

@@ -67,11 +67,12 @@ def float8_rows(x: Tensor, group: int, *, pdl: bool = False) -> tuple[Tensor, Te
 
 def float8_rows_reference(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """The twin of ``float8_rows``."""
-    groups = x.float().unflatten(1, (-1, group))  # [num_rows, columns, group]
+    groups = x.float().reshape(len(x), -1, group)  # [num_rows, columns, group]
     scales = groups.abs().amax(-1).clamp_min(1e-12) / FP8_MAX
     numbers = (groups / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    permuted = numbers.view(torch.uint8).flatten(1).unflatten(1, (-1, 16))[..., PLACES_OF_BYTES]
-    return permuted.flatten(1).view(torch.float8_e4m3fn), scales.t().contiguous().t()
+    permuted = numbers.view(torch.uint8).reshape(len(x), -1, 16)[..., PLACES_OF_BYTES]
+    in_columns = torch.empty_like(scales.t(), memory_format=torch.contiguous_format).t()
+    return permuted.flatten(1).view(torch.float8_e4m3fn), in_columns.copy_(scales)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

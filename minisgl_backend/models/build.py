@@ -15,7 +15,6 @@ from torch import nn
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels import linear_cut
-from minisgl_backend.kernels.dispatch import has_triton
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import Matrix
@@ -48,7 +47,8 @@ def build_model(
     seed: int = 0,
     fused: bool | None = None,
     fused_experts: bool | None = None,
-    keep_quantized: bool | None = None,
+    keep_quantized: bool = False,
+    keep_quantized_experts: bool | None = None,
     progress: Progress = unseen,
 ) -> Decoder:
     """This rank's part of the model in ``folder``.
@@ -56,16 +56,16 @@ def build_model(
     ``load_format`` ``auto`` reads safetensors; ``dummy`` makes random weights from ``seed`` and
     reads none. ``max_sequence_length`` bounds the positions, by default to the model's context.
     ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU.
-    ``keep_quantized``: quantized weights stay as they are; else they are dequantized while they are
-    loaded, as all are by default on a CPU, and experts' on a GPU. Raises ``ConfigError`` if the
+    ``keep_quantized``: quantized weights stay as they are, for this package's kernels on a GPU and
+    to be dequantized for each use on a CPU; else they are dequantized while they are loaded.
+    ``keep_quantized_experts``: those of experts, by default the same. Raises ``ConfigError`` if the
     checkpoint does not fit the spec.
     """
     on_gpu = device.type == "cuda"
-    keeps = on_gpu and has_triton() if keep_quantized is None else keep_quantized
-    keeps_experts = bool(keep_quantized)
+    keeps_experts = keep_quantized if keep_quantized_experts is None else keep_quantized_experts
     matrices = Matrices(
         _format_of(spec, folder, load_format),
-        keeps=lambda form: keeps,
+        keeps=lambda form: keep_quantized,
         keeps_experts=lambda form: keeps_experts,
         fused=on_gpu if fused is None else fused,
     )
@@ -96,7 +96,7 @@ def build_model(
         logger.info(
             "weights: %s, %s %s, take %.2f GiB",
             spec.weights,
-            "kept, or dequantized to" if keeps else "dequantized while loading to",
+            "kept, or dequantized to" if keep_quantized else "dequantized while loading to",
             str(dtype).removeprefix("torch."),
             num_bytes / 2**30,
         )

@@ -36,7 +36,7 @@ def test_equal_to_transformers(normalize: bool, top_k: int, num_tokens: int, fus
         normalize=normalize,
         fused=fused,
         group=OneRank(),
-        matrices=Matrices(lambda name: None, lambda form: False, fused=fused),
+        matrices=Matrices(lambda name: None, lambda form: False, lambda form: False, fused=fused),
     )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -105,8 +105,6 @@ struct Arguments {
     float* squares_out;     // RESIDUAL: [features / OUT, num_rows], sums of squares of each tile
     const float* squares;   // [square_tiles, num_rows] of x before its norm's weight; null: no norm
     const u16* bias;        // [out_features], or null
-    const float* scales;    // of codes: [out_features / 64, TILE_STEPS, BLOCK / GROUP, 64 / SHARED_BY], the rows in
-                            // the order of tiles; GROUP == 0: [out_features]
     float* parts;           // EVEN: [thread blocks, FEATURES * TOKENS], of tiles that another one finishes
     int* are_there;         // EVEN: [thread blocks], 1 while the part is there; 0 before and after a launch
     int tiles;              // of the weight
@@ -115,6 +113,8 @@ struct Arguments {
     int features;           // of the output
     float eps;
     Heads heads;
+    const float* scales;    // of codes: [out_features / 64, TILE_STEPS, BLOCK / GROUP, 64 / SHARED_BY], the rows in
+                            // the order of tiles; GROUP == 0: [out_features]
 };
 
 // ---- instructions
@@ -610,13 +610,14 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
     float of_group[TOKENS / 2];
     float (&sums)[TOKENS / 2] = GROUP ? of_group : c;
     u32 a[2][4][4];
-    Scales scales[2];
-    if (GROUP)
+    Scales scales[2] = {};
+    if (GROUP)   // the first group adds the one before, too: nothing
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0;
+        for (int i = 0; i < TOKENS / 2; ++i) c[i] = of_group[i] = 0;
     const auto release = [&](int step) {
         if (lane == 0) arrive(empty + 8 * (step % STAGES));
     };
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
         const int step = first + i;
         const u32 stage = step % STAGES;
@@ -631,11 +632,11 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
             next.read(of_scales, half);
             read_numbers(a[half], weight + group * 64 * BLOCK * BITS / 8, half, next);
             const bool adds = GROUP ? GROUP == 128 && half == 1 : i + half > 0;   // to the sums of the half before
-            if (GROUP && GROUP != 32 && !adds && i + half > 0) {   // finish the group before
+            if (GROUP && GROUP != 32 && !adds) {   // finish the group before
                 wait_mma<0>();
                 now_written(sums);
                 scales[GROUP == 64 ? 1 - half : 0].add_scaled(c, sums, 0);
-                if (half == 0) release(step - 1);
+                if (half == 0 && i > 0) release(step - 1);
             }
             scales[half] = next;
             begin_mma();

@@ -34,8 +34,8 @@ _ITEM: Final = 2
 _CODES: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
 """``CODE`` of the source."""
 _TWO_OF_CODES: Final = 16
-"""Up to this many tokens of a tile, registers are left for two thread blocks that make numbers of
-codes."""
+"""Up to this many tokens of a tile, and half as many features as a tile may have, registers are
+left for two thread blocks that make numbers of codes."""
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
 
@@ -77,7 +77,6 @@ class _Arguments(ctypes.Structure):
         ("squares_out", ctypes.c_void_p),
         ("squares", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
         ("parts", ctypes.c_void_p),
         ("are_there", ctypes.c_void_p),
         ("tiles", ctypes.c_int),
@@ -86,6 +85,7 @@ class _Arguments(ctypes.Structure):
         ("features", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("heads", _Heads),
+        ("scales", ctypes.c_void_p),
     )
 
 
@@ -403,8 +403,8 @@ def _macros(codes: CodesKind | None) -> dict[str, int]:
 def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:
     memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     two = 2 * (cut.shared_bytes + _RESERVED_BYTES) <= memory
-    if cut.numbers != PLAIN and cut.tokens > _TWO_OF_CODES:
-        two = False
+    if cut.numbers != PLAIN:
+        two = two and cut.tokens <= _TWO_OF_CODES and cut.features == 64
     constants = {
         **constants,
         "FEATURES": cut.features,

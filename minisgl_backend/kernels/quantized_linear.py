@@ -88,6 +88,11 @@ class Float8Weight:
     scales: Tensor
     in_blocks: bool
 
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale of the tokens."""
+        return FLOAT8_BLOCK if self.in_blocks else self.codes.shape[1]
+
     @classmethod
     def of(cls, packed: PackedWeight) -> Float8Weight | None:
         """None if the library has no GEMM for this weight."""
@@ -110,8 +115,9 @@ def float8_linear(
 ) -> Tensor:
     """x W^T + bias with ``x`` [num_rows, in_features] rounded to 8 bits (``float8_rows``): a scale
     for 128 inputs if the weight has such blocks, else one for a row."""
-    group = FLOAT8_BLOCK if weight.in_blocks else x.shape[1]
-    rows, scales = float8_rows(x, group, pdl=pdl)
+    if not use_triton(x):
+        return float8_linear_reference(x, weight, bias)
+    rows, scales = float8_rows(x, weight.group, pdl=pdl)
     a, b = (
         (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
         if weight.in_blocks
@@ -119,3 +125,15 @@ def float8_linear(
     )
     y = scaled_mm(rows, weight.codes.t(), scales, a, weight.scales, b, output_dtype=x.dtype)
     return y if bias is None else y.add_(bias)
+
+
+def float8_linear_reference(x: Tensor, weight: Float8Weight, bias: Tensor | None = None) -> Tensor:
+    """The twin of ``float8_linear``."""
+    codes, scales = float8_rows_reference(x, weight.group)
+    rows = codes.float() * scales.repeat_interleave(weight.group, dim=1)
+    factors = weight.scales.t()  # [lines, columns]
+    if weight.in_blocks:
+        factors = factors.repeat_interleave(FLOAT8_BLOCK, dim=0)
+        factors = factors.repeat_interleave(FLOAT8_BLOCK, dim=1)[:, : x.shape[1]]
+    y = F.linear(rows, weight.codes.float() * factors, None if bias is None else bias.float())
+    return y.to(x.dtype)

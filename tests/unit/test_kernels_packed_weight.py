@@ -14,6 +14,7 @@ from minisgl_backend.kernels.packed_weight import (
     pack,
 )
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
+from minisgl_backend.kernels.quantized_linear import Float8Weight, float8_linear
 from minisgl_backend.weight_format import Encoding
 
 
@@ -94,6 +95,30 @@ def test_reordered_inputs_are_sorted(encoding: Encoding) -> None:
     assert packed is not None and packed.kind.group == 64
     numbers = dequantize_weight(packed.weight, torch.float32, packed=True)
     torch.testing.assert_close(packed.ordered(x) @ numbers.t(), x @ expected.t(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 256)])
+def test_tokens_in_8_bits_are_near_to_what_they_were(block: tuple[int, int]) -> None:
+    packed = pack(weight_of(Encoding.E4M3, block))
+    assert packed is not None
+    weight = Float8Weight.of(packed)
+    assert weight is not None and weight.in_blocks == (block == (128, 128))
+    x, bias = torch.randn(7, 256), torch.randn(128)
+    numbers = dequantize_weight(packed.weight, torch.float32, packed=True)
+    expected = x @ numbers.t() + bias
+    found = float8_linear(x, weight, bias)
+    assert (found - expected).norm() < 0.04 * expected.norm()
+    assert float8_linear(x.double(), weight).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("encoding", "block"), [(Encoding.INT8, (1, 256)), (Encoding.E4M3, (64, 128))]
+)
+def test_other_weights_are_not_for_tokens_in_8_bits(
+    encoding: Encoding, block: tuple[int, int]
+) -> None:
+    packed = pack(weight_of(encoding, block))
+    assert packed is not None and Float8Weight.of(packed) is None
 
 
 def test_weights_that_kernels_cannot_take_stay_as_they_are() -> None:

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, Cut, cut_of, largest_batch, why_not
+from minisgl_backend.kernels.linear_cut import (
+    BATCHES,
+    BLOCK,
+    CODES_BLOCK,
+    Cut,
+    Numbers,
+    cut_of,
+    largest_batch,
+    why_not,
+)
 
 PROCESSORS = 132
 SHARED_BYTES = 227 * 1024
@@ -36,6 +45,35 @@ def test_all_can_be_compiled(
     else:
         assert cut.finished_bytes <= cut.stages * cut.stage_bytes
     assert cut.shared_bytes <= SHARED_BYTES
+
+
+@given(
+    batch=st.sampled_from(BATCHES),
+    height=st.integers(1, 256).map(lambda n: 256 * n),
+    in_features=st.integers(1, 256).map(lambda n: CODES_BLOCK * n),
+    head_dim=st.sampled_from([None, 64, 128]),
+    numbers=st.sampled_from(
+        [Numbers(8), Numbers(8, 8), Numbers(8, 256), Numbers(4), Numbers(4, 64), Numbers(4, 256)]
+    ),
+)
+def test_all_of_codes_can_be_compiled(
+    batch: int, height: int, in_features: int, head_dim: int | None, numbers: Numbers
+) -> None:
+    """A tile has at most 96 tokens: sums of a group and of all take registers."""
+    cut = cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
+    assert cut.numbers == numbers and cut.features == (head_dim or cut.features)
+    assert cut.tokens in (8, 16, 32, 64, 96) and height % cut.features == 0
+    assert in_features % (cut.splits * CODES_BLOCK) == 0 and cut.splits <= 8
+    own_tokens = max(cut.tokens // cut.splits, 8)
+    assert own_tokens % 8 == 0 and cut.tokens % own_tokens == 0
+    if cut.even:
+        assert cut.splits == 1 and cut.num_steps(height, in_features) >= PROCESSORS
+    else:
+        assert cut.finished_bytes <= cut.stages * cut.stage_bytes
+    assert cut.shared_bytes <= SHARED_BYTES
+    codes = cut.features * CODES_BLOCK * numbers.bits // 8
+    assert cut.stage_bytes == codes + 2 * CODES_BLOCK * cut.tokens
+    assert cut.stage_bytes % 1024 == 0  # the swizzle of the stage after it counts from there
 
 
 def test_what_was_measured() -> None:

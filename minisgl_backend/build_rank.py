@@ -130,6 +130,7 @@ def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
         max_queue_time_s=options.max_queue_time_s,
+        generates=spec.generates,
     )
 
 
@@ -269,7 +270,7 @@ def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:
     """The scales that the checkpoint has for float8 pages; None if pages hold another type."""
     if facts.kv_dtype != torch.float8_e4m3fn or facts.options.load_format == "dummy":
         return None
-    return read_kv_scales(facts.folder, facts.spec.num_layers)
+    return read_kv_scales(facts.folder, facts.spec.num_layers, facts.spec.names)
 
 
 def _num_pages(facts: Resolved, group: Group) -> int:

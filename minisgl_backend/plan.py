@@ -24,6 +24,7 @@ import numpy as np
 
 from minisgl_backend.request import (
     EMPTY,
+    FloatArray,
     IntArray,
     PromptLogprobs,
     RequestId,
@@ -147,12 +148,14 @@ class SampledTokens:
     """What a step sampled: ``token_ids`` int32[num_samples], ordered as ``StepPlan.sample_rows``.
 
     ``logprobs`` is keyed by index in that order, and has an entry for each row that asked for it.
-    ``prompt_logprobs`` [S] are those of the scored chunks, in the order of the plan.
+    ``prompt_logprobs`` [S] are those of the scored chunks, in the order of the plan. ``embeddings``
+    float32[hidden_size], keyed as ``logprobs`` are, of each prompt that is embedded and ends here.
     """
 
     token_ids: IntArray
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    embeddings: Mapping[int, FloatArray] = field(default_factory=dict)
 
 
 class Pending(Protocol):

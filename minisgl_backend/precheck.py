@@ -19,7 +19,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.processor import default_dtype
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.checkpoint import check_weights, tensor_files
+from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.place import Place, check_address, check_comm
 from minisgl_backend.weight_format import CONVERT_TO_FP8
@@ -95,7 +95,7 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     spec.attention_shape(options.tensor_parallel_size)
     context_of(options, spec)
     if options.load_format == "auto":
-        check_weights(spec, tensor_files(folder))
+        check_weights(spec, weight_files(folder, spec.names))
     if device == "cpu":
         _check_memory(options, spec)
     return spec

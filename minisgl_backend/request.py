@@ -4,7 +4,8 @@ Knows token ids and validated sampling parameters. Must not know text, Triton, p
 Everything here is immutable.
 
 A request's events arrive in this order: at most one ``Admitted``, any number of ``PromptLogprobs``,
-any number of ``Generated``, then exactly one terminal event, ``Finished`` or ``Failed``.
+any number of ``Generated`` or one ``Embedded``, then exactly one terminal event, ``Finished`` or
+``Failed``.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class SamplingParams:
     be sampled before there are ``min_tokens`` tokens. ``num_logprobs`` is None for no logprobs, 0
     for the chosen token's alone, and otherwise the number of alternatives returned with it;
     ``num_prompt_logprobs`` says the same of the prompt's tokens. With it ``max_tokens`` may be 0:
-    then the prompt is only scored. With a ``grammar`` only tokens that it allows are sampled, and
+    then the prompt is only scored. With ``embed`` it is 0, and the prompt's embedding is wanted:
+    nothing is generated. With a ``grammar`` only tokens that it allows are sampled, and
     its end ends the request.
     """
 
@@ -97,6 +99,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[TokenId, float], ...] = ()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    embed: bool = False
     grammar: Grammar | None = None
 
     @property
@@ -214,6 +217,14 @@ class Generated:
     is_last: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedded:
+    """The embedding of the prompt, float32[hidden_size] of length 1: the hidden state of its last
+    token under the model's final norm, normalized."""
+
+    vector: FloatArray
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The request ended without an error; ``stop_token_id`` is set if such a token ended it."""
@@ -229,6 +240,6 @@ class Failed:
     error: MiniSGLError
 
 
-Event: TypeAlias = Admitted | PromptLogprobs | Generated | Finished | Failed
+Event: TypeAlias = Admitted | PromptLogprobs | Generated | Embedded | Finished | Failed
 Sink: TypeAlias = Callable[[Event], None]
 """Takes the events of one request. Called on the engine's thread, so it must only enqueue."""

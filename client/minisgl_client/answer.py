@@ -66,6 +66,8 @@ class Delta:
     times: Times | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     """The next tokens of the prompt, none of them after the first text; None for the very first."""
+    embedding: tuple[float, ...] = ()
+    """Of the prompt, in the last delta: a vector of length 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class Result:
     """Seconds from the call to the end."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     """One a token of the prompt; None for the first."""
+    embedding: tuple[float, ...] = ()
+    """Of the prompt, if ``embed`` asked for it: a vector of length 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,4 +146,5 @@ def add_up(
         first_delta_s=first_delta_s,
         total_s=total_s,
         prompt_logprobs=tuple(one for delta in deltas for one in delta.prompt_logprobs),
+        embedding=last.embedding,
     )

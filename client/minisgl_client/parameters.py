@@ -73,6 +73,8 @@ class Parameters(TypedDict, total=False):
     """Most likely tokens to tell at each position, 0 .. 20; asks for ``logprobs``."""
     num_prompt_logprobs: int | None
     """Tell ``prompt_logprobs``, with that many of the most likely tokens a position, 0 .. 20."""
+    embed: bool | None
+    """Tell ``embedding``, and generate nothing."""
     return_logprobs: bool | None
     """Logprobs of the chosen tokens alone."""
     return_log_probs: bool | None

@@ -53,8 +53,11 @@ _UNFINISHED: Final = "None"
 """The finish reason of an answer that goes on."""
 _TWICE: Final = frozenset({"cum_log_probs", "output_log_probs"})
 """Outputs that say what others say too."""
-_READ: Final = {name: _TYPES[datatype] for name, datatype in OUTPUTS.items() if name not in _TWICE}
-"""By output: how its one element is read."""
+_READ: Final[Mapping[str, Callable[[bytes], Any]]] = {
+    **{name: _TYPES[datatype] for name, datatype in OUTPUTS.items() if name not in _TWICE},
+    "embedding": lambda raw: struct.unpack(f"<{len(raw) // 4}f", raw),
+}
+"""By output: how its one element is read, or how all of its elements are."""
 
 
 def _delta(values: Mapping[str, Any]) -> Delta:
@@ -76,6 +79,7 @@ def _delta(values: Mapping[str, Any]) -> Delta:
         tuple(one and _position(one) for one in json.loads(prompt_logprobs))
         if prompt_logprobs
         else (),
+        tuple(get("embedding") or ()),
     )
 
 

@@ -44,6 +44,7 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "ignore_eos": "BOOL",
         "num_logprobs": "INT32",
         "num_prompt_logprobs": "INT32",
+        "embed": "BOOL",
         "logit_bias": "BYTES",
         "structured_outputs": "BYTES",
         "guided_decoding_guide_type": "BYTES",
@@ -83,6 +84,7 @@ OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "num_cached_tokens": "UINT32",
         "logprobs": "BYTES",
         "prompt_logprobs": "BYTES",
+        "embedding": "FP32",
         "cumulative_logprob": "FP32",
         "cum_log_probs": "FP32",
         "output_log_probs": "FP32",
@@ -109,5 +111,6 @@ TOKENIZER_OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
 
 LISTS: Final = frozenset(
     {"input_ids", "stop", "stop_words", "stop_token_ids", "bad_words", "output_log_probs"}
+    | {"embedding"}
 )
 """Inputs and outputs of any number of elements."""

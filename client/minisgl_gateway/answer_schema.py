@@ -73,7 +73,7 @@ class CalledFunction(BaseModel):
     arguments: str = Field(description="a JSON object in a string")
 
 
-class CalledTool(BaseModel):
+class ToolCall(BaseModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -86,7 +86,7 @@ class AnswerMessage(BaseModel):
         None, exclude_if=_is_none, description="what the model thought before it answered"
     )
     refusal: None = None
-    tool_calls: list[CalledTool] | None = Field(None, exclude_if=_is_none)
+    tool_calls: list[ToolCall] | None = Field(None, exclude_if=_is_none)
     function_call: CalledFunction | None = Field(None, exclude_if=_is_none)
 
 
@@ -122,6 +122,45 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+
+
+class RetrievalUsage(BaseModel):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str = Field(description="numbers, or float32 numbers in base64")
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: RetrievalUsage
+
+
+class RerankDocument(BaseModel):
+    text: str
+
+
+class RerankResult(BaseModel):
+    index: int = Field(description="the document's place in the request")
+    document: RerankDocument | None = Field(None, exclude_if=_is_none)
+    relevance_score: float = Field(description="0 .. 1")
+
+
+class Reranked(BaseModel):
+    """The documents, the most relevant first, as Jina and vLLM have them."""
+
+    id: str
+    model: str
+    usage: RetrievalUsage
+    results: list[RerankResult]
 
 
 class Model(BaseModel):

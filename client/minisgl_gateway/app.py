@@ -36,11 +36,14 @@ from minisgl_gateway.messages.schema import CountTokensRequest, MessagesRequest
 from minisgl_gateway.responses.answer import Response as AnsweredResponse
 from minisgl_gateway.responses.memory import ResponseMemory
 from minisgl_gateway.responses.schema import ResponsesRequest
+from minisgl_gateway.retrieval import RetrievalRoutes
 from minisgl_gateway.routes import MessagesRoutes, ResponsesRoutes
 from minisgl_gateway.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
     TokenizeRequest,
 )
 from minisgl_gateway.service import Service
@@ -91,6 +94,7 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
     memory = ResponseMemory(options.max_stored_responses, options.max_stored_bytes)
     _add_responses(app, ResponsesRoutes(service, memory))
     _add_messages(app, MessagesRoutes(service, lookups))
+    _add_retrieval(app, RetrievalRoutes(service, lookups))
     _add_probes(app, service, lookups)
     _add_page(app)
     app.add_exception_handler(ApiError, _on_error)
@@ -152,6 +156,20 @@ def _add_messages(app: FastAPI, routes: MessagesRoutes) -> None:
         responses={**errors, 200: {"model": CountedTokens}},
         openapi_extra=body_of(CountTokensRequest),
     )(routes.count_tokens)
+
+
+def _add_retrieval(app: FastAPI, routes: RetrievalRoutes) -> None:
+    """What searches ask for, by OpenAI's name and Jina's."""
+    app.post(
+        "/v1/embeddings",
+        responses={200: {"model": schema.EmbeddingList}},
+        openapi_extra=body_of(EmbeddingRequest),
+    )(routes.embeddings)
+    app.post(
+        "/v1/rerank",
+        responses={200: {"model": schema.Reranked}},
+        openapi_extra=body_of(RerankRequest),
+    )(routes.rerank)
 
 
 def _add_probes(app: FastAPI, service: Service, lookups: Lookups) -> None:
@@ -231,6 +249,7 @@ _PREFIXES: Final = ("api", "openai", "v1")
 _ELSEWHERE: Final = {
     "chat": "/v1/chat/completions",
     "completion": "/v1/completions",
+    "embed": "/v1/embeddings",
     "generate": "/v1/completions",
     "tags": "/v1/models",
 }

@@ -21,6 +21,8 @@ from minisgl_gateway.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
     TokenizeRequest,
 )
 
@@ -30,6 +32,8 @@ _BODIES: Final = (
     ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
+    EmbeddingRequest,
+    RerankRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )

@@ -105,6 +105,12 @@ class Lookups:
         given = {"messages": messages, "tools": tools, **parameters}
         return await self._tokens(http, given, fields)
 
+    async def text_tokens(self, http: Request, text: str, **parameters: Any) -> tuple[int, ...]:
+        """Those of a text by itself, without any that the tokenizer puts around it; raises
+        ``ApiError``."""
+        given = {"prompt": text, "add_special_tokens": False, **parameters}
+        return (await self._tokens(http, given, ())).ids
+
     async def template(
         self,
         http: Request,

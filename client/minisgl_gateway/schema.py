@@ -27,6 +27,8 @@ from minisgl_gateway.strict_schema import Body, Strict, label
 MAX_CHOICES: Final = 16
 """Generations of one request: ``n`` times the number of prompts."""
 MAX_LOGPROBS: Final = 20
+MAX_INPUTS: Final = 2048
+"""Texts to be embedded, or documents to be ranked, of one request."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -214,6 +216,54 @@ class ChatCompletionRequest(GenerationRequest):
     include_reasoning: bool = Field(True, description="false: thoughts are left out of the answer")
     stream_reasoning: bool | None = label("thoughts are streamed as they come; no effect")
     verbosity: str | None = label("not known to the model; no effect")
+
+
+class RetrievalRequest(Body):
+    """What requests of searches share."""
+
+    without_effect = frozenset({"user"})
+
+    model: str
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=64,
+        pattern="^[A-Za-z0-9_-]*$",
+        description="prefixes are shared under equal salts only",
+    )
+    priority: int = Field(0, gt=-(2**31), lt=2**31, description="lower goes first")
+    user: str | None = label()
+
+
+class EmbeddingRequest(RetrievalRequest):
+    """Texts, or token ids, whose embeddings are asked for."""
+
+    not_offered = MappingProxyType(
+        {"add_special_tokens": (True,), "truncate_prompt_tokens": (), "normalize": (True,)}
+    )
+
+    input: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(
+        None, ge=1, lt=2**31, description="the first ones alone, again of length 1"
+    )
+
+
+class RerankRequest(RetrievalRequest):
+    """Documents to be put in the order in which they meet a query."""
+
+    not_offered = MappingProxyType({"max_tokens_per_doc": (), "truncate_prompt_tokens": ()})
+
+    query: str
+    documents: Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    instruction: str | None = Field(None, description="what the search is for, in a sentence")
+    top_n: int | None = Field(None, ge=1, lt=2**31, description="at most that many results")
+    return_documents: bool = True
 
 
 class TokenizeRequest(Body):

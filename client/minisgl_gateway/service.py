@@ -10,9 +10,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from minisgl_client.answer import Result
@@ -35,6 +36,7 @@ from minisgl_gateway.event_stream import (
     merged,
     unless_disconnected,
 )
+from minisgl_gateway.form_schema import form_of
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Caller
 from minisgl_gateway.lookups import Lookups
@@ -48,19 +50,22 @@ logger = logging.getLogger(__name__)
 _Request = TypeVar("_Request", bound=Body)
 _HEALTH_S: Final = 5.0
 _PROBED_S: Final = 1.0
+_AT_ONCE: Final = 16
+"""Calls of the engine at a time for a request with many inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     """The generations of a request and how their answers are read and told.
 
-    The first of each ``num_choices`` generations counts the tokens of its prompt.
+    ``of_form`` tells errors about the form of the answer (``errors.api_error``). The first of each
+    ``num_choices`` generations counts the tokens of its prompt.
     """
 
     generations: Sequence[Generation]
     readers: Sequence[AnswerReader]
     renderer: Renderer
-    names: Mapping[str, str]
+    of_form: Callable[[str], tuple[str, str]]
     num_choices: int
 
     def call(self, index: int) -> dict[str, Any]:
@@ -85,7 +90,8 @@ class _Job:
         try:
             yield
         except MinisglError as error:
-            raise api_error(error, self.renderer.fields, self.names) from error
+            renderer = self.renderer
+            raise api_error(error, renderer.fields, renderer.names, self.of_form) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +130,13 @@ class Service:
     async def completions(self, http: Request) -> Response:
         """POST /v1/completions."""
         request = await self.received(CompletionRequest, http)
-        generations = completion_generations(request, self._policy(http))
+        generations = completion_generations(request, self.policy(http))
         renderer = CompletionRenderer(request)
         http.scope["state"]["request_id"] = renderer.id
         renderer.echoes = await self._echoes(request, generations)
         readers = [AnswerReader() for _ in generations]
-        job = _Job(generations, readers, renderer, renderer.names, request.n)
+        _, param = form_of(request)
+        job = _Job(generations, readers, renderer, lambda message: (param, message), request.n)
         return await self._answer(http, job, stream=request.stream)
 
     async def health(self) -> schema.Health:
@@ -166,16 +173,56 @@ class Service:
         """The answer to a chat, at once or as a stream; raises ``ApiError``."""
         state = http.scope["state"]
         state["request_id"] = renderer.id
-        names = {**renderer.names, "structured_outputs": chat.enforced_param}
+        names = renderer.names
         template = await self._lookups.template(http, chat, renderer.fields, names)
         known = {names.get(name, name) for name in template.unfulfilled}
         state["without_effect"] = sorted(known.union(state["without_effect"]))
-        generations = chat.generations(self._policy(http), template)
+        generations = chat.generations(self.policy(http), template)
         readers = [chat.reader(template, one.own_stop) for one in generations]
-        job = _Job(generations, readers, renderer, names, chat.n)
+        of_form = partial(chat.complaint, template.dialect)
+        job = _Job(generations, readers, renderer, of_form, chat.n)
         return await self._answer(http, job, stream=chat.stream)
 
-    def _policy(self, http: Request) -> Policy:
+    async def results(
+        self,
+        http: Request,
+        calls: Sequence[Mapping[str, Any]],
+        request_id: str,
+        fields: Container[str],
+    ) -> list[Result]:
+        """What the engine answers to the ``calls`` of its client, a few at a time.
+
+        They have the ``request_id`` with their index. The first error ends them all; raises
+        ``ApiError``, which names one of ``fields``.
+        """
+        state = http.scope["state"]
+        state["request_id"] = request_id
+        caller: Caller = state["caller"]
+        most = min(_AT_ONCE, self._options.max_requests, self._options.max_requests_per_key)
+        num_places = min(len(calls), most)
+        places = asyncio.Semaphore(num_places)
+
+        async def one(index: int, call: Mapping[str, Any]) -> Result:
+            async with places:
+                return await self._engine.generate(**call, request_id=f"{request_id}.{index}")
+
+        async def gathered() -> list[Result]:
+            tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(calls)]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                await ended(*tasks)
+
+        with self._admission.admit(caller.label, num_places):
+            try:
+                return await unless_disconnected(http.receive, gathered())
+            except Disconnected:
+                raise ApiError(GONE, "the client went away", code="client_gone") from None
+            except MinisglError as error:
+                raise api_error(error, fields, {"prompt": "input"}) from error
+
+    def policy(self, http: Request) -> Policy:
+        """What the operator, the caller's key and the deadline add to a request."""
         state = http.scope["state"]
         left_s = state["deadline_s"] - time.monotonic()
         return Policy(

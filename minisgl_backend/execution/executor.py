@@ -26,6 +26,7 @@ from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
 from minisgl_backend.execution.chunk_graphs import ChunkGraphs
 from minisgl_backend.execution.decode_graphs import DecodeGraphs
+from minisgl_backend.execution.embeddings import Embeddings, PromptEmbedder
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.launched import HostOutput, LaunchedStep, MaskedStep
@@ -155,6 +156,7 @@ class ModelExecutor:
             num_rows=len(self.rows.table.tokens),
             most_rows=limits.scored_at_once,
         )
+        self._embedder = PromptEmbedder(model, device, num_rows=len(self.rows.table.tokens))
         self._logits = torch.empty(  # of captured decode steps
             (max([0, *limits.graph_sizes]), model.spec.vocab_size),
             dtype=model.dtype,
@@ -191,6 +193,7 @@ class ModelExecutor:
             self.rows.admit(plan.admissions)
             self._sampler.admit(plan.admissions)
             self._scorer.admit(plan.admissions)
+            self._embedder.admit(plan.admissions)
         grants = plan.grant_rows, plan.grant_indices, plan.grant_pages
         num_decodes, num_grants = len(plan.decode_rows), len(plan.grant_rows)
         is_decode = num_decodes > 0 and not len(plan.prefill_rows)
@@ -203,18 +206,20 @@ class ModelExecutor:
         batch = FlatBatch.of(plan)
         hidden = self._layers(batch, plan.prefill_tokens)
         sample = partial(self._sample, self._logits_of(batch, hidden))
+        embedded = self._embedder.embedded(hidden, batch)
         if not len(plan.score_chunks):
-            return partial(self._finish, plan, sample)
+            return partial(self._finish, plan, sample, embedded=embedded)
         score = partial(self._scorer.scored, hidden, plan, batch.chunk_offsets)
-        return partial(self._finish, plan, sample, score)
+        return partial(self._finish, plan, sample, score, embedded)
 
     def _finish(
         self,
         plan: StepPlan,
         sample: Callable[[], StepOutput],
         score: Callable[[], ScoredChunks | None] | None = None,
+        embedded: Embeddings | None = None,
     ) -> HostOutput:
-        """Queue sampling, then the scores of prompts, and the copies of both on the host."""
+        """Queue sampling, then the scores of prompts, and the copies of all results on the host."""
         output, rows, scored = sample(), plan.sample_rows, None
         if score is not None:
             with self._mark("prompt logprobs"):
@@ -224,6 +229,7 @@ class ModelExecutor:
             self.device.download(output.tokens[: len(rows)]),
             self._sampler.logprobs(output, rows),
             scored,
+            None if embedded is None else embedded.download(self.device),
         )
 
     def _decode_forward(self, inputs: StepInputs, batch_size: int) -> StepLogits:
@@ -313,6 +319,7 @@ class ModelExecutor:
             tokens = plan.prefill_tokens
             for num_top in (0, Limits().logprobs) if len(tokens) else ():
                 self._scorer.score(hidden, np.arange(len(tokens)), tokens, num_top)
+            self._embedder.embed(hidden[: len(output.tokens)])
             wanted = np.ones(len(output.tokens), np.int64)
             RawLogprobs.of(output.logits, output.tokens, wanted, self.device.upload)
         except torch.OutOfMemoryError as error:

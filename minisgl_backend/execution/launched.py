@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minisgl_backend.device.base import Submission
 from minisgl_backend.errors import InvariantError
+from minisgl_backend.execution.embeddings import Embeddings
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.prompt_logprobs import ScoredChunks
 from minisgl_backend.execution.sampling import Sampler
@@ -25,18 +26,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostOutput:
-    """What a step sampled and scored, on the host: ``tokens`` int32 [num_samples]."""
+    """What a step sampled, scored and embedded, on the host: ``tokens`` int32 [num_samples]."""
 
     tokens: Tensor
     logprobs: RawLogprobs | None
     scored: ScoredChunks | None
+    embedded: Embeddings | None
 
     def sampled(self) -> SampledTokens:
         """To be asked once the device has come so far."""
         token_ids = self.tokens.numpy()
         logprobs = self.logprobs.by_sample(token_ids) if self.logprobs else {}
         scored = self.scored.by_chunk() if self.scored else ()
-        return SampledTokens(token_ids, logprobs, scored)
+        embeddings = self.embedded.by_sample() if self.embedded else {}
+        return SampledTokens(token_ids, logprobs, scored, embeddings)
 
 
 class Submit(Protocol):

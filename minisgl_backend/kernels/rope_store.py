@@ -2,7 +2,7 @@
 
 Per-head RMSNorm of q and k (Qwen3; optional), rotary embedding (arXiv 2104.09864) from a cos/sin
 table, so that every scaling variant is only another table, and the store of k and v into the paged
-cache (arXiv 2309.06180).
+cache (arXiv 2309.06180). A narrower table rotates the first dimensions of a head only (Phi-4-mini).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TokenPlaces:
 
     ``positions`` in their sequences and ``slots`` in the pages (page * page_size + offset; a
     negative one stores nothing), int32 or int64 [num_tokens]. ``cos_sin`` float32
-    [max_positions, head_dim] holds the rotation at each position: cosines, then sines; dimension i
-    of a head rotates with i + head_dim / 2.
+    [max_positions, rotary_dim] holds the rotation at each position: cosines, then sines; dimension
+    i of a head rotates with i + rotary_dim / 2, and those from rotary_dim on do not rotate.
 
     The twin looks up the rest at the first layer.
     """
@@ -38,8 +38,8 @@ class TokenPlaces:
 
     @cached_property
     def rotation(self) -> tuple[Tensor, Tensor]:
-        """What each dimension of a head is multiplied by, and what the one that it rotates with:
-        [num_tokens, 1, head_dim] both."""
+        """What each rotary dimension is multiplied by, and what the one that it rotates with:
+        [num_tokens, 1, rotary_dim] both."""
         cos, sin = self.cos_sin[self.positions].unsqueeze(1).chunk(2, dim=-1)
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
@@ -130,7 +130,11 @@ def qk_norm_rope_store_reference(
         qk[:, :num_heads].mul_(q_weight)
         qk[:, num_heads:].mul_(k_weight)
     of_own, of_other = places.rotation
-    rotated = torch.addcmul(qk * of_own, qk.roll(head_dim // 2, dims=-1), of_other)
+    rotary_dim = of_own.shape[-1]
+    turned = qk[..., :rotary_dim]
+    rotated = torch.addcmul(turned * of_own, turned.roll(rotary_dim // 2, dims=-1), of_other)
+    if rotary_dim < head_dim:
+        rotated = torch.cat([rotated, qk[..., rotary_dim:]], dim=-1)
     q, k = rotated.tensor_split([num_heads], dim=1)
     _store(k_cache, places, k, k_scale)
     _store(v_cache, places, v, v_scale)

@@ -75,6 +75,11 @@ class GatedMLP(nn.Module):
         inner = self.gate_up_proj(x, pdl=pdl)  # [num_tokens, share.size]
         return self.down_proj.add_to(residual, inner, norm, pdl=pdl)
 
+    def output(self, x: Normed, *, pdl: bool) -> Tensor:
+        """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it before."""
+        output: Tensor = self.down_proj(self.gate_up_proj(x, pdl=pdl), pdl=pdl)
+        return output
+
 
 class ExpertsMLP(nn.Module):
     """Gated MLPs behind a router (``FeedForward``): a mixture of experts.

@@ -99,6 +99,11 @@ class RowLinear(nn.Module):
         """
         return self.matrix.add_gemm(residual, x, norm, bias=self.bias, group=self.group, pdl=pdl)
 
+    def forward(self, x: Tensor, *, pdl: bool) -> Tensor:
+        """The projection itself, summed over the ranks, [num_tokens, out_features]."""
+        bias = self.bias if self.group.rank == 0 else None
+        return self.group.all_reduce(self.matrix.gemm(Normed(x), bias=bias, pdl=pdl))
+
     def places(self) -> Iterator[tuple[str, Place]]:
         (name,) = self.matrix.parts
         yield "weight", self.matrix.place(name)

@@ -12,21 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, rms_norm
-from minisgl_backend.layers.weight_place import WeightPlace, whole
+from minisgl_backend.layers.weight_place import Share, WeightPlace, whole
 from minisgl_backend.parallel.group import Group
 
 
 class RMSNorm(nn.Module):
-    """The weight of x / rms(x) * weight over hidden states; ``kernels.rms_norm`` computes it."""
+    """The weight of x / rms(x) * weight over hidden states; ``kernels.rms_norm`` computes it.
 
-    def __init__(self, size: int, eps: float):
+    The weight is the checkpoint's times ``scale``.
+    """
+
+    def __init__(self, size: int, eps: float, *, scale: float = 1.0):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
+        self.scale = scale
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
-        yield "weight", whole(self.weight)
+        yield "weight", whole(self.weight, self.scale)
 
 
 class HeadNorm(nn.Module):
@@ -41,6 +46,37 @@ class HeadNorm(nn.Module):
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
         yield "../q_norm.weight", whole(self.q)
         yield "../k_norm.weight", whole(self.k)
+
+
+class TokenNorm(nn.Module):
+    """The weights of such a norm over all heads of a token's queries, and over all of its keys
+    (OLMo 2): this rank's parts, ``q`` and ``k`` [num_heads * head_dim of the rank]."""
+
+    def __init__(self, queries: Share, keys: Share, eps: float, group: Group):
+        super().__init__()
+        self.q = nn.Parameter(torch.empty(queries.size), requires_grad=False)
+        self.k = nn.Parameter(torch.empty(keys.size), requires_grad=False)
+        self.eps = eps
+        self.group = group
+        self._queries, self._keys = queries, keys
+
+    def apply_to(self, qkv: Tensor) -> None:
+        """Normalize queries and keys in place; ``qkv`` [num_tokens, queries, keys and values of the
+        rank]."""
+        q, k, _ = qkv.tensor_split([len(self.q), len(self.q) + len(self.k)], dim=1)
+        wide = at_least_float32(qkv).square()  # [num_tokens, width]
+        of_q, of_k, _ = wide.tensor_split([len(self.q), len(self.q) + len(self.k)], dim=1)
+        squares = torch.stack([of_q.mean(dim=1), of_k.mean(dim=1)], dim=1)  # [num_tokens, 2]
+        # All ranks hold equally many numbers, and each key equally often: the mean of their means.
+        mean = self.group.all_reduce(squares) / self.group.size
+        scales = torch.rsqrt(mean + self.eps)
+        q.copy_(q * scales[:, :1] * self.q)
+        k.copy_(k * scales[:, 1:] * self.k)
+
+    def places(self) -> Iterator[tuple[str, WeightPlace]]:
+        for name, weight, share in (("q", self.q, self._queries), ("k", self.k, self._keys)):
+            place = WeightPlace(weight.data, (share.total,), 0, share.start)
+            yield f"../{name}_norm.weight", place
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +120,19 @@ def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, group: Group, *, pdl:
     if group.fused is not None and is_sum_fused(group, len(part), part.shape[1], part.dtype):
         return Normed(group.fused.add_rms_norm(part, residual, weight, eps, pdl=pdl))
     return Normed(fused_add_rms_norm(group.all_reduce(part), residual, weight, eps, pdl=pdl))
+
+
+def add_normed(
+    residual: Tensor, part: Tensor, after: RMSNorm, norm: RMSNorm | None, *, pdl: bool
+) -> Normed:
+    """residual += the norm ``after`` of ``part``, in place; the sum under ``norm``, or as it is.
+
+    ``part``, already summed over the ranks, and ``residual`` [num_tokens, hidden_size].
+    """
+    branch = rms_norm(part, after.weight, after.eps, pdl=pdl)
+    if norm is None:
+        return Normed(residual.add_(branch))
+    return Normed(fused_add_rms_norm(branch, residual, norm.weight, norm.eps, pdl=pdl))
 
 
 def is_sum_fused(group: Group, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> bool:

@@ -118,12 +118,14 @@ class WeightPlace:
 
     ``target`` is a view into a parameter. The checkpoint's tensor has ``shape``. If ``dim`` is
     given, only the indices from ``start`` up to ``start + target.shape[dim]`` along it go here.
+    Numbers are multiplied by ``scale``.
     """
 
     target: Tensor
     shape: tuple[int, ...]
     dim: int | None = None
     start: int = 0
+    scale: float = 1.0
 
     @property
     def device(self) -> torch.device:
@@ -142,15 +144,20 @@ class WeightPlace:
         return {"weight": StoredTensor(names=(own,), shapes=(self.shape,), region=self.region)}
 
     def fill(self, found: Mapping[str, ReadTensor]) -> None:
-        self.target.copy_(found["weight"].values)
+        self._store(found["weight"].values)
 
     def draw(self, whole: Tensor) -> None:
-        self.target.copy_(whole[self.region])
+        self._store(whole[self.region])
+
+    def _store(self, values: Tensor) -> None:
+        if self.scale != 1.0:
+            values = values.double() * self.scale
+        self.target.copy_(values)
 
 
-def whole(parameter: Tensor) -> WeightPlace:
-    """The place of a parameter that every rank holds in full."""
-    return WeightPlace(parameter.data, tuple(parameter.shape))
+def whole(parameter: Tensor, scale: float = 1.0) -> WeightPlace:
+    """The place of a parameter that every rank holds in full, multiplied by ``scale``."""
+    return WeightPlace(parameter.data, tuple(parameter.shape), scale=scale)
 
 
 def collect_places(module: nn.Module, prefix: str = "") -> dict[str, Place]:

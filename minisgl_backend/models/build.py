@@ -21,7 +21,7 @@ from minisgl_backend.layers.matrix import Matrix
 from minisgl_backend.layers.quantized_matrix import Matrices, QuantizedMatrix
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
-from minisgl_backend.models.checkpoint import tensor_files
+from minisgl_backend.models.checkpoint import weight_files
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import is_kv_scale
 from minisgl_backend.models.spec import ModelSpec
@@ -88,7 +88,13 @@ def build_model(
         def is_ignored(name: str) -> bool:
             return is_kv_scale(name) or (spec.tie_embeddings and name.startswith("lm_head."))
 
-        load_weights(collect_places(model), folder, is_ignored=is_ignored, progress=progress)
+        load_weights(
+            collect_places(model),
+            folder,
+            names=spec.names,
+            is_ignored=is_ignored,
+            progress=progress,
+        )
     else:
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     if spec.weights is not None:
@@ -114,10 +120,8 @@ def _format_of(
         return lambda name: None
     plain: set[str] = set()
     if load_format == "auto":
-        headers = {
-            name: header for held in tensor_files(folder).values() for name, header in held.items()
-        }
-        plain = {name for name, header in headers.items() if header.dtype in FLOATS}
+        files = weight_files(folder, spec.names).values()
+        plain = {name for held in files for name in held if held[name].dtype in FLOATS}
 
     def format_of(name: str) -> WeightFormat | None:
         form = weights.of(name)
@@ -130,7 +134,8 @@ def _format_of(
 
 def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     """Let the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
-    kernels for all of them and these are faster. Compiles those that are not in the cache.
+    kernels for all of them and these are faster. Which models they know is
+    decided by ``has_fused_layers`` and here only. Compiles those that are not in the cache.
 
     Weights may be plain or quantized. A layer is then four GEMMs and attention
     (``kernels.cuda.linear``): norms, rotation, storing of keys and values, activations and residual
@@ -145,10 +150,14 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     # imports the CUDA driver's bindings, which only installations for GPUs have
     make = importlib.import_module("minisgl_backend.kernels.cuda.linear").TensorCores
     in_layers = list(_matrices(model.model.layers))
-    are_whole = all(
-        isinstance(layer.mixer, SelfAttention) and isinstance(layer.mlp, GatedMLP)
-        for layer in model.layers
-    ) and all(matrix.fits_tensor_cores(gated=gated) for matrix, gated in in_layers)
+    are_whole = (
+        has_fused_layers(model.spec)
+        and all(
+            isinstance(layer.mixer, SelfAttention) and isinstance(layer.mlp, GatedMLP)
+            for layer in model.layers
+        )
+        and all(matrix.fits_tensor_cores(gated=gated) for matrix, gated in in_layers)
+    )
     if are_whole:
         of_layer = [matrix for matrix, _ in _matrices(model.layers[0])]
         most_tokens = linear_cut.largest_batch(
@@ -171,6 +180,22 @@ def _matrices(module: nn.Module) -> Iterator[tuple[Matrix, bool]]:
             yield child.matrix, child.gated
         elif isinstance(child, RowLinear):
             yield child.matrix, False
+
+
+def has_fused_layers(spec: ModelSpec) -> bool:
+    """Whether the kernels for whole layers (``use_tensor_cores``) know all that the layers of such
+    a model compute; sizes and weight formats, on which they also depend, aside.
+
+    They do not know experts, norms of the outputs of a layer's parts or over all heads of a token,
+    nor heads of which a part rotates. Heads that do not rotate at all are no exception to them.
+    """
+    ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
+    return (
+        spec.moe is None
+        and spec.norms == "before"
+        and spec.qk_norm != "token"
+        and all(rope is None or rope.rotated == 1.0 for rope in ropes)
+    )
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -14,9 +14,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.config_json import ConfigReader, common_fields, read_json
+from minisgl_backend.models.checkpoint import has_head, is_headless
+from minisgl_backend.models.config_json import ConfigReader, common_fields, read_json, read_rope
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
 from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 
 def load_spec(folder: Path) -> ModelSpec:
@@ -27,6 +29,11 @@ def load_spec(folder: Path) -> ModelSpec:
         config = ConfigReader(read_json(generation), "generation_config.json")
         eos = spec.eos_token_ids | set(config.integers("eos_token_id"))
         spec = replace(spec, eos_token_ids=eos)
+    if not spec.tie_embeddings and is_headless(folder):
+        spec = replace(spec, tie_embeddings=True, generates=False)
+    if spec.names.multimodal and spec.tie_embeddings and has_head(folder, spec.names):
+        # config.json of these checkpoints leaves the flag out even if they have a head
+        spec = replace(spec, tie_embeddings=False)
     return spec
 
 
@@ -35,12 +42,12 @@ def parse_spec(values: Mapping[str, Any], modelopt: Mapping[str, Any] | None = N
     ``ConfigError`` if it cannot be served."""
     config = ConfigReader(values)
     weights = read_quantization(config, modelopt)
-    if "auto_map" in config.values:
-        raise ConfigError("the checkpoint brings its own code (auto_map), which is never run")
     names = config.values.get("architectures") or ["no architecture"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise config.error("architectures", "a list of names", names)
     known = [name for name in names if name in ARCHITECTURES]
+    if "auto_map" in config.values and not _WITH_NEEDLESS_CODE.intersection(known):
+        raise ConfigError("the checkpoint brings its own code (auto_map), which is never run")
     if not known:
         raise ConfigError(
             f"{', '.join(names)} is not supported; supported are " + ", ".join(ARCHITECTURES)
@@ -90,12 +97,7 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     if config.flag("use_sliding_window"):
         fields["windows"] = (config.integer_or_null("sliding_window", 4096),) * num_layers
-    num_experts = config.integer(
-        "num_experts", config.integer("num_local_experts", 128), maximum=MOST_EXPERTS
-    )
-    top_k = config.integer("num_experts_per_tok", 8)
-    if top_k > num_experts:
-        raise config.error("num_experts_per_tok", f"at most num_experts ({num_experts})", top_k)
+    num_experts, top_k = _experts(config, 128, 8)
     step, plain = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
     moe = MoeSpec(
         num_experts=num_experts,
@@ -109,10 +111,217 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     return ModelSpec(architecture="Qwen3MoeForCausalLM", moe=moe, **fields)
 
 
+def read_mixtral(config: ConfigReader) -> ModelSpec:
+    """``MixtralForCausalLM``: experts in every layer, whose weights always sum to 1."""
+    config = config.with_defaults(
+        rms_norm_eps=1e-5, rope_theta=1e6, num_key_value_heads=8, max_position_embeddings=2**17
+    )
+    fields = common_fields(config)
+    num_layers = fields["num_layers"]
+    fields["windows"] = (_window_or_none(config),) * num_layers
+    num_experts, top_k = _experts(config, 8, 2)
+    moe = MoeSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=fields["intermediate_size"],
+        normalize=True,
+        layers=frozenset(range(num_layers)),
+    )
+    names = TensorNames(
+        renamed=(
+            (".block_sparse_moe.", ".mlp."),
+            (".w1.", ".gate_proj."),
+            (".w2.", ".down_proj."),
+            (".w3.", ".up_proj."),
+        )
+    )
+    return ModelSpec(architecture="MixtralForCausalLM", moe=moe, names=names, **fields)
+
+
+def read_ministral(config: ConfigReader) -> ModelSpec:
+    """``MinistralForCausalLM``: Mistral with a window on the layers that ``layer_types`` names, by
+    default on all."""
+    fields = common_fields(config.with_defaults(num_key_value_heads=8))
+    window, num_layers = config.integer_or_null("sliding_window", 4096), fields["num_layers"]
+    kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers)
+    kinds = kinds or ["sliding_attention"] * num_layers
+    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return ModelSpec(architecture="MinistralForCausalLM", **fields)
+
+
+def read_ministral3(config: ConfigReader) -> ModelSpec:
+    """``Ministral3ForCausalLM``: Mistral whose queries grow with their position."""
+    config = config.with_defaults(
+        rms_norm_eps=1e-5, num_key_value_heads=8, head_dim=128, max_position_embeddings=2**18
+    )
+    rope = config.part("rope_parameters")
+    fields = common_fields(config)
+    fields["windows"] = (_window_or_none(config),) * fields["num_layers"]
+    fields["rope"] = replace(fields["rope"], query_growth=rope.number("llama_4_scaling_beta"))
+    return ModelSpec(architecture="Ministral3ForCausalLM", **fields)
+
+
+def read_mistral3(config: ConfigReader) -> ModelSpec:
+    """``Mistral3ForConditionalGeneration``, the text part: Mistral Small 3.1 and later, and
+    Ministral 3, as ``text_config`` says."""
+    text = config.part("text_config")
+    readers = {"mistral": read_mistral, "ministral3": read_ministral3}
+    kind = text.word("model_type", "mistral")
+    if kind not in readers:
+        raise text.error("model_type", "one of " + ", ".join(readers), kind)
+    tied = config.flag("tie_word_embeddings", True)
+    outer: dict[str, Any] = {
+        key: config.values[key]
+        for key in ("dtype", "torch_dtype", "eos_token_id")
+        if key in config.values
+    }
+    values = {**outer, **text.values, "tie_word_embeddings": tied, **dict.fromkeys(text.nulls)}
+    spec = readers[kind](ConfigReader(values, text.where))
+    return replace(spec, architecture="Mistral3ForConditionalGeneration", names=MULTIMODAL)
+
+
+def read_phi3(config: ConfigReader) -> ModelSpec:
+    """``Phi3ForCausalLM``, Phi-3 and Phi-4: merged projections in the file, and in Phi-4-mini heads
+    of which a part rotates."""
+    fields = common_fields(_longrope(config.with_defaults(rms_norm_eps=1e-5)), partial=True)
+    queries = fields["num_heads"] * fields["head_dim"]
+    keys = fields["num_kv_heads"] * fields["head_dim"]
+    inner = fields["intermediate_size"]
+    merged = {
+        ".self_attn.qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+        ".mlp.gate_up_proj": {"gate_proj": inner, "up_proj": inner},
+    }
+    fields["windows"] = (_window_or_none(config),) * fields["num_layers"]
+    return ModelSpec(architecture="Phi3ForCausalLM", names=TensorNames(merged=merged), **fields)
+
+
+def _longrope(config: ConfigReader) -> ConfigReader:
+    """The same with the one name for what Phi-3's config.json calls ``su``, ``yarn`` or
+    ``longrope``."""
+    values = {**config.values, **dict.fromkeys(config.nulls)}
+    values.setdefault("original_max_position_embeddings", 4096)
+    for key in ("rope_scaling", "rope_parameters"):
+        table = dict(config.table(key))
+        for name in ("type", "rope_type"):
+            if table.get(name) in ("su", "yarn"):
+                table[name] = "longrope"
+        if table:
+            values[key] = table
+    return ConfigReader(values, config.where)
+
+
+def read_olmo2(config: ConfigReader) -> ModelSpec:
+    """``Olmo2ForCausalLM``: the outputs of attention and feed-forward are normalized, not their
+    inputs, and queries and keys over all heads together."""
+    return ModelSpec(architecture="Olmo2ForCausalLM", **_olmo_fields(config))
+
+
+def read_olmo3(config: ConfigReader) -> ModelSpec:
+    """``Olmo3ForCausalLM``: OLMo 2 with windows on three of four layers, whose rotation is not
+    stretched."""
+    config = config.with_defaults(rope_theta=5e5)
+    by_kind = {
+        kind: table
+        for kind, table in config.table("rope_parameters").items()
+        if kind in _ATTENTION_KINDS
+    }
+    if by_kind:
+        values = {**config.values, "rope_parameters": by_kind.get("full_attention", {})}
+        fields = _olmo_fields(ConfigReader(values, config.where))
+    else:
+        fields = _olmo_fields(config)
+    num_layers, rope = fields["num_layers"], fields["rope"]
+    kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
+        "full_attention" if (layer + 1) % 4 == 0 else "sliding_attention"
+        for layer in range(num_layers)
+    ]
+    local = read_rope(config, rope.max_positions, given=by_kind.get("sliding_attention", {}))
+    window = config.integer("sliding_window", 4096)
+    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    fields["ropes"] = tuple(local if kind == "sliding_attention" else rope for kind in kinds)
+    return ModelSpec(architecture="Olmo3ForCausalLM", **fields)
+
+
+def _olmo_fields(config: ConfigReader) -> dict[str, Any]:
+    config = config.with_defaults(rms_norm_eps=1e-5)
+    bias = config.flag("attention_bias")
+    return {
+        **common_fields(config),
+        "norms": "after",
+        "qk_norm": "token",
+        "qkv_bias": bias,
+        "output_bias": bias,
+    }
+
+
+def read_granite(config: ConfigReader) -> ModelSpec:
+    """``GraniteForCausalLM``, Granite 3: Llama with multipliers."""
+    bias = config.flag("attention_bias")
+    return ModelSpec(
+        architecture="GraniteForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias"),
+        attention_scale=config.number("attention_multiplier", 1.0),
+        embedding_scale=config.number("embedding_multiplier", 1.0),
+        branch_scale=config.number("residual_multiplier", 1.0),
+        logit_scale=1 / config.number("logits_scaling", 1.0),
+        **common_fields(config),
+    )
+
+
+def read_smollm3(config: ConfigReader) -> ModelSpec:
+    """``SmolLM3ForCausalLM``: Llama, of whose layers every fourth does not rotate."""
+    config = config.with_defaults(
+        rope_theta=2e6,
+        num_key_value_heads=4,
+        max_position_embeddings=2**15,
+        tie_word_embeddings=True,
+    )
+    fields = common_fields(config)
+    num_layers, bias = fields["num_layers"], config.flag("attention_bias")
+    every = config.integer("no_rope_layer_interval", 4)
+    rotates = config.integers("no_rope_layers") or [
+        int((layer + 1) % every != 0) for layer in range(num_layers)
+    ]  # 1 for layers that do rotate
+    if len(rotates) < num_layers or not set(rotates) <= {0, 1}:
+        raise config.error("no_rope_layers", f"{num_layers} of 0 and 1", rotates)
+    fields["ropes"] = tuple(fields["rope"] if one else None for one in rotates[:num_layers])
+    if config.flag("use_sliding_window"):
+        window = _window_or_none(config)
+        kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
+            "full_attention" if one else "sliding_attention" for one in rotates[:num_layers]
+        ]
+        fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return ModelSpec(
+        architecture="SmolLM3ForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias"),
+        **fields,
+    )
+
+
 def _qwen3_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
     bias = config.flag("attention_bias")
     fields = common_fields(config, head_dim=head_dim)
-    return {**fields, "qk_norm": True, "qkv_bias": bias, "output_bias": bias}
+    return {**fields, "qk_norm": "head", "qkv_bias": bias, "output_bias": bias}
+
+
+def _experts(config: ConfigReader, num_experts: int, top_k: int) -> tuple[int, int]:
+    """How many experts there are, and how many compute a token."""
+    num_experts = config.integer(
+        "num_experts", config.integer("num_local_experts", num_experts), maximum=MOST_EXPERTS
+    )
+    top_k = config.integer("num_experts_per_tok", top_k)
+    if top_k > num_experts:
+        raise config.error("num_experts_per_tok", f"at most num_experts ({num_experts})", top_k)
+    return num_experts, top_k
+
+
+def _window_or_none(config: ConfigReader) -> int | None:
+    """The window of all layers, none by default."""
+    return config.integer("sliding_window") if "sliding_window" in config.values else None
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
@@ -120,15 +329,14 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     if not config.flag("use_sliding_window"):
         return (None,) * num_layers
     window = config.integer_or_null("sliding_window", 4096)
-    types = config.values.get("layer_types")
-    if types is None:
-        first = config.integer("max_window_layers", 28, minimum=0)
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    known = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
-        raise config.error("layer_types", f"{num_layers} of {', '.join(known)}", types)
-    return tuple(known[kind] for kind in types)
+    first = config.integer("max_window_layers", 28, minimum=0)
+    kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
+    ]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
+
+_ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")
 
 ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = MappingProxyType(
     {
@@ -137,6 +345,18 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Qwen2ForCausalLM": read_qwen2,
         "Qwen3ForCausalLM": read_qwen3,
         "Qwen3MoeForCausalLM": read_qwen3_moe,
+        "MinistralForCausalLM": read_ministral,
+        "Ministral3ForCausalLM": read_ministral3,
+        "Mistral3ForConditionalGeneration": read_mistral3,
+        "MixtralForCausalLM": read_mixtral,
+        "Phi3ForCausalLM": read_phi3,
+        "Olmo2ForCausalLM": read_olmo2,
+        "Olmo3ForCausalLM": read_olmo3,
+        "GraniteForCausalLM": read_granite,
+        "SmolLM3ForCausalLM": read_smollm3,
     }
 )
 """By the names of config.json."""
+
+_WITH_NEEDLESS_CODE: Final = frozenset({"Phi3ForCausalLM"})
+"""Architectures whose checkpoints bring code that says what transformers has had since."""

@@ -20,6 +20,7 @@ from typing import Any, Final
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.tensor_names import BODY, StoredAs, TensorNames
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
@@ -41,8 +42,55 @@ class TensorHeader:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class WeightHeader(TensorHeader):
+    """A weight of the decoder, which may be a part of a tensor of a file (``stored``)."""
+
+    stored: StoredAs
+
+
 TensorFiles = Mapping[Path, Mapping[str, TensorHeader]]
-"""The tensors of each file, by their names."""
+"""The tensors of each file, by their names there."""
+
+WeightFiles = Mapping[Path, Mapping[str, WeightHeader]]
+"""The decoder's weights in each file, by the decoder's names."""
+
+
+def weight_files(folder: Path, names: TensorNames) -> WeightFiles:
+    """The decoder's weights in the files of the checkpoint in ``folder``, which names its tensors
+    by ``names``. Raises ``ConfigError`` if a file is incomplete, and if two tensors hold the same
+    weight."""
+    found: dict[str, str] = {}
+    files: dict[Path, dict[str, WeightHeader]] = {}
+    for path, held in tensor_files(folder).items():
+        weights = files.setdefault(path, {})
+        for name, header in held.items():
+            for weight, stored in names.weights(name, header.shape):
+                if weight in found:
+                    raise ConfigError(f"{name} and {found[weight]} both hold {weight}")
+                found[weight] = name
+                weights[weight] = WeightHeader(header.dtype, stored.shape, stored)
+    return files
+
+
+def has_head(folder: Path, names: TensorNames) -> bool:
+    """Whether the checkpoint in ``folder`` has weights, and an output head among them."""
+    return _has_weights(folder) and any(
+        "lm_head.weight" in held for held in weight_files(folder, names).values()
+    )
+
+
+def is_headless(folder: Path) -> bool:
+    """Whether the checkpoint in ``folder`` has the layers of a model alone, by the names that such
+    ones have."""
+    if not _has_weights(folder):
+        return False
+    found = [name for held in tensor_files(folder).values() for name in held]
+    return all(name.startswith(BODY) for name in found)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (_INDEX, _SINGLE))
 
 
 def tensor_files(folder: Path) -> TensorFiles:
@@ -126,7 +174,7 @@ def _laid_out(entries: Mapping[str, Any], num_bytes: int) -> Mapping[str, Tensor
     return found
 
 
-def check_weights(spec: ModelSpec, files: TensorFiles) -> None:
+def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
     """Raise ``ConfigError`` if config.json and the weights describe models of different sizes.
 
     Compares what a model's size depends on; ``weights`` compares every tensor when it is loaded.
@@ -165,5 +213,5 @@ def check_weights(spec: ModelSpec, files: TensorFiles) -> None:
             if value != stored:
                 raise ConfigError(
                     f"config.json: {field} is {value}, "
-                    f"but {module}.weight has the shape {header.shape}"
+                    f"but {header.stored.name} has the shape {header.shape}"
                 )

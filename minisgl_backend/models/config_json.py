@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +49,16 @@ class ConfigReader:
         self.values = {key: value for key, value in values.items() if value is not None}
         self.nulls = frozenset(values) - frozenset(self.values)
         self.where = where
+
+    def with_defaults(self, **defaults: Any) -> ConfigReader:
+        """The same with ``defaults`` for keys that are absent; null stays null."""
+        return ConfigReader({**defaults, **dict.fromkeys(self.nulls), **self.values}, self.where)
+
+    def part(self, key: str) -> ConfigReader:
+        """The object under ``key``; ``ConfigError`` if it is absent."""
+        if not self.table(key):
+            raise ConfigError(f"{self.where}: {key} is missing")
+        return ConfigReader(self.table(key), f"{self.where}: {key}")
 
     def integer(
         self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MOST
@@ -107,6 +117,24 @@ class ConfigReader:
             raise self.error(key, "an integer >= 0 or a list of them", value)
         return found
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive, finite numbers; empty if it is absent."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list):
+            raise self.error(key, "a list of numbers", value)
+        named = {f"{key}[{index}]": entry for index, entry in enumerate(value)}
+        entries = ConfigReader(named, self.where)
+        return tuple(entries.number(name) for name in named)
+
+    def layer_kinds(self, key: str, kinds: Collection[str], num_layers: int) -> list[str] | None:
+        """What kind each layer is, a list of ``num_layers`` of ``kinds``; None if it is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != num_layers or not set(value) <= set(kinds):
+            raise self.error(key, f"{num_layers} of {', '.join(kinds)}", value)
+        return value
+
     def error(self, key: str, wanted: str, value: Any) -> ConfigError:
         shown = repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
@@ -119,10 +147,13 @@ class ConfigReader:
         return value
 
 
-def common_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
+def common_fields(
+    config: ConfigReader, *, head_dim: int | None = None, partial: bool = False
+) -> dict[str, Any]:
     """The fields of ``ModelSpec`` that every supported architecture spells in the same way.
 
     Without ``head_dim`` a config.json that has none divides the hidden size among the heads.
+    ``partial``: the architecture may rotate only a part of each head.
     """
     activation = config.word("hidden_act", "silu")
     if activation != "silu":
@@ -151,7 +182,7 @@ def common_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[
         "num_kv_heads": config.integer("num_key_value_heads", num_heads, maximum=MOST_HEADS),
         "head_dim": config.integer("head_dim", head_dim, maximum=MOST_HEADS),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "rope": read_rope(config, max_positions),
+        "rope": read_rope(config, max_positions, partial=partial),
         "dtype": dtype,
         "windows": (None,) * num_layers,
         "tie_embeddings": config.flag("tie_word_embeddings"),
@@ -159,15 +190,23 @@ def common_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[
     }
 
 
-def read_rope(config: ConfigReader, max_positions: int) -> RopeSpec:
-    """The rotary embedding in either spelling; ``ConfigError`` for one that is not offered."""
-    given = {**config.table("rope_scaling"), **config.table("rope_parameters")}
+def read_rope(
+    config: ConfigReader,
+    max_positions: int,
+    *,
+    partial: bool = False,
+    given: Mapping[str, Any] | None = None,
+) -> RopeSpec:
+    """The rotary embedding in either spelling, or as ``given``; ``ConfigError`` for one that is not
+    offered."""
+    if given is None:
+        given = {**config.table("rope_scaling"), **config.table("rope_parameters")}
     theta = config.number("rope_theta", 10_000.0)
     rope = ConfigReader({"rope_theta": theta, **given}, f"{config.where}: rope_parameters")
     scaling = rope.word("rope_type", rope.word("type", "default"))
-    partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ConfigError(f"{config.where}: partial_rotary_factor {partial:g} is not supported")
+    rotated = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if rotated != 1.0 and not partial:
+        raise ConfigError(f"{config.where}: partial_rotary_factor {rotated:g} is not supported")
     theta = rope.number("rope_theta")
     if theta <= 1:
         raise rope.error("rope_theta", "above 1", theta)
@@ -175,6 +214,7 @@ def read_rope(config: ConfigReader, max_positions: int) -> RopeSpec:
         "scaling": scaling,
         "theta": theta,
         "max_positions": max_positions,
+        "rotated": rotated,
     }
     if scaling == "default":
         return RopeSpec(**common)
@@ -207,9 +247,22 @@ def read_rope(config: ConfigReader, max_positions: int) -> RopeSpec:
             beta_slow=rope.number("beta_slow", 1.0),
             truncate=rope.flag("truncate", True),
         )
+    if scaling == "longrope":
+        factor = rope.number("factor", max_positions / original, maximum=MOST_POSITIONS)
+        stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        factors = rope.numbers("short_factor")
+        if not factors:
+            raise ConfigError(f"{rope.where}: short_factor is missing")
+        return RopeSpec(
+            **common,
+            factor=factor,
+            original_max_positions=original,
+            attention_factor=rope.number("attention_factor", stretched),
+            short_factors=factors,
+        )
     raise ConfigError(
         f"{config.where}: rope type {scaling!r} is not supported; supported are default, linear, "
-        "dynamic, llama3 and yarn"
+        "dynamic, llama3, yarn and longrope"
     )
 
 

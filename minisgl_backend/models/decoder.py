@@ -25,9 +25,9 @@ from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
 from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
 from minisgl_backend.layers.feed_forward import ExpertsMLP, FeedForward, GatedMLP
 from minisgl_backend.layers.matrix import Matrix
-from minisgl_backend.layers.norm import Normed, RMSNorm, is_sum_fused
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed, is_sum_fused
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.models.rope import rotary_table
+from minisgl_backend.models.rope import query_scales, rotary_table
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer, token_mixer
 from minisgl_backend.parallel.group import Group
@@ -47,11 +47,16 @@ class DecoderLayer(nn.Module):
         self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices, fused_experts: bool
     ):
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps)
         self._mixer_name, mixer = token_mixer(spec, layer, group, matrices)
         self.add_module(self._mixer_name, mixer)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps)
         self.mlp = _feed_forward(spec, layer, group, matrices, fused_experts)
+
+    @property
+    def first_norm(self) -> RMSNorm | None:
+        """The norm of the layer's input."""
+        return self.input_layernorm
 
     @property
     def mixer(self) -> TokenMixer:
@@ -59,12 +64,43 @@ class DecoderLayer(nn.Module):
         return cast(TokenMixer, getattr(self, self._mixer_name))
 
     def forward(
-        self, residual: Tensor, x: Normed, next_norm: RMSNorm, step: StepContext
+        self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
     ) -> tuple[Tensor, Normed]:
         """``x`` is ``residual`` under this layer's norm; so is the result under the next one's."""
         feed_forward: FeedForward = self.mlp
+        assert next_norm is not None  # all layers of a model are of one kind
         residual, x = self.mixer(residual, x, self.post_attention_layernorm, step)
         return feed_forward(residual, x, next_norm, pdl=step.pdl)
+
+
+class PostNormLayer(nn.Module):
+    """The layer of OLMo 2: the outputs of both parts are normalized, not their inputs.
+
+    Its forward pass is that of a ``DecoderLayer``, operation by operation: no kernel fuses the norm
+    of an output.
+    """
+
+    first_norm: Final = None
+
+    def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
+        super().__init__()
+        self.self_attn = SelfAttention(spec, layer, group, matrices)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.mlp = _gated_mlp(spec, layer, group, matrices)
+        self.post_feedforward_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+
+    @property
+    def mixer(self) -> TokenMixer:
+        return self.self_attn
+
+    def forward(
+        self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
+    ) -> tuple[Tensor, Normed]:
+        part = self.self_attn.output(x, step)
+        x = add_normed(residual, part, self.post_attention_layernorm, None, pdl=step.pdl)
+        part = self.mlp.output(x, pdl=step.pdl)
+        after = self.post_feedforward_layernorm
+        return residual, add_normed(residual, part, after, next_norm, pdl=step.pdl)
 
 
 class _Body(nn.Module):
@@ -77,19 +113,23 @@ class _Body(nn.Module):
         )
         self.layers = nn.ModuleList(
             DecoderLayer(spec, layer, group, matrices, fused_experts)
+            if spec.norms == "before"
+            else PostNormLayer(spec, layer, group, matrices)
             for layer in range(spec.num_layers)
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.norm = RMSNorm(spec.hidden_size, spec.stream_eps, scale=spec.logit_scale)
 
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm and output head.
 
-    ``rotary_table`` is float32[num_positions, head_dim] and no parameter: it is computed, never
-    loaded. A forward pass needs pages (``bind_pages``).
-    """
+    The tables of positions (``set_positions``) are no parameters: they are computed, never loaded.
+    A forward pass needs pages (``bind_pages``).
 
-    rotary_table: Tensor
+    If ``branch_scale`` s of the spec is not 1, the residual stream holds 1 / s of what the
+    publisher's does: embeddings are divided by s instead of multiplying what each part of a layer
+    adds, and norms, which undo it, have eps / s^2.
+    """
 
     def __init__(
         self,
@@ -109,6 +149,9 @@ class Decoder(nn.Module):
             self.lm_head = OutputHead(
                 "lm_head", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
             )
+        self._rotary_tables: list[Tensor] = []  # each float32[num_positions, rotary dimensions]
+        self._rotation_of: list[int] = []  # which of them, of each layer
+        self._query_scales: Tensor | None = None  # float32[num_positions]
         self.mark: Callable[[str], AbstractContextManager[object]] | None = None
         """Put around each layer, for profilers."""
         self._most_tensor_core_tokens = 0
@@ -118,8 +161,8 @@ class Decoder(nn.Module):
         return self.model.norm.weight.dtype
 
     @property
-    def layers(self) -> list[DecoderLayer]:
-        return cast("list[DecoderLayer]", list(self.model.layers))
+    def layers(self) -> list[DecoderLayer | PostNormLayer]:
+        return cast("list[DecoderLayer | PostNormLayer]", list(self.model.layers))
 
     @property
     def head(self) -> OutputHead:
@@ -135,8 +178,15 @@ class Decoder(nn.Module):
         self.head.matrix.pack(keep=self.spec.tie_embeddings)
 
     def set_positions(self, num_positions: int, device: torch.device) -> None:
-        """Compute the rotary table for sequences of up to ``num_positions`` tokens."""
-        self.rotary_table = rotary_table(self.spec.rope, self.spec.head_dim, num_positions, device)
+        """Compute the tables of positions for sequences of up to ``num_positions`` tokens."""
+        spec = self.spec
+        ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
+        kinds = list(dict.fromkeys(ropes))
+        self._rotary_tables = [
+            rotary_table(rope, spec.head_dim, num_positions, device) for rope in kinds
+        ]
+        self._rotation_of = [kinds.index(rope) for rope in ropes]
+        self._query_scales = query_scales(spec.rope, num_positions, device)
 
     def bind_pages(self, pages: Sequence[PagedKV]) -> None:
         """Give each layer the pages of its keys and values."""
@@ -144,8 +194,9 @@ class Decoder(nn.Module):
             layer.mixer.bind(kv)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only layers whose weights fit them, all of
-        the same shapes, each ``SelfAttention`` and ``GatedMLP``; pages must be bound."""
+        """Compute steps that fit them by ``kernels``. Only a ``DecoderLayer`` whose weights fit
+        them, all of the same shapes, each ``SelfAttention`` and ``GatedMLP``; pages must be
+        bound."""
         for layer in self.layers:
             assert isinstance(layer.mixer, SelfAttention) and isinstance(layer.mlp, GatedMLP)
             layer.mixer.use_tensor_cores(kernels)
@@ -157,15 +208,28 @@ class Decoder(nn.Module):
 
         ``tokens``, ``positions`` and ``slots`` are int32 or int64 [num_tokens].
         """
+        spec = self.spec
         residual: Tensor = self.model.embed_tokens(tokens)  # [num_tokens, hidden_size]
+        if (scale := spec.embedding_scale / spec.branch_scale) != 1.0:
+            residual.mul_(scale)
         layers, pdl = self.layers, self._starts_early(len(tokens))
-        step = StepContext(TokenPlaces(positions, slots, self.rotary_table), attend, pdl)
-        x = Normed(residual, layers[0].input_layernorm)
-        next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.model.norm]
+        query_scale: Tensor | None = None
+        if self._query_scales is not None:
+            query_scale = self._query_scales[positions, None, None].to(residual.dtype)
+        steps = [
+            StepContext(TokenPlaces(positions, slots, table), attend, pdl, query_scale)
+            for table in self._rotary_tables
+        ]
+        x = Normed(residual, layers[0].first_norm)
+        next_norms = [layer.first_norm for layer in layers[1:]] + [self.model.norm]
         for index, (layer, norm) in enumerate(zip(layers, next_norms, strict=True)):
             with nullcontext() if self.mark is None else self.mark(f"layer {index}"):
-                residual, x = layer(residual, x, norm, step)
+                residual, x = layer(residual, x, norm, steps[self._rotation_of[index]])
         return residual
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Rows of the residual stream under the final norm, [num_rows, hidden_size]."""
+        return Normed(hidden, self.model.norm).normalized(pdl=False)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype.
@@ -185,10 +249,11 @@ class Decoder(nn.Module):
     def _starts_early(self, num_tokens: int) -> bool:
         """Whether kernels of the layers may start early, and gain by it.
 
-        With several ranks only those on tensor cores may: the ranks' fused sums read the residual
+        Not in a ``PostNormLayer``, whose operations are partly PyTorch's. With several ranks only
+        those on tensor cores may: the ranks' fused sums read the residual
         stream before they wait, and no other GEMM ensures that it is written by then.
         """
-        if not can_start_early(self.rotary_table.device):
+        if self.spec.norms == "after" or not can_start_early(self._rotary_tables[0].device):
             return False
         if num_tokens <= self._most_tensor_core_tokens:
             return True
@@ -197,19 +262,23 @@ class Decoder(nn.Module):
         return num_tokens == 1 or MAX_BATCH_SIZE < num_tokens <= _PDL_TOKENS
 
 
+def _gated_mlp(spec: ModelSpec, layer: int, group: Group, matrices: Matrices) -> GatedMLP:
+    return GatedMLP(
+        f"model.layers.{layer}.mlp",
+        spec.hidden_size,
+        spec.intermediate_size,
+        bias=spec.mlp_bias,
+        group=group,
+        matrices=matrices,
+    )
+
+
 def _feed_forward(
     spec: ModelSpec, layer: int, group: Group, matrices: Matrices, fused_experts: bool
 ) -> GatedMLP | ExpertsMLP:
     moe = spec.moe
     if moe is None or layer not in moe.layers:
-        return GatedMLP(
-            f"model.layers.{layer}.mlp",
-            spec.hidden_size,
-            spec.intermediate_size,
-            bias=spec.mlp_bias,
-            group=group,
-            matrices=matrices,
-        )
+        return _gated_mlp(spec, layer, group, matrices)
     return ExpertsMLP(
         f"model.layers.{layer}.mlp",
         spec.hidden_size,

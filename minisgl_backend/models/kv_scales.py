@@ -20,7 +20,8 @@ from typing import Final
 
 from minisgl_backend.attention.base import KVScale
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.checkpoint import tensor_files
+from minisgl_backend.models.checkpoint import weight_files
+from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.models.weights import open_tensors
 
 _NAME: Final = re.compile(
@@ -34,25 +35,26 @@ def is_kv_scale(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def read_kv_scales(folder: Path, num_layers: int) -> tuple[KVScale, ...]:
-    """The scales of each layer; 1 for layers that have none in ``folder``'s checkpoint.
+def read_kv_scales(folder: Path, num_layers: int, names: TensorNames) -> tuple[KVScale, ...]:
+    """The scales of each layer; 1 for layers that have none in ``folder``'s checkpoint, which names
+    its tensors by ``names``.
 
     Raises ``ConfigError`` for a scale that is not a single number, finite and above 0, for two
     names of the same scale, for a layer with only one of the two, and for an unknown layer.
     """
     found: dict[tuple[int, str], float] = {}
-    for path, held in tensor_files(folder).items():
-        names = [name for name in held if is_kv_scale(name)]
-        if not names:
+    for path, held in weight_files(folder, names).items():
+        scales = [name for name in held if is_kv_scale(name)]
+        if not scales:
             continue
         with open_tensors(path) as file:
-            for name in names:
+            for name in scales:
                 match = _NAME.fullmatch(name)
                 assert match is not None
                 layer = int(match["layer"])
                 if layer >= num_layers:
                     raise ConfigError(f"the model has no place for {name} of the checkpoint")
-                value = file.get_tensor(name)
+                value = file.get_tensor(held[name].stored.name)
                 if value.numel() != 1:
                     shape = tuple(value.shape)
                     raise ConfigError(f"{name} must be one number, its shape is {shape}")

@@ -18,41 +18,58 @@ from torch import Tensor
 from minisgl_backend.models.spec import RopeSpec
 
 
-def rotary_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> Tensor:
-    """The cosines of each position's head_dim / 2 angles, and then their sines.
+def rotary_table(
+    spec: RopeSpec | None, head_dim: int, num_positions: int, device: torch.device
+) -> Tensor:
+    """The cosines of each position's rotary_dim / 2 angles, and then their sines.
 
-    float32[num_positions, head_dim].
+    float32[num_positions, rotary_dim]. Without a ``spec`` all angles are 0: nothing rotates.
     """
+    if spec is None:
+        half = torch.ones(num_positions, head_dim // 2)
+        return torch.cat([half, torch.zeros_like(half)], dim=1).to(device)
     positions = torch.arange(num_positions, dtype=torch.float32)
-    frequencies = inverse_frequencies(spec, head_dim)
-    angles = positions.unsqueeze(1) * frequencies  # [num_positions, head_dim / 2]
+    rotary_dim = spec.dims(head_dim)
+    frequencies = inverse_frequencies(spec, rotary_dim)
+    angles = positions.unsqueeze(1) * frequencies  # [num_positions, rotary_dim / 2]
     if spec.scaling == "dynamic" and num_positions > spec.max_positions:
         beyond = torch.arange(spec.max_positions, num_positions)
-        stretched = _dynamic_frequencies(spec, head_dim, beyond + 1)
+        stretched = _dynamic_frequencies(spec, rotary_dim, beyond + 1)
         angles[spec.max_positions :] = positions[spec.max_positions :].unsqueeze(1) * stretched
     table = torch.cat([angles.cos(), angles.sin()], dim=1) * spec.attention_factor
     return table.to(device)
 
 
-def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position, float32[head_dim / 2], for sequences up to ``max_positions``."""
-    exponents = torch.arange(0, head_dim, 2).float() / head_dim
+def query_scales(spec: RopeSpec, num_positions: int, device: torch.device) -> Tensor | None:
+    """What queries at each position are multiplied by, float32[num_positions]; None: all by 1."""
+    original = spec.original_max_positions or spec.max_positions
+    if not spec.query_growth or num_positions <= original:
+        return None
+    contexts = torch.floor(torch.arange(num_positions) / original)
+    return (1 + spec.query_growth * torch.log(1 + contexts)).to(device)
+
+
+def inverse_frequencies(spec: RopeSpec, rotary_dim: int) -> Tensor:
+    """Radians per position, float32[rotary_dim / 2], for sequences up to ``max_positions``."""
+    exponents = torch.arange(0, rotary_dim, 2).float() / rotary_dim
     frequencies = 1.0 / (spec.theta**exponents)
     if spec.scaling == "linear":
         return frequencies / spec.factor
     if spec.scaling == "llama3":
         return _llama3_frequencies(spec, frequencies)
+    if spec.scaling == "longrope":
+        return 1.0 / (torch.tensor(spec.short_factors) * spec.theta**exponents)
     if spec.scaling == "yarn":
-        return _yarn_frequencies(spec, head_dim, spec.theta**exponents)
+        return _yarn_frequencies(spec, rotary_dim, spec.theta**exponents)
     return frequencies
 
 
-def _dynamic_frequencies(spec: RopeSpec, head_dim: int, lengths: Tensor) -> Tensor:
-    """The same for sequences of int64[num_lengths] tokens: float32[num_lengths, head_dim / 2]."""
+def _dynamic_frequencies(spec: RopeSpec, rotary_dim: int, lengths: Tensor) -> Tensor:
+    """The same for sequences of int64[num_lengths] tokens: float32[num_lengths, rotary_dim / 2]."""
     stretch = (spec.factor * lengths / spec.max_positions) - (spec.factor - 1)
     # only the power is in float64, as in transformers: angles magnify its rounding error
-    theta = spec.theta * (stretch.double() ** (head_dim / (head_dim - 2))).float()
-    exponents = torch.arange(0, head_dim, 2).float() / head_dim
+    theta = spec.theta * (stretch.double() ** (rotary_dim / (rotary_dim - 2))).float()
+    exponents = torch.arange(0, rotary_dim, 2).float() / rotary_dim
     return 1.0 / (theta.unsqueeze(1) ** exponents)
 
 
@@ -72,25 +89,25 @@ def _llama3_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:
     return torch.where(between, blended, divided)
 
 
-def _yarn_frequencies(spec: RopeSpec, head_dim: int, wavelengths: Tensor) -> Tensor:
+def _yarn_frequencies(spec: RopeSpec, rotary_dim: int, wavelengths: Tensor) -> Tensor:
     """Interpolate slow dimensions, keep fast ones, and blend in between (arXiv 2309.00071).
 
     Slow ones turn less than ``beta_slow`` times over the original context, fast ones more than
-    ``beta_fast`` times. ``wavelengths`` is theta to the exponents, float32[head_dim / 2].
+    ``beta_fast`` times. ``wavelengths`` is theta to the exponents, float32[rotary_dim / 2].
     """
     context = spec.original_max_positions or spec.max_positions
-    low = _yarn_dimension(spec.beta_fast, head_dim, spec.theta, context)
-    high = _yarn_dimension(spec.beta_slow, head_dim, spec.theta, context)
+    low = _yarn_dimension(spec.beta_fast, rotary_dim, spec.theta, context)
+    high = _yarn_dimension(spec.beta_slow, rotary_dim, spec.theta, context)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001  # an empty ramp would divide by zero
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (spec.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
-def _yarn_dimension(turns: float, head_dim: int, theta: float, context: int) -> float:
+def _yarn_dimension(turns: float, rotary_dim: int, theta: float, context: int) -> float:
     """The dimension, a fraction, whose angle makes this number of ``turns`` over the context."""
-    return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))

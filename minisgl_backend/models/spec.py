@@ -7,10 +7,11 @@ One decoder computes all of them: an architecture is a set of values here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.weight_format import WeightFormats
 
 MOST_VOCABULARY: Final = 2**24
@@ -32,10 +33,15 @@ class RopeSpec:
     - ``dynamic``: the base grows with the sequence beyond ``max_positions`` (NTK-aware scaling);
     - ``llama3``: low frequencies are divided by ``factor``, high ones kept, those between blended;
     - ``yarn``: the same idea by dimension, and cos and sin are multiplied by ``attention_factor``
-      (arXiv 2309.00071).
+      (arXiv 2309.00071);
+    - ``longrope``: each frequency is divided by one of ``short_factors``, as sequences up to
+      ``original_max_positions`` are rotated (arXiv 2402.13753). Longer ones have other frequencies
+      at all positions, which keys in shared pages cannot have: they are not offered.
 
     ``max_positions`` is max_position_embeddings of config.json, ``original_max_positions`` the
-    context before stretching. Both are in tokens.
+    context before stretching. Both are in tokens. ``rotated`` is the share of a head that rotates,
+    its first dimensions. From ``original_max_positions`` on, queries grow with the logarithm of
+    their position times ``query_growth``, if that is not 0 (as in Llama 4).
     """
 
     scaling: str = "default"
@@ -49,6 +55,13 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    rotated: float = 1.0
+    query_growth: float = 0.0
+
+    def dims(self, head_dim: int) -> int:
+        """How many dimensions of a head rotate."""
+        return int(head_dim * self.rotated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +85,15 @@ class ModelSpec:
     ``windows`` has an entry a layer: the positions a token sees, its own included, or None for all.
     ``dtype`` is the checkpoint's own. ``eos_token_ids`` unites config.json and
     generation_config.json. ``weights`` says how projections are stored; None: all are plain.
+    ``names``: how the checkpoint names its tensors. It ``generates`` unless it has no output head,
+    as some embedding models; then the embedding stands for it.
+
+    ``ropes`` has an entry a layer if not all rotate by ``rope``; None: the layer does not rotate.
+    ``qk_norm``: queries and keys are normalized, each head for itself or all heads of a token
+    together. ``norms``: of the input of each part of a layer, or of its output before that is added
+    to the residual stream. ``attention_scale`` multiplies the scores, by default
+    head_dim to the power of -1/2. ``embedding_scale`` multiplies the embeddings, ``branch_scale``
+    what each part of a layer adds to the residual stream, ``logit_scale`` the logits.
     """
 
     architecture: str
@@ -90,7 +112,15 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "token"] | None = None
+    norms: Literal["before", "after"] = "before"
+    ropes: tuple[RopeSpec | None, ...] = ()
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    branch_scale: float = 1.0
+    logit_scale: float = 1.0
+    generates: bool = True
+    names: TensorNames = field(default_factory=TensorNames)
     weights: WeightFormats | None = None
     moe: MoeSpec | None = None
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
@@ -102,6 +132,17 @@ class ModelSpec:
             )
         if self.head_dim % 2:
             raise ConfigError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
+        rotated = self.rope.dims(self.head_dim)
+        if rotated % 2 or not 0 < rotated <= self.head_dim:
+            raise ConfigError(
+                f"partial_rotary_factor {self.rope.rotated:g} of head_dim {self.head_dim} makes "
+                f"{rotated} rotary dimensions, which must be an even number up to head_dim"
+            )
+        if self.rope.short_factors and len(self.rope.short_factors) != rotated // 2:
+            raise ConfigError(
+                f"longrope needs {rotated // 2} short factors, one for each frequency, "
+                f"got {len(self.rope.short_factors)}"
+            )
         if self.context > MOST_POSITIONS:
             raise ConfigError(
                 f"max_position_embeddings {self.rope.max_positions} with a rotary factor of "
@@ -116,7 +157,18 @@ class ModelSpec:
             return int(rope.max_positions * rope.factor)
         if rope.scaling == "yarn" and rope.original_max_positions:
             return max(rope.max_positions, int(rope.original_max_positions * rope.factor))
+        if rope.scaling == "longrope":
+            return rope.original_max_positions or rope.max_positions
         return rope.max_positions
+
+    @property
+    def stream_eps(self) -> float:
+        """The eps of norms of the residual stream as ``Decoder`` keeps it."""
+        return self.norm_eps / self.branch_scale**2
+
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        """How a layer rotates; None if it does not."""
+        return self.ropes[layer] if self.ropes else self.rope
 
     @property
     def num_parameters(self) -> int:
@@ -147,6 +199,6 @@ class ModelSpec:
             num_heads=self.num_heads // ranks,
             num_kv_heads=max(1, kv_heads // ranks),
             head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
+            scale=self.attention_scale or self.head_dim**-0.5,
             windows=self.windows,
         )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm
+from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm, TokenNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import even_share, kv_head_share
 from minisgl_backend.models.spec import ModelSpec
@@ -29,12 +29,16 @@ class StepContext:
     """What all layers of a step share.
 
     ``places``: positions of the tokens, and slots of their keys and values. ``pdl``: kernels may
-    start before their predecessors have ended (``kernels``).
+    start before their predecessors have ended (``kernels``). ``query_scale`` [num_tokens, 1, 1]
+    multiplies the rotated queries, in their type, if it is given.
+
+    Layers that rotate in different ways have one each.
     """
 
     places: TokenPlaces
     attend: Attend
     pdl: bool
+    query_scale: Tensor | None = None
 
 
 class TokenMixer(Protocol):
@@ -78,15 +82,19 @@ class SelfAttention(nn.Module):
             matrices=matrices,
         )
         self.eps = spec.norm_eps
-        self.qk_norm = HeadNorm(spec.head_dim) if spec.qk_norm else None
+        self.qk_norm: HeadNorm | TokenNorm | None = None
+        if spec.qk_norm == "head":
+            self.qk_norm = HeadNorm(spec.head_dim)
+        elif spec.qk_norm == "token":
+            self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
         self._heads_kernel: HeadsKernel | None = None
 
     def bind(self, kv: PagedKV) -> None:
         self.kv = kv
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``, which the weights fit; pages must be
-        bound."""
+        """Compute steps that fit them by ``kernels``, which the weights fit. Only heads that rotate
+        in full and have no ``TokenNorm``; pages must be bound."""
         self._heads_kernel = kernels.heads(
             self.num_heads,
             self.num_kv_heads,
@@ -101,15 +109,25 @@ class SelfAttention(nn.Module):
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Normed]:
+        return self.o_proj.add_to(residual, self._attended(x, step), norm, pdl=step.pdl)
+
+    def output(self, x: Normed, step: StepContext) -> Tensor:
+        """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it before."""
+        output: Tensor = self.o_proj(self._attended(x, step), pdl=step.pdl)
+        return output
+
+    def _attended(self, x: Normed, step: StepContext) -> Tensor:
+        """[num_tokens, num_heads * head_dim]"""
         q = self._queries(x, step)  # [num_tokens, num_heads, head_dim]
-        attended = step.attend(q, self.kv, self.layer).flatten(1)
-        return self.o_proj.add_to(residual, attended, norm, pdl=step.pdl)
+        if step.query_scale is not None:
+            q = q * step.query_scale
+        return step.attend(q, self.kv, self.layer).flatten(1)
 
     def _queries(self, x: Normed, step: StepContext) -> Tensor:
         """The rotated queries, [num_tokens, num_heads, head_dim]. Stores keys and values in their
         pages."""
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
-        q_weight, k_weight = (None, None) if norm is None else (norm.q, norm.k)
+        q_weight, k_weight = (norm.q, norm.k) if isinstance(norm, HeadNorm) else (None, None)
         places = step.places
         if kernel is not None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
@@ -123,7 +141,7 @@ class SelfAttention(nn.Module):
                 kv.keys,
                 kv.values,
                 squares=squares,
-                eps=self.eps,
+                eps=x.eps if norm is None else self.eps,  # without head norms, only the input's
                 q_weight=q_weight,
                 k_weight=k_weight,
                 k_scale=kv.k_scale,
@@ -131,8 +149,11 @@ class SelfAttention(nn.Module):
                 bias=self.qkv_proj.bias,
                 pdl=step.pdl,
             )
+        qkv = self.qkv_proj(x, pdl=step.pdl)
+        if isinstance(norm, TokenNorm):
+            norm.apply_to(qkv)
         return qk_norm_rope_store(
-            self.qkv_proj(x, pdl=step.pdl),
+            qkv,
             places,
             kv.keys,
             kv.values,

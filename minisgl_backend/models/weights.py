@@ -23,7 +23,8 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.weight_place import Place, ReadTensor, StoredTensor
-from minisgl_backend.models.checkpoint import TensorFiles, TensorHeader, tensor_files
+from minisgl_backend.models.checkpoint import WeightFiles, WeightHeader, weight_files
+from minisgl_backend.models.tensor_names import StoredAs, TensorNames
 from minisgl_backend.progress import Progress, unseen
 
 logger = logging.getLogger(__name__)
@@ -38,26 +39,29 @@ class _Use:
 
     weight: str | None
     part: str
-    stored: StoredTensor
+    wanted: StoredTensor
+    stored: StoredAs
 
 
 def load_weights(
     places: Mapping[str, Place],
     folder: Path,
     *,
+    names: TensorNames,
     is_ignored: Callable[[str], bool],
     progress: Progress = unseen,
 ) -> None:
     """Fill every place from the checkpoint in ``folder``, converting to the places' dtype.
 
-    ``is_ignored`` says by name which tensors of the checkpoint need no place; buffers of rotary
-    frequencies and biases of 0 need none either. Raises ``ConfigError`` for missing, left-over or
-    misshapen tensors, for those of another type, for scales that are 0 or not finite, and for files
-    that cannot be read.
+    ``names`` says how the checkpoint names its tensors; places have the decoder's names.
+    ``is_ignored`` says by the decoder's name which tensors of the checkpoint need no place; buffers
+    of rotary frequencies and biases of 0 need none either. Raises ``ConfigError`` for missing,
+    left-over or misshapen tensors, for those of another type, for scales that are 0 or not finite,
+    and for files that cannot be read.
     """
     started = monotonic()
-    files = tensor_files(folder)
-    uses = _uses(places, files, is_ignored)
+    files = weight_files(folder, names)
+    uses = _uses(places, files, names, is_ignored)
     wanted = {path: [name for name in held if name in uses] for path, held in files.items()}
     num_missing = {weight: 0 for weight in places}
     for use in uses.values():
@@ -65,15 +69,18 @@ def load_weights(
             num_missing[use.weight] += 1
     found: dict[str, dict[str, ReadTensor]] = {}  # of weights of which not all has been read
     with progress("loading weights", len(uses)) as advance:
-        for path, names in wanted.items():
-            for name, values in _read_file(path, {name: uses[name].stored for name in names}):
+        for path, held in wanted.items():
+            for name, values in _read_file(path, {name: uses[name] for name in held}):
                 advance(name)
                 weight, part = uses[name].weight, uses[name].part
+                stored_name = uses[name].stored.name
                 if weight is None:
                     if values.any():
-                        raise ConfigError(f"the model has no place for {name} of the checkpoint")
+                        raise ConfigError(
+                            f"the model has no place for {stored_name} of the checkpoint"
+                        )
                     continue
-                found.setdefault(weight, {})[part] = ReadTensor(name, values)
+                found.setdefault(weight, {})[part] = ReadTensor(stored_name, values)
                 num_missing[weight] -= 1
                 if not num_missing[weight]:
                     places[weight].fill(found.pop(weight))
@@ -101,31 +108,36 @@ def fill_random(places: Mapping[str, Place], seed: int, dtype: torch.dtype) -> N
 
 
 def _uses(
-    places: Mapping[str, Place], files: TensorFiles, is_ignored: Callable[[str], bool]
+    places: Mapping[str, Place],
+    files: WeightFiles,
+    names: TensorNames,
+    is_ignored: Callable[[str], bool],
 ) -> dict[str, _Use]:
-    """Each tensor to be read, by its name; raises ``ConfigError`` unless all of them fit."""
+    """Each tensor to be read, by the decoder's name; raises ``ConfigError`` unless all of them
+    fit."""
     headers = {name: header for held in files.values() for name, header in held.items()}
     uses: dict[str, _Use] = {}
     missing = []
     for weight, place in places.items():
         module = weight.rpartition(".")[0]
-        for part, stored in place.tensors(weight).items():
-            names = [f"{module}.{name}" for name in stored.names]
-            name = next((name for name in names if name in headers), None)
+        for part, wanted in place.tensors(weight).items():
+            spelled = [f"{module}.{name}" for name in wanted.names]
+            name = next((name for name in spelled if name in headers), None)
             if name is not None:
-                _check_header(name, headers[name], stored)
-                uses[name] = _Use(weight, part, stored)
-            elif not stored.optional:
-                missing.append(" or ".join(names))
+                _check_header(headers[name], wanted)
+                uses[name] = _Use(weight, part, wanted, headers[name].stored)
+            elif not wanted.optional:
+                missing.append(" or ".join(map(names.in_checkpoint, spelled)))
     if missing:
         raise ConfigError(f"the checkpoint lacks {_listed(sorted(missing))}")
     for weight in places:
         name = weight.rpartition(".")[0] + ".bias"
         if name in headers and name not in uses:
-            shape = headers[name].shape
-            uses[name] = _Use(None, "bias", StoredTensor(names=("bias",), shapes=(shape,)))
+            header = headers[name]
+            wanted = StoredTensor(names=("bias",), shapes=(header.shape,))
+            uses[name] = _Use(None, "bias", wanted, header.stored)
     left_over = sorted(
-        name
+        headers[name].stored.name
         for name in headers.keys() - uses.keys()
         if not (is_ignored(name) or name.endswith("rotary_emb.inv_freq"))
     )
@@ -134,13 +146,14 @@ def _uses(
     return uses
 
 
-def _check_header(name: str, header: TensorHeader, stored: StoredTensor) -> None:
-    if header.shape not in stored.shapes:
-        needed = " or ".join(map(str, stored.shapes))
+def _check_header(header: WeightHeader, wanted: StoredTensor) -> None:
+    name = header.stored.name
+    if header.shape not in wanted.shapes:
+        needed = " or ".join(map(str, wanted.shapes))
         raise ConfigError(f"{name} has the shape {header.shape}, the model needs {needed}")
-    if header.dtype not in stored.dtypes:
+    if header.dtype not in wanted.dtypes:
         raise ConfigError(
-            f"{name} has the type {header.dtype}, the model needs {' or '.join(stored.dtypes)}"
+            f"{name} has the type {header.dtype}, the model needs {' or '.join(wanted.dtypes)}"
         )
 
 
@@ -149,15 +162,15 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _read_file(path: Path, wanted: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    """The regions of these tensors of one file."""
+def _read_file(path: Path, uses: Mapping[str, _Use]) -> Iterator[tuple[str, Tensor]]:
+    """The regions of these weights of one file."""
     with open_tensors(path) as file:
-        for name, stored in wanted.items():
-            source = file.get_slice(name)
-            region = stored.region[: len(source.get_shape())]
-            values = source[region] if region else file.get_tensor(name)
-            if stored.is_scale:
-                _check_scale(name, values)
+        for name, use in uses.items():
+            stored = use.stored
+            region = stored.within(use.wanted.region[: len(stored.shape)])
+            values = file.get_slice(stored.name)[region] if region else file.get_tensor(stored.name)
+            if use.wanted.is_scale:
+                _check_scale(stored.name, values)
             yield name, values
 
 

@@ -21,9 +21,11 @@ from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
 from minisgl_backend.offline.room import Room
 from minisgl_backend.request import (
     Admitted,
+    Embedded,
     Event,
     Failed,
     Finished,
+    FloatArray,
     Generated,
     PromptLogprobs,
     Request,
@@ -70,6 +72,8 @@ class Output:
     """The sum over all tokens so far; None if not asked for."""
     times: Times | None
     """None if not asked for."""
+    embedding: FloatArray | None
+    """float32[hidden_size] of length 1, of the prompt; None if not asked for by ``embed``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +125,7 @@ class Mailbox:
         self._room = room
         self._num_waiting_tokens = len(asked.request.prompt)
         self._wake_after = _tokens_per_wake(asked.start)
-        self._events: deque[PromptLogprobs | Generated | Finished | Failed] = deque()
+        self._events: deque[PromptLogprobs | Generated | Embedded | Finished | Failed] = deque()
         self._is_announced = False
         self._num_cached_tokens: int | None = None
         self._untold_ids: list[TokenId] = []
@@ -142,7 +146,7 @@ class Mailbox:
             self._num_waiting_tokens = 0
             return
         self._events.append(event)
-        if isinstance(event, PromptLogprobs):
+        if isinstance(event, PromptLogprobs | Embedded):
             return
         if isinstance(event, Generated):
             if self._answers.start.wanted.perf_metrics:
@@ -183,6 +187,7 @@ class Mailbox:
                 answer.cumulative_logprob if wanted.logprobs or wanted.cumulative_logprob else None
             ),
             times=answer.times,
+            embedding=answer.embedding,
         )
 
     def _take(self) -> Packet:
@@ -190,6 +195,7 @@ class Mailbox:
         token_ids: list[TokenId] = []
         logprobs: list[TokenLogprobs] = []
         finish: Finished | None = None
+        embedding: FloatArray | None = None
         while self._events:
             event = self._events.popleft()
             if isinstance(event, Failed):
@@ -198,6 +204,8 @@ class Mailbox:
                 finish, self.has_ended = event, True
             elif isinstance(event, PromptLogprobs):
                 self._prompt_logprobs += event.tokens()
+            elif isinstance(event, Embedded):
+                embedding = event.vector
             else:
                 token_ids.append(event.token_id)
                 if event.logprobs is not None:
@@ -211,6 +219,7 @@ class Mailbox:
             logprobs=tuple(logprobs),
             terminal=finish,
             times=self._times(),
+            embedding=embedding,
         )
 
     def _times(self) -> Times | None:

@@ -25,7 +25,7 @@ from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts
 from minisgl_backend.offline.room import Room
 from minisgl_backend.precheck import context_of
 from minisgl_backend.progress import shown, unseen
-from minisgl_backend.request import IntArray, Request, SamplingParams
+from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats
 from minisgl_backend.text.tokenizer import PromptEncoder
@@ -111,6 +111,18 @@ class LLM:
         the first output is asked for.
         """
         return self._outputs(self._call(prompts, params, stream=True))
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | None = None
+    ) -> list[FloatArray]:
+        """The embedding of each prompt, in their order: float32[hidden_size] of length 1, from the
+        prompt's last token.
+
+        ``params`` are those of every prompt that concern it, such as ``cache_salt``. Errors are
+        those of ``generate``.
+        """
+        outputs = self.generate(prompts, {**(params or {}), "embed": True})
+        return [output.embedding for output in outputs if output.embedding is not None]
 
     def close(self) -> None:
         """End all requests and the engine, and free its memory. Idempotent.

@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """What is fixed once the model is loaded. Lengths and sizes are in tokens. ``weights`` says how
-    the checkpoint stores them."""
+    the checkpoint stores them. Unless it ``generates``, the model has no output head, and embeds
+    prompts only."""
 
     model: str
     folder: str
@@ -60,6 +61,7 @@ class EngineInfo:
     max_queued_requests: int
     max_queued_tokens: int
     max_queue_time_s: float | None = None
+    generates: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +152,15 @@ class Engine:
         _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
         _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
         # as ``wire.parse`` does, for requests that did not come through it
-        if sampling.max_tokens == 0 and sampling.num_prompt_logprobs is None:
-            raise InvalidRequest("max_tokens must be >= 1 without num_prompt_logprobs, got 0")
+        if not (sampling.embed or info.generates):
+            raise InvalidRequest("embed must be true: the checkpoint has no output head")
+        if sampling.embed and sampling.max_tokens:
+            raise InvalidRequest(f"max_tokens must be 0 with embed, got {sampling.max_tokens}")
+        is_for_prompt = sampling.embed or sampling.num_prompt_logprobs is not None
+        if sampling.max_tokens == 0 and not is_for_prompt:
+            raise InvalidRequest(
+                "max_tokens must be >= 1 without num_prompt_logprobs or embed, got 0"
+            )
         self._capacity.check(num_prompt_tokens=len(prompt), max_tokens=sampling.max_tokens)
 
     def count_refused(self, reason: Refusal) -> None:

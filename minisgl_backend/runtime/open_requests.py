@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
 from minisgl_backend.request import (
     Admitted,
+    Embedded,
     Event,
     Failed,
     Finished,
@@ -100,12 +101,14 @@ class OpenRequests:
             self._deliver(entry.sink, Admitted(num_cached_tokens))
 
     def deliver(self, result: StepResult, now_s: float) -> None:
-        """Deliver the log-probabilities of prompts, then the tokens, of a step; the caller delivers
-        what it ends, right after."""
+        """Deliver the log-probabilities and embeddings of prompts, then the tokens, of a step; the
+        caller delivers what it ends, right after."""
         for request_id, scored in result.scored:
             entry = self._open[request_id]
             entry.num_scored += len(scored)
             self._deliver(entry.sink, scored)
+        for request_id, vector in result.embedded:
+            self._deliver(self._open[request_id].sink, Embedded(vector))
         logprobs, ended = result.logprobs, result.ended
         for index, (request_id, token_id) in enumerate(
             zip(result.request_ids, result.token_ids.tolist(), strict=True)

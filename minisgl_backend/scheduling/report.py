@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from minisgl_backend.request import (
     Failed,
     Finished,
+    FloatArray,
     IntArray,
     PromptLogprobs,
     RequestId,
@@ -19,8 +20,8 @@ class StepResult:
     """What a commit made known: new tokens of live requests, and the requests that ended with it.
 
     ``request_ids`` and ``token_ids``, int32[num_tokens], run in parallel; ``logprobs`` is keyed by
-    index in them. ``scored`` has log-probabilities of prompts, ``ended`` the terminal events.
-    Requests that were aborted meanwhile do not appear.
+    index in them. ``scored`` has log-probabilities of prompts, ``embedded`` their embeddings,
+    ``ended`` the terminal events. Requests that were aborted meanwhile do not appear.
     """
 
     request_ids: list[RequestId]
@@ -28,6 +29,7 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     scored: list[tuple[RequestId, PromptLogprobs]] = field(default_factory=list)
     ended: dict[RequestId, Finished | Failed] = field(default_factory=dict)
+    embedded: list[tuple[RequestId, FloatArray]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -316,6 +316,11 @@ class Scheduler:
                 ended[sequence.request.id] = Failed(EngineFailure(_NOT_FINITE))
                 self._life.end(sequence)
             accepted &= ~failed
+        embedded = [
+            (rows.sequence(int(sample_rows[index])).request.id, vector)
+            for index, vector in tokens.embeddings.items()
+            if accepted[index]
+        ]
         surplus = accepted & rows.are_complete(sample_rows)
         if surplus.any():
             for row in sample_rows[surplus].tolist():
@@ -335,7 +340,7 @@ class Scheduler:
             reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
             ended[request_ids[index]] = Finished(reason, stop)
             self._life.end(self._life.live[request_ids[index]])
-        return StepResult(request_ids, token_ids, dict(logprobs), scored, ended)
+        return StepResult(request_ids, token_ids, dict(logprobs), scored, ended, embedded)
 
 
 def _renumbered(

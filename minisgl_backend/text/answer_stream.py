@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl_backend.request import Failed, Finished, FinishReason, TokenId, TokenLogprobs
+from minisgl_backend.request import (
+    Failed,
+    Finished,
+    FinishReason,
+    FloatArray,
+    TokenId,
+    TokenLogprobs,
+)
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.wire.answer import NO_LOGPROBS, Answer, prompt_logprobs_json
@@ -22,6 +29,7 @@ class AnswerStream:
 
     __slots__ = (
         "_cumulative",
+        "_embedding",
         "_logprobs",
         "_num_cached",
         "_num_unsent",
@@ -62,6 +70,7 @@ class AnswerStream:
         self._logprobs: list[TokenLogprobs] = []
         self._cumulative = 0.0
         self._times: Times | None = None
+        self._embedding: FloatArray | None = None
 
     def push(self, packet: Packet) -> Answer | None:
         """The answer that a packet gives rise to, if any. One with an error does not come here."""
@@ -72,6 +81,7 @@ class AnswerStream:
             self._num_cached = packet.num_cached_tokens
         if packet.times is not None:
             self._times = packet.times
+        self._embedding = packet.embedding
         if (scored := packet.prompt_logprobs) is not None:
             text_of = self._vocabulary.token_text
             self._prompt_logprobs.append(prompt_logprobs_json(scored, text_of))
@@ -122,6 +132,7 @@ class AnswerStream:
             cumulative_logprob=self._cumulative,
             times=self._times,
             prompt_logprobs=self._prompt_logprobs,
+            embedding=self._embedding,
         )
         self._num_unsent = 0
         self._prompt_logprobs = []

@@ -184,6 +184,7 @@ class TokenEncoder:
             cumulative_logprob=self._cumulative_logprob,
             times=packet.times,
             prompt_logprobs=self._prompt_logprobs,
+            embedding=packet.embedding,
         )
         self._prompt_logprobs = []
         return make_response(answer_arrays(answer, self._start.wanted))

@@ -28,9 +28,11 @@ from typing import Any, Final
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.request import (
     Admitted,
+    Embedded,
     Event,
     Failed,
     Finished,
+    FloatArray,
     Generated,
     PromptLogprobs,
     RequestId,
@@ -90,6 +92,7 @@ class ResponseStream:
         self._first_token_time_ns = 0
         self._last_token_time_ns = 0
         self._last: Generated | None = None
+        self._embedding: FloatArray | None = None
         self._terminal: Finished | Failed | None = None
         self._num_sent = 0
         self._has_sent_tokens = False
@@ -140,6 +143,9 @@ class ResponseStream:
                 self._prompt_logprobs.extend(
                     event.part(begin, begin + most) for begin in range(0, len(event), most)
                 )
+            elif isinstance(event, Embedded):
+                self._embedding = event.vector  # for the packet with the terminal event
+                return False
             else:
                 assert isinstance(event, Finished | Failed)
                 if self._last is not None:
@@ -241,6 +247,7 @@ class ResponseStream:
                 terminal,
                 self._times() if self._is_timed else None,
                 prompt_logprobs,
+                self._embedding if terminal is not None else None,
             )
 
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:

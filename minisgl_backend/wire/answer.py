@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.request import FinishReason, PromptLogprobs, TokenId, TokenLogprobs
+from minisgl_backend.request import FinishReason, FloatArray, PromptLogprobs, TokenId, TokenLogprobs
 from minisgl_backend.wire.generation import NOTHING, Wanted
 from minisgl_backend.wire.packets import Times
 
@@ -35,7 +35,8 @@ class Answer:
     ``text`` is None for a client of ``llm_engine`` alone, which gets ``token_ids``. ``finish`` is
     None while the request runs. ``stop_reason`` is the stop string or token id that matched.
     ``cumulative_logprob`` covers all tokens so far. ``prompt_logprobs`` are parts of a JSON list
-    (``prompt_logprobs_json``), which follow those of the answers before.
+    (``prompt_logprobs_json``), which follow those of the answers before. ``embedding``,
+    float32[hidden_size], is in the last answer, if it was asked for.
     """
 
     text: str | None = None
@@ -49,6 +50,7 @@ class Answer:
     cumulative_logprob: float = 0.0
     times: Times | None = None
     prompt_logprobs: Sequence[str] = ()
+    embedding: FloatArray | None = None
 
 
 def answer_arrays(
@@ -86,6 +88,8 @@ def answer_arrays(
         arrays["logprobs"] = _string("null")
     if wanted.prompt_logprobs:
         arrays["prompt_logprobs"] = _string(f"[{','.join(answer.prompt_logprobs)}]")
+    if answer.embedding is not None:
+        arrays["embedding"] = answer.embedding
     if wanted.perf_metrics and (times := answer.times) is not None:
         for name in Times.__slots__:
             arrays[name] = np.array([getattr(times, name)], dtype=np.int64)

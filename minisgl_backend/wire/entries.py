@@ -24,6 +24,7 @@ class Kind(Enum):
     SEED = auto()
     TIME_NS = auto()
     NUMBER = auto()
+    NUMBERS = auto()
     NUMBER_ROWS = auto()
     """[num_beams, n]; there is one beam."""
     BIASES = auto()
@@ -45,6 +46,7 @@ DATA_TYPES: Final[Mapping[Kind, str]] = MappingProxyType(
         Kind.SEED: "TYPE_UINT64",
         Kind.TIME_NS: "TYPE_INT64",
         Kind.NUMBER: "TYPE_FP32",
+        Kind.NUMBERS: "TYPE_FP32",
         Kind.NUMBER_ROWS: "TYPE_FP32",
         Kind.BIASES: "TYPE_STRING",
         Kind.JSON: "TYPE_STRING",
@@ -55,6 +57,7 @@ DIMS: Final[Mapping[Kind, tuple[int, ...]]] = MappingProxyType(
         Kind.BYTES: (-1,),
         Kind.TEXTS: (-1,),
         Kind.INTEGERS: (-1,),
+        Kind.NUMBERS: (-1,),
         Kind.NUMBER_ROWS: (-1, -1),
     }
 )

@@ -64,14 +64,16 @@ class Wanted:
     null_logprobs: bool = False
     """``logprobs`` without a number of alternatives: the output is null."""
     prompt_logprobs: bool = False
+    embedding: bool = False
 
     def names(self) -> list[str]:
         """Those that are asked for."""
         return [spec.name for spec in fields(self) if getattr(self, spec.name)]
 
     def flags(self) -> list[str]:
-        """The inputs that ask for them; ``prompt_logprobs`` are asked for by number."""
-        names = [name for name in self.names() if name != "prompt_logprobs"]
+        """The inputs that ask for them and nothing else; ``prompt_logprobs`` are asked for by
+        number, ``embedding`` by ``embed``."""
+        names = [name for name in self.names() if name not in ("prompt_logprobs", "embedding")]
         return [f"return_{name.removeprefix('null_')}" for name in names]
 
 

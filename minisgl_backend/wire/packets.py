@@ -8,6 +8,7 @@ A packet is JSON in the tensor ``chunk``:
     "c": int            once known: prompt tokens found in the cache
     "l": [[logprob, rank, [[token id, logprob], ...]], ...]  one a token
     "p": [number of alternatives, base64]    log-probabilities of the next tokens of the prompt
+    "v": base64    the embedding: four bytes a number, the least significant first
     "f": [reason] or [reason, stop token id]                 the last packet
     "e": [code, message]                                     the last packet, of a failed request
     "t": [arrival, first scheduled, first token, last token] in ns since 1970, if asked for
@@ -48,6 +49,7 @@ from minisgl_backend.request import (
     Failed,
     Finished,
     FinishReason,
+    FloatArray,
     PromptLogprobs,
     TokenId,
     TokenLogprobs,
@@ -147,7 +149,8 @@ class Packet:
     client of ``llm_engine`` alone, which is never encoded. ``key`` names the stream, ``index``
     counts its packets from 0. ``start`` is set if ``index`` is 0, ``num_cached_tokens`` once, when
     it became known, ``terminal`` in the last packet. ``logprobs`` has one entry a token, if they
-    were asked for; ``prompt_logprobs`` follow those of the packets before.
+    were asked for; ``prompt_logprobs`` follow those of the packets before. ``embedding`` is in the
+    last packet, if it was asked for.
     """
 
     reply_to: str
@@ -160,6 +163,7 @@ class Packet:
     terminal: Finished | Failed | None = None
     times: Times | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: FloatArray | None = None
 
 
 def encode_packet(packet: Packet) -> bytes:
@@ -175,6 +179,8 @@ def encode_packet(packet: Packet) -> bytes:
         body["l"] = [(one.logprob, one.rank, one.alternatives) for one in packet.logprobs]
     if (scored := packet.prompt_logprobs) is not None:
         body["p"] = _encode_prompt_logprobs(scored)
+    if packet.embedding is not None:
+        body["v"] = base64.b64encode(packet.embedding.astype("<f4").tobytes()).decode()
     if isinstance(terminal := packet.terminal, Finished):
         body["f"] = [terminal.reason.value]
         if terminal.stop_token_id is not None:
@@ -231,6 +237,7 @@ def _decode(body: dict[str, Any]) -> Packet:
         terminal=_decode_terminal(body),
         times=Times(*(_int(moment) for moment in body["t"])) if "t" in body else None,
         prompt_logprobs=_decode_prompt_logprobs(*body["p"]) if "p" in body else None,
+        embedding=_decode_embedding(body["v"]) if "v" in body else None,
     )
 
 
@@ -269,6 +276,10 @@ def _decode_prompt_logprobs(num_alternatives: Any, text: Any) -> PromptLogprobs:
         ids.reshape(shape),
         alternatives.view("<f4").reshape(shape),
     )
+
+
+def _decode_embedding(text: Any) -> FloatArray:
+    return np.frombuffer(base64.b64decode(_str(text), validate=True), "<f4")
 
 
 def _decode_terminal(body: dict[str, Any]) -> Finished | Failed | None:

@@ -87,7 +87,7 @@ INPUTS: Final[tuple[Input, ...]] = (
     _integer(
         "max_tokens",
         "tokens to generate, 1 .. context - prompt; 0 with num_prompt_logprobs: only the prompt is "
-        "computed",
+        "computed; 0 with embed",
         synonyms=("max_new_tokens",),
         default=16,
         minimum=0,
@@ -148,6 +148,10 @@ INPUTS: Final[tuple[Input, ...]] = (
         "of the prompt is taken from the prefix cache",
         parameter_synonyms=("prompt_logprobs",),
         minimum=0,
+    ),
+    _flag(
+        "embed",
+        "ask for embedding, and generate nothing: the hidden state of the prompt's last token",
     ),
     Input(name="logit_bias", kind=Kind.BIASES, meaning="JSON {token id: bias}", default=()),
     Input(
@@ -250,6 +254,13 @@ OUTPUTS: Final[tuple[Output, ...]] = (
         meaning="the same of the prompt's tokens, each given those before it; null for the first. "
         "With stream they come before the text, in parts that add up",
         asked_by=("num_prompt_logprobs",),
+    ),
+    Output(
+        name="embedding",
+        kind=Kind.NUMBERS,
+        meaning="hidden_size numbers: the hidden state of the prompt's last token under the final "
+        "norm, normalized to length 1; in the last response",
+        asked_by=("embed",),
     ),
     Output(
         name="cumulative_logprob",

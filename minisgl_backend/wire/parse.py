@@ -116,6 +116,8 @@ def build(
 ) -> Generation | StopRequest:
     """The request that gathered values make."""
     given = {**DEFAULTS, **found}
+    if given["embed"]:
+        given["max_tokens"] = found.get("max_tokens", 0)
     wanted = Wanted(
         finish_reason=given["return_finish_reason"],
         stop_reason=given["return_stop_reason"],
@@ -128,6 +130,7 @@ def build(
         logprobs=given["return_logprobs"] and given["num_logprobs"] is not None,
         null_logprobs=given["return_logprobs"] and given["num_logprobs"] is None,
         prompt_logprobs=given["num_prompt_logprobs"] is not None,
+        embedding=given["embed"],
     )
     prompts = [name for name in PROMPTS if given[name] is not None]
     if given["stop_request"]:
@@ -214,8 +217,14 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
         raise InvalidRequest(
             f"min_tokens must be <= max_tokens {given['max_tokens']}, got {given['min_tokens']}"
         )
-    if given["max_tokens"] == 0 and given["num_prompt_logprobs"] is None:
-        raise InvalidRequest("max_tokens must be >= 1 without num_prompt_logprobs, got 0")
+    grammar = grammar_of(given)
+    if given["embed"] and given["max_tokens"]:
+        raise InvalidRequest(f"max_tokens must be 0 with embed, got {given['max_tokens']}")
+    if given["embed"] and grammar is not None:
+        raise InvalidRequest("a form of the answer does not go with embed, which generates nothing")
+    is_for_prompt = given["embed"] or given["num_prompt_logprobs"] is not None
+    if given["max_tokens"] == 0 and not is_for_prompt:
+        raise InvalidRequest("max_tokens must be >= 1 without num_prompt_logprobs or embed, got 0")
     num_logprobs: int | None = None
     if wanted.logprobs:
         num_logprobs = given["num_logprobs"]
@@ -237,7 +246,8 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
         logit_bias=given["logit_bias"],
         num_logprobs=num_logprobs,
         num_prompt_logprobs=given["num_prompt_logprobs"],
-        grammar=grammar_of(given),
+        embed=given["embed"],
+        grammar=grammar,
     )
 
 

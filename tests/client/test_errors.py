@@ -57,7 +57,7 @@ THERE: list[tuple[dict[str, Any], type[MinisglError], str]] = [
     (
         {"prompt": "x", "max_tokens": 0},
         InvalidArgument,
-        "max_tokens must be >= 1 without num_prompt_logprobs, got 0",
+        "max_tokens must be >= 1 without num_prompt_logprobs or embed, got 0",
     ),
     ({"prompt": "x", "tempreature": 1.0}, InvalidArgument, "unknown parameter 'tempreature'; did"),
     ({"prompt": "x", "logit_bias": "["}, InvalidArgument, "logit_bias must be valid JSON"),

@@ -117,7 +117,8 @@ def test_forms_that_are_wrong_usage(
         (
             ["x", "--max-tokens", "0"],
             1,
-            "Error: INVALID_ARG: max_tokens must be >= 1 without num_prompt_logprobs, got 0",
+            "Error: INVALID_ARG: max_tokens must be >= 1 without num_prompt_logprobs or embed, "
+            "got 0",
         ),
         (["x", "-p", "n=2"], 1, "Error: UNSUPPORTED: n is not supported, got 2"),
         (["x", "-p", "top_k"], 2, "'top_k' is not NAME=VALUE"),

@@ -13,10 +13,26 @@ from typing import Any, Final
 
 import torch
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -24,6 +40,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCAB_SIZE: Final = 256
@@ -64,6 +82,20 @@ _YARN: Final = MappingProxyType(
 )
 
 
+_MINISTRAL_ROPE: Final = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "max_position_embeddings": CONTEXT,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.4,
+    }
+)
+
+
 def _llama(**changes: Any) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**{**_SHAPE, **changes}))
 
@@ -84,6 +116,68 @@ def _qwen3_moe(**changes: Any) -> PreTrainedModel:
     experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2}
     values = {**_SHAPE, "head_dim": 32, "norm_topk_prob": True, **experts, **changes}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**values))
+
+
+def _ministral(**changes: Any) -> PreTrainedModel:
+    return MinistralForCausalLM(MinistralConfig(**{**_SHAPE, "head_dim": 32, **changes}))
+
+
+def _ministral3(**changes: Any) -> PreTrainedModel:
+    values = {**_SHAPE, "head_dim": 32, "rope_parameters": dict(_MINISTRAL_ROPE), **changes}
+    return Ministral3ForCausalLM(Ministral3Config(**values))
+
+
+def _mistral3(text: dict[str, Any], **changes: Any) -> PreTrainedModel:
+    """A model that sees; its text part is one of the others."""
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 16}
+    values = {
+        "vision_config": {"model_type": "pixtral", **vision},
+        "text_config": {**_SHAPE, "head_dim": 32, **text},
+        **changes,
+    }
+    return Mistral3ForConditionalGeneration(Mistral3Config(**values))
+
+
+def _mixtral(**changes: Any) -> PreTrainedModel:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**{**_SHAPE, **experts, **changes}))
+
+
+def _phi3(**changes: Any) -> PreTrainedModel:
+    return Phi3ForCausalLM(Phi3Config(**{**_SHAPE, **changes}))
+
+
+def _olmo2(**changes: Any) -> PreTrainedModel:
+    return Olmo2ForCausalLM(Olmo2Config(**{**_SHAPE, **changes}))
+
+
+def _olmo3(**changes: Any) -> PreTrainedModel:
+    values = {**_SHAPE, "num_hidden_layers": 4, "sliding_window": 20, **changes}
+    return Olmo3ForCausalLM(Olmo3Config(**values))
+
+
+def _granite(**changes: Any) -> PreTrainedModel:
+    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    multipliers |= {"attention_multiplier": 0.2, "logits_scaling": 6.0}
+    return GraniteForCausalLM(GraniteConfig(**{**_SHAPE, **multipliers, **changes}))
+
+
+def _smollm3(**changes: Any) -> PreTrainedModel:
+    values = {**_SHAPE, "num_hidden_layers": 4, "no_rope_layer_interval": 2, **changes}
+    return SmolLM3ForCausalLM(SmolLM3Config(**values))
+
+
+def _longrope(num_frequencies: int) -> dict[str, Any]:
+    """Sequences stay within the original context, as they do in the engine."""
+    short = [1.0 + 0.3 * index for index in range(num_frequencies)]
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": short}
+    rope["long_factor"] = [4 * factor for factor in short]
+    return {
+        "rope_parameters": rope,
+        "max_position_embeddings": 4 * CONTEXT,
+        "original_max_position_embeddings": CONTEXT,
+    }
 
 
 def _linear(factor: float) -> dict[str, Any]:
@@ -129,6 +223,44 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             norm_topk_prob=False,
             use_sliding_window=True,
             sliding_window=32,
+        ),
+        "mixtral": _mixtral,
+        "mixtral-window": lambda: _mixtral(sliding_window=24, tie_word_embeddings=True),
+        "ministral": lambda: _ministral(
+            sliding_window=24, layer_types=["sliding_attention", "full_attention"]
+        ),
+        "ministral3": _ministral3,
+        "mistral3": lambda: _mistral3(
+            {"model_type": "mistral", "sliding_window": None}, tie_word_embeddings=False
+        ),
+        "mistral3-tied": lambda: _mistral3(
+            {"model_type": "ministral3", "rope_parameters": dict(_MINISTRAL_ROPE)}
+        ),
+        "phi3": lambda: _phi3(sliding_window=24),
+        "phi3-partial": lambda: _phi3(partial_rotary_factor=0.75, tie_word_embeddings=True),
+        "phi3-longrope": lambda: _phi3(partial_rotary_factor=0.75, **_longrope(6)),
+        "olmo2": lambda: _olmo2(num_key_value_heads=4),
+        "olmo2-biases": lambda: _olmo2(attention_bias=True, tie_word_embeddings=True),
+        "olmo3": _olmo3,
+        "olmo3-yarn": lambda: _olmo3(
+            rope_parameters={
+                "full_attention": {**_YARN, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+            },
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
+        "granite": _granite,
+        "granite-tied": lambda: _granite(
+            tie_word_embeddings=True, attention_bias=True, mlp_bias=True, logits_scaling=8.0
+        ),
+        "smollm3": _smollm3,
+        "smollm3-listed": lambda: _smollm3(
+            no_rope_layers=[0, 1, 1, 0],
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+            use_sliding_window=True,
+            sliding_window=20,
         ),
     }
 )

@@ -26,6 +26,7 @@ from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import (
     Failed,
+    FloatArray,
     IntArray,
     PromptLogprobs,
     Request,
@@ -66,6 +67,7 @@ class Outcome:
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
     prompt_logprobs: list[list[PromptLogprobs]]
+    embeddings: dict[int, FloatArray] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     num_cached_tokens: int = 0
     num_steps: int = 0
@@ -178,6 +180,9 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         result = self._scheduler.commit(plan, pending.tokens())
         for request_id, scored in result.scored:
             outcome.prompt_logprobs[request_id].append(scored)
+        for request_id, vector in result.embedded:
+            assert request_id not in outcome.embeddings and request_id in result.ended
+            outcome.embeddings[request_id] = vector
         for index, request_id in enumerate(result.request_ids):
             outcome.tokens[request_id].append(int(result.token_ids[index]))
             if index in result.logprobs:

@@ -26,7 +26,20 @@ PAGE_SIZE = 16
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", ["llama-biases", "odd-vocabulary", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-biases",
+        "odd-vocabulary",
+        "qwen3-moe",
+        "mixtral",
+        "mistral3-tied",
+        "phi3-partial",
+        "olmo2-biases",
+        "granite-tied",
+        "smollm3",
+    ],
+)
 def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
     if case == "odd-vocabulary":
         write_checkpoint("qwen3", tmp_path)

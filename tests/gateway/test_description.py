@@ -21,6 +21,8 @@ OPERATIONS = (
     "DELETE /v1/responses/{id}",
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
+    "POST /v1/embeddings",
+    "POST /v1/rerank",
     "GET /v1/models",
     "GET /v1/models/{name}",
     "POST /tokenize",
@@ -34,6 +36,8 @@ SHORT: dict[str, dict[str, Any]] = {
     "POST /v1/responses": {"max_output_tokens": 4},
     "POST /v1/messages": {"max_tokens": 4},
     "POST /v1/messages/count_tokens": {},
+    "POST /v1/embeddings": {},
+    "POST /v1/rerank": {},
 }
 """What makes an answer short, if it is not ``max_tokens`` and ``n``."""
 CONFIG = schemathesis.Config.from_dict(

@@ -55,6 +55,19 @@ CASES = [
 ]
 
 
+OTHERS = [
+    "granite-tied",
+    "ministral3",
+    "mistral3-tied",
+    "mixtral",
+    "olmo2-biases",
+    "olmo3-yarn",
+    "phi3-partial",
+    "smollm3",
+]
+"""Cases with parts that no case above has."""
+
+
 class StartedCollector(Collector):
     """Tells when the first token is there, too."""
 
@@ -114,7 +127,7 @@ def prompts() -> list[IntArray]:
     return prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES + OTHERS)
 def test_tokens_of_every_architecture(case: str, prompts: list[IntArray], tmp_path: Path) -> None:
     """In fp32 (attention's GEMMs in tf32), in which rounding moves no token that does not tie."""
     reference = write_checkpoint(case, tmp_path).float()
@@ -124,8 +137,11 @@ def test_tokens_of_every_architecture(case: str, prompts: list[IntArray], tmp_pa
     assert below.max() < 0.05
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "moe" not in case])
-@pytest.mark.parametrize("attention", [None, "triton"])
+@pytest.mark.parametrize(
+    ("case", "attention"),
+    [(case, attention) for case in CASES if "moe" not in case for attention in (None, "triton")]
+    + [(case, None) for case in OTHERS if case != "mixtral"],
+)
 def test_tokens_in_bf16(
     case: str, attention: str | None, prompts: list[IntArray], tmp_path: Path
 ) -> None:

@@ -144,7 +144,9 @@ def test_prefill_attention_finds_each_chunk(
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (3, 1), (10, 2)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"), [(64, 64), (128, 128), (128, 96), (128, 64), (64, 16)]
+)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_qk_norm_rope_store(
@@ -153,13 +155,14 @@ def test_qk_norm_rope_store(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    rotary_dim: int,
     norm: bool,
     fp8: bool,
 ) -> None:
     num_tokens, page_size, num_pages = 6, 4, 5
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = torch.randn(num_tokens, width, device=device).to(dtype)
-    angle = torch.rand(50, head_dim // 2, device=device) * 6
+    angle = torch.rand(50, rotary_dim // 2, device=device) * 6
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
     cache_dtype = torch.float8_e4m3fn if fp8 else dtype
     # the layers of a real cache lie beside each other, so that pages are strided

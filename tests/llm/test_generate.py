@@ -124,7 +124,9 @@ def engine_tokens(prompts: Sequence[Prompt], sampling: Sequence[SamplingParams])
 
     try:
         for index, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
-            request = Request(id=engine.new_id(), prompt=encoder.encode(prompt), sampling=own)
+            request = Request(
+                id=engine.new_id(), prompt=encoder.encode(encoder.rendered(prompt)), sampling=own
+            )
             engine.submit(request, lambda event, index=index: sink(index, event))  # type: ignore[misc]
         for event in ended:
             assert event.wait(60)
@@ -225,9 +227,8 @@ def test_tools_and_template_variables(llm: LLM) -> None:
     (tooled,) = llm.generate(CAPITAL, {**GREEDY, "tools": [tool]})
     assert tooled.num_input_tokens > plain.num_input_tokens
     encoder = PromptEncoder.load(DEMO_MODEL)
-    ids = encoder.encode(
-        MessagesPrompt('[{"role": "user", "content": "What is the capital of France?"}]')
-    )
+    chat = MessagesPrompt('[{"role": "user", "content": "What is the capital of France?"}]')
+    ids = encoder.encode(encoder.render(chat))
     assert plain.num_input_tokens == len(ids)
 
 
@@ -297,3 +298,22 @@ def test_a_progress_bar_on_a_terminal(progress: bool) -> None:
         terminal.expect("ended")
         assert ("3/3" in (terminal.before or "")) is progress
         assert ("tokens/s" in (terminal.before or "")) is progress
+
+
+def test_embeddings_are_those_of_transformers(llm: LLM) -> None:
+    """Of several prompts at once, which may be cached or not; nothing is generated."""
+    prompts = ["The capital of France is", STORY, STORY]
+    encoder = PromptEncoder.load(DEMO_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    for vector, prompt in zip(llm.embed(prompts), prompts, strict=True):
+        ids = torch.from_numpy(encoder.encode(TextPrompt(prompt))).long()[None]
+        with torch.inference_mode():
+            states = model.model(ids).last_hidden_state[0, -1]
+        expected = states / states.norm()
+        torch.testing.assert_close(torch.from_numpy(vector), expected, rtol=0, atol=1e-5)
+    (output,) = llm.generate(COUNT, {"embed": True})
+    assert output.embedding is not None and np.linalg.norm(output.embedding) == pytest.approx(1.0)
+    assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
+    assert llm.generate(COUNT, GREEDY)[0].embedding is None
+    with pytest.raises(InvalidRequest, match="max_tokens must be 0 with embed, got 40"):
+        llm.embed(COUNT, GREEDY)

@@ -197,6 +197,23 @@ def test_rope_store_rotates_norms_and_stores(dtype: torch.dtype, is_strided: boo
     assert not caches[:, :, 0].any()
 
 
+def test_rope_store_rotates_the_first_dimensions_of_a_head_only() -> None:
+    x = torch.randn(3, 4, 16)  # two heads of queries, one of keys, one of values
+    cos_sin = torch.randn(10, 12)
+    positions = torch.tensor([4, 0, 9])
+
+    def rotated(heads: torch.Tensor) -> torch.Tensor:
+        pages = torch.zeros(1, 3, 1, heads.shape[-1])
+        places = rope_store.TokenPlaces(positions, torch.arange(3), cos_sin)
+        qkv = heads.flatten(1).clone()
+        q = rope_store.qk_norm_rope_store(qkv, places, pages, pages.clone(), num_heads=2)
+        return torch.cat([q, pages[0]], dim=1)
+
+    found = rotated(x)
+    assert torch.equal(found[..., :12], rotated(x[..., :12]))
+    assert torch.equal(found[..., 12:], x[:, :3, 12:])
+
+
 def test_rope_store_without_a_norm_only_rotates() -> None:
     qkv = torch.randn(2, 3 * 8)
     q, k, _v = qkv.clone().chunk(3, dim=1)

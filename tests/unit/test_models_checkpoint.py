@@ -19,6 +19,7 @@ from minisgl_backend.models.checkpoint import (
     check_weights,
     read_header,
     tensor_files,
+    weight_files,
 )
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -88,9 +89,10 @@ def test_a_header_of_no_possible_length(tmp_path: Path, length: int) -> None:
 )
 def test_a_config_of_another_model(changes: dict[str, Any], message: str) -> None:
     spec = load_spec(Path(DEMO_MODEL))
-    check_weights(spec, tensor_files(Path(DEMO_MODEL)))
+    files = weight_files(Path(DEMO_MODEL), spec.names)
+    check_weights(spec, files)
     with pytest.raises(ConfigError, match=message):
-        check_weights(replace(spec, **changes), tensor_files(Path(DEMO_MODEL)))
+        check_weights(replace(spec, **changes), files)
 
 
 @pytest.mark.parametrize("write", [Path.mkdir, Path.touch])

@@ -69,9 +69,15 @@ def pages_of(model: Decoder) -> list[PagedKV]:
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-biases", "llama3", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "broad"]
+    ("case", "fused"),
+    [
+        (case, fused)
+        for case in ("llama-biases", "llama3", "mistral-window", "qwen2", "qwen3", "qwen3-moe")
+        for fused in (True, False)
+    ]
+    + [("broad", True), ("broad", False)]
+    + [(case, True) for case in ("granite-tied", "olmo2", "phi3-partial", "smollm3")],
 )
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
     """If fused, a layer computes 5 tokens as a small batch, and 40 as a wide one; else plainly.

@@ -17,6 +17,7 @@ from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.kv_scales import read_kv_scales
+from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.parallel.group import OneRank
 from tests.conformance.checkpoints import write_checkpoint
 
@@ -47,17 +48,21 @@ def write(folder: Path, scales: dict[str, Any]) -> Path:
     ],
 )
 def test_every_spelling(prefixes: tuple[str, str], tmp_path: Path) -> None:
-    found = read_kv_scales(write(tmp_path, dict(zip(prefixes, (0.5, 0.25), strict=True))), 3)
+    found = read_kv_scales(
+        write(tmp_path, dict(zip(prefixes, (0.5, 0.25), strict=True))), 3, TensorNames()
+    )
     assert found == (KVScale(), KVScale(0.5, 0.25), KVScale())
 
 
 def test_one_number_for_both(tmp_path: Path) -> None:
     value = torch.tensor([0.125], dtype=torch.bfloat16)
-    assert read_kv_scales(write(tmp_path, {"0 kv_scale": value}), 1) == (KVScale(0.125, 0.125),)
+    assert read_kv_scales(write(tmp_path, {"0 kv_scale": value}), 1, TensorNames()) == (
+        KVScale(0.125, 0.125),
+    )
 
 
 def test_a_checkpoint_without_scales(tmp_path: Path) -> None:
-    assert read_kv_scales(write(tmp_path, {}), 2) == (KVScale(), KVScale())
+    assert read_kv_scales(write(tmp_path, {}), 2, TensorNames()) == (KVScale(), KVScale())
 
 
 def test_scales_in_several_files(tmp_path: Path) -> None:
@@ -67,7 +72,7 @@ def test_scales_in_several_files(tmp_path: Path) -> None:
     located = {name: f"{index}.safetensors" for index, name in enumerate(names)}
     index_file = tmp_path / "model.safetensors.index.json"
     index_file.write_text(json.dumps({"weight_map": located}))
-    assert read_kv_scales(tmp_path, 1) == (KVScale(1.0, 2.0),)
+    assert read_kv_scales(tmp_path, 1, TensorNames()) == (KVScale(1.0, 2.0),)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_scales_in_several_files(tmp_path: Path) -> None:
 )
 def test_malformed_scales_are_refused(scales: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
-        read_kv_scales(write(tmp_path, scales), 2)
+        read_kv_scales(write(tmp_path, scales), 2, TensorNames())
 
 
 def test_a_model_loads_beside_its_scales(tmp_path: Path) -> None:
@@ -104,7 +109,10 @@ def test_a_model_loads_beside_its_scales(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = load_spec(tmp_path)
     build_model(spec, tmp_path, dtype=torch.float32, device=torch.device("cpu"), group=OneRank())
-    assert read_kv_scales(tmp_path, spec.num_layers) == (KVScale(0.5, 0.5), KVScale())
+    assert read_kv_scales(tmp_path, spec.num_layers, TensorNames()) == (
+        KVScale(0.5, 0.5),
+        KVScale(),
+    )
 
 
 def quantization(**values: Any) -> dict[str, Any]:

@@ -220,7 +220,7 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         r"quantized by bitsandbytes are not supported; supported are fp8",
     ),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    "rope type": ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+    "rope type": ({"rope_scaling": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported"),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "rope factor missing": ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
     "rope factor": ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be positive"),
@@ -283,11 +283,6 @@ def test_refused(name: str) -> None:
     changes, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         parse_spec({**QWEN_3_0_6B, **changes})
-
-
-def test_every_architecture_is_tested() -> None:
-    configs = (LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B)
-    assert {parse_spec(config).architecture for config in configs} == set(ARCHITECTURES)
 
 
 def test_eos_ids_of_both_files_are_united(tmp_path: Path) -> None:
@@ -367,3 +362,228 @@ def test_the_context_is_as_long_as_the_positions_are_stretched(
 ) -> None:
     values = {k: v for k, v in LLAMA_3_1_8B.items() if not k.startswith("rope")}
     assert parse_spec({**values, "rope_parameters": rope}).context == context
+
+
+MISTRAL_SMALL_3_1: Final[dict[str, Any]] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+}
+PHI_4_MINI: Final[dict[str, Any]] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 200064,
+}
+OLMO_3_7B: Final[dict[str, Any]] = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 65536,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "vocab_size": 100278,
+}
+SMOLLM_3B: Final[dict[str, Any]] = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 65536,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "rope_theta": 5000000.0,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+MIXTRAL_8X7B: Final[dict[str, Any]] = {
+    **MISTRAL_7B,
+    "architectures": ["MixtralForCausalLM"],
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+}
+MINISTRAL_8B: Final[dict[str, Any]] = {
+    **MISTRAL_7B,
+    "architectures": ["MinistralForCausalLM"],
+    "head_dim": 128,
+    "num_hidden_layers": 36,
+    "sliding_window": 32768,
+}
+MINISTRAL_3_8B: Final[dict[str, Any]] = {
+    **MISTRAL_7B,
+    "architectures": ["Ministral3ForCausalLM"],
+    "rope_parameters": {
+        "factor": 16.0,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16384,
+        "rope_theta": 1000000.0,
+        "rope_type": "yarn",
+    },
+}
+OLMO_2_7B: Final[dict[str, Any]] = {
+    **OLMO_3_7B,
+    "architectures": ["Olmo2ForCausalLM"],
+    "max_position_embeddings": 4096,
+    "rope_scaling": None,
+}
+GRANITE_3_3_8B: Final[dict[str, Any]] = {
+    **LLAMA_3_1_8B,
+    "architectures": ["GraniteForCausalLM"],
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 16.0,
+    "residual_multiplier": 0.22,
+    "rope_scaling": None,
+}
+
+
+def test_mistral_small_is_read_from_its_text_config() -> None:
+    spec = parse_spec(MISTRAL_SMALL_3_1)
+    assert (spec.num_layers, spec.head_dim, spec.hidden_size) == (40, 128, 5120)
+    assert (spec.dtype, spec.rope.theta, spec.windows) == ("bfloat16", 1e9, (None,) * 40)
+    assert spec.names.multimodal and spec.tie_embeddings  # the weights will tell
+    with pytest.raises(ConfigError, match="text_config is missing"):
+        parse_spec({**MISTRAL_SMALL_3_1, "text_config": None})
+    other = {**MISTRAL_SMALL_3_1["text_config"], "model_type": "llama"}
+    with pytest.raises(ConfigError, match="text_config: model_type must be one of mistral, min"):
+        parse_spec({**MISTRAL_SMALL_3_1, "text_config": other})
+
+
+def test_queries_of_ministral_3_grow() -> None:
+    rope = {"rope_type": "yarn", "factor": 16.0, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
+    rope["original_max_position_embeddings"] = 16384
+    text = {**MISTRAL_SMALL_3_1["text_config"], "model_type": "ministral3"}
+    values = {**MISTRAL_SMALL_3_1, "text_config": {**text, "rope_parameters": rope}}
+    spec = parse_spec(values)
+    assert (spec.rope.query_growth, spec.rope.original_max_positions) == (0.1, 16384)
+    assert spec.context == 262144
+    with pytest.raises(ConfigError, match="rope_parameters is missing"):
+        parse_spec({**values, "text_config": text})
+
+
+def test_phi_4_mini_is_served_within_its_original_context() -> None:
+    spec = parse_spec(PHI_4_MINI)
+    assert spec.rope.dims(spec.head_dim) == 96
+    assert (spec.rope.scaling, len(spec.rope.short_factors)) == ("longrope", 48)
+    assert spec.context == 4096
+    assert spec.rope.attention_factor == pytest.approx(1.19023807)
+    for name in ("su", "yarn"):
+        renamed = {**PHI_4_MINI["rope_scaling"], "type": name}
+        assert parse_spec({**PHI_4_MINI, "rope_scaling": renamed}) == spec
+    few = {**PHI_4_MINI["rope_scaling"], "short_factor": [1.0] * 47}
+    with pytest.raises(ConfigError, match="needs 48 short factors"):
+        parse_spec({**PHI_4_MINI, "rope_scaling": few})
+    with pytest.raises(ConfigError, match="short_factor is missing"):
+        parse_spec({**PHI_4_MINI, "rope_scaling": {"type": "longrope"}})
+    with pytest.raises(ConfigError, match=r"short_factor\[47\] must be positive"):
+        wrong = {**PHI_4_MINI["rope_scaling"], "short_factor": [1.0] * 47 + [-1]}
+        parse_spec({**PHI_4_MINI, "rope_scaling": wrong})
+    with pytest.raises(ConfigError, match="33 rotary dimensions"):
+        parse_spec({**PHI_4_MINI, "rope_scaling": None, "partial_rotary_factor": 0.26})
+
+
+def test_only_some_architectures_rotate_a_part_of_a_head() -> None:
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.5 is not supported"):
+        parse_spec({**LLAMA_3_1_8B, "partial_rotary_factor": 0.5})
+
+
+def test_windows_of_olmo_3_rotate_without_stretching() -> None:
+    spec = parse_spec(OLMO_3_7B)
+    assert spec.windows == ((4096,) * 3 + (None,)) * 8
+    assert [rope.scaling for rope in spec.ropes[:4] if rope] == ["default"] * 3 + ["yarn"]
+    assert {rope.theta for rope in spec.ropes if rope} == {500000.0}
+    nested = {
+        "full_attention": {**OLMO_3_7B["rope_scaling"], "rope_theta": 500000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000},
+    }
+    values = {**OLMO_3_7B, "rope_scaling": None, "rope_parameters": nested}
+    assert parse_spec(values) == spec
+    with pytest.raises(ConfigError, match="layer_types must be 32 of"):
+        parse_spec({**OLMO_3_7B, "layer_types": ["full_attention"]})
+
+
+def test_layers_of_smollm_3_without_rotation() -> None:
+    spec = parse_spec(SMOLLM_3B)
+    assert [rope is None for rope in spec.ropes] == [False, False, False, True] * 9
+    assert spec.tie_embeddings and spec.rope_of(0) == spec.rope
+    assert parse_spec({**SMOLLM_3B, "no_rope_layers": None}) == spec
+    for wrong in ([1, 1], [2] * 36):
+        with pytest.raises(ConfigError, match="no_rope_layers must be 36 of 0 and 1"):
+            parse_spec({**SMOLLM_3B, "no_rope_layers": wrong})
+
+
+def test_mixtral() -> None:
+    spec = parse_spec(MIXTRAL_8X7B)
+    assert spec.moe is not None and spec.moe.normalize
+    assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.intermediate_size) == (8, 2, 14336)
+    assert spec.moe.layers == frozenset(range(32)) and spec.windows == (None,) * 32
+
+
+def test_windows_of_ministral() -> None:
+    assert parse_spec(MINISTRAL_8B).windows == (32768,) * 36
+    kinds = ["full_attention", *["sliding_attention"] * 35]
+    windows = parse_spec({**MINISTRAL_8B, "layer_types": kinds}).windows
+    assert windows == (None, *[32768] * 35)
+
+
+def test_multipliers_of_granite() -> None:
+    spec = parse_spec(GRANITE_3_3_8B)
+    assert spec.attention_shape().scale == 0.0078125
+    assert (spec.embedding_scale, spec.branch_scale, spec.logit_scale) == (12.0, 0.22, 1 / 16)
+    assert spec.stream_eps == pytest.approx(1e-5 / 0.22**2)
+    assert parse_spec(LLAMA_3_1_8B).stream_eps == 1e-5
+
+
+def test_every_architecture_is_tested() -> None:
+    configs = (
+        *(LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B, MISTRAL_SMALL_3_1),
+        *(MIXTRAL_8X7B, MINISTRAL_8B, MINISTRAL_3_8B, PHI_4_MINI, OLMO_2_7B, OLMO_3_7B),
+        *(GRANITE_3_3_8B, SMOLLM_3B),
+    )
+    assert {parse_spec(config).architecture for config in configs} == set(ARCHITECTURES)

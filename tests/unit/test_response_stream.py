@@ -9,6 +9,7 @@ import pytest
 
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import (
+    Embedded,
     Failed,
     Finished,
     FinishReason,
@@ -105,6 +106,15 @@ def test_a_direct_caller_who_is_answered_once_gets_all_at_once() -> None:
     assert packet.prompt_logprobs is not None
     assert packet.prompt_logprobs.token_ids.tolist() == [*range(5000), 0, 1]
     assert packet.token_ids == [7] and packet.terminal is not None
+
+
+@pytest.mark.parametrize("reply_to", ["", "socket"])
+def test_an_embedding_goes_with_the_end(reply_to: str) -> None:
+    stream, vector = opened(reply_to=reply_to), np.ones(3, np.float32)
+    assert not stream.put(Embedded(vector))
+    assert stream.put(Finished(FinishReason.LENGTH))
+    packet = taken(stream)
+    assert packet.embedding is vector and packet.terminal is not None
 
 
 def test_a_failure_does_not_wait_for_logprobs() -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -344,6 +344,13 @@ def test_waiting_prompt_tokens_are_bounded() -> None:
     it.engine.close(drain_s=WAIT_S)
 
 
+def test_a_model_without_an_output_head_embeds_only(bench: Bench) -> None:
+    bench.engine.info = replace(bench.info, generates=False)
+    with pytest.raises(InvalidRequest, match="embed must be true: the checkpoint has no output"):
+        bench.engine.check(bench.request([1]))
+    bench.engine.check(bench.request([1], embed=True, max_tokens=0))
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
@@ -354,7 +361,11 @@ def test_waiting_prompt_tokens_are_bounded() -> None:
         ([1], {"logit_bias": ((100, 1.0),)}, "logit_bias must be token ids"),
         ([1] * 128, {}, "prompt of 128 tokens does not fit the context of 128"),
         ([1] * 100, {"max_tokens": 29}, "exceeds the context of 128"),
-        ([1], {"max_tokens": 0}, "max_tokens must be >= 1 without num_prompt_logprobs, got 0"),
+        (
+            [1],
+            {"max_tokens": 0},
+            "max_tokens must be >= 1 without num_prompt_logprobs or embed, got 0",
+        ),
     ],
 )
 def test_what_can_never_be_served_is_refused_at_once(

@@ -200,6 +200,7 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
         cumulative_logprob=-2.5,
         times=Times(1, 2, 3, 4),
         prompt_logprobs=[NO_LOGPROBS, "{}"],
+        embedding=np.array([0.6, 0.8, 0.0], np.float32),
     )
     arrays = answer_arrays(answer, EVERYTHING)
     types = {
@@ -212,7 +213,7 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
     assert set(arrays) == {tensor.name for tensor in tensors}
     for tensor in tensors:
         assert arrays[tensor.name].dtype == types[tensor.data_type]
-        assert arrays[tensor.name].shape == ((1,) if tensor.dims == (1,) else (1, 2))
+        assert arrays[tensor.name].shape == {(1,): (1,), (-1,): (3,), (-1, -1): (1, 2)}[tensor.dims]
     plain = {name: array.tolist() for name, array in arrays.items() if array.shape == (1,)}
     del plain["logprobs"]
     assert plain == {

@@ -272,6 +272,13 @@ def test_log_probabilities_of_a_prompt_come_back(scored: PromptLogprobs) -> None
         assert np.array_equal(came, sent)
 
 
+def test_an_embedding_comes_back_bit_by_bit() -> None:
+    vector = np.array([0.6, -0.8, 1e-30], np.float32)
+    back = decode_packet(encode_packet(replace(FIRST, embedding=vector))).embedding
+    assert back is not None
+    assert back.dtype == np.float32 and np.array_equal(back, vector)
+
+
 def broken(**changes: Any) -> bytes:
     return json.dumps(json.loads(encode_packet(FIRST)) | changes).encode()
 
@@ -290,6 +297,9 @@ def broken(**changes: Any) -> bytes:
         b'{"r":"x","s":5,"i":true}',
         b'{"r":"x","s":"5","i":0}',
         b'{"r":"\\ud800","s":5,"i":0}',
+        broken(v=[0.5]),
+        broken(v="AAA="),
+        broken(v="no base64"),
         broken(p=[]),
         broken(p=[0]),
         broken(p=[0, 5]),

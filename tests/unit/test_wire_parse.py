@@ -283,6 +283,15 @@ def test_a_value_given_twice_must_be_equal() -> None:
     assert "given twice" in refusal({"input_ids": "[2]"}, input_ids=np.array([1], np.int32))
 
 
+def test_an_embedding_needs_no_max_tokens() -> None:
+    for said in ({"embed": True}, {"embed": True, "max_tokens": 0}):
+        generation = parse(said)
+        assert generation.sampling.embed and generation.sampling.max_tokens == 0
+        assert generation.wanted.embedding
+    plain = parse({"embed": False})
+    assert plain.sampling.max_tokens == 16 and not plain.wanted.embedding
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
@@ -307,7 +316,12 @@ def test_a_value_given_twice_must_be_equal() -> None:
         ({"top_k": 2**31}, "top_k must be in -1 .. 2147483647, got 2147483648"),
         ({"repetition_penalty": 0}, "repetition_penalty must be finite and > 0, got 0"),
         ({"presence_penalty": 3}, "presence_penalty must be finite, >= -2 and <= 2, got 3"),
-        ({"max_tokens": 0}, "max_tokens must be >= 1 without num_prompt_logprobs, got 0"),
+        ({"embed": True, "max_tokens": 1}, "max_tokens must be 0 with embed, got 1"),
+        (
+            {"embed": True, "guided_choice": ["a"]},
+            "a form of the answer does not go with embed, which generates nothing",
+        ),
+        ({"max_tokens": 0}, "max_tokens must be >= 1 without num_prompt_logprobs or embed, got 0"),
         ({"prompt_logprobs": -1}, "prompt_logprobs must be >= 0, got -1"),
         ({"prompt_logprobs": 21}, "num_prompt_logprobs must be <= 20, got 21"),
         ({"max_tokens": True}, "max_tokens must be an integer, got True"),

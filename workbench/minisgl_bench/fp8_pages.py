@@ -51,7 +51,7 @@ def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) ->
         group=OneRank(),
         max_sequence_length=length,
     )
-    scales = read_kv_scales(model, spec.num_layers)
+    scales = read_kv_scales(model, spec.num_layers, spec.names)
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, spec.vocab_size, (prompts, length)))
     shape, num_pages = spec.attention_shape(1), -(-length // PAGE_SIZE)
     found = []

@@ -10,6 +10,23 @@ from torch import Tensor
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
+@triton.jit
+def _partner(d, TURNED: tl.constexpr):
+    """The dimension that each dimension ``d`` of a head rotates with; itself if it does not."""
+    other = tl.where(d < TURNED, d + TURNED, d - TURNED)
+    return tl.where(d < 2 * TURNED, other, d)
+
+
+@triton.jit
+def _angle(row_ptr, d, TURNED: tl.constexpr):
+    """What each dimension ``d`` is multiplied by, and what its partner, from a row of the table."""
+    rotates = d < 2 * TURNED
+    angle = tl.where(d < TURNED, d, d - TURNED)
+    cos = tl.load(row_ptr + angle, mask=rotates, other=1.0)
+    sin = tl.load(row_ptr + TURNED + angle, mask=rotates, other=0.0)
+    return cos, tl.where(d < TURNED, -sin, sin)
+
+
 @triton.jit(
     do_not_specialize_on_alignment=["positions_ptr", "slots_ptr", "k_scale_ptr", "v_scale_ptr"]
 )
@@ -33,6 +50,7 @@ def _qk_norm_rope_store(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # head_dim / 2, a power of two
+    TURNED: tl.constexpr,  # half of the dimensions that rotate
     GROUP: tl.constexpr,  # heads of a program
     NORM: tl.constexpr,
     FP8: tl.constexpr,
@@ -62,11 +80,27 @@ def _qk_norm_rope_store(
             low = low * scale * weight_low[None, :]
             high = high * scale * weight_high[None, :]
         position = tl.load(positions_ptr + token).to(tl.int64)
-        cos = tl.load(cos_sin_ptr + position * (2 * HALF) + i)[None, :]
-        sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + i)[None, :]
-        rotated = low * cos - high * sin
-        high = high * cos + low * sin
-        low = rotated
+        row_ptr = cos_sin_ptr + position * (2 * TURNED)
+        if TURNED == HALF:
+            cos = tl.load(row_ptr + i)[None, :]
+            sin = tl.load(row_ptr + HALF + i)[None, :]
+            rotated = low * cos - high * sin
+            high = high * cos + low * sin
+            low = rotated
+        else:
+            # the dimensions that rotate together are not those of the two halves: load them anew
+            heads_ptr = qkv_ptr + token * qkv_stride + head[:, None] * (2 * HALF)
+            low_from, high_from = _partner(i, TURNED), _partner(HALF + i, TURNED)  # [HALF]
+            low_other = tl.load(heads_ptr + low_from[None, :]).to(tl.float32)
+            high_other = tl.load(heads_ptr + high_from[None, :]).to(tl.float32)
+            if NORM:
+                low_other *= scale * tl.load(weight_ptr + low_from).to(tl.float32)[None, :]
+                high_other *= scale * tl.load(weight_ptr + high_from).to(tl.float32)[None, :]
+            low_cos, low_sin = _angle(row_ptr, i, TURNED)
+            high_cos, high_sin = _angle(row_ptr, HALF + i, TURNED)
+            low = low * low_cos[None, :] + low_other * low_sin[None, :]
+            high = high * high_cos[None, :] + high_other * high_sin[None, :]
+            tl.debug_barrier()  # queries are overwritten where other threads read them
     if is_q:
         tl.store(low_ptr, low.to(qkv_ptr.dtype.element_ty))
         tl.store(low_ptr + HALF, high.to(qkv_ptr.dtype.element_ty))
@@ -130,6 +164,7 @@ def launch_qk_norm_rope_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
+        TURNED=cos_sin.shape[1] // 2,
         GROUP=group,
         NORM=q_weight is not None,
         FP8=k_scale is not None,

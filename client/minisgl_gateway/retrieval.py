@@ -1,0 +1,245 @@
+"""``/v1/embeddings`` and ``/v1/rerank``: what searches need of a model, over ``Service``.
+
+An embedding is the engine's: the hidden state of the input's last token. To rerank, the model is
+asked about each document, in the words that Qwen3-Reranker is trained on, whether it meets the
+query; its relevance is the probability of ``yes`` over that of ``yes`` and ``no``. Documents are
+text to the model: what looks like a special token in them is none.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import base64
+import math
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from minisgl_client.answer import Result, TokenLogprobs
+from starlette.requests import Request
+from starlette.responses import Response
+
+from minisgl_gateway import answer_schema as schema
+from minisgl_gateway.answers import Counts
+from minisgl_gateway.chat import common_salt
+from minisgl_gateway.errors import api_error_of_finish, internal, invalid
+from minisgl_gateway.lookups import Lookups
+from minisgl_gateway.schema import MAX_LOGPROBS, EmbeddingRequest, RerankRequest, RetrievalRequest
+from minisgl_gateway.service import Service
+
+_BEFORE: Final = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+_AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
+_FOR_SURE: Final = 100
+"""A bias with which one of the two answers is chosen, whatever else is likely."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What is the same for all documents, as tokens: what stands around a question, and the first
+    tokens of both answers."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    yes: int
+    no: int
+
+
+class RetrievalRoutes:
+    """Embeddings of texts, and documents in the order of their relevance."""
+
+    def __init__(self, service: Service, lookups: Lookups) -> None:
+        self._service = service
+        self._lookups = lookups
+
+    async def embeddings(self, http: Request) -> Response:
+        """POST /v1/embeddings."""
+        request = await self._service.received(EmbeddingRequest, http)
+        request_id = f"embd-{uuid.uuid4().hex}"
+        calls = [
+            {**given, "embed": True, **self._shared(http, request)} for given in _inputs(request)
+        ]
+        results = await self._service.results(http, calls, request_id, _FIELDS)
+        counts = Counts()
+        data = []
+        for index, result in enumerate(_complete(results)):
+            counts.add(result, prompt=True)
+            vector = _shortened(result.embedding, request.dimensions)
+            told = list(vector) if request.encoding_format == "float" else _in_base64(vector)
+            data.append(schema.Embedding(index=index, embedding=told))
+        answer = schema.EmbeddingList(data=data, model=request.model, usage=_usage(counts))
+        return _json(answer)
+
+    async def rerank(self, http: Request) -> Response:
+        """POST /v1/rerank."""
+        request = await self._service.received(RerankRequest, http)
+        request_id = f"rerank-{uuid.uuid4().hex}"
+        frame = await self._frame(http)
+        prompts = await self._prompts(http, request, frame)
+        counts = Counts()
+        scores = await self._scores(http, request, prompts, frame, counts, request_id)
+        ranked = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+        results = [
+            schema.RerankResult(
+                index=index,
+                document=schema.RerankDocument(text=request.documents[index])
+                if request.return_documents
+                else None,
+                relevance_score=scores[index],
+            )
+            for index in ranked[: request.top_n]
+        ]
+        answer = schema.Reranked(
+            id=request_id, model=request.model, usage=_usage(counts), results=results
+        )
+        return _json(answer)
+
+    async def _frame(self, http: Request) -> _Frame:
+        texts = (_BEFORE, _AFTER, "yes", "no")
+        before, after, yes, no = await asyncio.gather(
+            *(self._lookups.text_tokens(http, text, parse_special_tokens=True) for text in texts)
+        )
+        if yes[0] == no[0]:
+            raise invalid("the model cannot rerank: its tokens do not tell yes from no", "model")
+        return _Frame(before, after, yes[0], no[0])
+
+    async def _prompts(
+        self, http: Request, request: RerankRequest, frame: _Frame
+    ) -> list[list[int]]:
+        """The question about each document as token ids."""
+        instruction = request.instruction or _INSTRUCTION
+        about = f"<Instruct>: {instruction}\n<Query>: {request.query}\n<Document>: "
+        found = []
+        for document in request.documents:
+            text = await self._lookups.text_tokens(http, about + document)
+            found.append([*frame.before, *text, *frame.after])
+        return found
+
+    async def _scores(
+        self,
+        http: Request,
+        request: RerankRequest,
+        prompts: Sequence[Sequence[int]],
+        frame: _Frame,
+        counts: Counts,
+        request_id: str,
+    ) -> list[float]:
+        """The relevance of each document, 0 .. 1.
+
+        A first call tells the log-probability of the likelier answer, and of the other if it is
+        among the likely tokens. If it is not, a second call tells it; the prompt is cached then.
+        """
+        shared = self._shared(http, request)
+
+        def call(index: int, biases: Mapping[int, float]) -> dict[str, Any]:
+            return {
+                "input_ids": prompts[index],
+                "max_tokens": 1,
+                "temperature": 0,
+                "ignore_eos": True,
+                "num_logprobs": MAX_LOGPROBS,
+                "logit_bias": dict(biases),
+                **shared,
+            }
+
+        both = {frame.yes: _FOR_SURE, frame.no: _FOR_SURE}
+        calls = [call(index, both) for index in range(len(prompts))]
+        first = await self._service.results(http, calls, request_id, _FIELDS)
+        told: list[dict[int, float]] = []
+        for result in _complete(first):
+            counts.add(result, prompt=True)
+            told.append(_logprobs(result.logprobs))
+        missing = [
+            (index, token)
+            for index, logprobs in enumerate(told)
+            for token in both
+            if token not in logprobs
+        ]
+        if missing:
+            calls = [
+                call(i, {**both, token: _FOR_SURE, _other(token, frame): -_FOR_SURE})
+                for i, token in missing
+            ]
+            second = await self._service.results(http, calls, f"{request_id}.other", _FIELDS)
+            for (index, token), result in zip(missing, _complete(second), strict=True):
+                told[index][token] = _logprobs(result.logprobs)[token]
+        return [1 / (1 + math.exp(min(one[frame.no] - one[frame.yes], 700))) for one in told]
+
+    def _shared(self, http: Request, request: RetrievalRequest) -> dict[str, Any]:
+        policy = self._service.policy(http)
+        return {
+            "cache_salt": common_salt(policy.salt, request.cache_salt),
+            "timeout_ms": max(1, round(policy.timeout_s * 1000)),
+            "priority_level": -request.priority,
+        }
+
+
+_FIELDS: Final = frozenset({"input", "query", "documents", "model", "cache_salt", "priority"})
+
+
+def _inputs(request: EmbeddingRequest) -> list[dict[str, Any]]:
+    """The prompt of each input, as the engine's client takes it."""
+    given = request.input
+    if isinstance(given, str):
+        given = [given]
+    if isinstance(given[0], int):
+        return [{"input_ids": given}]
+    return [{"prompt": one} if isinstance(one, str) else {"input_ids": one} for one in given]
+
+
+def _complete(results: Sequence[Result]) -> Sequence[Result]:
+    """The same, all of which have come to their end; raises ``ApiError``."""
+    for result in results:
+        if result.finish_reason != "length":
+            raise api_error_of_finish(result.finish_reason)
+    return results
+
+
+def _logprobs(positions: Sequence[TokenLogprobs]) -> dict[int, float]:
+    """By token, of the one position of an answer."""
+    if len(positions) != 1:
+        raise internal()
+    (position,) = positions
+    return {one.token_id: one.logprob for one in (position.chosen, *position.alternatives)}
+
+
+def _other(token: int, frame: _Frame) -> int:
+    return frame.no if token == frame.yes else frame.yes
+
+
+def _shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
+    """The first dimensions, again of length 1: models trained for that lose little."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    if dimensions > len(vector):
+        raise invalid(
+            f"dimensions must be at most {len(vector)}, those of the model, got {dimensions}",
+            "dimensions",
+        )
+    kept = vector[:dimensions]
+    length = math.sqrt(sum(number * number for number in kept)) or 1.0
+    return [number / length for number in kept]
+
+
+def _in_base64(vector: Sequence[float]) -> str:
+    """Four bytes a number, the least significant first, as OpenAI's clients read them."""
+    numbers = array.array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+def _usage(counts: Counts) -> schema.RetrievalUsage:
+    tokens = counts.num_input_tokens
+    return schema.RetrievalUsage(prompt_tokens=tokens, total_tokens=tokens)
+
+
+def _json(answer: schema.EmbeddingList | schema.Reranked) -> Response:
+    return Response(answer.model_dump_json(), media_type="application/json")

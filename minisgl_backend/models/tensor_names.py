@@ -1,0 +1,152 @@
+"""How a checkpoint names its tensors, and which of the decoder's weights one of them holds.
+
+The decoder's modules have the names that Llama's checkpoints use. Publishers who use other ones, or
+who merge several weights into one tensor, are told apart here only: below, a tensor of a file
+appears as the weights that it holds, under the decoder's names (``StoredAs``). Knows names, types
+and shapes. Must not know files or layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from minisgl_backend.errors import ConfigError
+
+Region = tuple[int | slice, ...]
+"""Of a tensor: an index or a range for each of its first dimensions."""
+
+_SPLIT_BY_ROWS: Final = ("weight", "bias", "weight_scale", "weight_scale_inv")
+_FOR_ALL_PARTS: Final = ("input_scale",)
+_STACKED: Final = re.compile(r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)")
+BODY: Final = ("embed_tokens.", "layers.", "norm.")
+"""How names begin in a checkpoint of the layers alone, without ``model.`` before them."""
+_OTHER_PARTS: Final = re.compile(
+    r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAs:
+    """Where a weight of the decoder stands: in the whole tensor ``name`` of a file, or in its
+    ``region``. ``shape`` is the weight's own."""
+
+    name: str
+    shape: tuple[int, ...]
+    region: Region = ()
+
+    def within(self, region: Sequence[slice]) -> Region:
+        """The region of the file's tensor that is this ``region`` of the weight."""
+        rest = list(region)
+        found: list[int | slice] = []
+        for held in self.region:
+            if isinstance(held, int):
+                found.append(held)
+                continue
+            own = rest.pop(0) if rest else slice(None)
+            begin, end, _ = own.indices(held.stop - held.start)
+            found.append(slice(held.start + begin, held.start + end))
+        return (*found, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The names in a checkpoint.
+
+    ``renamed`` are pairs of a fragment of a name there and what it stands for in the decoder's; the
+    first one that is found is replaced. ``merged`` lists the modules whose tensors hold several
+    projections, one below the other: by the end of the module's name, the names of the projections
+    and their numbers of rows. A checkpoint of the layers alone, as embedding models have it, leaves
+    out the first part of all names, ``model.``. If the checkpoint is ``multimodal``, tensors of
+    what sees and hears are left out.
+    """
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    merged: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    multimodal: bool = False
+
+    def weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:
+        """The decoder's weights that the tensor ``name`` of a file holds, none if it is left out.
+
+        Raises ``ConfigError`` if a merged tensor cannot be taken apart.
+        """
+        if self.multimodal and _OTHER_PARTS.match(name):
+            return
+        own = name
+        for theirs, ours in self.renamed:
+            if theirs in own:
+                own = own.replace(theirs, ours, 1)
+        if own.startswith(BODY):
+            own = f"model.{own}"
+        stacked = _STACKED.fullmatch(own)
+        if stacked is not None and len(shape) == 3:
+            yield from _of_experts(stacked, name, shape)
+            return
+        module, _, kind = own.rpartition(".")
+        around, _, last = module.rpartition(".")
+        parts = next((self.merged[end] for end in self.merged if module.endswith(end)), None)
+        if parts is None:
+            yield own, StoredAs(name, shape)
+            return
+        modules = {f"{around}.{part}.{kind}": size for part, size in parts.items()}
+        if kind in _FOR_ALL_PARTS or (kind in _SPLIT_BY_ROWS and shape in ((), (1,))):
+            yield from ((part, StoredAs(name, shape)) for part in modules)
+            return
+        if kind not in _SPLIT_BY_ROWS:
+            raise ConfigError(f"{name}: {last} merges {', '.join(parts)}, and no {kind} is known")
+        yield from _of_rows(modules, name, shape)
+
+    def in_checkpoint(self, name: str) -> str:
+        """The name in the checkpoint for an unmerged weight ``name`` of the decoder, for errors."""
+        restored: set[str] = set()
+        for theirs, ours in self.renamed:
+            if ours in name and ours not in restored:
+                name = name.replace(ours, theirs, 1)
+                restored.add(ours)
+        return name
+
+
+MULTIMODAL: Final = TensorNames(
+    renamed=(
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+    ),
+    multimodal=True,
+)
+"""A language model inside of a larger one, as publishers ship it and as transformers writes it."""
+
+
+def _of_experts(
+    stacked: re.Match[str], name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, StoredAs]]:
+    """Of the same matrix of all experts, [num_experts, out_features, in_features]: gates lie above
+    ups."""
+    num_experts, height, width = shape
+    for expert in range(num_experts):
+        module = f"{stacked['experts']}.{expert}"
+        if stacked["part"] == "down_proj":
+            yield f"{module}.down_proj.weight", StoredAs(name, (height, width), (expert,))
+            continue
+        half = height // 2
+        for part, begin, end in (("gate_proj", 0, half), ("up_proj", half, height)):
+            region = (expert, slice(begin, end))
+            yield f"{module}.{part}.weight", StoredAs(name, (end - begin, width), region)
+
+
+def _of_rows(
+    sizes: Mapping[str, int], name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, StoredAs]]:
+    """Of a merged tensor: the rows of each part, or of the blocks of its rows."""
+    total, begin = sum(sizes.values()), 0
+    for part, size in sizes.items():
+        rows, rest = divmod(size * shape[0], total)
+        if rest or shape[0] > total:
+            raise ConfigError(
+                f"{name} has the shape {shape}, whose rows cannot be parts of "
+                + ", ".join(map(str, sizes.values()))
+            )
+        yield part, StoredAs(name, (rows, *shape[1:]), (slice(begin, begin + rows),))
+        begin += rows

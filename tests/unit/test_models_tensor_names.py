@@ -1,0 +1,201 @@
+"""Checkpoints whose publishers name or merge tensors in other ways than Llama's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.checkpoint import check_weights, weight_files
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.tensor_names import MULTIMODAL, StoredAs, TensorNames
+from minisgl_backend.parallel.group import OneRank
+from tests.conformance.checkpoints import write_checkpoint
+
+MIXTRAL_EXPERTS = ("w1", "w3", "w2")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder a case, each with one file."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for case in ("mistral3", "mixtral", "phi3", "olmo2"):
+        write_checkpoint(case, root / case)
+    return root
+
+
+def spoilt(checkpoints: Path, case: str, folder: Path, **changes: Tensor | None) -> Path:
+    """A copy with tensors replaced, added or (None) dropped; ``__`` stands for a dot."""
+    shutil.copytree(checkpoints / case, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        name = name.replace("__", ".")
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def load(folder: Path) -> Decoder:
+    spec = load_spec(folder)
+    check_weights(spec, weight_files(folder, spec.names))
+    return build_model(
+        spec, folder, dtype=torch.float32, device=torch.device("cpu"), group=OneRank()
+    )
+
+
+def assert_equal(one: Decoder, other: Decoder) -> None:
+    names = dict(other.named_parameters())
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, names.pop(name)), name
+    assert not names
+
+
+def test_a_region_of_a_part_is_a_region_of_the_tensor() -> None:
+    part = StoredAs("experts", (4, 6), (2, slice(4, 8)))
+    assert part.within([]) == (2, slice(4, 8))
+    assert part.within([slice(1, 3)]) == (2, slice(5, 7))
+    assert part.within([slice(None), slice(0, 3)]) == (2, slice(4, 8), slice(0, 3))
+    assert StoredAs("whole", (4,)).within([slice(1, 2)]) == (slice(1, 2),)
+
+
+def test_merged_tensors_are_taken_apart(checkpoints: Path) -> None:
+    model = load(checkpoints / "phi3")
+    tensors = load_file(checkpoints / "phi3" / "model.safetensors")
+    for module in ("model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj"):
+        held = model.get_parameter(f"{module}.matrix.weight")
+        assert torch.equal(held, tensors[f"{module}.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model__layers__0__self_attn__qkv_proj__weight", None, "lacks .*k_proj.weight"),
+        ("model__layers__0__self_attn__qkv_proj__weight", torch.ones(127, 64), r"\(127, 64\)"),
+        ("model__layers__0__self_attn__qkv_proj__qweight", torch.ones(8, 128), "no qweight is"),
+        ("model__layers__0__self_attn__q_proj__weight", torch.ones(64, 64), "both hold .*q_proj"),
+        ("model__layers__0__self_attn__qkv_proj__bias", torch.ones(128), "no place for .*qkv_proj"),
+    ],
+)
+def test_merged_tensors_that_do_not_fit_are_named(
+    checkpoints: Path, tmp_path: Path, name: str, tensor: Tensor | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(spoilt(checkpoints, "phi3", tmp_path, **{name: tensor}))
+
+
+def test_scales_of_merged_tensors_are_taken_apart() -> None:
+    names = TensorNames(merged={".qkv_proj": {"q_proj": 256, "k_proj": 128, "v_proj": 128}})
+    weights = {
+        kind: dict(names.weights(f"layer.qkv_proj.{kind}", shape))
+        for kind, shape in {
+            "weight_scale_inv": (4, 3),  # one for 128 rows
+            "weight_scale": (),  # one for all
+            "input_scale": (1,),
+        }.items()
+    }
+    blocks = weights["weight_scale_inv"]["layer.k_proj.weight_scale_inv"]
+    assert (blocks.shape, blocks.region) == ((1, 3), (slice(2, 3),))
+    for kind in ("weight_scale", "input_scale"):
+        assert {part.region for part in weights[kind].values()} == {()}
+        assert list(weights[kind]) == [f"layer.{part}_proj.{kind}" for part in "qkv"]
+
+
+def test_stacked_and_single_experts_are_the_same(checkpoints: Path, tmp_path: Path) -> None:
+    """The publisher writes one tensor an expert, newer tools one for all of them."""
+    tensors = load_file(checkpoints / "mixtral" / "model.safetensors")
+    for layer in range(2):
+        theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
+        gates, ups, downs = (
+            torch.stack([tensors.pop(f"{theirs}.experts.{e}.{name}.weight") for e in range(4)])
+            for name in MIXTRAL_EXPERTS
+        )
+        tensors[f"{ours}.experts.gate_up_proj"] = torch.cat([gates, ups], dim=1)
+        tensors[f"{ours}.experts.down_proj"] = downs
+        tensors[f"{ours}.gate.weight"] = tensors.pop(f"{theirs}.gate.weight")
+    shutil.copy(checkpoints / "mixtral" / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_equal(load(tmp_path), load(checkpoints / "mixtral"))
+
+
+def test_a_missing_tensor_has_the_publishers_name(checkpoints: Path, tmp_path: Path) -> None:
+    name = "model__layers__1__block_sparse_moe__experts__2__w3__weight"
+    with pytest.raises(ConfigError, match=r"lacks .*block_sparse_moe\.experts\.2\.w3\.weight"):
+        load(spoilt(checkpoints, "mixtral", tmp_path, **{name: None}))
+    name = "language_model__model__norm__weight"
+    with pytest.raises(ConfigError, match=r"lacks language_model\.model\.norm\.weight"):
+        load(spoilt(checkpoints, "mistral3", tmp_path / "other", **{name: None}))
+
+
+def test_every_spelling_of_a_multimodal_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
+    tensors = load_file(checkpoints / "mistral3" / "model.safetensors")
+    newer = {}
+    for name, tensor in tensors.items():
+        if name.startswith("language_model.model."):
+            name = "model.language_model." + name.removeprefix("language_model.model.")
+        elif name.startswith("language_model."):
+            name = name.removeprefix("language_model.")
+        else:
+            name = f"model.{name}"
+        newer[name] = tensor
+    shutil.copy(checkpoints / "mistral3" / "config.json", tmp_path)
+    save_file(newer, tmp_path / "model.safetensors")
+    assert_equal(load(tmp_path), load(checkpoints / "mistral3"))
+
+
+def test_only_what_sees_and_hears_is_left_out(checkpoints: Path, tmp_path: Path) -> None:
+    for name in ("vision_tower.a.weight", "model.multi_modal_projector.b", "model.visual.c"):
+        assert not list(MULTIMODAL.weights(name, (1,)))
+        assert [own for own, _ in TensorNames().weights(name, (1,))] == [name]
+    stray = {"language_model__model__layers__0__adapter__weight": torch.ones(2)}
+    with pytest.raises(ConfigError, match=r"no place for language_model\..*adapter\.weight"):
+        load(spoilt(checkpoints, "mistral3", tmp_path, **stray))
+
+
+def test_a_head_that_is_there_is_used(checkpoints: Path, tmp_path: Path) -> None:
+    """config.json of multi-modal checkpoints seldom says whether the head is the embedding."""
+    folder = spoilt(checkpoints, "mistral3", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert not load_spec(folder).tie_embeddings
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["language_model.lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    assert load_spec(folder).tie_embeddings
+    (folder / "model.safetensors").unlink()
+    assert load_spec(folder).tie_embeddings
+
+
+def test_norms_of_outputs_are_not_norms_of_inputs(checkpoints: Path, tmp_path: Path) -> None:
+    norm = {"model__layers__0__input_layernorm__weight": torch.ones(64)}
+    with pytest.raises(ConfigError, match=r"no place for .*input_layernorm"):
+        load(spoilt(checkpoints, "olmo2", tmp_path, **norm))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_of_the_layers_alone(checkpoints: Path, tmp_path: Path, tied: bool) -> None:
+    """As embedding models have it: it generates only if its embedding is its head."""
+    tensors = load_file(checkpoints / "olmo2" / "model.safetensors")
+    body = {
+        name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if name != "lm_head.weight"
+    }
+    config = json.loads((checkpoints / "olmo2" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    save_file(body, tmp_path / "model.safetensors")
+    spec = load_spec(tmp_path)
+    assert (spec.tie_embeddings, spec.generates) == (True, tied)
+    weights = dict(load(tmp_path).named_parameters())
+    for name, parameter in load(checkpoints / "olmo2").named_parameters():
+        assert name.startswith("lm_head") or torch.equal(parameter, weights[name]), name

@@ -192,8 +192,10 @@ def test_rows_in_8_bits(device: torch.device, dtype: torch.dtype, size: int, gro
         expected, expected_scales = float8_rows_reference(x, group)
         assert scales.stride() == expected_scales.stride()
         torch.testing.assert_close(scales, expected_scales)
-        # a quotient between two numbers may be rounded to the other one, as the interpreter does
-        assert relative_error(numbers.float(), expected.float()) < 3e-2
+        # a quotient at the edge between two numbers may be rounded otherwise; the interpreter also
+        # forgets the carry if rounding makes a mantissa overflow, and halves such numbers
+        tolerance = 0.1 if is_interpreted() else 1e-2
+        assert relative_error(numbers.float(), expected.float()) < tolerance
 
 
 @pytest.mark.parametrize("form", ["fp8-blocks", "fp8-channel", "fp8-tensor"])

@@ -35,6 +35,9 @@ from minisgl_backend.request import (
 NO_TOKEN: Final = -1
 """In place of a token: the logits of the row were not finite."""
 
+NO_SNAPSHOT: Final = -1
+"""In place of the number of a snapshot: there is none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Admission:
@@ -56,7 +59,8 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One forward pass with P prefill chunks, S of them scored, D decoding rows and G grants.
+    """One forward pass with P prefill chunks, S of them scored, D decoding rows, G grants and C
+    copies, which keeps V snapshots.
 
     All arrays are int32.
 
@@ -66,11 +70,19 @@ class StepPlan:
     before it does anything else of the plan, since this plan may already grant them. All other
     pages hold finite numbers, or NaN that the requests that use them have computed themselves.
     ``grant_rows``, ``grant_indices``, ``grant_pages`` [G]: page_table[row, index] = page.
+    ``copy_sources``, ``copy_targets``, ``copy_lengths`` [C]: the keys and values of the first
+    ``length`` positions of a page are copied to another page, after broken pages are cleared and
+    before anything is computed. No page is a target twice, and none is both.
     ``prefill_rows``, ``prefill_starts``, ``prefill_lengths`` [P]: the positions from start up to
     start + length of the row are computed. ``prefill_tokens`` [sum of lengths] has their tokens,
     chunk after chunk.
     ``prefill_samples`` [P] is 1 if the chunk is the last of the row's known tokens, so that a token
     is sampled after it, and otherwise 0.
+    ``begun_from`` [P]: the snapshot of recurrent states with which the chunk's row begins, if it
+    continues a cached prefix; else ``NO_SNAPSHOT``, and the row goes on from its own states, which
+    are zero at position 0.
+    ``saved_chunks`` [V]: chunks, by index, in which the states behind the first ``saved_positions``
+    [V] tokens of the row are kept as ``saved_snapshots`` [V]. Ascending by chunk and position.
     ``score_chunks`` [S]: chunks, by index, of which the positions from ``score_starts`` up to
     ``score_starts`` + ``score_lengths`` [S] are scored: the log-probability is wanted of the token
     behind each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
@@ -88,11 +100,18 @@ class StepPlan:
     grant_rows: IntArray
     grant_indices: IntArray
     grant_pages: IntArray
+    copy_sources: IntArray
+    copy_targets: IntArray
+    copy_lengths: IntArray
     prefill_rows: IntArray
     prefill_starts: IntArray
     prefill_lengths: IntArray
     prefill_samples: IntArray
     prefill_tokens: IntArray
+    begun_from: IntArray
+    saved_chunks: IntArray
+    saved_positions: IntArray
+    saved_snapshots: IntArray
     decode_rows: IntArray
     decode_positions: IntArray
     masked_rows: IntArray

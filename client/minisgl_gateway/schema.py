@@ -24,8 +24,9 @@ from minisgl_gateway.message_schema import (
 )
 from minisgl_gateway.strict_schema import Body, Strict, label
 
-MAX_CHOICES: Final = 16
-"""Generations of one request: ``n`` times the number of prompts."""
+MAX_CHOICES: Final = 64
+"""Choices of one request: ``n``, or ``best_of``, times the number of prompts."""
+MAX_PROMPTS: Final = 16
 MAX_LOGPROBS: Final = 20
 MAX_INPUTS: Final = 2048
 """Texts to be embedded, or documents to be ranked, of one request."""
@@ -38,7 +39,6 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 _BOTH: Final[dict[str, tuple[Any, ...]]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "best_of": (1,),
     "detokenize": (True,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
@@ -68,6 +68,7 @@ _BOTH: Final[dict[str, tuple[Any, ...]]] = {
 _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "add_special_tokens": (False,),
     "audio": (),
+    "best_of": (1,),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": (),
@@ -165,9 +166,15 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    )
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="answers to make, of which the n most likely come back; not with stream",
     )
     echo: bool = Field(False, description="the prompt stands before the answer, in logprobs too")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -35,7 +35,7 @@ import numpy as np
 
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import EngineFailure, InvariantError
-from minisgl_backend.plan import NO_TOKEN, Admission, SampledTokens, StepPlan
+from minisgl_backend.plan import NO_SNAPSHOT, NO_TOKEN, Admission, SampledTokens, StepPlan
 from minisgl_backend.request import (
     EMPTY,
     Failed,
@@ -159,7 +159,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Counts, in constant time."""
         return SchedulerStats(
-            num_waiting=len(self._queue),
+            num_waiting=self._life.num_waiting,
             num_running=self._rows.num_used,
             total_pages=self._cache.num_pages,
             free_pages=self._cache.num_free,
@@ -238,7 +238,10 @@ class Scheduler:
         end = start + len(tokens)
         is_last = end == len(sequence.tokens)
         self._rows.plan_prefill(sequence.row, end)
-        draft.prefill(sequence.row, start, tokens, samples=is_last)
+        snapshot, sequence.begins_from = sequence.begins_from, NO_SNAPSHOT
+        draft.prefill(sequence.row, start, tokens, samples=is_last, snapshot=snapshot)
+        for position, taken in self._life.take_snapshots(sequence, start, end):
+            draft.save(position, taken)
         # a position is scored by the token behind it: the first one that is still to be scored has
         # index num_scored + 1, the last one num_to_score
         first, last = max(start, sequence.num_scored), min(end, sequence.num_to_score)
@@ -260,15 +263,15 @@ class Scheduler:
     def _announce(self, sequence: Sequence, draft: Draft) -> None:
         """Let the executor know of a sequence that has taken a row, and of its pages."""
         request, lease = sequence.request, sequence.held()
-        num_cached_tokens = lease.num_shared * self._cache.page_size
+        self._life.copy_prompt(sequence, draft)
         self._counters.prefix_queries += len(sequence.reusable)
-        self._counters.prefix_hits += num_cached_tokens
+        self._counters.prefix_hits += lease.num_shared * self._cache.page_size
         draft.admit(
             Admission(
                 request_id=request.id,
                 row=sequence.row,
                 num_prompt_tokens=len(request.prompt),
-                num_cached_tokens=num_cached_tokens,
+                num_cached_tokens=int(self._rows.planned[sequence.row]),
                 sampling=request.sampling,
                 history=sequence.tokens if request.sampling.has_penalties else EMPTY,
             )

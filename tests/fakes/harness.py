@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
+from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.plan import NO_TOKEN, StepPlan
 from minisgl_backend.request import (
     Failed,
@@ -21,6 +22,7 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     SamplingParams,
+    samples_of,
 )
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.executor import (
@@ -35,7 +37,8 @@ from tests.fakes.executor import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """All that may differ between two runs of one workload."""
+    """All that may differ between two runs of one workload. With ``num_snapshots`` rows have
+    recurrent states."""
 
     page_size: int
     num_pages: int
@@ -45,13 +48,17 @@ class Setup:
     policy: str = "fcfs"
     reserve_tokens: int = 0
     cache: str = "radix"
+    num_snapshots: int | None = None
     depth: int = 2
     model: Model = field(default_factory=Model)
 
     def make_cache(self) -> KVCache:
         """An empty cache."""
-        kind = RadixCache if self.cache == "radix" else NaiveCache
-        return kind(self.num_pages, self.page_size)
+        if self.cache == "naive":
+            return NaiveCache(self.num_pages, self.page_size)
+        if self.num_snapshots is None:
+            return RadixCache(self.num_pages, self.page_size)
+        return SnapshotCache(self.num_pages, self.page_size, self.num_snapshots)
 
 
 @dataclass(slots=True)
@@ -85,6 +92,7 @@ class Harness:
             setup.max_sequence_length,
             setup.model,
             num_rows=setup.num_rows,
+            has_states=setup.num_snapshots is not None,
         )
         self.records: dict[RequestId, Record] = {}
         self.num_steps = 0
@@ -216,6 +224,7 @@ def random_setup(rng: random.Random) -> Setup:
         policy=rng.choice(["fcfs", "lpm"]),
         reserve_tokens=rng.choice([0, 0, 4]),
         cache="radix",
+        num_snapshots=rng.choice([None, None, 6]),
         depth=rng.choice([1, 2, 3]),
         model=Model(
             vocabulary=rng.choice([6, 50]),
@@ -248,12 +257,24 @@ def random_request(rng: random.Random, setup: Setup, number: int) -> Request:
     )
 
 
+def random_requests(rng: random.Random, setup: Setup) -> list[list[Request]]:
+    """Requests, each with its samples."""
+    found: list[list[Request]] = []
+    for _ in range(rng.randint(1, 12)):
+        number = sum(map(len, found))
+        first = random_request(rng, setup, number)
+        count = rng.choice([1, 1, 2, 5]) if first.sampling.max_tokens else 1
+        found.append(samples_of(first, [RequestId(number + index) for index in range(count)]))
+    return found
+
+
 def run_randomly(harness: Harness, rng: random.Random, *, check: bool) -> None:
     """Requests that come, go, and are aborted at any moment; then ``verify``."""
-    todo = [random_request(rng, harness.setup, number) for number in range(rng.randint(1, 12))]
+    todo = random_requests(rng, harness.setup)
     while todo or harness.scheduler.has_work() or harness.num_in_flight:
         if todo and rng.random() < 0.5:
-            harness.add(todo.pop())
+            for request in todo.pop():
+                harness.add(request)
         if harness.records and rng.random() < 0.05:
             harness.abort(rng.choice(list(harness.records)))
         if harness.num_in_flight and rng.random() < 0.2:

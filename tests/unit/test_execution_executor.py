@@ -218,6 +218,40 @@ def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
     assert tokens == expected
 
 
+def test_the_rest_of_a_prompt_is_copied_from_another_row(executor: ModelExecutor) -> None:
+    """Of the page's positions only those that are named: NaN behind them stays where it is."""
+    expected = _alone(executor, 3)
+    driver = Driver(executor)
+    _tokens(driver.prefill(0, PROMPT[:5], pages=(1, 9), samples=False))
+    _tokens(driver.prefill(0, (POISON,), pages=(), start=5))
+    admission = Admission(
+        request_id=RequestId(1),
+        row=1,
+        num_prompt_tokens=len(PROMPT),
+        num_cached_tokens=5,
+        sampling=SamplingParams(temperature=0.0),
+        history=_ints(),
+    )
+    tokens = _tokens(
+        driver.launch(
+            admissions=(admission,),
+            grant_rows=_ints(1, 1, 1),
+            grant_indices=_ints(0, 1, 2),
+            grant_pages=_ints(5, 6, 7),
+            copy_sources=_ints(1, 9),
+            copy_targets=_ints(5, 6),
+            copy_lengths=_ints(4, 1),
+            prefill_rows=_ints(1),
+            prefill_starts=_ints(5),
+            prefill_lengths=_ints(1),
+            prefill_samples=_ints(1),
+            prefill_tokens=_ints(*PROMPT[5:]),
+        )
+    )
+    tokens += _tokens(driver.decode((1, 6))) + _tokens(driver.decode((1, 7)))
+    assert tokens == expected
+
+
 def test_a_row_that_is_not_finite_fails_alone(executor: ModelExecutor) -> None:
     expected = _alone(executor, 4)
     driver = Driver(executor)

@@ -76,7 +76,7 @@ def pages_of(model: Decoder) -> list[PagedKV]:
         for fused in (True, False)
     ]
     + [("broad", True), ("broad", False)]
-    + [(case, True) for case in ("granite-tied", "olmo2", "phi3-partial", "smollm3")],
+    + [(case, True) for case in ("gemma3", "granite-tied", "olmo2", "phi3-partial", "smollm3")],
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ ADMISSION = st.builds(
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    sizes = (draw(st.integers(0, 4)) for _ in range(7))
-    releases, broken, grants, chunks, tokens, decodes, scores = sizes
+    sizes = (draw(st.integers(0, 4)) for _ in range(9))
+    releases, broken, grants, copies, chunks, tokens, saves, decodes, scores = sizes
     return StepPlan(
         step=draw(st.integers(0, 2**63 - 1)),
         released_rows=draw(arrays(releases)),
@@ -46,11 +46,18 @@ def plans(draw: st.DrawFn) -> StepPlan:
         grant_rows=draw(arrays(grants)),
         grant_indices=draw(arrays(grants)),
         grant_pages=draw(arrays(grants)),
+        copy_sources=draw(arrays(copies)),
+        copy_targets=draw(arrays(copies)),
+        copy_lengths=draw(arrays(copies)),
         prefill_rows=draw(arrays(chunks)),
         prefill_starts=draw(arrays(chunks)),
         prefill_lengths=draw(arrays(chunks)),
         prefill_samples=draw(arrays(chunks)),
         prefill_tokens=draw(arrays(tokens)),
+        begun_from=draw(arrays(chunks)),
+        saved_chunks=draw(arrays(saves)),
+        saved_positions=draw(arrays(saves)),
+        saved_snapshots=draw(arrays(saves)),
         decode_rows=draw(arrays(decodes)),
         decode_positions=draw(arrays(decodes)),
         masked_rows=draw(arrays(decodes)),

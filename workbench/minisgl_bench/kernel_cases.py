@@ -19,7 +19,7 @@ from torch import Tensor
 from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
 from minisgl_backend.kernels.embedding import embedding, embedding_reference
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
-from minisgl_backend.kernels.moe import fused_experts
+from minisgl_backend.kernels.moe import Choices, ExpertWeights, fused_experts
 from minisgl_backend.kernels.packed_weight import PackedWeight, pack
 from minisgl_backend.kernels.quantized import quantize
 from minisgl_backend.kernels.quantized_linear import Float8Weight, float8_linear
@@ -267,5 +267,5 @@ def expert_cases(batch_size: int) -> Iterator[Case]:
     scores = torch.rand(batch_size, experts, device="cuda")
     weights, ids = scores.topk(top_k, dim=-1)
     used = len(set(ids.flatten().tolist()))
-    inputs = [(normal(batch_size, hidden), gate_up, down, ids, weights)]
+    inputs = [(normal(batch_size, hidden), ExpertWeights(gate_up, down), Choices(ids, weights))]
     yield Case("experts, 128 x 8", used * 6 * hidden * inner, each(fused_experts, inputs * 4))

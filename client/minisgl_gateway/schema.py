@@ -83,6 +83,17 @@ _TOKENIZE: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
+def _salt() -> Any:
+    """The field ``cache_salt``, by default none."""
+    return Field(
+        None,
+        min_length=1,
+        max_length=64,
+        pattern="^[A-Za-z0-9_-]*$",
+        description="prefixes are shared under equal salts only",
+    )
+
+
 class StreamOptions(Strict):
     """What a stream tells beside the answer."""
 
@@ -134,13 +145,7 @@ class GenerationRequest(FormFields):
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, lt=2**31)
     stop_token_ids: list[TokenId] | None = Field(None, fail_fast=True)
-    cache_salt: str | None = Field(
-        None,
-        min_length=1,
-        max_length=64,
-        pattern="^[A-Za-z0-9_-]*$",
-        description="prefixes are shared under equal salts only",
-    )
+    cache_salt: str | None = _salt()
     priority: int = Field(0, gt=-(2**31), lt=2**31, description="lower goes first")
     prompt_logprobs: int | None = Field(
         None,
@@ -231,13 +236,7 @@ class RetrievalRequest(Body):
     without_effect = frozenset({"user"})
 
     model: str
-    cache_salt: str | None = Field(
-        None,
-        min_length=1,
-        max_length=64,
-        pattern="^[A-Za-z0-9_-]*$",
-        description="prefixes are shared under equal salts only",
-    )
+    cache_salt: str | None = _salt()
     priority: int = Field(0, gt=-(2**31), lt=2**31, description="lower goes first")
     user: str | None = label()
 

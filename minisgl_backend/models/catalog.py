@@ -165,7 +165,7 @@ def read_dots1(config: ConfigReader) -> ModelSpec:
         "sliding_attention" if window and layer >= first else "full_attention"
         for layer in range(num_layers)
     ]
-    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    fields["windows"] = _windows_by_kind(kinds, window)
     moe = _deepseek_experts(config, num_layers, first=0)
     return ModelSpec(architecture="Dots1ForCausalLM", moe=moe, **fields)
 
@@ -201,7 +201,7 @@ def read_ministral(config: ConfigReader) -> ModelSpec:
     window, num_layers = config.integer_or_null("sliding_window", 4096), fields["num_layers"]
     kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers)
     kinds = kinds or ["sliding_attention"] * num_layers
-    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    fields["windows"] = _windows_by_kind(kinds, window)
     return ModelSpec(architecture="MinistralForCausalLM", **fields)
 
 
@@ -369,7 +369,7 @@ def _ropes_by_kind(
 def _set_kinds(fields: dict[str, Any], kinds: Sequence[str], window: int, local: RopeSpec) -> None:
     """Give the layers with a window that, and the rotation ``local``."""
     rope = fields["rope"]
-    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    fields["windows"] = _windows_by_kind(kinds, window)
     fields["ropes"] = tuple(local if kind == "sliding_attention" else rope for kind in kinds)
 
 
@@ -411,7 +411,7 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
         kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
             "full_attention" if one else "sliding_attention" for one in rotates[:num_layers]
         ]
-        fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        fields["windows"] = _windows_by_kind(kinds, window)
     return ModelSpec(
         architecture="SmolLM3ForCausalLM",
         qkv_bias=bias,
@@ -575,6 +575,11 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
+    return _windows_by_kind(kinds, window)
+
+
+def _windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer: ``window`` of those that slide, none of the others."""
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

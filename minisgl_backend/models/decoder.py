@@ -219,6 +219,10 @@ class Decoder(nn.Module):
                 if isinstance(module, Matrix):
                     module.pack()
         self.head.matrix.pack(keep=self.spec.tie_embeddings)
+        for module in self.modules():
+            # as plain attributes: nn.Module's lookup takes as long as a small operation
+            vars(module).update(module.named_parameters(recurse=False))
+            vars(module).update(module.named_children())
 
     def set_positions(self, num_positions: int, device: torch.device) -> None:
         """Compute the tables of positions for sequences of up to ``num_positions`` tokens."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl_backend.plan import Admission, StepPlan
+from minisgl_backend.plan import NO_GROUPS, Admission, Groups, StepPlan
 from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.scheduling.running import Mask
 
@@ -19,6 +19,7 @@ class Draft:
         self.budget = budget
         self.decode_rows = EMPTY
         self.decode_positions = EMPTY
+        self.groups = NO_GROUPS
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
         self._copies: list[tuple[int, int, int]] = []
@@ -69,10 +70,12 @@ class Draft:
         self._scores.append((len(self._chunks) - 1, start, len(tokens)))
         self._score_tokens.append(tokens)
 
-    def decode(self, rows: IntArray, positions: IntArray) -> None:
-        """Decode these rows. The arrays are kept, so the caller must not write to them again."""
+    def decode(self, rows: IntArray, positions: IntArray, groups: Groups) -> None:
+        """Decode these rows, with groups of them. The arrays are kept, so the caller must not write
+        to them again."""
         self.decode_rows = rows
         self.decode_positions = positions
+        self.groups = groups
 
     def freeze(
         self, step: int, *, released_rows: list[int], broken_pages: IntArray, masked: Mask
@@ -113,6 +116,10 @@ class Draft:
             saved_snapshots=saved[2],
             decode_rows=self.decode_rows,
             decode_positions=self.decode_positions,
+            group_sizes=self.groups.sizes,
+            group_begins=self.groups.begins,
+            group_ends=self.groups.ends,
+            group_rows=self.groups.members,
             masked_rows=sampled[masked[sampled]],
             score_chunks=scores[0],
             score_starts=scores[1],

@@ -19,14 +19,15 @@ Invariants, verified by ``check``:
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import replace
 
 import numpy as np
 
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.cache.pages import num_pages_for
-from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.request import IntArray, Request, RequestId
+from minisgl_backend.plan import NO_GROUPS, Groups
+from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
@@ -43,12 +44,22 @@ class Lifecycle:
     """
 
     def __init__(
-        self, cache: KVCache, num_rows: int, policy: str, released_rows: list[int]
+        self,
+        cache: KVCache,
+        num_rows: int,
+        queue: WaitingQueue,
+        *,
+        group_cost_tokens: int | None,
+        has_states: bool,
+        released_rows: list[int],
     ) -> None:
+        """``group_cost_tokens``: see ``KVCache.groups``; None for no groups. ``has_states``: see
+        ``SchedulerConfig``."""
         self.cache = cache
-        self.snapshots = cache if isinstance(cache, SnapshotCache) else None
         self.rows = RunningRows(num_rows)
-        self.queue = WaitingQueue(cache, policy)
+        self.queue = queue
+        self._group_cost_tokens = group_cost_tokens
+        self._has_states = has_states
         self.live: dict[RequestId, Sequence] = {}
         self.prefilling: list[Sequence] = []
         self.released_rows = released_rows
@@ -56,6 +67,9 @@ class Lifecycle:
         self._num_arrivals = 0
         self._remaps: list[tuple[Sequence, Lease, range]] = []
         self._followers: dict[RequestId, list[Sequence]] = {}  # by leader; they wait behind it
+        self._grouped_rows = EMPTY  # the rows of the last step, whose groups these were ...
+        self._groups = NO_GROUPS
+        self._are_groups_current = True  # ... unless a lease has got other shared pages since
 
     @property
     def num_available_pages(self) -> int:
@@ -104,6 +118,7 @@ class Lifecycle:
             return cost
         if not cache.grow(lease, len(sequence.tokens)):
             raise InvariantError(f"request {sequence.request.id} does not fit: pages have leaked")
+        cache.promise(lease, sequence.tokens)
         self.queue.admit(sequence)
         self.changes += 1
         sequence.enter(Phase.PREFILLING)
@@ -120,13 +135,11 @@ class Lifecycle:
         """Let a sequence that was just started copy from its leader what is not cached of the
         prompt, but for the last position, whose logits it needs.
 
-        The leader runs, so its pages stay its own until the step of ``draft`` has copied them. If
-        the model has recurrent states, nothing is copied: pages alone do not tell the state.
+        The leader runs, so its pages stay its own until the step of ``draft`` has copied them. With
+        recurrent states nothing is copied.
         """
-        leader = self._leader_of(sequence)
+        leader = None if self._has_states else self._leader_of(sequence)
         if leader is None or leader.lease is None or leader.phase is Phase.RETIRING:
-            return
-        if self.snapshots is not None:
             return
         pages, size = sequence.held().pages, self.cache.page_size
         begin = int(self.rows.planned[sequence.row])
@@ -144,8 +157,8 @@ class Lifecycle:
         """Snapshots for the states behind positions of a chunk, with these positions."""
         taken = []
         for position in sequence.saves:
-            if self.snapshots is not None and start < position <= end:
-                number = self.snapshots.take_snapshot()
+            if start < position <= end:
+                number = self.cache.take_snapshot()
                 if number is not None:
                     taken.append((position, number))
         sequence.snapshots += taken
@@ -203,11 +216,11 @@ class Lifecycle:
             self.publish(sequence, known)
             self.cache.release(sequence.held())
         self.rows.give_back(row)
+        self._are_groups_current = False  # the row may decode for another before it is asked again
         self.changes += 1
         self.released_rows.append(row)
         for _, snapshot in sequence.snapshots:  # of which no token has said that it is finite
-            assert self.snapshots is not None
-            self.snapshots.return_snapshot(snapshot)
+            self.cache.return_snapshot(snapshot)
         sequence.snapshots.clear()
         sequence.lease, sequence.row = None, -1
         if sequence.returns:
@@ -233,15 +246,32 @@ class Lifecycle:
             verified = Verified.ALL if computed > sequence.remapped_at else Verified.OWN
         indices = self.cache.publish(lease, tokens[:computed], verified=verified)
         self.changes += 1
-        if verified is not Verified.NONE and self.snapshots is not None:
+        self._are_groups_current = False
+        if verified is not Verified.NONE:
             for position, snapshot in sequence.snapshots:
-                self.snapshots.attach_snapshot(lease, position, snapshot)
+                self.cache.attach_snapshot(lease, position, snapshot)
             sequence.snapshots.clear()
         if self._has_prompt(sequence):
             self._lead(sequence)
         if indices:
             sequence.remapped_at = int(self.rows.planned[row])
             self._remaps.append((sequence, lease, indices))
+
+    def groups_of(self, rows: IntArray) -> Groups:
+        """Groups of the decoding ``rows``, int32[num_rows], ascending.
+
+        Shared pages are full of committed positions, so they stay the same until a row starts or
+        stops decoding, is given back, or ``publish`` gives a lease more of them: a steady step
+        costs nothing here.
+        """
+        if not self._are_groups_current or not np.array_equal(rows, self._grouped_rows):
+            cost = self._group_cost_tokens
+            if cost is not None:
+                found = self.cache.groups(self.rows.leases(rows), cost)
+                self._groups = replace(found, members=rows[found.members])
+            self._grouped_rows = rows
+            self._are_groups_current = True
+        return self._groups
 
     def grant_remaps(self, draft: Draft) -> None:
         """Grant the pages of others that ``publish`` has put in place of a row's own since the
@@ -306,10 +336,10 @@ class Lifecycle:
     def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
         """The positions behind which another request may begin: where this one parts from what
         others have begun with, and the last one that it would find itself if it came again."""
-        if self.snapshots is None:
+        if not self._has_states:
             return ()
         salt = sequence.request.cache_salt
-        parted = self.snapshots.cached_length(sequence.tokens, salt)
+        parted = self.cache.cached_length(sequence.tokens, salt)
         last = (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
         begun = sequence.held().num_shared * self.cache.page_size
         return tuple(sorted({position for position in (parted, last) if position > begun}))

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_backend.cache.kv import Lease
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 from minisgl_backend.scheduling.sequence import Sequence
@@ -102,6 +103,15 @@ class RunningRows:
         if sequence is None:
             raise InvariantError(f"row {row} has no sequence")
         return sequence
+
+    def leases(self, rows: IntArray) -> list[Lease]:
+        """The leases of the sequences that hold ``rows``, in that order."""
+        held = [self.sequences[row] for row in rows.tolist()]
+        leases = [sequence.lease for sequence in held if sequence is not None]
+        found = [lease for lease in leases if lease is not None]
+        if len(found) < len(held):
+            raise InvariantError("a row has no sequence, or its sequence no lease")
+        return found
 
     def by_fate(self) -> tuple[list[Sequence], list[Sequence]]:
         """The running and the retiring sequences, both in the order of their rows."""

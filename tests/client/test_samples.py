@@ -28,7 +28,7 @@ def test_samples_of_an_answer(server: TritonServer, way: Way) -> None:
     ]
     whole = way.generate(server, **HOT, n=3, num_logprobs=1)
     deltas, streamed = way.stream(server, **HOT, n=3, num_logprobs=1)
-    assert len({result.text for result in own}) == 3
+    assert len({result.text for result in own}) > 1
     assert own[0].samples == (own[0],)
     for result in (whole, streamed):
         assert [sample.text for sample in result.samples] == [each.text for each in own]

@@ -46,6 +46,9 @@ class Setup:
     num_rows: int = 8
     max_prefill_tokens: int = 32
     policy: str = "fcfs"
+    max_overtaken: int = 64
+    worthwhile_tokens: int = 1
+    group_cost_tokens: int = 0
     reserve_tokens: int = 0
     cache: str = "radix"
     num_snapshots: int | None = None
@@ -83,7 +86,12 @@ class Harness:
                 max_running_requests=setup.num_rows,
                 max_prefill_tokens=setup.max_prefill_tokens,
                 policy=setup.policy,
+                max_overtaken=setup.max_overtaken,
+                worthwhile_tokens=setup.worthwhile_tokens,
+                names_groups=True,
+                group_cost_tokens=setup.group_cost_tokens,
                 reserve_tokens=setup.reserve_tokens,
+                has_states=setup.num_snapshots is not None,
             ),
         )
         self.executor = FakeExecutor(
@@ -222,6 +230,8 @@ def random_setup(rng: random.Random) -> Setup:
         num_rows=rng.choice([1, 3, 8]),
         max_prefill_tokens=rng.choice([1, 5, 32, 256]),
         policy=rng.choice(["fcfs", "lpm"]),
+        max_overtaken=rng.choice([0, 2, 64]),
+        worthwhile_tokens=rng.choice([1, 8]),
         reserve_tokens=rng.choice([0, 0, 4]),
         cache="radix",
         num_snapshots=rng.choice([None, None, 6]),

@@ -128,7 +128,7 @@ def test_choices_of_a_stream(client: OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_are_samples_of_one_request(client: OpenAI, gateway: Gateway, stream: bool) -> None:
     """Each is what a request with its seed gets, and the prompt is computed and counted once."""
-    prompt = f"Tell me {'a long ' * 30}story about {'two foxes' if stream else 'a fox'}."
+    prompt = f"{'Two foxes' if stream else 'A dog'}: tell me {'a long ' * 30}story about them."
     fields: dict[str, Any] = {"max_tokens": 12, "extra_body": {"ignore_eos": True}}
     hot = {**asked(prompt, **fields), "temperature": 1.8}
     if stream:
@@ -147,7 +147,8 @@ def test_choices_are_samples_of_one_request(client: OpenAI, gateway: Gateway, st
         texts = [choice.message.content for choice in answer.choices]
         used = answer.usage
     assert used is not None and used.completion_tokens == 48
-    assert used.prompt_tokens_details is not None and not used.prompt_tokens_details.cached_tokens
+    assert used.prompt_tokens_details is not None
+    assert (used.prompt_tokens_details.cached_tokens or 0) <= 16, "what all chats begin with"
     own = [client.chat.completions.create(**hot, seed=40 + sample) for sample in range(4)]
     assert texts == [each.choices[0].message.content for each in own]
     assert own[0].usage is not None and own[0].usage.prompt_tokens == used.prompt_tokens

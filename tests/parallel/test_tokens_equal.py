@@ -96,7 +96,8 @@ def test_samples_of_two_ranks(checkpoints: Path, kv_cache_dtype: str | None) -> 
                     own += [ranked.submit(prompt, sample.sampling) for sample in samples]
             wait_for_all([*own, *together])
             wait_until(lambda: _all_pages_back(ranked))
-    check_equal(together, own * 2)
+    assert not any(answer.error for answer in together)
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in own * 2]
 
 
 def test_converted_weights_are_those_of_one_rank(checkpoints: Path) -> None:

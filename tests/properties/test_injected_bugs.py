@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import Groups
 from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
@@ -122,6 +124,29 @@ def copied_in_part(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def grouped_too_far(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a group are said to share one page more than they do."""
+    groups = RadixCache.groups
+
+    def one_more(self: RadixCache, leases: list[Lease], cost_tokens: int) -> Groups:
+        found = groups(self, leases, cost_tokens)
+        return replace(found, ends=found.ends + np.int32(1))
+
+    patch.setattr(RadixCache, "groups", one_more)
+
+
+def grouped_with_others(patch: pytest.MonkeyPatch) -> None:
+    """A row is named in the place of another."""
+    groups = RadixCache.groups
+
+    def rotated(self: RadixCache, leases: list[Lease], cost_tokens: int) -> Groups:
+        found = groups(self, leases, cost_tokens)
+        members = (found.members + 1) % max(len(leases), 1)
+        return replace(found, members=members.astype(np.int32))
+
+    patch.setattr(RadixCache, "groups", rotated)
+
+
 def misplaced_snapshot(patch: pytest.MonkeyPatch) -> None:
     """A state is found behind one page less than it stands for."""
     attach = RadixTree.attach
@@ -171,6 +196,8 @@ BUGS: list[Inject] = [
     wrong_key,
     matched_in_full,
     copied_in_part,
+    grouped_too_far,
+    grouped_with_others,
     misplaced_snapshot,
     stale_snapshot,
 ]

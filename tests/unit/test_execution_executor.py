@@ -118,14 +118,7 @@ class Driver:
         broken: tuple[int, ...] = (),
     ) -> Pending:
         """Prefill one chunk of a row, admitting it at ``start`` 0, beside decodes of others."""
-        admission = Admission(
-            request_id=RequestId(100 + row),
-            row=row,
-            num_prompt_tokens=start + len(tokens),
-            num_cached_tokens=0,
-            sampling=sampling or SamplingParams(temperature=0.0),
-            history=_ints(),
-        )
+        admission = _admission(row=row, num_prompt_tokens=start + len(tokens), sampling=sampling)
         return self.launch(
             released_rows=_ints(*released),
             broken_pages=_ints(*broken),
@@ -158,6 +151,23 @@ class Driver:
 def _tokens(pending: Pending) -> list[int]:
     tokens: list[int] = pending.tokens().token_ids.tolist()
     return tokens
+
+
+def _admission(
+    *,
+    row: int,
+    num_prompt_tokens: int,
+    num_cached_tokens: int = 0,
+    sampling: SamplingParams | None = None,
+) -> Admission:
+    return Admission(
+        request_id=RequestId(100 + row),
+        row=row,
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=num_cached_tokens,
+        sampling=sampling or SamplingParams(temperature=0.0),
+        history=_ints(),
+    )
 
 
 def _alone(executor: ModelExecutor, count: int) -> list[int]:
@@ -193,14 +203,7 @@ def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
     expected = _alone(executor, 3)
     driver = Driver(executor)
     _tokens(driver.prefill(0, PROMPT[:4], pages=(1,)))
-    admission = Admission(
-        request_id=RequestId(1),
-        row=1,
-        num_prompt_tokens=len(PROMPT),
-        num_cached_tokens=4,
-        sampling=SamplingParams(temperature=0.0),
-        history=_ints(),
-    )
+    admission = _admission(row=1, num_prompt_tokens=len(PROMPT), num_cached_tokens=4)
     tokens = _tokens(
         driver.launch(
             admissions=(admission,),
@@ -224,14 +227,7 @@ def test_the_rest_of_a_prompt_is_copied_from_another_row(executor: ModelExecutor
     driver = Driver(executor)
     _tokens(driver.prefill(0, PROMPT[:5], pages=(1, 9), samples=False))
     _tokens(driver.prefill(0, (POISON,), pages=(), start=5))
-    admission = Admission(
-        request_id=RequestId(1),
-        row=1,
-        num_prompt_tokens=len(PROMPT),
-        num_cached_tokens=5,
-        sampling=SamplingParams(temperature=0.0),
-        history=_ints(),
-    )
+    admission = _admission(row=1, num_prompt_tokens=len(PROMPT), num_cached_tokens=5)
     tokens = _tokens(
         driver.launch(
             admissions=(admission,),

@@ -191,8 +191,7 @@ def test_rope_store_rotates_norms_and_stores(dtype: torch.dtype, is_strided: boo
         k_cache,
         v_cache,
         num_heads=num_heads,
-        q_weight=q_weight,
-        k_weight=k_weight,
+        head_weights=torch.stack([q_weight] * num_heads + [k_weight] * num_kv_heads),
     )
     rounding = 1e-12 if dtype == torch.float64 else 1e-5
     assert_near = partial(torch.testing.assert_close, rtol=rounding, atol=rounding)

@@ -166,15 +166,27 @@ class TwinCores:
             squares: Tensor | None,
             eps: float,
             bias: Tensor | None,
+            q_weight: Tensor | None,
+            k_weight: Tensor | None,
             pdl: bool,
-            **norms: Any,
+            **scales: Any,
         ) -> Tensor:
             assert weight.shape == ((num_heads + 2 * num_kv_heads) * head_dim, in_features)
             assert page_size == PAGE_SIZE and not fp8
             qkv = self._linear(x, weight, squares, eps, bias)
             places = TokenPlaces(positions, slots, cos_sin)
+            head_weights = None
+            if q_weight is not None and k_weight is not None:
+                head_weights = torch.stack([q_weight] * num_heads + [k_weight] * num_kv_heads)
             return qk_norm_rope_store_reference(
-                qkv, places, keys, values, num_heads=num_heads, eps=eps, **norms
+                qkv,
+                places,
+                keys,
+                values,
+                num_heads=num_heads,
+                head_weights=head_weights,
+                eps=eps,
+                **scales,
             )
 
         return self._kernel(heads)

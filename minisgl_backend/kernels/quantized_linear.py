@@ -27,6 +27,9 @@ MAX_ROWS: Final = 64
 FLOAT8_BLOCK: Final = 128
 """Of rows and of columns that share a scale, if not all columns do."""
 
+_ROWS_OF_SCALES: Final = 8
+"""Of tokens with scales of blocks the library takes a multiple of this."""
+
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, [num_rows, out_features]; rows of ``x`` [num_rows, in_features] may be
@@ -50,17 +53,20 @@ def quantized_linear_reference(
     return y.to(x.dtype)
 
 
-def float8_rows(x: Tensor, group: int, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+def float8_rows(
+    x: Tensor, group: int, *, unit: int = 1, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
     """Numbers of 8 bits of ``x`` [num_rows, in_features], permuted as packed weights are, and their
     scales, float32 [num_rows, in_features / group] in column-major order: ``group`` neighbours
-    share one; with ``group`` = in_features a row does."""
-    shape, columns = x.shape, x.shape[1] // group
-    scales = torch.empty((columns, shape[0]), dtype=torch.float32, device=x.device)
+    share one; with ``group`` = in_features a row does. Up to the next multiple of ``unit`` there
+    are more rows, whose contents are undefined."""
+    num_rows, in_features = -(-len(x) // unit) * unit, x.shape[1]
     if not use_triton(x):
-        return float8_rows_reference(x, group)
+        return float8_rows_reference(F.pad(x, (0, 0, 0, num_rows - len(x))), group)
     from minisgl_backend.kernels.triton_kernels.quantized_kernels import launch_float8_rows
 
-    out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((in_features // group, num_rows), dtype=torch.float32, device=x.device)
+    out = torch.empty((num_rows, in_features), dtype=torch.float8_e4m3fn, device=x.device)
     launch_float8_rows(out, scales, x, group, pdl=pdl)
     return out, scales.t()
 
@@ -117,13 +123,15 @@ def float8_linear(
     for 128 inputs if the weight has such blocks, else one for a row."""
     if not use_triton(x):
         return float8_linear_reference(x, weight, bias)
-    rows, scales = float8_rows(x, weight.group, pdl=pdl)
+    unit = _ROWS_OF_SCALES if weight.in_blocks else 1
+    rows, scales = float8_rows(x, weight.group, unit=unit, pdl=pdl)
     a, b = (
         (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
         if weight.in_blocks
         else (ScalingType.RowWise, ScalingType.RowWise)
     )
     y = scaled_mm(rows, weight.codes.t(), scales, a, weight.scales, b, output_dtype=x.dtype)
+    y = y[: len(x)]
     return y if bias is None else y.add_(bias)
 
 

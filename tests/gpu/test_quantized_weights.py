@@ -95,7 +95,7 @@ def test_quantizing_is_that_of_a_cpu(
             continue
         expected = quantize(weight, encoding, block, symmetric=symmetric)
         found = quantize(weight.to(device), encoding, block, symmetric=symmetric)
-        # a quotient at the edge between two codes may be rounded otherwise
+        # a scale may be rounded otherwise, and a quotient at the edge between two codes
         apart = dequantized(found, torch.float32).cpu() - dequantized(expected, torch.float32)
-        assert (apart != 0).float().mean() < 1e-3
+        assert (apart.abs() > 1e-5).float().mean() < 1e-3
         assert apart.abs().max() < 0.6

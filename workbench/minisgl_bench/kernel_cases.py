@@ -167,7 +167,8 @@ def _linear_kernel(packed: PackedWeight) -> Callable[[Tensor, PackedWeight], Ten
     # needs the CUDA driver's bindings, which only installations for GPUs have
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
-    return LinearKernel(packed.shape, torch.device("cuda"), codes=packed.kind)
+    kernel = LinearKernel(packed.shape, torch.device("cuda"), codes=packed.kind)
+    return functools.partial(kernel, pdl=True)  # as in a layer
 
 
 def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:

@@ -501,21 +501,27 @@ __device__ __forceinline__ u32 minus(u32 x, u32 y) {
     return out;
 }
 
+__device__ __forceinline__ u32 masked_or(u32 x, u32 mask, u32 y) {   // in one instruction
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(x), "r"(mask), "r"(y));
+    return out;
+}
+
 // Two numbers of a word of codes, as bfloat16, less `zero`, two times. Of 8 bits pair 0 is in bytes 1 and 3, pair 1 in
 // bytes 0 and 2; of 4 bits a pair is in the same quarter of both halves.
 __device__ __forceinline__ u32 numbers(u32 codes, int pair, u32 zero) {
     if (CODE == 1) {   // exponent and mantissa move to the end of bfloat16's exponent: 2^120 too small
         const u32 at = pair ? codes << 8 : codes;
-        return times((at & 0x80008000) | (at >> 4 & 0x07f007f0), 0x7b807b80);
+        return times(masked_or(at, 0x80008000, at >> 4 & 0x07f007f0), 0x7b807b80);
     }
     if (CODE == 2) {   // 128 + the low 7 bits, less 256, or 128 if the upper bit is set: code - 128
         const u32 at = pair ? codes : codes >> 8;
-        const u32 number = minus((at & 0x007f007f) | 0x43004300, (~at & 0x00800080) | 0x43004300);
+        const u32 number = minus(masked_or(at, 0x007f007f, 0x43004300), masked_or(~at, 0x00800080, 0x43004300));
         return ZEROS ? minus(number, zero) : number;
     }
-    if (CODE == 3) return minus((codes >> 4 * pair & 0x000f000f) | 0x43004300, zero);   // of 128 + code
+    if (CODE == 3) return minus(masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300), zero);   // of 128 + code
     const u32 at = codes << (12 - 4 * pair);   // as e4m3: 2^126 too small
-    return times((at & 0x80008000) | (at >> 6 & 0x01c001c0), 0x7e807e80);
+    return times(masked_or(at, 0x80008000, at >> 6 & 0x01c001c0), 0x7e807e80);
 }
 
 // What `numbers` subtracts, from the word of a scale.
@@ -602,6 +608,118 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int hal
     }
 }
 
+#if TOKENS <= 16
+// Few tokens: each warp multiplies its 16 rows by itself (`mma`), which waits for no other warp. All that it needs of
+// a stage is in registers before it multiplies the stage before.
+struct Operands {
+    u32 codes[BITS / 2][4];
+    u32 x[TOKENS / 8][4][4];   // of each 8 tokens and 32 in_features
+    Scales scales[2];
+
+    __device__ __forceinline__ void read(u32 ring, u32 stage) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const u32 tokens = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
+        const u32 weight = ring + stage * STAGE_BYTES + warp / 4 * (64 * BLOCK * BITS / 8);
+        const int row = warp % 4 * 16 + lane % 16;
+#pragma unroll
+        for (int i = 0; i < BITS / 2; ++i) {   // of 32 bytes a row
+            const int chunk = 2 * i + lane / 16;
+            load_matrices(codes[i], BITS == 8 ? weight + row * 128 + (chunk ^ row % 8) * 16
+                                              : weight + row * 64 + (chunk ^ row / 2 % 4) * 16);
+        }
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                load_matrices(x[i][j], tokens + j / 2 * TOKEN_BYTES + (8 * i + lane % 8) * 128
+                                           + ((j % 2 * 4 + lane / 8) ^ lane % 8) * 16);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            scales[half].read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, half);
+    }
+};
+
+// Integers of 4 bits are multiplied as 128 + code, and what that adds is subtracted from the sums of a group: it is the
+// sum of the tokens' in_features, which an MMA by ones gives.
+constexpr bool SUBTRACTS = CODE == 3 && GROUP && TOKENS == 8;
+
+__device__ __forceinline__ void multiply(float* c, const u32 (&a)[4], const u32* b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : C4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Add 16 in_features to one of two `sums`, which no MMA waits for in turn.
+__device__ __forceinline__ void multiply(
+    float (&sums)[2][TOKENS / 2], float (&of_ones)[2][TOKENS / 2], const Operands& from, int k) {
+    u32 a[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const u32 codes = BITS == 8 ? from.codes[k / 2][k % 2 * 2 + j % 2] : from.codes[k / 4][k / 2 % 2 * 2 + j % 2];
+        const int pair = BITS == 8 ? j / 2 : k % 2 * 2 + j / 2;
+        a[j] = SUBTRACTS ? masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300)
+                         : numbers(codes, pair, from.scales[k / 4].zero(k % 4, j % 2));
+    }
+    const u32 ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; ++i) {
+        const u32* const b = from.x[i][k / 2] + k % 2 * 2;
+        multiply(sums[k % 2] + 4 * i, a, b);
+        if (SUBTRACTS) multiply(of_ones[k % 2] + 4 * i, ones, b);
+    }
+}
+
+// c += the scaled sums of a group, the one of in_features from 16 * `k` on
+__device__ __forceinline__ void add_group(
+    float (&c)[TOKENS / 2], const float (&sums)[2][TOKENS / 2], const float (&of_ones)[2][TOKENS / 2],
+    const Operands& from, int k) {
+    const Scales& scales = from.scales[k / 4];
+    float sum[TOKENS / 2];
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {
+        sum[i] = sums[0][i] + sums[1][i];
+        if (SUBTRACTS) {   // 128 and the zero point
+            const u32 zero = ZEROS ? scales.words[k % 4 / 2 % SCALES][i % 4 / 2] & 0x7f : 8;
+            sum[i] -= __int_as_float(0x43000000 | zero << 16) * (of_ones[0][i] + of_ones[1][i]);
+        }
+    }
+    scales.add_scaled(c, sum, k % 4 / 2 % SCALES);
+}
+
+// c = `count` steps of a tile, which are in the ring from step `first` of the thread block on.
+__device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
+    const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
+    constexpr int OF_GROUP = (GROUP ? GROUP : BLOCK) / 16;   // times 16 in_features
+    const auto read = [&](Operands& to, int step) {
+        const u32 stage = step % STAGES;
+        wait_barrier(full + 8 * stage, step / STAGES & 1);
+        to.read(ring, stage);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
+    };
+    float sums[2][TOKENS / 2] = {}, of_ones[2][TOKENS / 2] = {};
+    Operands operands;
+    read(operands, first);
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0;
+#pragma unroll 2
+    for (int i = 0; i < count; ++i) {
+        Operands next;
+        if (i + 1 < count) read(next, first + i + 1);
+#pragma unroll
+        for (int k = 0; k < BLOCK / 16; ++k) {
+            if (GROUP && k % OF_GROUP == 0)
+#pragma unroll
+                for (int j = 0; j < TOKENS / 2; ++j) sums[0][j] = sums[1][j] = of_ones[0][j] = of_ones[1][j] = 0;
+            multiply(sums, of_ones, operands, k);
+            if (GROUP && k % OF_GROUP == OF_GROUP - 1) add_group(c, sums, of_ones, operands, k - k % OF_GROUP);
+        }
+        operands = next;
+    }
+    if (GROUP) return;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) c[i] = sums[0][i] + sums[1][i];
+}
+#else
 // c = `count` steps of a tile, which are in the ring from step `first` of the thread block on. While the MMAs of 64
 // in_features run, the next 64 are converted.
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
@@ -665,6 +783,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
     if (GROUP) scales[GROUP == 64].add_scaled(c, sums, 0);
     release(first + count - 1);
 }
+#endif
 #endif
 
 // SPLITS: the sums of the tokens that this thread block finishes.

@@ -33,9 +33,9 @@ from minisgl_backend.weight_format import Encoding
 _ITEM: Final = 2
 _CODES: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
 """``CODE`` of the source."""
-_TWO_OF_CODES: Final = 16
-"""Up to this many tokens of a tile, and half as many features as a tile may have, registers are
-left for two thread blocks that make numbers of codes."""
+_TWO_OF_CODES: Final = 1024
+"""Up to this many sums in a tile, registers are left for two thread blocks that make numbers of
+codes."""
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
 
@@ -404,7 +404,7 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
     memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     two = 2 * (cut.shared_bytes + _RESERVED_BYTES) <= memory
     if cut.numbers != PLAIN:
-        two = two and cut.tokens <= _TWO_OF_CODES and cut.features == 64
+        two = two and cut.tokens * cut.features <= _TWO_OF_CODES
     constants = {
         **constants,
         "FEATURES": cut.features,

@@ -202,13 +202,13 @@ def _quantized_linear(
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["scales_stride"])
 def _float8_rows(
     out_ptr,
     scales_ptr,
     x_ptr,
     x_stride,
-    num_rows,
+    scales_stride,  # of a group
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,  # of values that share a scale
     BLOCK: tl.constexpr,  # of values of a program, whole groups
@@ -229,7 +229,7 @@ def _float8_rows(
     numbers = tl.minimum(tl.maximum(x / scale[:, None], -MOST), MOST)
     place = _place_of_8_bits(k)
     tl.store(out_ptr + row * SIZE + place, numbers.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(scales_ptr + group * num_rows + row, scale, mask=group * GROUP < SIZE)
+    tl.store(scales_ptr + group * scales_stride + row, scale, mask=group * GROUP < SIZE)
 
 
 def launch_dequantize(out: Tensor, weight: QuantizedWeight, *, packed: bool) -> None:
@@ -296,7 +296,7 @@ def launch_float8_rows(out: Tensor, scales: Tensor, x: Tensor, group: int, *, pd
         scales,
         x,
         x.stride(0),
-        num_rows,
+        scales.shape[1],
         SIZE=size,
         GROUP=group,
         BLOCK=block,

@@ -41,6 +41,8 @@ _SHARED_BYTES: Final = 227 * 1024
 _MOST_SPLITS: Final = 8
 
 
+_MOST_TOKENS_BEFORE_FLOAT8: Final = 64
+
 _MOST_TOKENS_OF_CODES: Final = 96
 """A tile of a quantized weight has sums in twice the registers."""
 
@@ -185,11 +187,14 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
     return replace(cut, stages=max(stages, -(-cut.finished_bytes // cut.stage_bytes)))
 
 
-def largest_batch(elements: int, *, of_codes: bool = False) -> int:
+def largest_batch(elements: int, *, of_codes: bool = False, float8: bool = False) -> int:
     """The largest batch for which these GEMMs are faster than the library; 0 for none.
 
-    ``elements`` counts all weights of a layer; ``of_codes``: they are quantized.
+    ``elements`` counts all weights of a layer; ``of_codes``: they are quantized; ``float8``: and
+    the library multiplies tokens in 8 bits by all of them.
     """
+    if float8:
+        return _MOST_TOKENS_BEFORE_FLOAT8
     if of_codes or elements <= _MOST_OF_LAYER:
         return MAX_TOKENS
     most = min(_MOST_MULTIPLICATIONS // elements, _MOST_TOKENS_OF_LARGE)

@@ -77,6 +77,11 @@ class QuantizedMatrix(Matrix):
         assert self._packed is not None
         return self._packed
 
+    @property
+    def takes_float8(self) -> bool:
+        """Whether many tokens are rounded to 8 bits; known once it is arranged."""
+        return self._float8 is not None
+
     def fits_tensor_cores(self, *, gated: bool = False) -> bool:
         return super().fits_tensor_cores() and self.arrange(gated=gated) is not None
 

@@ -5,10 +5,11 @@ Modules are first made on the meta device, so that nothing is allocated or initi
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -197,17 +198,24 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     )
     if are_whole:
         of_layer = [matrix for matrix, _ in _matrices(model.layers[0])]
-        most_tokens = linear_cut.largest_batch(
-            sum(matrix.out_features * matrix.in_features for matrix in of_layer),
-            of_codes=any(isinstance(matrix, QuantizedMatrix) for matrix in of_layer),
-        )
+        most_tokens = _largest_batch(of_layer)
         if most_tokens:
             model.use_tensor_cores(make(device, most_tokens))
         return
-    kernels = make(device, linear_cut.MAX_TOKENS)
+    kernels_for = functools.cache(functools.partial(make, device))
     for matrix, gated in in_layers:
         if isinstance(matrix, QuantizedMatrix) and matrix.fits_tensor_cores(gated=gated):
-            matrix.use_tensor_cores(kernels, gated=gated)
+            matrix.use_tensor_cores(kernels_for(_largest_batch([matrix])), gated=gated)
+
+
+def _largest_batch(matrices: Sequence[Matrix]) -> int:
+    """Up to which batch kernels on tensor cores are the fastest for all of them together."""
+    quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+    return linear_cut.largest_batch(
+        sum(matrix.out_features * matrix.in_features for matrix in matrices),
+        of_codes=bool(quantized),
+        float8=bool(quantized) and all(matrix.takes_float8 for matrix in quantized),
+    )
 
 
 def _matrices(module: nn.Module) -> Iterator[tuple[Matrix, bool]]:

@@ -34,8 +34,9 @@ def candidates(kind, name, batch):
         for f in (64, 128):
             for st in stages[t]:
                 if f == 128 and st == 12: continue
-                c = Cut(f, t, st, even=True, numbers=numbers)
-                if valid(c, height, width): out.append(("", c))
+                for paired in (False, True) if PAIRED and t > 16 else (False,):
+                    c = Cut(f, t, st, even=True, paired=paired, numbers=numbers)
+                    if valid(c, height, width): out.append(("", c))
                 for sp in (1, 2, 4):
                     c = Cut(f, t, st, splits=sp, numbers=numbers)
                     if name == "gateup" and (sp > 1 or f == 128): continue
@@ -45,7 +46,8 @@ def candidates(kind, name, batch):
 def kernel(kind, name, batch, cut):
     return LinearKernel(SHAPES[name], dev, cuts={batch: cut}, codes=KINDS[kind])
 
-BATCHES = [8, 16, 64]
+PAIRED = sys.argv[2:] == ["paired"]
+BATCHES = [64] if PAIRED else [8, 16, 64]
 ALL = [(k, n, b, how, c) for b in BATCHES for k in KINDS for n in SHAPES for how, c in candidates(k, n, b)]
 if sys.argv[1] == "compile":
     start = time.time()
@@ -94,9 +96,10 @@ for kind, name in itertools.product(KINDS, SHAPES):
             lk = kernel(k, nm, bb, c)
             us = time_us([lambda w=w: lk(x, w, pdl=True) for w in order])
             us1 = time_us([lambda w=w: lk(x[:1], w, pdl=True) for w in order], 3) if how and b == 8 else 0
-            rows.append((us, f"{how}{c.features}x{c.tokens}s{c.stages}" + ("e" if c.even else f"/{c.splits}"), us1))
+            rows.append((us, f"{how}{c.features}x{c.tokens}s{c.stages}" + ("p" if c.paired else "e" if c.even else f"/{c.splits}"), us1))
         auto = rows[0]; rows.sort()
         print(kind, name, b, "auto", auto[1], f"{auto[0]:.1f} (1 row {auto[2]:.1f}) |", " ".join(f"{s}:{u:.1f}" for u, s, _ in rows[:7]), "... worst", f"{rows[-1][1]}:{rows[-1][0]:.1f}", flush=True)
+    if PAIRED: continue
     for b in (128, 256):
         lk = LinearKernel(SHAPES[name], dev, codes=KINDS[kind], cuts={b: cut_of(b, height, width, numbers=KINDS[kind].numbers)})
         x = torch.randn(b, width, device=dev, dtype=torch.bfloat16)

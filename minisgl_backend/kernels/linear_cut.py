@@ -69,7 +69,9 @@ class Cut:
     """A tile of ``features`` of the weight by ``tokens``, and the number of ``stages`` of the ring.
 
     ``splits`` thread blocks share a tile along in_features; if ``even``, there is one thread block
-    a multiprocessor, and all take equal parts of all tiles. ``numbers`` are those of the weight.
+    a multiprocessor, and all take equal parts of all tiles; if ``paired``, which needs more than 16
+    tokens and codes, two and two of them take tiles side by side, and share the tokens.
+    ``numbers`` are those of the weight.
     """
 
     features: int
@@ -77,6 +79,7 @@ class Cut:
     stages: int
     splits: int = 1
     even: bool = False
+    paired: bool = False
     numbers: Numbers = PLAIN
 
     def num_steps(self, height: int, in_features: int) -> int:

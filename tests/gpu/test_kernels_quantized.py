@@ -110,6 +110,9 @@ CUTS = [
     Cut(128, 32, 5, even=True),
     Cut(64, 64, 4, even=True),
     Cut(128, 128, 3, even=True),
+    Cut(128, 32, 5, even=True, paired=True),
+    Cut(128, 64, 4, even=True, paired=True),
+    Cut(64, 96, 4, even=True, paired=True),
 ]
 
 

@@ -8,7 +8,8 @@
 // Three ways to share out the work. A thread block has a tile; or, if there are few tiles, SPLITS
 // of them share one along in_features and add up their parts over each other's shared memory ("split-K");
 // or, of a large weight, all thread blocks take EVEN parts of all tiles ("stream-K": Osama et al., 2023),
-// and leave what they have of a tile that another one began in global memory.
+// and leave what they have of a tile that another one began in global memory. With many tokens these are more bytes
+// than codes are: PAIRED thread blocks take tiles side by side, and each loads half of the tokens for both.
 //
 // RMSNorm is split into a factor per feature and one per token: the GEMM that writes the residual
 // stream also writes it times the norm's weight, and its tiles' parts of each token's sum of
@@ -22,7 +23,7 @@
 // of in_features, which come along in the ring, to the sums over a group, in float32; those of rows at the end.
 //
 // Compiled with: FEATURES (64 or 128, of the weight in a tile), TOKENS (8, 16, 32, 64, 96, 128 or 192),
-// SIZE (in_features), STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and
+// SIZE (in_features), STAGES (of the ring), SPLITS, EVEN, PAIRED (only EVEN codes of more than 16 tokens), GATED (the weight holds the gate's rows and
 // then as many of the values), RESIDUAL (the result is added to the residual stream), HEADS (it is
 // queries, keys and values, in heads of FEATURES), with that PAGE_SIZE and FP8 (of the KV cache),
 // SHARED_BYTES, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for); CODE (0: the weight is
@@ -42,6 +43,7 @@ constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
 constexpr int THREADS = GROUPS * 128;               // that multiply; two warps more help
 constexpr int TILE_STEPS = SIZE / BLOCK;
 constexpr int STEPS = TILE_STEPS / SPLITS;          // in a thread block, unless EVEN
+constexpr int PAIR = PAIRED ? 2 : 1;
 constexpr int WEIGHT_BYTES = FEATURES * BLOCK * BITS / 8;
 constexpr int TOKEN_BYTES = TOKENS * 128;           // of 64 in_features
 constexpr int STAGE_BYTES = WEIGHT_BYTES + BLOCK / 64 * TOKEN_BYTES;
@@ -74,6 +76,7 @@ static_assert(EVEN ? SPLITS == 1 : PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_B
 static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) <= SHARED_BYTES, "");
 static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
 static_assert(CODE ? TOKENS <= 128 : GROUP == 0, "");
+static_assert(!PAIRED || (CODE && EVEN && TOKENS > 16), "");
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
 
 struct __align__(64) TensorMap { u64 words[16]; };
@@ -146,6 +149,14 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
+// at the barrier in this place of a thread block of the cluster
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
+    asm volatile("{ .reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
+                 :: "r"(barrier), "r"(block) : "memory");
+}
+
 // ORDERED: what was written before it is seen after the wait
 template <bool ORDERED>
 __device__ __forceinline__ void arrive_in_cluster() {
@@ -169,6 +180,13 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap& map, int k, i
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3}], [%4];"
                  :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
+}
+
+// to the same place of both thread blocks of a pair, whose barriers there count the bytes
+__device__ __forceinline__ void load_tile_of_both(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3}], [%4], %5;"
+                 :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
 }
 
 // GATED: a map of [features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that
@@ -391,13 +409,17 @@ struct Steps {
     int begin, end;
 };
 
-// EVEN: of the thread block of this number
+// EVEN: of the thread block, or pair, of this number
 __device__ __forceinline__ int first_step(const Arguments& args, int block) {
-    return args.tiles * TILE_STEPS * block / (int)gridDim.y;
+    return args.tiles / PAIR * TILE_STEPS * block / ((int)gridDim.y / PAIR);
+}
+
+__device__ __forceinline__ int tile_of(int step) {
+    return PAIRED ? step / TILE_STEPS * PAIR + (int)blockIdx.y % PAIR : step / TILE_STEPS;
 }
 
 __device__ __forceinline__ Steps own_steps(const Arguments& args) {
-    const int block = blockIdx.y;
+    const int block = (int)blockIdx.y / PAIR;
     if (EVEN) return {first_step(args, block), first_step(args, block + 1)};
     const int begin = block * TILE_STEPS + (int)blockIdx.z * STEPS;
     return {begin, begin + STEPS};
@@ -412,7 +434,7 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
     const auto start = [&](int i) {
         const int at = steps.begin + i;
         const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
-        const int tile = at / TILE_STEPS, in_tile = at % TILE_STEPS;
+        const int tile = tile_of(at), in_tile = at % TILE_STEPS;
         expect_bytes(barrier, STAGE_BYTES + SCALE_BYTES);
         // the map of codes counts bytes
         load_weight(to, args.weight, in_tile * (CODE ? BLOCK * BITS / 8 : BLOCK), tile, barrier);
@@ -427,6 +449,11 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
     const auto finish = [&](int i) {
         const int k = (steps.begin + i) % TILE_STEPS * BLOCK;
         const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
+        if (PAIRED) {
+            const int half = blockIdx.y % PAIR;
+            load_tile_of_both(to + half * TOKEN_BYTES, args.x, k + 64 * half, first_token, full + 8 * stage);
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < BLOCK / 64; ++i)
             load_tile(to + i * TOKEN_BYTES, args.x, k + 64 * i, first_token, full + 8 * stage);
@@ -733,7 +760,8 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) c[i] = of_group[i] = 0;
     const auto release = [&](int step) {
-        if (lane == 0) arrive(empty + 8 * (step % STAGES));
+        if (PAIRED && lane < PAIR) arrive_at(empty + 8 * (step % STAGES), lane);
+        if (!PAIRED && lane == 0) arrive(empty + 8 * (step % STAGES));
     };
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -833,8 +861,8 @@ __device__ __forceinline__ void leave_part(const Arguments& args, const float (&
 // block waits forever: there is at most one thread block a multiprocessor, so all of them run at the same time
 // (the next kernel starts when all have), and each leaves its part before it waits for one.
 __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKENS / 2], int tile_end) {
-    for (int block = blockIdx.y + 1; first_step(args, block) < tile_end; ++block) {
-        const int other = blockIdx.x * gridDim.y + block;
+    for (int block = blockIdx.y / PAIR + 1; first_step(args, block) < tile_end; ++block) {
+        const int other = blockIdx.x * gridDim.y + block * PAIR + blockIdx.y % PAIR;
         if (threadIdx.x % 32 == 0) wait_for(args.are_there + other);
         __syncwarp();
 #pragma unroll
@@ -1063,11 +1091,12 @@ linear(const __grid_constant__ Arguments args) {
         if (ring % 1024) __trap();   // the swizzle counts from there
         for (int stage = 0; stage < STAGES; ++stage) {
             init_barrier(full + 8 * stage, 1);
-            init_barrier(empty + 8 * stage, GROUPS * 4);
+            init_barrier(empty + 8 * stage, GROUPS * 4 * PAIR);
         }
         publish_barriers();
     }
     __syncthreads();
+    if (PAIRED) sync_cluster<true>();   // the other one's barriers are there
 
     if (warp == THREADS / 32 && lane == 0) fill_ring(args, steps, ring);
     if (warp > THREADS / 32) compute_factors(args, blockIdx.x * TOKENS, factors);
@@ -1077,6 +1106,7 @@ linear(const __grid_constant__ Arguments args) {
             sync_cluster<true>();
             sync_cluster<false>();
         }
+        if (PAIRED) sync_cluster<false>();
         return;
     }
 
@@ -1086,7 +1116,7 @@ linear(const __grid_constant__ Arguments args) {
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
         const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS;
-        own.tile = at / TILE_STEPS;
+        own.tile = tile_of(at);
         at += count;
         if (!EVEN) {   // else the MMAs need the registers
             own.read_norm();
@@ -1117,5 +1147,9 @@ linear(const __grid_constant__ Arguments args) {
     if (SPLITS > 1) {
         __syncwarp();
         wait_for_cluster();
+    }
+    if (PAIRED) {   // until then the other one announces here what it has read
+        __syncwarp();
+        sync_cluster<false>();
     }
 }

@@ -178,9 +178,11 @@ class _Linear:
         )
         token_tiles = -(-num_rows // cut.tokens)
         # thread blocks with even parts wait for each other, so all must run at the same time
-        blocks = self._num_processors // token_tiles if cut.even else tiles
+        blocks, pair = tiles, 2 if cut.paired else 1
+        if cut.even:
+            blocks = self._num_processors // token_tiles // pair * pair
         grid = token_tiles, blocks, cut.splits
-        cluster = 1, 1, cut.splits
+        cluster = 1, pair, cut.splits
         kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
 
     def _weight_map(self, weight: Tensor, features: int) -> _Map:
@@ -412,6 +414,7 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         "STAGES": cut.stages,
         "SPLITS": cut.splits,
         "EVEN": cut.even,
+        "PAIRED": cut.paired,
         "SHARED_BYTES": cut.shared_bytes,
         "PER_PROCESSOR": 2 if two else 1,
     }

@@ -101,6 +101,11 @@ def test_gated_gemms_of_rows_to_be_normalized(device: torch.device, form: str) -
         assert_close(actual, (F.silu(gate) * up).bfloat16())
 
 
+def name_of(cut: Cut) -> str:
+    how = "paired" if cut.paired else "even" if cut.even else f"split-{cut.splits}"
+    return f"{cut.features}x{cut.tokens}-{how}"
+
+
 CUTS = [
     Cut(64, 8, 8),
     Cut(64, 64, 4, splits=4),
@@ -118,7 +123,7 @@ CUTS = [
 
 @needs_gpu
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("cut", CUTS, ids=name_of)
 def test_ways_to_cut_a_gemm(device: torch.device, form: str, cut: Cut) -> None:
     """Added to the residual stream."""
     from minisgl_backend.kernels.cuda.linear import ResidualKernel

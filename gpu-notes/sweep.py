@@ -17,26 +17,24 @@ def valid(cut, height, width):
     if cut.shared_bytes > 227*1024: return False
     if cut.even:
         return cut.num_steps(height, width) >= 132
-    if width % (cut.splits*CODES_BLOCK) or height % cut.features: return False
+    if width % (cut.splits*cut.numbers.block) or height % cut.features: return False
     if max(cut.tokens//cut.splits, 8) % 8: return False
     if cut.finished_bytes > cut.stages*cut.stage_bytes: return False
-    if width // CODES_BLOCK // cut.splits < cut.stages//2: return False
+    if width // cut.numbers.block // cut.splits < cut.stages//2: return False
     blocks = height//cut.features*cut.splits
     return 50 <= blocks <= 600
 
 def candidates(kind, name, batch):
     height, width = SHAPES[name]
-    numbers = KINDS[kind].numbers
-    tokens = [batch] if batch <= 64 else [64] if batch == 128 else [64]
+    numbers = KINDS[kind].numbers(width)
+    tokens = [batch]
     out = [("auto", cut_of(batch, height, width, numbers=numbers))]
-    stages = {8: (6, 8, 12), 16: (5, 8), 32: (5, 8), 64: (4, 6)}
+    stages = {8: (4, 6, 8), 16: (4, 6), 64: (3, 4), 96: ()}
     for t in tokens:
         for f in (64, 128):
             for st in stages[t]:
-                if f == 128 and st == 12: continue
-                for paired in (False, True) if PAIRED and t > 16 else (False,):
-                    c = Cut(f, t, st, even=True, paired=paired, numbers=numbers)
-                    if valid(c, height, width): out.append(("", c))
+                c = Cut(f, t, st, even=True, numbers=numbers)
+                if valid(c, height, width): out.append(("", c))
                 for sp in (1, 2, 4):
                     c = Cut(f, t, st, splits=sp, numbers=numbers)
                     if name == "gateup" and (sp > 1 or f == 128): continue
@@ -46,8 +44,7 @@ def candidates(kind, name, batch):
 def kernel(kind, name, batch, cut):
     return LinearKernel(SHAPES[name], dev, cuts={batch: cut}, codes=KINDS[kind])
 
-PAIRED = sys.argv[2:] == ["paired"]
-BATCHES = [64] if PAIRED else [8, 16, 64]
+BATCHES = [8, 16, 64, 96]
 ALL = [(k, n, b, how, c) for b in BATCHES for k in KINDS for n in SHAPES for how, c in candidates(k, n, b)]
 if sys.argv[1] == "compile":
     start = time.time()
@@ -96,12 +93,11 @@ for kind, name in itertools.product(KINDS, SHAPES):
             lk = kernel(k, nm, bb, c)
             us = time_us([lambda w=w: lk(x, w, pdl=True) for w in order])
             us1 = time_us([lambda w=w: lk(x[:1], w, pdl=True) for w in order], 3) if how and b == 8 else 0
-            rows.append((us, f"{how}{c.features}x{c.tokens}s{c.stages}" + ("p" if c.paired else "e" if c.even else f"/{c.splits}"), us1))
+            rows.append((us, f"{how}{c.features}x{c.tokens}s{c.stages}" + ("e" if c.even else f"/{c.splits}"), us1))
         auto = rows[0]; rows.sort()
         print(kind, name, b, "auto", auto[1], f"{auto[0]:.1f} (1 row {auto[2]:.1f}) |", " ".join(f"{s}:{u:.1f}" for u, s, _ in rows[:7]), "... worst", f"{rows[-1][1]}:{rows[-1][0]:.1f}", flush=True)
-    if PAIRED: continue
     for b in (128, 256):
-        lk = LinearKernel(SHAPES[name], dev, codes=KINDS[kind], cuts={b: cut_of(b, height, width, numbers=KINDS[kind].numbers)})
+        lk = LinearKernel(SHAPES[name], dev, codes=KINDS[kind], cuts={b: cut_of(b, height, width, numbers=KINDS[kind].numbers(width))})
         x = torch.randn(b, width, device=dev, dtype=torch.bfloat16)
         print(kind, name, b, "own", f"{time_us([lambda w=w: lk(x, w, pdl=True) for w in order]):.1f}", flush=True)
     plain = torch.randn(height, width, device=dev, dtype=torch.bfloat16)

@@ -15,7 +15,8 @@ BATCHES: Final = (8, 16, 32, 64, 96, 128, 192, 256)
 MAX_TOKENS: Final = BATCHES[-1]
 BLOCK: Final = 64
 CODES_BLOCK: Final = 128
-"""in_features in a stage of the ring, of a plain and of a quantized weight."""
+"""in_features in a stage of the ring, of a plain and of a quantized weight; of 4 bits twice as many
+if they can be, since rows of 64 bytes are copied no faster than those of 128."""
 
 _MOST_BLOCKS: Final = 132
 _FEW_BLOCKS: Final = 66
@@ -49,16 +50,12 @@ _MOST_TOKENS_OF_CODES: Final = 96
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """How a weight is stored: ``bits`` of a number, and as many ``scales`` of 64 rows in a stage of
-    the ring. 16 bits are plain numbers, fewer are codes."""
+    """How a weight is stored: ``bits`` of a number, and of a stage of the ring its in_features
+    (``block``) and as many ``scales`` of 64 rows. 16 bits are plain numbers, fewer are codes."""
 
     bits: int = 16
+    block: int = BLOCK
     scales: int = 0
-
-    @property
-    def block(self) -> int:
-        """in_features in a stage of the ring."""
-        return BLOCK if self.bits == 16 else CODES_BLOCK
 
 
 PLAIN: Final = Numbers()
@@ -69,9 +66,7 @@ class Cut:
     """A tile of ``features`` of the weight by ``tokens``, and the number of ``stages`` of the ring.
 
     ``splits`` thread blocks share a tile along in_features; if ``even``, there is one thread block
-    a multiprocessor, and all take equal parts of all tiles; if ``paired``, which needs more than 16
-    tokens and codes, two and two of them take tiles side by side, and share the tokens.
-    ``numbers`` are those of the weight.
+    a multiprocessor, and all take equal parts of all tiles. ``numbers`` are those of the weight.
     """
 
     features: int
@@ -79,7 +74,6 @@ class Cut:
     stages: int
     splits: int = 1
     even: bool = False
-    paired: bool = False
     numbers: Numbers = PLAIN
 
     def num_steps(self, height: int, in_features: int) -> int:

@@ -53,11 +53,14 @@ class CodesKind:
     shared_by: int
     zeros: bool
 
-    @property
-    def numbers(self) -> Numbers:
+    def numbers(self, in_features: int) -> Numbers:
         """What the cut of a GEMM depends on."""
-        scales = CODES_BLOCK // self.group * _UNIT // self.shared_by if self.group else 0
-        return Numbers(self.encoding.bits, scales)
+        bits = self.encoding.bits
+        block = (
+            2 * CODES_BLOCK if bits == 4 and in_features % (2 * CODES_BLOCK) == 0 else CODES_BLOCK
+        )
+        scales = block // self.group * _UNIT // self.shared_by if self.group else 0
+        return Numbers(bits, block, scales)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

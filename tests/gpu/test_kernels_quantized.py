@@ -73,15 +73,15 @@ def packed_of(weight: QuantizedWeight, *, gated: bool = False) -> tuple[PackedWe
 
 @needs_gpu
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("pdl", [False, True])
-def test_gemms(device: torch.device, form: str, pdl: bool) -> None:
+@pytest.mark.parametrize(("size", "pdl"), [(1024, False), (1024, True), (1152, True)])
+def test_gemms(device: torch.device, form: str, size: int, pdl: bool) -> None:
     """Several in a row, so that each starts while another runs."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
-    pairs = [packed_of(made(form, 1280, 1024, device)) for _ in range(4)]
-    kernel = LinearKernel((1280, 1024), device, codes=pairs[0][0].kind)
+    pairs = [packed_of(made(form, 1280, size, device)) for _ in range(4)]
+    kernel = LinearKernel((1280, size), device, codes=pairs[0][0].kind)
     for batch in BATCHES:
-        x, bias = normal(batch, 1024, device=device), normal(1280, device=device)
+        x, bias = normal(batch, size, device=device), normal(1280, device=device)
         actual = [kernel(x, packed, bias=bias, pdl=pdl) for packed, _ in pairs]
         for of_kernel, (_, numbers) in zip(actual, pairs, strict=True):
             assert_close(of_kernel, F.linear(x.float(), numbers, bias.float()).bfloat16())
@@ -101,11 +101,6 @@ def test_gated_gemms_of_rows_to_be_normalized(device: torch.device, form: str) -
         assert_close(actual, (F.silu(gate) * up).bfloat16())
 
 
-def name_of(cut: Cut) -> str:
-    how = "paired" if cut.paired else "even" if cut.even else f"split-{cut.splits}"
-    return f"{cut.features}x{cut.tokens}-{how}"
-
-
 CUTS = [
     Cut(64, 8, 8),
     Cut(64, 64, 4, splits=4),
@@ -115,21 +110,18 @@ CUTS = [
     Cut(128, 32, 5, even=True),
     Cut(64, 64, 4, even=True),
     Cut(128, 128, 3, even=True),
-    Cut(128, 32, 5, even=True, paired=True),
-    Cut(128, 64, 4, even=True, paired=True),
-    Cut(64, 96, 4, even=True, paired=True),
 ]
 
 
 @needs_gpu
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("cut", CUTS, ids=name_of)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_ways_to_cut_a_gemm(device: torch.device, form: str, cut: Cut) -> None:
     """Added to the residual stream."""
     from minisgl_backend.kernels.cuda.linear import ResidualKernel
 
     packed, numbers = packed_of(made(form, 1536, 2048, device))
-    cut = replace(cut, numbers=packed.kind.numbers)
+    cut = replace(cut, numbers=packed.kind.numbers(2048))
     kernel = ResidualKernel((1536, 2048), device, cuts={256: cut}, codes=packed.kind)
     for batch in (5, 100, 256):
         x, norm = normal(batch, 2048, device=device), normal(1536, device=device)

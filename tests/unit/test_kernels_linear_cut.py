@@ -50,20 +50,25 @@ def test_all_can_be_compiled(
 @given(
     batch=st.sampled_from(BATCHES),
     height=st.integers(1, 256).map(lambda n: 256 * n),
-    in_features=st.integers(1, 256).map(lambda n: CODES_BLOCK * n),
+    blocks=st.integers(1, 256),
     head_dim=st.sampled_from([None, 64, 128]),
     numbers=st.sampled_from(
-        [Numbers(8), Numbers(8, 8), Numbers(8, 256), Numbers(4), Numbers(4, 64), Numbers(4, 256)]
+        [
+            *(Numbers(8, 128, scales) for scales in (0, 8, 256)),
+            *(Numbers(4, 128, scales) for scales in (0, 64, 256)),
+            *(Numbers(4, 256, scales) for scales in (0, 128, 512)),
+        ]
     ),
 )
 def test_all_of_codes_can_be_compiled(
-    batch: int, height: int, in_features: int, head_dim: int | None, numbers: Numbers
+    batch: int, height: int, blocks: int, head_dim: int | None, numbers: Numbers
 ) -> None:
     """A tile has at most 96 tokens: sums of a group and of all take registers."""
+    in_features = blocks * numbers.block
     cut = cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
     assert cut.numbers == numbers and cut.features == (head_dim or cut.features)
     assert cut.tokens in (8, 16, 32, 64, 96) and height % cut.features == 0
-    assert in_features % (cut.splits * CODES_BLOCK) == 0 and cut.splits <= 8
+    assert in_features % (cut.splits * numbers.block) == 0 and cut.splits <= 8
     own_tokens = max(cut.tokens // cut.splits, 8)
     assert own_tokens % 8 == 0 and cut.tokens % own_tokens == 0
     if cut.even:
@@ -71,8 +76,8 @@ def test_all_of_codes_can_be_compiled(
     else:
         assert cut.finished_bytes <= cut.stages * cut.stage_bytes
     assert cut.shared_bytes <= SHARED_BYTES
-    codes = cut.features * CODES_BLOCK * numbers.bits // 8
-    assert cut.stage_bytes == codes + 2 * CODES_BLOCK * cut.tokens
+    codes = cut.features * numbers.block * numbers.bits // 8
+    assert cut.stage_bytes == codes + 2 * numbers.block * cut.tokens
     assert cut.stage_bytes % 1024 == 0  # the swizzle of the stage after it counts from there
 
 

@@ -8,8 +8,7 @@
 // Three ways to share out the work. A thread block has a tile; or, if there are few tiles, SPLITS
 // of them share one along in_features and add up their parts over each other's shared memory ("split-K");
 // or, of a large weight, all thread blocks take EVEN parts of all tiles ("stream-K": Osama et al., 2023),
-// and leave what they have of a tile that another one began in global memory. With many tokens these are more bytes
-// than codes are: PAIRED thread blocks take tiles side by side, and each loads half of the tokens for both.
+// and leave what they have of a tile that another one began in global memory.
 //
 // RMSNorm is split into a factor per feature and one per token: the GEMM that writes the residual
 // stream also writes it times the norm's weight, and its tiles' parts of each token's sum of
@@ -23,7 +22,7 @@
 // of in_features, which come along in the ring, to the sums over a group, in float32; those of rows at the end.
 //
 // Compiled with: FEATURES (64 or 128, of the weight in a tile), TOKENS (8, 16, 32, 64, 96, 128 or 192),
-// SIZE (in_features), STAGES (of the ring), SPLITS, EVEN, PAIRED (only EVEN codes of more than 16 tokens), GATED (the weight holds the gate's rows and
+// SIZE (in_features), BLOCK (of them in a stage: 64; of codes 128, of 4 bits also 256), STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and
 // then as many of the values), RESIDUAL (the result is added to the residual stream), HEADS (it is
 // queries, keys and values, in heads of FEATURES), with that PAGE_SIZE and FP8 (of the KV cache),
 // SHARED_BYTES, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for); CODE (0: the weight is
@@ -38,12 +37,10 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 
 constexpr int BITS = CODE == 0 ? 16 : CODE <= 2 ? 8 : 4;    // of a number of the weight
-constexpr int BLOCK = CODE ? 128 : 64;              // in_features of a stage; of tokens in rows of 64, 128 bytes
 constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
 constexpr int THREADS = GROUPS * 128;               // that multiply; two warps more help
-constexpr int TILE_STEPS = SIZE / BLOCK;
+constexpr int TILE_STEPS = SIZE / BLOCK;            // tokens of a stage are in rows of 64 in_features, 128 bytes
 constexpr int STEPS = TILE_STEPS / SPLITS;          // in a thread block, unless EVEN
-constexpr int PAIR = PAIRED ? 2 : 1;
 constexpr int WEIGHT_BYTES = FEATURES * BLOCK * BITS / 8;
 constexpr int TOKEN_BYTES = TOKENS * 128;           // of 64 in_features
 constexpr int STAGE_BYTES = WEIGHT_BYTES + BLOCK / 64 * TOKEN_BYTES;
@@ -76,7 +73,7 @@ static_assert(EVEN ? SPLITS == 1 : PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_B
 static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) <= SHARED_BYTES, "");
 static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
 static_assert(CODE ? TOKENS <= 128 : GROUP == 0, "");
-static_assert(!PAIRED || (CODE && EVEN && TOKENS > 16), "");
+static_assert(CODE ? BLOCK == 128 || (BLOCK == 256 && BITS == 4) : BLOCK == 64, "");
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
 
 struct __align__(64) TensorMap { u64 words[16]; };
@@ -149,14 +146,6 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// at the barrier in this place of a thread block of the cluster
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
-    asm volatile("{ .reg .b32 there;\n"
-                 "mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
-                 :: "r"(barrier), "r"(block) : "memory");
-}
-
 // ORDERED: what was written before it is seen after the wait
 template <bool ORDERED>
 __device__ __forceinline__ void arrive_in_cluster() {
@@ -180,13 +169,6 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap& map, int k, i
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3}], [%4];"
                  :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
-}
-
-// to the same place of both thread blocks of a pair, whose barriers there count the bytes
-__device__ __forceinline__ void load_tile_of_both(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2, %3}], [%4], %5;"
-                 :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
 }
 
 // GATED: a map of [features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that
@@ -409,17 +391,13 @@ struct Steps {
     int begin, end;
 };
 
-// EVEN: of the thread block, or pair, of this number
+// EVEN: of the thread block of this number
 __device__ __forceinline__ int first_step(const Arguments& args, int block) {
-    return args.tiles / PAIR * TILE_STEPS * block / ((int)gridDim.y / PAIR);
-}
-
-__device__ __forceinline__ int tile_of(int step) {
-    return PAIRED ? step / TILE_STEPS * PAIR + (int)blockIdx.y % PAIR : step / TILE_STEPS;
+    return args.tiles * TILE_STEPS * block / (int)gridDim.y;
 }
 
 __device__ __forceinline__ Steps own_steps(const Arguments& args) {
-    const int block = (int)blockIdx.y / PAIR;
+    const int block = blockIdx.y;
     if (EVEN) return {first_step(args, block), first_step(args, block + 1)};
     const int begin = block * TILE_STEPS + (int)blockIdx.z * STEPS;
     return {begin, begin + STEPS};
@@ -434,7 +412,7 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
     const auto start = [&](int i) {
         const int at = steps.begin + i;
         const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
-        const int tile = tile_of(at), in_tile = at % TILE_STEPS;
+        const int tile = at / TILE_STEPS, in_tile = at % TILE_STEPS;
         expect_bytes(barrier, STAGE_BYTES + SCALE_BYTES);
         // the map of codes counts bytes
         load_weight(to, args.weight, in_tile * (CODE ? BLOCK * BITS / 8 : BLOCK), tile, barrier);
@@ -449,11 +427,6 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
     const auto finish = [&](int i) {
         const int k = (steps.begin + i) % TILE_STEPS * BLOCK;
         const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
-        if (PAIRED) {
-            const int half = blockIdx.y % PAIR;
-            load_tile_of_both(to + half * TOKEN_BYTES, args.x, k + 64 * half, first_token, full + 8 * stage);
-            return;
-        }
 #pragma unroll
         for (int i = 0; i < BLOCK / 64; ++i)
             load_tile(to + i * TOKEN_BYTES, args.x, k + 64 * i, first_token, full + 8 * stage);
@@ -573,22 +546,28 @@ __device__ __forceinline__ void now_written(float (&c)[TOKENS / 2]) {
     for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
 }
 
+// of a row of a stage, and of 16 bytes of it, which are permuted by the row
+__device__ __forceinline__ u32 codes_at(u32 weight, int row, int chunk) {
+    constexpr int BYTES = BLOCK * BITS / 8;
+    return weight + row * BYTES + (chunk ^ (BYTES == 128 ? row % 8 : row / 2 % 4)) * 16;
+}
+
 // Of both rows of a thread, for 64 in_features.
 constexpr int SCALES = GROUP == 32 ? 2 : 1;
 struct Scales {
     u32 words[SCALES][2];
 
-    // `from`: of the stage and the warpgroup; `half` of its in_features
-    __device__ __forceinline__ void read(u32 from, int half) {
+    // `from`: of the stage and the warpgroup; from 64 * `part` in_features on
+    __device__ __forceinline__ void read(u32 from, int part_64) {
         if (GROUP == 0) return;
         const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
         for (int i = 0; i < SCALES; ++i)
 #pragma unroll
-            for (int part = 0; part < 2; ++part) {
-                const int group = (half * 64 + i * 32) / (GROUP ? GROUP : 1);
-                const u32 at = from + (group * (64 / SHARED_BY) + (row + 8 * part) / SHARED_BY) * 4;
-                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[i][part]) : "r"(at));
+            for (int row_8 = 0; row_8 < 2; ++row_8) {
+                const int group = (part_64 * 64 + i * 32) / (GROUP ? GROUP : 1);
+                const u32 at = from + (group * (64 / SHARED_BY) + (row + 8 * row_8) / SHARED_BY) * 4;
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[i][row_8]) : "r"(at));
             }
     }
 
@@ -607,8 +586,8 @@ struct Scales {
     }
 };
 
-// Of 64 in_features, `half` of a stage: 4 times the registers of an MMA. `weight`: the warpgroup's rows of the stage.
-__device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int half, const Scales& scales) {
+// Of 64 in_features, a `part` of a stage: 4 times the registers of an MMA. `weight`: the warpgroup's rows of the stage.
+__device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int part, const Scales& scales) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     // lanes 0 to 7 name rows 0 to 7 of the first matrix, the next ones rows 8 to 15 of the second, then again
     // of the next chunk of 16 bytes
@@ -617,7 +596,7 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int hal
 #pragma unroll
         for (int k = 0; k < 4; k += 2) {
             u32 codes[4];
-            load_matrices(codes, weight + row * 128 + ((4 * half + k + chunk) ^ row % 8) * 16);
+            load_matrices(codes, codes_at(weight, row, 4 * part + k + chunk));
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -626,7 +605,7 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int hal
         }
     } else {
         u32 codes[4];
-        load_matrices(codes, weight + row * 64 + ((2 * half + chunk) ^ row / 2 % 4) * 16);
+        load_matrices(codes, codes_at(weight, row, 2 * part + chunk));
 #pragma unroll
         for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -637,23 +616,21 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int hal
 
 #if TOKENS <= 16
 // Few tokens: each warp multiplies its 16 rows by itself (`mma`), which waits for no other warp. All that it needs of
-// a stage is in registers before it multiplies the stage before.
+// 128 in_features is in registers before it multiplies those before them.
+constexpr int PARTS = BLOCK / 128;   // of a stage
 struct Operands {
     u32 codes[BITS / 2][4];
     u32 x[TOKENS / 8][4][4];   // of each 8 tokens and 32 in_features
     Scales scales[2];
 
-    __device__ __forceinline__ void read(u32 ring, u32 stage) {
+    __device__ __forceinline__ void read(u32 ring, u32 stage, int part) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const u32 tokens = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
+        const u32 tokens = ring + stage * STAGE_BYTES + WEIGHT_BYTES + 2 * part * TOKEN_BYTES;
         const u32 weight = ring + stage * STAGE_BYTES + warp / 4 * (64 * BLOCK * BITS / 8);
         const int row = warp % 4 * 16 + lane % 16;
 #pragma unroll
-        for (int i = 0; i < BITS / 2; ++i) {   // of 32 bytes a row
-            const int chunk = 2 * i + lane / 16;
-            load_matrices(codes[i], BITS == 8 ? weight + row * 128 + (chunk ^ row % 8) * 16
-                                              : weight + row * 64 + (chunk ^ row / 2 % 4) * 16);
-        }
+        for (int i = 0; i < BITS / 2; ++i)   // of 32 bytes a row
+            load_matrices(codes[i], codes_at(weight, row, part * BITS + 2 * i + lane / 16));
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
@@ -662,7 +639,8 @@ struct Operands {
                                            + ((j % 2 * 4 + lane / 8) ^ lane % 8) * 16);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            scales[half].read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, half);
+            scales[half].read(
+                ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, 2 * part + half);
     }
 };
 
@@ -715,25 +693,26 @@ __device__ __forceinline__ void add_group(
 // c = `count` steps of a tile, which are in the ring from step `first` of the thread block on.
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
-    constexpr int OF_GROUP = (GROUP ? GROUP : BLOCK) / 16;   // times 16 in_features
-    const auto read = [&](Operands& to, int step) {
+    constexpr int OF_GROUP = (GROUP ? GROUP : 128) / 16;   // times 16 in_features
+    const auto read = [&](Operands& to, int i) {
+        const int step = first + i / PARTS, part = i % PARTS;
         const u32 stage = step % STAGES;
-        wait_barrier(full + 8 * stage, step / STAGES & 1);
-        to.read(ring, stage);
+        if (part == 0) wait_barrier(full + 8 * stage, step / STAGES & 1);
+        to.read(ring, stage, part);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
+        if (part == PARTS - 1 && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
     };
     float sums[2][TOKENS / 2] = {}, of_ones[2][TOKENS / 2] = {};
     Operands operands;
-    read(operands, first);
+    read(operands, 0);
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0;
 #pragma unroll 2
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; i < PARTS * count; ++i) {
         Operands next;
-        if (i + 1 < count) read(next, first + i + 1);
+        if (i + 1 < PARTS * count) read(next, i + 1);
 #pragma unroll
-        for (int k = 0; k < BLOCK / 16; ++k) {
+        for (int k = 0; k < 8; ++k) {
             if (GROUP && k % OF_GROUP == 0)
 #pragma unroll
                 for (int j = 0; j < TOKENS / 2; ++j) sums[0][j] = sums[1][j] = of_ones[0][j] = of_ones[1][j] = 0;
@@ -760,8 +739,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) c[i] = of_group[i] = 0;
     const auto release = [&](int step) {
-        if (PAIRED && lane < PAIR) arrive_at(empty + 8 * (step % STAGES), lane);
-        if (!PAIRED && lane == 0) arrive(empty + 8 * (step % STAGES));
+        if (lane == 0) arrive(empty + 8 * (step % STAGES));
     };
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -772,23 +750,24 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         const u32 of_scales = ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + group * GROUP_BYTES;
         const u64 b = matrix(weight + WEIGHT_BYTES);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int part = 0; part < BLOCK / 64; ++part) {
+            const int half = part % 2;   // of 128 in_features
             if (half == 0 && GROUP != 32) wait_mma<1>();   // those have ended that read a[0]
             Scales next;
-            next.read(of_scales, half);
-            read_numbers(a[half], weight + group * 64 * BLOCK * BITS / 8, half, next);
-            const bool adds = GROUP ? GROUP == 128 && half == 1 : i + half > 0;   // to the sums of the half before
+            next.read(of_scales, part);
+            read_numbers(a[half], weight + group * 64 * BLOCK * BITS / 8, part, next);
+            const bool adds = GROUP ? GROUP == 128 && half == 1 : i + part > 0;   // to the sums of the part before
             if (GROUP && GROUP != 32 && !adds) {   // finish the group before
                 wait_mma<0>();
                 now_written(sums);
                 scales[GROUP == 64 ? 1 - half : 0].add_scaled(c, sums, 0);
-                if (half == 0 && i > 0) release(step - 1);
+                if (part == 0 && i > 0) release(step - 1);
             }
             scales[half] = next;
             begin_mma();
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                multiply(sums, a[half][k], b + half * (TOKEN_BYTES >> 4) + 2 * k, GROUP == 32 ? k % 2 : k > 0 || adds);
+                multiply(sums, a[half][k], b + part * (TOKEN_BYTES >> 4) + 2 * k, GROUP == 32 ? k % 2 : k > 0 || adds);
                 if (GROUP == 32 && k % 2) {
                     end_mma();
                     wait_mma<0>();
@@ -800,7 +779,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
             if (GROUP != 32) end_mma();
             if (GROUP == 0 && half == 0) {
                 wait_mma<1>();   // a[1] is free, and so is the stage before
-                if (i > 0) release(step - 1);
+                if (part == 0 && i > 0) release(step - 1);
             }
         }
         if (GROUP == 32) release(step);
@@ -861,8 +840,8 @@ __device__ __forceinline__ void leave_part(const Arguments& args, const float (&
 // block waits forever: there is at most one thread block a multiprocessor, so all of them run at the same time
 // (the next kernel starts when all have), and each leaves its part before it waits for one.
 __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKENS / 2], int tile_end) {
-    for (int block = blockIdx.y / PAIR + 1; first_step(args, block) < tile_end; ++block) {
-        const int other = blockIdx.x * gridDim.y + block * PAIR + blockIdx.y % PAIR;
+    for (int block = blockIdx.y + 1; first_step(args, block) < tile_end; ++block) {
+        const int other = blockIdx.x * gridDim.y + block;
         if (threadIdx.x % 32 == 0) wait_for(args.are_there + other);
         __syncwarp();
 #pragma unroll
@@ -1091,12 +1070,11 @@ linear(const __grid_constant__ Arguments args) {
         if (ring % 1024) __trap();   // the swizzle counts from there
         for (int stage = 0; stage < STAGES; ++stage) {
             init_barrier(full + 8 * stage, 1);
-            init_barrier(empty + 8 * stage, GROUPS * 4 * PAIR);
+            init_barrier(empty + 8 * stage, GROUPS * 4);
         }
         publish_barriers();
     }
     __syncthreads();
-    if (PAIRED) sync_cluster<true>();   // the other one's barriers are there
 
     if (warp == THREADS / 32 && lane == 0) fill_ring(args, steps, ring);
     if (warp > THREADS / 32) compute_factors(args, blockIdx.x * TOKENS, factors);
@@ -1106,7 +1084,6 @@ linear(const __grid_constant__ Arguments args) {
             sync_cluster<true>();
             sync_cluster<false>();
         }
-        if (PAIRED) sync_cluster<false>();
         return;
     }
 
@@ -1116,7 +1093,7 @@ linear(const __grid_constant__ Arguments args) {
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
         const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS;
-        own.tile = tile_of(at);
+        own.tile = at / TILE_STEPS;
         at += count;
         if (!EVEN) {   // else the MMAs need the registers
             own.read_norm();
@@ -1147,9 +1124,5 @@ linear(const __grid_constant__ Arguments args) {
     if (SPLITS > 1) {
         __syncwarp();
         wait_for_cluster();
-    }
-    if (PAIRED) {   // until then the other one announces here what it has read
-        __syncwarp();
-        sync_cluster<false>();
     }
 }

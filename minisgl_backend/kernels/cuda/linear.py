@@ -117,7 +117,8 @@ class _Linear:
         self.most_tokens = most_tokens
         self._height, self._in_features = height, in_features
         self._pairs, self._codes = pairs, codes
-        numbers = PLAIN if codes is None else codes.numbers
+        numbers = PLAIN if codes is None else codes.numbers(in_features)
+        self._block = numbers.block
         if cuts is None:
             cuts = {
                 batch: cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
@@ -178,11 +179,9 @@ class _Linear:
         )
         token_tiles = -(-num_rows // cut.tokens)
         # thread blocks with even parts wait for each other, so all must run at the same time
-        blocks, pair = tiles, 2 if cut.paired else 1
-        if cut.even:
-            blocks = self._num_processors // token_tiles // pair * pair
+        blocks = self._num_processors // token_tiles if cut.even else tiles
         grid = token_tiles, blocks, cut.splits
-        cluster = 1, pair, cut.splits
+        cluster = 1, 1, cut.splits
         kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
 
     def _weight_map(self, weight: Tensor, features: int) -> _Map:
@@ -191,7 +190,9 @@ class _Linear:
         key = weight.data_ptr(), features
         if key not in self._maps:
             size, pairs = weight.shape[1], self._pairs  # of codes in bytes
-            width = BLOCK if self._codes is None else self._codes.encoding.bits * 16
+            width = self._block
+            if self._codes is not None:
+                width = width * self._codes.encoding.bits // 8
             if pairs is None:
                 made = _map(weight, (size, self._height), (size,), (width, features))
             else:
@@ -409,12 +410,12 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         two = two and cut.tokens * cut.features <= _TWO_OF_CODES
     constants = {
         **constants,
+        "BLOCK": cut.numbers.block,
         "FEATURES": cut.features,
         "TOKENS": cut.tokens,
         "STAGES": cut.stages,
         "SPLITS": cut.splits,
         "EVEN": cut.even,
-        "PAIRED": cut.paired,
         "SHARED_BYTES": cut.shared_bytes,
         "PER_PROCESSOR": 2 if two else 1,
     }

@@ -55,10 +55,9 @@ class CodesKind:
 
     def numbers(self, in_features: int) -> Numbers:
         """What the cut of a GEMM depends on."""
-        bits = self.encoding.bits
-        block = (
-            2 * CODES_BLOCK if bits == 4 and in_features % (2 * CODES_BLOCK) == 0 else CODES_BLOCK
-        )
+        bits, block = self.encoding.bits, CODES_BLOCK
+        if bits == 4 and in_features % (2 * block) == 0:
+            block *= 2
         scales = block // self.group * _UNIT // self.shared_by if self.group else 0
         return Numbers(bits, block, scales)
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from minisgl_backend.kernels.linear_cut import (
     BATCHES,
     BLOCK,
-    CODES_BLOCK,
     Cut,
     Numbers,
     cut_of,

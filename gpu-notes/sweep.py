@@ -29,12 +29,15 @@ def candidates(kind, name, batch):
     numbers = KINDS[kind].numbers(width)
     tokens = [batch]
     out = [("auto", cut_of(batch, height, width, numbers=numbers))]
-    stages = {8: (4, 6, 8), 16: (4, 6), 64: (3, 4), 96: ()}
+    stages = {8: (4, 6, 8), 16: (4, 6), 64: (3, 4), 96: (3, 4)}
     for t in tokens:
         for f in (64, 128):
             for st in stages[t]:
-                c = Cut(f, t, st, even=True, numbers=numbers)
-                if valid(c, height, width): out.append(("", c))
+                for co in (False, True)[:1 if t <= 16 else 2]:
+                    c = Cut(f, t, st, even=True, copies=co, numbers=numbers)
+                    if valid(c, height, width): out.append(("", c))
+                    c = Cut(f, t, st, splits=2, copies=co, numbers=numbers)
+                    if co and name != "gateup" and valid(c, height, width): out.append(("", c))
                 for sp in (1, 2, 4):
                     c = Cut(f, t, st, splits=sp, numbers=numbers)
                     if name == "gateup" and (sp > 1 or f == 128): continue
@@ -93,7 +96,7 @@ for kind, name in itertools.product(KINDS, SHAPES):
             lk = kernel(k, nm, bb, c)
             us = time_us([lambda w=w: lk(x, w, pdl=True) for w in order])
             us1 = time_us([lambda w=w: lk(x[:1], w, pdl=True) for w in order], 3) if how and b == 8 else 0
-            rows.append((us, f"{how}{c.features}x{c.tokens}s{c.stages}" + ("e" if c.even else f"/{c.splits}"), us1))
+            rows.append((us, f"{how}{c.features}x{c.tokens}s{c.stages}" + ("e" if c.even else f"/{c.splits}") + "C"*c.copies, us1))
         auto = rows[0]; rows.sort()
         print(kind, name, b, "auto", auto[1], f"{auto[0]:.1f} (1 row {auto[2]:.1f}) |", " ".join(f"{s}:{u:.1f}" for u, s, _ in rows[:7]), "... worst", f"{rows[-1][1]}:{rows[-1][0]:.1f}", flush=True)
     for b in (128, 256):

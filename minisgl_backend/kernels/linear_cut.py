@@ -74,6 +74,7 @@ class Cut:
     stages: int
     splits: int = 1
     even: bool = False
+    copies: bool = False
     numbers: Numbers = PLAIN
 
     def num_steps(self, height: int, in_features: int) -> int:

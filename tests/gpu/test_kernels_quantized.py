@@ -101,6 +101,11 @@ def test_gated_gemms_of_rows_to_be_normalized(device: torch.device, form: str) -
         assert_close(actual, (F.silu(gate) * up).bfloat16())
 
 
+def name_of(cut: Cut) -> str:
+    how = "even" if cut.even else f"split-{cut.splits}"
+    return f"{cut.features}x{cut.tokens}-{how}" + ("-copies" if cut.copies else "")
+
+
 CUTS = [
     Cut(64, 8, 8),
     Cut(64, 64, 4, splits=4),
@@ -110,12 +115,16 @@ CUTS = [
     Cut(128, 32, 5, even=True),
     Cut(64, 64, 4, even=True),
     Cut(128, 128, 3, even=True),
+    Cut(128, 32, 5, even=True, copies=True),
+    Cut(64, 64, 4, even=True, copies=True),
+    Cut(128, 64, 4, splits=2, copies=True),
+    Cut(64, 96, 3, copies=True),
 ]
 
 
 @needs_gpu
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("cut", CUTS, ids=name_of)
 def test_ways_to_cut_a_gemm(device: torch.device, form: str, cut: Cut) -> None:
     """Added to the residual stream."""
     from minisgl_backend.kernels.cuda.linear import ResidualKernel

@@ -85,6 +85,8 @@ class _Arguments(ctypes.Structure):
         ("features", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("heads", _Heads),
+        ("tokens", ctypes.c_void_p),
+        ("token_stride", ctypes.c_uint64),
         ("scales", ctypes.c_void_p),
     )
 
@@ -168,6 +170,8 @@ class _Linear:
             weight=self._weight_map(weight, cut.features),
             scales=address(scales),
             x=_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens)),
+            tokens=address(x),
+            token_stride=x.stride(0),
             squares=address(squares),
             square_tiles=0 if squares is None else len(squares),
             num_rows=num_rows,
@@ -416,6 +420,7 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         "STAGES": cut.stages,
         "SPLITS": cut.splits,
         "EVEN": cut.even,
+        "COPIES": cut.copies,
         "SHARED_BYTES": cut.shared_bytes,
         "PER_PROCESSOR": 2 if two else 1,
     }

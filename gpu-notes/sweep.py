@@ -29,7 +29,7 @@ def candidates(kind, name, batch):
     numbers = KINDS[kind].numbers(width)
     tokens = [batch]
     out = [("auto", cut_of(batch, height, width, numbers=numbers))]
-    stages = {8: (4, 6, 8), 16: (4, 6), 64: (3, 4), 96: (3, 4)}
+    stages = {8: (8,), 16: (6,), 64: (4,), 96: (3,)}
     for t in tokens:
         for f in (64, 128):
             for st in stages[t]:
@@ -38,7 +38,7 @@ def candidates(kind, name, batch):
                     if valid(c, height, width): out.append(("", c))
                     c = Cut(f, t, st, splits=2, copies=co, numbers=numbers)
                     if co and name != "gateup" and valid(c, height, width): out.append(("", c))
-                for sp in (1, 2, 4):
+                for sp in (2, 4):
                     c = Cut(f, t, st, splits=sp, numbers=numbers)
                     if name == "gateup" and (sp > 1 or f == 128): continue
                     if valid(c, height, width): out.append(("", c))

@@ -1,7 +1,7 @@
 source tools/gpu/activate.sh
-(sleep 1; python3 gpu-notes/sweep.py compile > $OUT/compile.log 2>&1) &
-T="python3 -m pytest -c tools/gpu/pytest.ini --rootdir . -m gpu -q --tb=short -p no:benchmark"
-timeout 80 $T -n 4 tests/gpu/test_quantized_weights.py -k "kept or quantizing" 2>&1 | tail -60
-timeout 60 $T -n 4 tests/gpu/test_kernels_quantized.py -k "copies" 2>&1 | tail -40
-timeout 120 $T -n 4 tests/gpu/test_kernels_quantized.py -k "not odd_sizes and not copies" 2>&1 | tail -60
-wait; cat $OUT/compile.log
+T="timeout 170 python3 -m pytest -c tools/gpu/pytest.ini --rootdir . -m gpu -v --tb=line -p no:benchmark"
+$T -n 4 tests/gpu/test_kernels_quantized.py -k "not odd_sizes" > $OUT/kernels.log 2>&1 &
+$T -n 3 tests/gpu/test_quantized_weights.py > $OUT/weights.log 2>&1 &
+wait
+grep -v PASSED $OUT/kernels.log | cut -c1-300 | tail -40; grep -c PASSED $OUT/kernels.log
+grep -v PASSED $OUT/weights.log | cut -c1-300 | tail -40; grep -c PASSED $OUT/weights.log

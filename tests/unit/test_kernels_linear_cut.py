@@ -65,9 +65,9 @@ def test_all_of_codes_can_be_compiled(
     """A tile has at most 96 tokens: sums of a group and of all take registers."""
     in_features = blocks * numbers.block
     cut = cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
-    assert cut.numbers == numbers and cut.features == (head_dim or cut.features)
+    assert cut.numbers == numbers.of_tile(cut.tokens) and cut.features == (head_dim or cut.features)
     assert cut.tokens in (8, 16, 32, 64, 96) and height % cut.features == 0
-    assert in_features % (cut.splits * numbers.block) == 0 and cut.splits <= 8
+    assert in_features % (cut.splits * cut.numbers.block) == 0 and cut.splits <= 8
     own_tokens = max(cut.tokens // cut.splits, 8)
     assert own_tokens % 8 == 0 and cut.tokens % own_tokens == 0
     if cut.even:
@@ -75,8 +75,8 @@ def test_all_of_codes_can_be_compiled(
     else:
         assert cut.finished_bytes <= cut.stages * cut.stage_bytes
     assert cut.shared_bytes <= SHARED_BYTES
-    codes = cut.features * numbers.block * numbers.bits // 8
-    assert cut.stage_bytes == codes + 2 * numbers.block * cut.tokens
+    codes = cut.features * cut.numbers.block * numbers.bits // 8
+    assert cut.stage_bytes == codes + 2 * cut.numbers.block * cut.tokens
     assert cut.stage_bytes % 1024 == 0  # the swizzle of the stage after it counts from there
 
 

@@ -22,7 +22,8 @@
 // of in_features, which come along in the ring, to the sums over a group, in float32; those of rows at the end.
 //
 // Compiled with: FEATURES (64 or 128, of the weight in a tile), TOKENS (8, 16, 32, 64, 96, 128 or 192),
-// SIZE (in_features), BLOCK (of them in a stage: 64; of codes 128, of 4 bits also 256), STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and
+// SIZE (in_features), BLOCK (of them in a stage: 64; of codes 128, of 4 bits
+// and more than 16 tokens also 256), STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and
 // then as many of the values), RESIDUAL (the result is added to the residual stream), HEADS (it is
 // queries, keys and values, in heads of FEATURES), with that PAGE_SIZE and FP8 (of the KV cache),
 // SHARED_BYTES, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for); CODE (0: the weight is
@@ -73,7 +74,6 @@ static_assert(EVEN ? SPLITS == 1 : PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_B
 static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) <= SHARED_BYTES, "");
 static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
 static_assert(CODE ? TOKENS <= 128 : GROUP == 0, "");
-static_assert(!COPIES || (CODE && TOKENS > 16), "");
 static_assert(CODE ? BLOCK == 128 || (BLOCK == 256 && BITS == 4) : BLOCK == 64, "");
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
 
@@ -114,8 +114,6 @@ struct Arguments {
     int features;           // of the output
     float eps;
     Heads heads;
-    const u16* tokens;      // COPIES: [num_rows, SIZE], what `x` maps
-    u64 token_stride;       // in elements
     const float* scales;    // of codes: [out_features / 64, TILE_STEPS, BLOCK / GROUP, 64 / SHARED_BY], the rows in
                             // the order of tiles; GROUP == 0: [out_features]
 };
@@ -416,7 +414,7 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
         const int at = steps.begin + i;
         const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
         const int tile = at / TILE_STEPS, in_tile = at % TILE_STEPS;
-        expect_bytes(barrier, (COPIES ? WEIGHT_BYTES : STAGE_BYTES) + SCALE_BYTES);
+        expect_bytes(barrier, STAGE_BYTES + SCALE_BYTES);
         // the map of codes counts bytes
         load_weight(to, args.weight, in_tile * (CODE ? BLOCK * BITS / 8 : BLOCK), tile, barrier);
         if (GROUP == 0) return;
@@ -428,7 +426,6 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
         }
     };
     const auto finish = [&](int i) {
-        if (COPIES) return;
         const int k = (steps.begin + i) % TILE_STEPS * BLOCK;
         const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
 #pragma unroll
@@ -445,32 +442,6 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
         finish(i);
     }
 }
-
-#if COPIES
-// Move the tokens of these steps, instead of the bulk tensor copy engine, which takes as long for a row of tokens as for
-// one of codes.
-__device__ __forceinline__ void copy_tokens(const Arguments& args, const Steps& steps, u32 ring, int begin, int end) {
-    const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
-    const int lane = threadIdx.x % 32, chunk = lane % 8;
-    for (int i = begin; i < end; ++i) {
-        const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
-        const int k = (steps.begin + i) % TILE_STEPS * BLOCK + 8 * chunk;
-        if (i >= STAGES) wait_barrier(empty + 8 * stage, (i / STAGES - 1) & 1);
-#pragma unroll 4
-        for (int row = lane / 8; row < TOKENS; row += 4) {
-            const int token = blockIdx.x * TOKENS + row, bytes = token < args.num_rows ? 16 : 0;   // else zeros
-            const u16* const from = args.tokens + (bytes ? token * args.token_stride + k : 0);
-#pragma unroll
-            for (int part = 0; part < BLOCK / 64; ++part)
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                             :: "r"(to + part * TOKEN_BYTES + row * 128 + (chunk ^ row % 8) * 16),
-                                "l"(from + (bytes ? 64 * part : 0)), "r"(bytes) : "memory");
-        }
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(full + 8 * stage) : "memory");
-    }
-    if (end == steps.end - steps.begin) asm volatile("cp.async.wait_all;" ::: "memory");
-}
-#endif
 
 // RMSNorm's factor of each token, or 1.
 __device__ __forceinline__ void compute_factors(const Arguments& args, int first_token, float* factors) {
@@ -646,21 +617,22 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
 
 #if TOKENS <= 16
 // Few tokens: each warp multiplies its 16 rows by itself (`mma`), which waits for no other warp. All that it needs of
-// 128 in_features is in registers before it multiplies those before them.
-constexpr int PARTS = BLOCK / 128;   // of a stage
+// a stage is in registers before it multiplies the stage before.
+static_assert(BLOCK == 128, "");
+
 struct Operands {
     u32 codes[BITS / 2][4];
     u32 x[TOKENS / 8][4][4];   // of each 8 tokens and 32 in_features
     Scales scales[2];
 
-    __device__ __forceinline__ void read(u32 ring, u32 stage, int part) {
+    __device__ __forceinline__ void read(u32 ring, u32 stage) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const u32 tokens = ring + stage * STAGE_BYTES + WEIGHT_BYTES + 2 * part * TOKEN_BYTES;
+        const u32 tokens = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
         const u32 weight = ring + stage * STAGE_BYTES + warp / 4 * (64 * BLOCK * BITS / 8);
         const int row = warp % 4 * 16 + lane % 16;
 #pragma unroll
         for (int i = 0; i < BITS / 2; ++i)   // of 32 bytes a row
-            load_matrices(codes[i], codes_at(weight, row, part * BITS + 2 * i + lane / 16));
+            load_matrices(codes[i], codes_at(weight, row, 2 * i + lane / 16));
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
@@ -669,8 +641,7 @@ struct Operands {
                                            + ((j % 2 * 4 + lane / 8) ^ lane % 8) * 16);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            scales[half].read(
-                ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, 2 * part + half);
+            scales[half].read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, half);
     }
 };
 
@@ -724,23 +695,22 @@ __device__ __forceinline__ void add_group(
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     constexpr int OF_GROUP = (GROUP ? GROUP : 128) / 16;   // times 16 in_features
-    const auto read = [&](Operands& to, int i) {
-        const int step = first + i / PARTS, part = i % PARTS;
+    const auto read = [&](Operands& to, int step) {
         const u32 stage = step % STAGES;
-        if (part == 0) wait_barrier(full + 8 * stage, step / STAGES & 1);
-        to.read(ring, stage, part);
+        wait_barrier(full + 8 * stage, step / STAGES & 1);
+        to.read(ring, stage);
         __syncwarp();
-        if (part == PARTS - 1 && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
+        if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
     };
     float sums[2][TOKENS / 2] = {}, of_ones[2][TOKENS / 2] = {};
     Operands operands;
-    read(operands, 0);
+    read(operands, first);
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0;
 #pragma unroll 2
-    for (int i = 0; i < PARTS * count; ++i) {
+    for (int i = 0; i < count; ++i) {
         Operands next;
-        if (i + 1 < PARTS * count) read(next, i + 1);
+        if (i + 1 < count) read(next, first + i + 1);
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             if (GROUP && k % OF_GROUP == 0)
@@ -776,7 +746,6 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         const int step = first + i;
         const u32 stage = step % STAGES;
         wait_barrier(full + 8 * stage, step / STAGES & 1);
-        if (COPIES) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");   // what threads have written
         const u32 weight = ring + stage * STAGE_BYTES;
         const u32 of_scales = ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + group * GROUP_BYTES;
         const u64 b = matrix(weight + WEIGHT_BYTES);
@@ -1100,7 +1069,7 @@ linear(const __grid_constant__ Arguments args) {
     if (threadIdx.x == 0) {
         if (ring % 1024) __trap();   // the swizzle counts from there
         for (int stage = 0; stage < STAGES; ++stage) {
-            init_barrier(full + 8 * stage, COPIES ? 33 : 1);
+            init_barrier(full + 8 * stage, 1);
             init_barrier(empty + 8 * stage, GROUPS * 4);
         }
         publish_barriers();
@@ -1108,17 +1077,7 @@ linear(const __grid_constant__ Arguments args) {
     __syncthreads();
 
     if (warp == THREADS / 32 && lane == 0) fill_ring(args, steps, ring);
-#if COPIES
-    const int ahead = min(steps.end - steps.begin, STAGES);
-    if (warp > THREADS / 32) {
-        wait_previous();
-        copy_tokens(args, steps, ring, 0, ahead);
-    }
-#endif
     if (warp > THREADS / 32) compute_factors(args, blockIdx.x * TOKENS, factors);
-#if COPIES
-    if (warp > THREADS / 32) copy_tokens(args, steps, ring, ahead, steps.end - steps.begin);
-#endif
     if (warp >= THREADS / 32) {
         __syncwarp();
         if (SPLITS > 1) {

@@ -85,8 +85,6 @@ class _Arguments(ctypes.Structure):
         ("features", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("heads", _Heads),
-        ("tokens", ctypes.c_void_p),
-        ("token_stride", ctypes.c_uint64),
         ("scales", ctypes.c_void_p),
     )
 
@@ -120,7 +118,6 @@ class _Linear:
         self._height, self._in_features = height, in_features
         self._pairs, self._codes = pairs, codes
         numbers = PLAIN if codes is None else codes.numbers(in_features)
-        self._block = numbers.block
         if cuts is None:
             cuts = {
                 batch: cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
@@ -142,7 +139,7 @@ class _Linear:
         elements = max((cut.features * cut.tokens for cut in even), default=0)
         self._parts = torch.empty((self._num_processors, elements), device=device)
         self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
-        self._maps: dict[tuple[int, int], _Map] = {}
+        self._maps: dict[tuple[int, int, int], _Map] = {}
 
     def _kernel_for(self, num_rows: int) -> tuple[Cut, CudaKernel]:
         return self._kernels[min(batch for batch in self._kernels if num_rows <= batch)]
@@ -167,11 +164,9 @@ class _Linear:
         cut, kernel = self._kernel_for(num_rows)
         tiles = self._height // cut.features
         arguments = _Arguments(
-            weight=self._weight_map(weight, cut.features),
+            weight=self._weight_map(weight, cut.features, cut.numbers.block),
             scales=address(scales),
             x=_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens)),
-            tokens=address(x),
-            token_stride=x.stride(0),
             squares=address(squares),
             square_tiles=0 if squares is None else len(squares),
             num_rows=num_rows,
@@ -188,13 +183,13 @@ class _Linear:
         cluster = 1, 1, cut.splits
         kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
 
-    def _weight_map(self, weight: Tensor, features: int) -> _Map:
+    def _weight_map(self, weight: Tensor, features: int, block: int) -> _Map:
         """The tensor map of a weight, or of its codes in bytes; cached, since weights do not move
         while the model lives."""
-        key = weight.data_ptr(), features
+        key = weight.data_ptr(), features, block
         if key not in self._maps:
             size, pairs = weight.shape[1], self._pairs  # of codes in bytes
-            width = self._block
+            width = block
             if self._codes is not None:
                 width = width * self._codes.encoding.bits // 8
             if pairs is None:
@@ -420,7 +415,6 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         "STAGES": cut.stages,
         "SPLITS": cut.splits,
         "EVEN": cut.even,
-        "COPIES": cut.copies,
         "SHARED_BYTES": cut.shared_bytes,
         "PER_PROCESSOR": 2 if two else 1,
     }

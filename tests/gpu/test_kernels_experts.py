@@ -1,0 +1,216 @@
+"""Grouped GEMMs and routing on Hopper, and the kernels for few rows, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_backend.kernels import moe
+from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
+from minisgl_backend.kernels.triton_kernels.expert_rows import (
+    launch_expert_rows,
+    launch_sum_outputs,
+)
+from minisgl_backend.weight_format import Encoding
+from tests.gpu.compare import assert_close
+
+NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INNER_SIZE = 16, 4, 512, 384
+needs_hopper = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
+
+
+def chosen(num_tokens: int, device: torch.device, *, all_to_one: bool = False) -> Tensor:
+    scores = torch.randn(num_tokens, NUM_EXPERTS, device=device)
+    if all_to_one:
+        scores[:, :TOP_K] += 100
+    return scores.topk(TOP_K, dim=-1).indices.int()
+
+
+def expected_rows(x: Tensor, weight: Tensor, ids: Tensor, top_k: int, *, gated: bool) -> Tensor:
+    """Row p is x[p // top_k] through the expert of pair p, in float32."""
+    height = weight.shape[1]
+    out = torch.empty(ids.numel(), height // 2 if gated else height, device=x.device)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        y = weight[expert].float() @ x[pair // top_k].float()
+        if gated:
+            gate, up = y.chunk(2)
+            y = F.silu(gate) * up
+        out[pair] = y
+    return out.to(x.dtype)
+
+
+def weights(
+    bits: int, block: tuple[int, int], device: torch.device
+) -> list[tuple[Tensor | QuantizedWeight, Tensor]]:
+    """Gate and up, then down: as kernels take them, and in plain numbers."""
+    found: list[tuple[Tensor | QuantizedWeight, Tensor]] = []
+    for shape in ((2 * INNER_SIZE, HIDDEN_SIZE), (HIDDEN_SIZE, INNER_SIZE)):
+        plain = torch.randn(NUM_EXPERTS, *shape, device=device) * shape[1] ** -0.5
+        if bits == 16:
+            found.append((plain.bfloat16(), plain.bfloat16()))
+            continue
+        size = min(block[0], shape[0]), min(block[1], shape[1])
+        parts = [quantize(one, Encoding.E4M3, size) for one in plain]
+        whole = QuantizedWeight(
+            Encoding.E4M3,
+            size,
+            torch.stack([part.codes for part in parts]),
+            torch.stack([part.scales for part in parts]),
+        )
+        found.append((whole, dequantized(whole, torch.float32)))
+    return found
+
+
+@needs_hopper
+@pytest.mark.parametrize("bits_and_block", [(16, (1, 1)), (8, (128, 128)), (8, (1, 10**6))])
+@pytest.mark.parametrize(
+    "cut", [(64, 8, 10), (64, 16, 8), (64, 32, 4), (128, 32, 6), (64, 64, 4), (128, 128, 4)]
+)
+@pytest.mark.parametrize("num_tokens", [1, 7, 64, 300])
+def test_grouped_gemms(
+    device: torch.device,
+    bits_and_block: tuple[int, tuple[int, int]],
+    cut: tuple[int, int, int],
+    num_tokens: int,
+) -> None:
+    """In a row, the second starting early; also with all tokens at the same experts."""
+    from minisgl_backend.kernels.cuda.experts import ExpertCut, GroupedKernel
+
+    bits, block = bits_and_block
+    features, tokens, stages = cut
+    if bits == 8 and tokens == 128:
+        pytest.skip("too many registers")
+    made = weights(bits, block, device)
+    kernels = [
+        GroupedKernel(
+            plain.shape,
+            device,
+            bits=bits,
+            gated=index == 0,
+            cuts=[ExpertCut(features, tokens, stages)],
+        )
+        for index, (_, plain) in enumerate(made)
+    ]
+    for all_to_one in (False, True):
+        ids = chosen(num_tokens, device, all_to_one=all_to_one)
+        x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
+        aligned = moe.align(ids, NUM_EXPERTS, tokens)
+        fixed = {"num_pairs": ids.numel(), "block": tokens}
+        for pdl in (False, True):
+            inner = kernels[0](
+                x, made[0][0], aligned.pairs, aligned.experts, top_k=TOP_K, pdl=pdl, **fixed
+            )
+            outer = kernels[1](
+                inner,
+                made[1][0],
+                aligned.pairs,
+                aligned.experts,
+                top_k=1,
+                early=pdl,
+                pdl=pdl,
+                **fixed,
+            )
+            assert_close(inner, expected_rows(x, made[0][1], ids, TOP_K, gated=True))
+            assert_close(outer, expected_rows(inner, made[1][1], ids, 1, gated=False))
+
+
+@needs_hopper
+def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> None:
+    from minisgl_backend.kernels.cuda.experts import ExpertCut, GroupedKernel
+
+    (gate_up, plain), _ = weights(16, (1, 1), device)
+    kernel = GroupedKernel(plain.shape, device, bits=16, gated=True, cuts=[ExpertCut(64, 8, 8)])
+    ids, x = chosen(9, device), torch.randn(9, HIDDEN_SIZE, device=device).bfloat16()
+    factors = torch.rand(9, device=device)
+    aligned = moe.align(ids, NUM_EXPERTS, 8)
+    actual = kernel(
+        x,
+        gate_up,
+        aligned.pairs,
+        aligned.experts,
+        ids.numel(),
+        block=8,
+        top_k=TOP_K,
+        factors=factors,
+    )
+    expected = expected_rows(x.float() * factors[:, None], plain, ids, TOP_K, gated=True)
+    assert_close(actual, expected.bfloat16())
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 3, 32, 33, 256, 1000])
+@pytest.mark.parametrize(("sigmoid", "normalize"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("block", [0, 8, 64])
+@pytest.mark.parametrize("half_done", [False, True])
+def test_routing(
+    device: torch.device,
+    num_tokens: int,
+    sigmoid: bool,
+    normalize: bool,
+    block: int,
+    half_done: bool,
+) -> None:
+    from minisgl_backend.kernels.cuda.experts import RoutingKernel
+
+    num_experts, top_k, size = 128, 8, 2048
+    kernel = RoutingKernel(
+        num_experts, top_k, size, device, sigmoid=sigmoid, normalize=normalize, blocks=[block]
+    )
+    logits = torch.randn(num_tokens, num_experts, device=device).bfloat16()
+    bias = torch.randn(num_experts, device=device) / 10 if sigmoid else None
+    squares = torch.rand(16, num_tokens, device=device) * size / 8 if half_done else None
+    for _ in range(2):  # the second launch finds the counter as the first one left it
+        ids, found, pairs, experts, factors = kernel(
+            logits, block=block, bias=bias, squares=squares, eps=1e-6
+        )
+    scores = logits.float()
+    if squares is not None:
+        assert factors is not None
+        expected = (squares.sum(0) / size + 1e-6).rsqrt()
+        assert_close(factors, expected)
+        scores = scores * expected[:, None]
+    scores = scores.sigmoid() if sigmoid else scores.softmax(dim=-1)
+    compared = scores if bias is None else scores + bias
+    best = compared.topk(top_k, dim=-1).values
+    assert_close(compared.gather(1, ids.long()), best)
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+    weight = scores.gather(1, ids.long())
+    assert_close(found, weight / weight.sum(-1, keepdim=True) if normalize else weight)
+    if not block:
+        return
+    used = int((experts >= 0).sum())
+    assert (experts[:used] >= 0).all()
+    held = pairs.view(-1, block)[:used]
+    is_pair = held < num_tokens * top_k
+    assert sorted(held[is_pair].tolist()) == list(range(num_tokens * top_k))
+    owner = experts[:used, None].expand(-1, block)[is_pair]
+    assert torch.equal(ids.flatten()[held[is_pair].long()], owner)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
+    """Sizes of which no block is a divisor."""
+    x = torch.randn(num_tokens, 96, device=device).to(dtype)
+    gate_up = (torch.randn(NUM_EXPERTS, 84, 96, device=device) / 10).to(dtype)
+    ids = chosen(num_tokens, device)
+    out = torch.empty(ids.numel(), 42, device=device, dtype=dtype)
+    launch_expert_rows(out, x, gate_up, ids.flatten(), top_k=TOP_K, gated=True, block=64)
+    assert_close(out, expected_rows(x, gate_up, ids, TOP_K, gated=True))
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, has_shared: bool) -> None:
+    parts = torch.randn(3, TOP_K, 96, device=device).to(dtype)
+    weight, norm = torch.rand(3, TOP_K, device=device), torch.randn(96, device=device).to(dtype)
+    shared = torch.randn(3, 96, device=device).to(dtype) if has_shared else None
+    residual = torch.randn(3, 96, device=device).to(dtype)
+    total = residual.float() + (parts.float() * weight[:, :, None]).sum(1)
+    total = total if shared is None else total + shared.float()
+    out = torch.empty_like(residual)
+    launch_sum_outputs(out, parts, weight, shared, residual, norm, 1e-6, pdl=False)
+    assert_close(residual, total.to(dtype))
+    kept = residual.float()
+    expected = kept * (kept.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.float()
+    assert_close(out, expected.to(dtype))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,7 +99,7 @@ def test_grouped_gemms(
         ids = chosen(num_tokens, device, all_to_one=all_to_one)
         x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
         aligned = moe.align(ids, NUM_EXPERTS, tokens)
-        fixed = {"num_pairs": ids.numel(), "block": tokens}
+        fixed: dict[str, Any] = {"num_pairs": ids.numel(), "block": tokens}
         for pdl in (False, True):
             inner = kernels[0](
                 x, made[0][0], aligned.pairs, aligned.experts, top_k=TOP_K, pdl=pdl, **fixed

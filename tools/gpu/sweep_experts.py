@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -100,9 +100,10 @@ def microseconds(calls: Sequence[Call]) -> float:
         for call in calls:
             call()
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(3):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event: Any = partial(torch.cuda.Event, enable_timing=True)
+        first, last = event(), event()
         first.record()
         graph.replay()
         graph.replay()
@@ -130,7 +131,8 @@ def converted(weight: Tensor) -> QuantizedWeight:
 
 
 def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
+    drawn = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    return drawn.mul_(shape[-1] ** -0.5)
 
 
 def sweep(bits: int, sizes: Sequence[int], device: torch.device) -> None:
@@ -147,7 +149,7 @@ def sweep(bits: int, sizes: Sequence[int], device: torch.device) -> None:
 
 
 def sweep_size(size: int, bits: int, layers: list[Layer], device: torch.device) -> None:
-    used = statistics.mean(len(layer.ids.unique()) for layer in layers)
+    used = statistics.mean(len(set(layer.ids.flatten().tolist())) for layer in layers)
     num_bytes, num_pairs = used * INNER * HIDDEN * bits / 8, size * TOP_K
     inner, outer = normal(num_pairs, INNER), normal(num_pairs, HIDDEN)
 
@@ -168,21 +170,26 @@ def sweep_size(size: int, bits: int, layers: list[Layer], device: torch.device) 
         block = 16 if num_pairs <= 16 * NUM_EXPERTS else 64
         both: list[list[Call]] = [[], []]
         for layer in layers:
-            aligned = moe.align(layer.ids, NUM_EXPERTS, block)
-            held = aligned.pairs, aligned.experts, None
-            for calls, out, x, weight, top_k in (
+            sorted_ = moe.align(layer.ids, NUM_EXPERTS, block)
+            for timed, out, x, weight, top_k in (
                 (both[0], inner, layer.x, layer.gate_up, TOP_K),
                 (both[1], outer, layer.inner, layer.down, 1),
             ):
-                run = partial(launch_grouped_linear, out, x, weight, *held, block=block)
-                calls.append(partial(run, top_k=top_k, gated=top_k > 1))
+                assert isinstance(weight, Tensor)
+                pairs, experts = sorted_.pairs, sorted_.experts
+                run = partial(
+                    launch_grouped_linear, out, x, weight, pairs, experts, None, block=block
+                )
+                timed.append(partial(run, top_k=top_k, gated=top_k > 1))
         show("today", *both)
     if bits == 16 and size <= 8:
         for rows, width, warps in ROWS:
-            cut = {"rows": rows, "num_warps": warps, "pdl": True}
-            run_up = partial(launch_expert_rows, inner, top_k=TOP_K, gated=True, block=width, **cut)
+            form: dict[str, Any] = {"rows": rows, "num_warps": warps, "pdl": True}
+            run_up = partial(
+                launch_expert_rows, inner, top_k=TOP_K, gated=True, block=width, **form
+            )
             short = min(width, 256)
-            run_down = partial(launch_expert_rows, outer, top_k=1, gated=False, block=short, **cut)
+            run_down = partial(launch_expert_rows, outer, top_k=1, gated=False, block=short, **form)
             show(
                 f"rows {rows} x {width}, {warps} warps",
                 [partial(run_up, one.x, one.gate_up, one.ids.flatten()) for one in layers],
@@ -194,7 +201,7 @@ def sweep_size(size: int, bits: int, layers: list[Layer], device: torch.device) 
         for layer in layers:
             aligned = moe.align(layer.ids, NUM_EXPERTS, cut.tokens)
             held = aligned.pairs, aligned.experts, num_pairs
-            fixed = {"block": cut.tokens, "pdl": True}
+            fixed: dict[str, Any] = {"block": cut.tokens, "pdl": True}
             calls[0].append(partial(up, layer.x, layer.gate_up, *held, top_k=TOP_K, **fixed))
             calls[1].append(partial(down, layer.inner, layer.down, *held, top_k=1, **fixed))
         show(

@@ -68,7 +68,7 @@ coverage: $(VENV)/.dev  ## the tests of make test with branch coverage, and what
 	code=$$?; $(BIN)/coverage combine --quiet && $(BIN)/coverage report && exit $$code
 
 nightly: $(VENV)/.dev  ## the property tests with many more examples
-	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/properties $(ARGS)
+	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest --timeout 0 tests/properties $(ARGS)
 
 fuzz: $(VENV)/.dev  ## fuzz the wire, chats, detokenizer and gateway for MINUTES=10
 	@end=$$(( $$(date +%s) + 60 * $(MINUTES) )); \

@@ -14,6 +14,7 @@ from typing import Final
 
 from minisgl_backend.build_rank import build_rank
 from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
+from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.grammar.matchers import Grammars
@@ -69,8 +70,13 @@ def build_executor(options: EngineOptions, parts: Parts = STANDARD) -> tuple[Eng
 
 def build_scheduler(options: EngineOptions, info: EngineInfo, parts: Parts = STANDARD) -> Scheduler:
     """The planner for an engine with this model and this number of pages."""
-    cache_class = RadixCache if options.cache == "radix" else NaiveCache
-    cache: KVCache = cache_class(info.num_pages, info.page_size)
+    cache: KVCache
+    if options.cache == "naive":
+        cache = NaiveCache(info.num_pages, info.page_size)
+    elif info.num_snapshots is None:
+        cache = RadixCache(info.num_pages, info.page_size)
+    else:
+        cache = SnapshotCache(info.num_pages, info.page_size, info.num_snapshots)
     config = SchedulerConfig(
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -22,6 +22,7 @@ from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
 from minisgl_backend.execution.prompt_logprobs import rows_at_once
 from minisgl_backend.execution.ranks import RankExecutor
+from minisgl_backend.execution.states import StateStorage, bytes_per_slot
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.build import build_model, use_tensor_cores
@@ -73,9 +74,13 @@ def build_rank(
     model = _model(facts, group, progress)
     _log_free_memory(facts, "after loading the weights")
     meet()
-    storage = _storage(facts, _num_pages(facts, group))
+    sizes = _cache_sizes(facts, group)
+    states = _states(facts, sizes)
+    storage = _storage(facts, sizes.num_pages)
     _log_free_memory(facts, f"after making {storage.num_pages} KV pages")
     model.bind_pages(storage.layers)
+    if states is not None:
+        model.bind_states(states.layers)
     max_captured = 0
     if isinstance(facts.device, CudaDevice):
         if group.rank == 0:
@@ -88,6 +93,7 @@ def build_rank(
     executor = ModelExecutor(
         model,
         storage=storage,
+        states=states,
         attention=attention,
         device=facts.device,
         limits=_limits(facts, attention, model, max_captured),
@@ -95,7 +101,7 @@ def build_rank(
         progress=progress,
     )
     meet()
-    info = _info(facts, attention.name, storage.num_pages)
+    info = _info(facts, attention.name, sizes)
     return Rank(info, parts.executor(executor), group)
 
 
@@ -111,7 +117,7 @@ def _warn_if_slower(device: CudaDevice) -> None:
         logger.warning(line)
 
 
-def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
+def _info(facts: Resolved, attention: str, sizes: _CacheSizes) -> EngineInfo:
     options, spec = facts.options, facts.spec
     return EngineInfo(
         model=options.model,
@@ -125,7 +131,8 @@ def _info(facts: Resolved, attention: str, num_pages: int) -> EngineInfo:
         eos_token_ids=tuple(sorted(spec.eos_token_ids)),
         max_sequence_length=facts.context,
         page_size=options.page_size,
-        num_pages=num_pages,
+        num_pages=sizes.num_pages,
+        num_snapshots=sizes.num_snapshots,
         max_running_requests=options.max_running_requests,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
@@ -160,6 +167,29 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             f"the weights, as config.json has them ({num_weights:,} numbers), would take about "
             f"{num_bytes:,} bytes of {gpu}, which has {free_bytes:,} free: use more GPUs "
             "(tensor_parallel_size), or end other processes on it"
+        ) from error
+
+
+def _states(facts: Resolved, sizes: _CacheSizes) -> StateStorage | None:
+    options, delta = facts.options, facts.spec.delta_net
+    if delta is None:
+        return None
+    shape, num_snapshots = delta.of_rank(facts.place.size), sizes.num_snapshots or 0
+    try:
+        return StateStorage(
+            shape,
+            num_rows=options.max_running_requests,
+            num_snapshots=num_snapshots,
+            dtype=facts.dtype,
+            device=facts.device.torch_device,
+        )
+    except torch.OutOfMemoryError as error:
+        slots = options.max_running_requests + 1 + num_snapshots
+        raise ConfigError(
+            f"recurrent states of {options.max_running_requests} rows and {num_snapshots} "
+            f"snapshots would take {slots * bytes_per_slot(shape, facts.dtype):,} bytes of "
+            f"{facts.device.torch_device}, which has {facts.device.free_memory():,} free: lower "
+            "max_running_requests or state_snapshots"
         ) from error
 
 
@@ -215,6 +245,8 @@ def _limits(
     options = facts.options
     sizes: tuple[list[int], list[int]] = ([], [])
     if not facts.device.is_host:
+        if facts.spec.delta_net is not None:  # blocks of tokens follow each other on the host
+            options = replace(options, cuda_graph_max_tokens=0)
         num_weights = sum(weight.numel() for weight in model.model.layers.parameters())
         sizes = graph_sizes(
             options, attention, max_batch_size=max_captured_batch_size, num_weights=num_weights
@@ -271,11 +303,21 @@ def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:
     """The scales that the checkpoint has for float8 pages; None if pages hold another type."""
     if facts.kv_dtype != torch.float8_e4m3fn or facts.options.load_format == "dummy":
         return None
-    return read_kv_scales(facts.folder, facts.spec.num_layers, facts.spec.names)
+    scales = read_kv_scales(facts.folder, facts.spec.num_layers, facts.spec.names)
+    return tuple(scales[layer] for layer in facts.spec.attention_layers)
 
 
-def _num_pages(facts: Resolved, group: Group) -> int:
-    """How many pages each rank gets: as many as the rank with the least free memory can hold.
+@dataclass(frozen=True, slots=True)
+class _CacheSizes:
+    """``num_snapshots`` is None if the model has no recurrent layers."""
+
+    num_pages: int
+    num_snapshots: int | None
+
+
+def _cache_sizes(facts: Resolved, group: Group) -> _CacheSizes:
+    """How many pages and snapshots each rank gets: as many as the rank with the least free memory
+    can hold.
 
     A collective: all ranks call it.
     """
@@ -284,11 +326,19 @@ def _num_pages(facts: Resolved, group: Group) -> int:
     if cap_bytes is not None:  # a CPU's memory, which the ranks of a host share
         free_bytes //= facts.place.local_size
         cap_bytes //= facts.place.local_size
-    if options.num_pages is not None:
-        return options.num_pages
     rows = options.max_running_requests + 1
     reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size)
-    return choose_num_pages(
+    num_snapshots = None
+    if facts.spec.delta_net is not None:
+        slot_bytes = bytes_per_slot(facts.spec.delta_net.of_rank(facts.place.size), facts.dtype)
+        reserved_bytes += rows * slot_bytes
+        num_snapshots = choose_num_snapshots(
+            options, slot_bytes, free_bytes - reserved_bytes, cap_bytes
+        )
+        reserved_bytes += num_snapshots * slot_bytes
+    if options.num_pages is not None:
+        return _CacheSizes(options.num_pages, num_snapshots)
+    num_pages = choose_num_pages(
         page_bytes=bytes_per_page(facts.shape, options.page_size, facts.kv_dtype),
         page_size=options.page_size,
         free_bytes=free_bytes,
@@ -297,3 +347,19 @@ def _num_pages(facts: Resolved, group: Group) -> int:
         cap_bytes=cap_bytes,
         max_rows=options.max_running_requests,
     )
+    return _CacheSizes(num_pages, num_snapshots)
+
+
+def choose_num_snapshots(
+    options: EngineOptions, slot_bytes: int, free_bytes: int, cap_bytes: int | None
+) -> int:
+    """How many snapshots of ``slot_bytes`` to make: as asked for, or what suits the memory that is
+    left for pages and snapshots together."""
+    if options.cache == "naive":
+        return 0
+    if options.state_snapshots is not None:
+        return options.state_snapshots
+    budget = max(0, int(free_bytes * options.memory_ratio))
+    if cap_bytes is not None:
+        budget = min(budget, cap_bytes)
+    return min(4 * options.max_running_requests, budget // 4 // slot_bytes)

@@ -102,6 +102,12 @@ class EngineOptions:
         "radix shares the KV of common prefixes; naive does not",
         choices=("radix", "naive"),
     )
+    state_snapshots: int | None = option(
+        None,
+        "copies of recurrent states that the prefix cache keeps, for models with recurrent layers; "
+        "auto: 4 for each running request, in a quarter of the memory for pages at most",
+        minimum=1,
+    )
     overlap: bool = option(True, "plan the next step while the current one runs")
     attention_backend: str | None = option(
         None,

@@ -35,6 +35,9 @@ from minisgl_backend.request import (
 NO_TOKEN: Final = -1
 """In place of a token: the logits of the row were not finite."""
 
+NO_SNAPSHOT: Final = -1
+"""In place of the number of a snapshot: there is none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Admission:
@@ -56,7 +59,8 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One forward pass with P prefill chunks, S of them scored, D decoding rows and G grants.
+    """One forward pass with P prefill chunks, S of them scored, D decoding rows and G grants, which
+    keeps V snapshots.
 
     All arrays are int32.
 
@@ -71,6 +75,11 @@ class StepPlan:
     chunk after chunk.
     ``prefill_samples`` [P] is 1 if the chunk is the last of the row's known tokens, so that a token
     is sampled after it, and otherwise 0.
+    ``begun_from`` [P]: the snapshot of recurrent states with which the chunk's row begins, if it
+    continues a cached prefix; else ``NO_SNAPSHOT``, and the row goes on from its own states, which
+    are zero at position 0.
+    ``saved_chunks`` [V]: chunks, by index, in which the states behind the first ``saved_positions``
+    [V] tokens of the row are kept as ``saved_snapshots`` [V]. Ascending by chunk and position.
     ``score_chunks`` [S]: chunks, by index, of which the positions from ``score_starts`` up to
     ``score_starts`` + ``score_lengths`` [S] are scored: the log-probability is wanted of the token
     behind each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
@@ -93,6 +102,10 @@ class StepPlan:
     prefill_lengths: IntArray
     prefill_samples: IntArray
     prefill_tokens: IntArray
+    begun_from: IntArray
+    saved_chunks: IntArray
+    saved_positions: IntArray
+    saved_snapshots: IntArray
     decode_rows: IntArray
     decode_positions: IntArray
     masked_rows: IntArray

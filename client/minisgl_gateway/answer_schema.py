@@ -73,7 +73,7 @@ class CalledFunction(BaseModel):
     arguments: str = Field(description="a JSON object in a string")
 
 
-class CalledTool(BaseModel):
+class ToolCall(BaseModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -86,7 +86,7 @@ class AnswerMessage(BaseModel):
         None, exclude_if=_is_none, description="what the model thought before it answered"
     )
     refusal: None = None
-    tool_calls: list[CalledTool] | None = Field(None, exclude_if=_is_none)
+    tool_calls: list[ToolCall] | None = Field(None, exclude_if=_is_none)
     function_call: CalledFunction | None = Field(None, exclude_if=_is_none)
 
 

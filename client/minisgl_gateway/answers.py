@@ -150,8 +150,8 @@ def completion_answer(
     )
 
 
-def called(piece: CalledTool) -> schema.CalledTool:
-    return schema.CalledTool(
+def called(piece: CalledTool) -> schema.ToolCall:
+    return schema.ToolCall(
         id=f"call_{uuid.uuid4().hex[:24]}",
         function=schema.CalledFunction(name=piece.name, arguments=piece.arguments),
     )

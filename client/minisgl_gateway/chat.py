@@ -129,11 +129,18 @@ class Chat:
         """Whether the model is told of tools, and calls are read out of its answer."""
         return bool(self.tools) and self.calls.is_offered
 
-    @property
-    def enforced_param(self) -> str:
-        """The name of the caller's parameter that decides what the engine keeps the answer to."""
-        is_calls = self.offers_tools and (self.form is None or self.calls.required)
-        return self.tools_param if is_calls else self.form_param
+    def complaint(self, dialect: Dialect, message: str) -> tuple[str, str]:
+        """An error of the engine about what the answer is kept to: the caller's parameter that is
+        at fault, and the message with places in its value."""
+        if not self.offers_tools:
+            return self.form_param, message
+        is_either = self.form is not None and not self.calls.required
+        calls = replace(self.calls, required=True) if is_either else self.calls
+        if (told := dialect.complaint(message, self.tools, calls)) is not None:
+            return self.tools_param, told
+        if is_either:
+            return self.form_param, message.replace("#/otherwise", "#")
+        return self.tools_param, message
 
     def variables_for(self, chat_format: ChatFormat | None) -> dict[str, Any]:
         """The variables of a template: the wishes as far as it can be told them, and what the
@@ -166,7 +173,9 @@ class Chat:
 
     def reader(self, template: Template, own_stop: str | None = None) -> AnswerReader:
         """A reader for one choice."""
-        calls = template.dialect.reader() if self.offers_tools else None
+        calls = None
+        if self.offers_tools:
+            calls = template.dialect.reader(calls_alone=self.calls.required)
         thoughts = None
         if self.separates_thoughts and template.thinking is not None:
             thoughts = ThinkingReader(template.thinking, template.begins_thinking)
@@ -340,6 +349,13 @@ def shared_parameters(
         return_num_output_tokens=tells_counts,
         return_num_cached_tokens=tells_counts,
     )
+
+
+def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    """The content of a message as chat templates know it: one text, or parts if there are more."""
+    if len(texts) > 1:
+        return [{"type": "text", "text": text} for text in texts]
+    return texts[0] if texts else ""
 
 
 def seeded(parameters: Parameters, choice: int) -> Parameters:

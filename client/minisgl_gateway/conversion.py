@@ -28,7 +28,7 @@ from minisgl_gateway.schema import (
     GenerationRequest,
     TokenizeRequest,
 )
-from minisgl_gateway.tool_dialects import Calls, Tool, check_choice
+from minisgl_gateway.tool_dialects import Calls, Tool, allowed, check_choice
 
 COMPLETION_TOKENS: Final = 16
 """``max_tokens`` of a completion that does not say, as OpenAI has it."""
@@ -119,10 +119,8 @@ def _tools(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
         return tools, Calls.of(choice.function.name)
     if isinstance(choice, AllowedChatTools):
         names = [one.function.name for one in choice.allowed_tools.tools]
-        check_choice(names, tools, "tool_choice")
         is_required = choice.allowed_tools.mode == "required"
-        tools = [tool for tool in tools if tool.name in names]
-        return tools, Calls(required=is_required, parallel=parallel)
+        return allowed(names, tools, "tool_choice"), Calls(required=is_required, parallel=parallel)
     return tools, Calls(choice != "none", required=choice == "required", parallel=parallel)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Final
 
 from minisgl_client import errors as client
@@ -155,13 +155,17 @@ _NO_NAMES: Final[Mapping[str, str]] = {}
 
 
 def api_error(
-    error: client.MinisglError, fields: Container[str], names: Mapping[str, str] = _NO_NAMES
+    error: client.MinisglError,
+    fields: Container[str],
+    names: Mapping[str, str] = _NO_NAMES,
+    of_form: Callable[[str], tuple[str, str]] = lambda message: ("structured_outputs", message),
 ) -> ApiError:
     """What an error of the engine, or of the way to it, means to a caller.
 
     ``fields`` are those of the request; the engine's sentences begin with the one at fault.
-    ``names`` are the API's for OpenAI's ``prompt``, ``max_tokens`` and others, if they differ; that
-    of ``structured_outputs`` is the parameter which asked for the form of the answer.
+    ``names`` are the API's for OpenAI's ``prompt``, ``max_tokens`` and others, if they differ.
+    ``of_form`` says of a sentence about the form of the answer which parameter asked for that, and
+    how the sentence reads there.
     """
     if _NO_MODEL.match(str(error)):  # callers know the model by the gateway's name, not by this one
         return busy(503, "the engine does not have the model", "engine_unavailable")
@@ -170,8 +174,8 @@ def api_error(
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
         make = invalid if isinstance(error, client.InvalidArgument) else unsupported
         if found := _FORM.match(str(error)):
-            param = names.get("structured_outputs", "structured_outputs")
-            return make(f"{param}: {str(error).removeprefix(found['kind'] or '')}", param)
+            param, message = of_form(str(error).removeprefix(found["kind"] or ""))
+            return make(f"{param}: {message}", param)
         if "tokens" in fields:
             names = {"input_ids": "tokens", **names}
         told = {**_NAMES, **names}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
+from minisgl_client import parameters
 from pydantic import Field
 
 from minisgl_gateway.errors import invalid
@@ -150,4 +151,4 @@ def _of_object(given: StructuredOutputs) -> Mapping[str, Any]:
     return found
 
 
-_FORMS: Final = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_FORMS: Final = tuple(parameters.StructuredOutputs.__annotations__)

@@ -18,7 +18,6 @@ from minisgl_gateway.answers import CallForm, Counts, Echo, Heading, chat_answer
 from minisgl_gateway.conversion import continues_usage, includes_usage
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.events import DONE, ChatWriter, CompletionWriter, usage_event
-from minisgl_gateway.form_schema import form_of
 from minisgl_gateway.parts import Piece
 from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
 
@@ -118,12 +117,11 @@ class CompletionRenderer:
     """OpenAI's completions; of ``echoes`` there is one a choice."""
 
     fields = CompletionRequest.model_fields
+    names: Mapping[str, str] = {}
 
     def __init__(self, request: CompletionRequest) -> None:
         self._request = request
         self._heading = Heading.of("cmpl", request.model)
-        _, form_param = form_of(request)
-        self.names = {"structured_outputs": form_param}
         self.echoes: Sequence[Echo | None] = ()
 
     @property

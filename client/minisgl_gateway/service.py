@@ -10,9 +10,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from minisgl_client.answer import Result
@@ -35,6 +36,7 @@ from minisgl_gateway.event_stream import (
     merged,
     unless_disconnected,
 )
+from minisgl_gateway.form_schema import form_of
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Caller
 from minisgl_gateway.lookups import Lookups
@@ -56,13 +58,14 @@ _AT_ONCE: Final = 16
 class _Job:
     """The generations of a request and how their answers are read and told.
 
-    The first of each ``num_choices`` generations counts the tokens of its prompt.
+    ``of_form`` tells errors about the form of the answer (``errors.api_error``). The first of each
+    ``num_choices`` generations counts the tokens of its prompt.
     """
 
     generations: Sequence[Generation]
     readers: Sequence[AnswerReader]
     renderer: Renderer
-    names: Mapping[str, str]
+    of_form: Callable[[str], tuple[str, str]]
     num_choices: int
 
     def call(self, index: int) -> dict[str, Any]:
@@ -87,7 +90,8 @@ class _Job:
         try:
             yield
         except MinisglError as error:
-            raise api_error(error, self.renderer.fields, self.names) from error
+            renderer = self.renderer
+            raise api_error(error, renderer.fields, renderer.names, self.of_form) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,8 @@ class Service:
         http.scope["state"]["request_id"] = renderer.id
         renderer.echoes = await self._echoes(request, generations)
         readers = [AnswerReader() for _ in generations]
-        job = _Job(generations, readers, renderer, renderer.names, request.n)
+        _, param = form_of(request)
+        job = _Job(generations, readers, renderer, lambda message: (param, message), request.n)
         return await self._answer(http, job, stream=request.stream)
 
     async def health(self) -> schema.Health:
@@ -168,13 +173,14 @@ class Service:
         """The answer to a chat, at once or as a stream; raises ``ApiError``."""
         state = http.scope["state"]
         state["request_id"] = renderer.id
-        names = {**renderer.names, "structured_outputs": chat.enforced_param}
+        names = renderer.names
         template = await self._lookups.template(http, chat, renderer.fields, names)
         known = {names.get(name, name) for name in template.unfulfilled}
         state["without_effect"] = sorted(known.union(state["without_effect"]))
         generations = chat.generations(self.policy(http), template)
         readers = [chat.reader(template, one.own_stop) for one in generations]
-        job = _Job(generations, readers, renderer, names, chat.n)
+        of_form = partial(chat.complaint, template.dialect)
+        job = _Job(generations, readers, renderer, of_form, chat.n)
         return await self._answer(http, job, stream=chat.stream)
 
     async def results(

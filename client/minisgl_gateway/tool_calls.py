@@ -20,8 +20,11 @@ _PIECE_CHARS: Final = 1024
 class CallReader:
     """The state between two pieces of one answer."""
 
-    def __init__(self, syntax: Syntax) -> None:
+    def __init__(self, syntax: Syntax, *, calls_alone: bool = False) -> None:
+        """``calls_alone``: the engine keeps the answer to calls, so a rest at its end is a call
+        that was cut, and no text."""
         self.num_calls = 0
+        self._calls_alone = calls_alone
         self._syntax = syntax
         self._opening = re.compile("|".join(map(re.escape, syntax.openings)))
         self._longest = max(map(len, syntax.openings))
@@ -51,7 +54,7 @@ class CallReader:
         self._following, self._partial = None, ""
         self._held.clear()
         self._followed.clear()
-        if rest and not (self.num_calls and rest.isspace()):
+        if rest and not self._calls_alone and not (self.num_calls and rest.isspace()):
             found.append(rest)
         return found
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
@@ -26,10 +26,8 @@ DialectName: TypeAlias = Literal["hermes", "llama3_json", "mistral", "plain"]
 Message: TypeAlias = Mapping[str, Any]
 Schema: TypeAlias = dict[str, Any]
 Structure: TypeAlias = dict[str, Any]
-"""A beginning, the schema of the value behind it, and an end, as structural tags have them."""
-
-_LENIENT: Final = {"x-guidance": {"lenient": True}}
-"""Tells llguidance, with a schema, to leave out what it cannot enforce."""
+"""A beginning, the schema of the value behind it, and an end, as structural tags have them. What of
+a ``lenient`` one cannot be enforced is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +72,13 @@ def check_choice(names: Iterable[str], tools: Iterable[Tool], param: str) -> Non
             raise invalid(f"{param} names {shown(name)}, which is none of the tools", param)
 
 
+def allowed(names: Collection[str], tools: Iterable[Tool], param: str) -> list[Tool]:
+    """The tools of these names; raises ``ApiError`` as ``check_choice`` does."""
+    tools = list(tools)
+    check_choice(names, tools, param)
+    return [tool for tool in tools if tool.name in names]
+
+
 def for_template(tool: Tool) -> dict[str, Any]:
     """A tool in the form that chat templates know."""
     return {"type": "function", "function": _function(tool)}
@@ -96,9 +101,9 @@ class Dialect(ABC):
     keeps_special_tokens: ClassVar[bool] = False
     is_of_template: ClassVar[bool] = True
 
-    def reader(self) -> CallReader:
-        """A reader of one answer."""
-        return CallReader(self.syntax)
+    def reader(self, *, calls_alone: bool = False) -> CallReader:
+        """A reader of one answer; with ``calls_alone`` of one that is constrained to calls."""
+        return CallReader(self.syntax, calls_alone=calls_alone)
 
     @property
     def stop(self) -> str | None:
@@ -118,8 +123,7 @@ class Dialect(ABC):
         that is all, ``stop`` does it without a tag.
         """
         required, parallel = calls.required, calls.parallel
-        if calls.name is not None:
-            tools = [tool for tool in tools if tool.name == calls.name]
+        tools = _callable(tools, calls)
         is_enforced = required or any(tool.strict for tool in tools)
         if not is_enforced and (parallel or self.stop is not None):
             return None
@@ -131,29 +135,66 @@ class Dialect(ABC):
             return {**tag, "at_least_one": True, "separator": self._separator}
         return {**tag, "triggers": list(self.syntax.openings)}
 
+    def complaint(self, message: str, tools: Sequence[Tool], calls: Calls) -> str | None:
+        """An error of the engine about the constraint, with its places in the schemas of tools, as
+        in ``weather#/properties/city``; None if it is about none of them."""
+        names = [tool.name for tool in _callable(tools, calls)]
+        place = re.compile(self._place(names))
+        told, num_places = place.subn(
+            lambda found: f"{names[int(found['tool']) % len(names)]}#", message
+        )
+        if not num_places:
+            return None
+        what, at, places = told.partition(", at ")
+        whole = [one for one in places.split(", ") if not one.startswith("#")]
+        return what + at + ", ".join(dict.fromkeys(whole))
+
     _separator: ClassVar[str] = ""
 
     @abstractmethod
     def _structures(
-        self, arguments: Mapping[str, Schema], required: bool, parallel: bool
+        self, arguments: Mapping[str, _Arguments], required: bool, parallel: bool
     ) -> list[Structure]:
-        """All calls that an answer may have; ``arguments`` are their schemas by tool."""
+        """All calls that an answer may have, by the names of their tools, which come in the same
+        order again and again."""
+
+    def _place(self, names: Collection[str]) -> str:
+        """An expression for the place of a tool's schema in the constraint."""
+        return r"#/structures/(?P<tool>\d+)/schema(?![^/, …])"
 
 
-def _arguments(tools: Iterable[Tool], required: bool) -> dict[str, Schema]:
-    """The schemas that the arguments must follow, by tool.
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """What the arguments of a tool must follow. What of the schema cannot be enforced is left out
+    if it ``is_lenient``, and an error otherwise."""
 
-    What of a schema cannot be enforced is an error of a strict tool, and left out of another's.
-    """
-    schemas: dict[str, Schema] = {}
+    schema: Schema
+    is_lenient: bool
+
+    def between(self, begin: str, end: str = "") -> Structure:
+        """The arguments, as they stand in a call."""
+        return _structure(begin, self.schema, end, is_lenient=self.is_lenient)
+
+
+def _structure(begin: str, schema: Schema, end: str, *, is_lenient: bool) -> Structure:
+    structure: Structure = {"begin": begin, "schema": schema, "end": end}
+    return {**structure, "lenient": True} if is_lenient else structure
+
+
+def _callable(tools: Sequence[Tool], calls: Calls) -> Sequence[Tool]:
+    """Those of the tools that may be called."""
+    return [tool for tool in tools if calls.name in (None, tool.name)]
+
+
+def _arguments(tools: Iterable[Tool], required: bool) -> dict[str, _Arguments]:
+    """What the arguments must follow, by tool: their schema, or if they need not, any object."""
+    arguments: dict[str, _Arguments] = {}
     for tool in tools:
         schema: Schema = {}
-        if tool.strict:
+        if tool.strict or required:
             schema = {**(tool.parameters or {})}
-        elif required:
-            schema = {**(tool.parameters or {}), **_LENIENT}
-        schemas[tool.name] = {**schema, "type": "object"}
-    return schemas
+        arguments[tool.name] = _Arguments({**schema, "type": "object"}, not tool.strict)
+    return arguments
 
 
 class _Hermes(Dialect):
@@ -164,16 +205,12 @@ class _Hermes(Dialect):
     _separator = "\n"
 
     def _structures(
-        self, arguments: Mapping[str, Schema], required: bool, parallel: bool
+        self, arguments: Mapping[str, _Arguments], required: bool, parallel: bool
     ) -> list[Structure]:
         (opening,), closing = self.syntax.openings, self.syntax.closing
         return [
-            {
-                "begin": f'{opening}\n{{"name": {_json(name)}, "arguments": ',
-                "schema": schema,
-                "end": f"}}\n{closing}",
-            }
-            for name, schema in arguments.items()
+            of_tool.between(f'{opening}\n{{"name": {_json(name)}, "arguments": ', f"}}\n{closing}")
+            for name, of_tool in arguments.items()
         ]
 
 
@@ -243,16 +280,16 @@ class _Llama(Dialect):
     _separator = "; "
 
     def _structures(
-        self, arguments: Mapping[str, Schema], required: bool, parallel: bool
+        self, arguments: Mapping[str, _Arguments], required: bool, parallel: bool
     ) -> list[Structure]:
         tag, bare, typed = self.syntax.openings
         openings = (
             [f"{bare}: "] if required else [f"{tag}{bare}: ", f"{bare}: ", f'{typed}, "name": ']
         )
         return [
-            {"begin": f'{opening}{_json(name)}, "parameters": ', "schema": schema, "end": "}"}
+            of_tool.between(f'{opening}{_json(name)}, "parameters": ', "}")
             for opening in openings
-            for name, schema in arguments.items()
+            for name, of_tool in arguments.items()
         ]
 
 
@@ -283,32 +320,43 @@ class _Mistral(Dialect):
         return told
 
     def _structures(
-        self, arguments: Mapping[str, Schema], required: bool, parallel: bool
+        self, arguments: Mapping[str, _Arguments], required: bool, parallel: bool
     ) -> list[Structure]:
         (opening,) = self.syntax.openings
-        if self._is_spelled and all(map(call_syntax.is_plain_name, arguments)):
+        if self._are_spelled(arguments):
             return [
-                {"begin": f"{opening}{name}{call_syntax.ARGUMENTS}", "schema": schema}
-                for name, schema in arguments.items()
+                of_tool.between(f"{opening}{name}{call_syntax.ARGUMENTS}")
+                for name, of_tool in arguments.items()
             ]
         calls = [
             {
                 "type": "object",
                 "properties": {
                     "name": {"const": name},
-                    "arguments": _moved(schema, f"#/items/anyOf/{index}/properties/arguments"),
+                    "arguments": _moved(
+                        of_tool.schema, f"#/items/anyOf/{index}/properties/arguments"
+                    ),
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for index, (name, schema) in enumerate(arguments.items())
+            for index, (name, of_tool) in enumerate(arguments.items())
         ]
         found: Schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
         if not parallel:
             found["maxItems"] = 1
-        if all(schema.keys() >= _LENIENT.keys() for schema in arguments.values()):
-            found |= _LENIENT
-        return [{"begin": opening + blank, "schema": found} for blank in (" ", "")]
+        is_lenient = all(of_tool.is_lenient for of_tool in arguments.values())
+        return [
+            _structure(opening + blank, found, "", is_lenient=is_lenient) for blank in (" ", "")
+        ]
+
+    def _place(self, names: Collection[str]) -> str:
+        if self._are_spelled(names):
+            return super()._place(names)
+        return r"#/structures/\d+/schema/items/anyOf/(?P<tool>\d+)/properties/arguments"
+
+    def _are_spelled(self, names: Iterable[str]) -> bool:
+        return self._is_spelled and all(map(call_syntax.is_plain_name, names))
 
 
 def dialect_of(chat_format: ChatFormat | None, option: DialectName | None = None) -> Dialect:
@@ -326,7 +374,7 @@ _DIALECTS: Final[Mapping[str, Dialect]] = {
 }
 
 
-_OF_ROOTS: Final = ("$id", "$schema", *_LENIENT)
+_OF_ROOTS: Final = ("$id", "$schema", "x-guidance")
 _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES: Final = ("const", "enum", "default", "examples")
 

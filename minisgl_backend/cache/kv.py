@@ -41,6 +41,7 @@ import numpy as np
 from minisgl_backend.cache.pages import PagePool, num_pages_for
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import NO_SNAPSHOT
 from minisgl_backend.request import IntArray
 
 
@@ -54,12 +55,17 @@ class Verified(Enum):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One sequence's claim on pages, in the order of its positions (see the map above)."""
+    """One sequence's claim on pages, in the order of its positions (see the map above).
+
+    ``snapshot`` is that of the states behind the pages it was acquired with, if the cache has such
+    (``cache.snapshots``).
+    """
 
     pages: array[int] = field(default_factory=lambda: array("i"))
     num_shared: int = 0
     node: Node | None = None
     salt: bytes = b""
+    snapshot: int = NO_SNAPSHOT
     released: bool = False
 
     @property
@@ -268,13 +274,19 @@ class RadixCache(NaiveCache):
         return self._tree.num_evictable
 
     def match_length(self, tokens: IntArray, salt: str = "") -> int:
-        return self._tree.match_length(tokens[:-1], _salt_key(salt)) * self.page_size
+        return self._tree.match_length(tokens[:-1], salt_key(salt)) * self.page_size
 
     def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
-        key = _salt_key(salt)
+        key = salt_key(salt)
         node, pages = self._tree.match(tokens[:-1], key)
         return self._register(
-            Lease(pages=array("i", pages.tobytes()), num_shared=len(pages), node=node, salt=key)
+            Lease(
+                pages=array("i", pages.tobytes()),
+                num_shared=len(pages),
+                node=node,
+                salt=key,
+                snapshot=node.snapshot,
+            )
         )
 
     def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
@@ -348,5 +360,6 @@ def _as_array(pages: array[int]) -> IntArray:
     return np.array(pages, dtype=np.int32)
 
 
-def _salt_key(salt: str) -> bytes:
+def salt_key(salt: str) -> bytes:
+    """The salt as the tree has it in its keys."""
     return salt.encode("utf-8", "surrogatepass")

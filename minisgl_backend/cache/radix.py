@@ -9,11 +9,18 @@ share nothing, since the salt is part of the keys right below the root.
 A node can be detached while it is pinned: no match finds it any more, and it leaves the tree with
 its last pin.
 
+The state of a recurrent layer is not in pages. A tree for models that have such layers also knows
+*snapshots*, numbered copies of their state: a node may have one, of the state behind its last
+token, and a match ends where one is. A snapshot is lost when its node loses pages or leaves the
+tree, or when it is the least recently used and its number is wanted.
+
 Must not know leases, free pages, or what a page holds beyond its tokens.
 
 Invariants:
 - A pin on a node also pins its ancestors, so all nodes below an unpinned node are unpinned.
 - A detached node is pinned, and all nodes below it are detached.
+- ``_snapshots`` holds exactly the nodes with a snapshot, none of them detached, the least recently
+  used first.
 - ``_recency`` holds exactly the unpinned nodes, the least recently used first, and each node after
   all its descendants. So its first node is always the least recently used leaf, and eviction never
   searches the tree.
@@ -22,11 +29,12 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import NO_SNAPSHOT
 from minisgl_backend.request import EMPTY, IntArray
 
 
@@ -36,7 +44,16 @@ class Node:
     The parent has it among its children under ``key``; ``pins`` counts the leases that use it.
     """
 
-    __slots__ = ("children", "is_detached", "key", "pages", "parent", "pins", "tokens")
+    __slots__ = (
+        "children",
+        "is_detached",
+        "key",
+        "pages",
+        "parent",
+        "pins",
+        "snapshot",
+        "tokens",
+    )
 
     def __init__(
         self, parent: Node | None, key: bytes, tokens: IntArray, pages: IntArray, pins: int
@@ -46,6 +63,7 @@ class Node:
         self.tokens = tokens  # [num_pages * page_size]
         self.pages = pages
         self.pins = pins
+        self.snapshot = NO_SNAPSHOT
         self.is_detached: bool = parent is not None and parent.is_detached
         self.children: dict[bytes, Node] = {}
 
@@ -53,8 +71,12 @@ class Node:
 class RadixTree:
     """Cached pages, by the tokens from the start of a sequence up to them."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, *, needs_snapshots: bool = False) -> None:
+        """``needs_snapshots``: a match ends at a snapshot, or is empty."""
         self.page_size = page_size
+        self._needs_snapshots = needs_snapshots
+        self._snapshots: OrderedDict[Node, None] = OrderedDict()
+        self._lost_snapshots: list[int] = []
         self.root = Node(None, b"", EMPTY, EMPTY, pins=0)
         self.num_pages = 0
         self.num_evictable = 0
@@ -62,12 +84,20 @@ class RadixTree:
         self._detached: dict[Node, None] = {}  # the highest nodes of all detached subtrees
 
     def match_length(self, tokens: IntArray, salt: bytes) -> int:
-        """Number of pages of ``tokens`` that are cached. Changes nothing, not even the recency."""
+        """Number of pages that ``match`` would find. Changes nothing, not even the recency."""
+        return sum(num_pages for _, num_pages in self._usable(tokens, salt))
+
+    def cached_length(self, tokens: IntArray, salt: bytes) -> int:
+        """Number of pages of ``tokens`` that are cached, with a snapshot behind them or without."""
         return sum(num_pages for _, num_pages in self._path(self.root, tokens, salt))
 
     def match(self, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:
-        """Pin the longest cached prefix of ``tokens``; return its last node and its pages."""
-        return self._pin_path(self.root, tokens, salt)
+        """Pin the longest cached prefix of ``tokens`` that ends at a snapshot, if the tree needs
+        them; return its last node and its pages."""
+        node, pages = self._pin_path(self.root, self._usable(tokens, salt))
+        if node in self._snapshots:
+            self._snapshots.move_to_end(node)
+        return node, pages
 
     def insert(
         self, node: Node, tokens: IntArray, pages: IntArray, salt: bytes
@@ -78,7 +108,7 @@ class RadixTree:
         them instead. Returns the last node, and those other pages: the caller must use them in
         place of its own.
         """
-        last, known = self._pin_path(node, tokens, salt)
+        last, known = self._pin_path(node, self._path(node, tokens, salt))
         if len(known) < len(pages):
             start = len(known)
             rest = tokens[start * self.page_size :].copy()
@@ -87,6 +117,46 @@ class RadixTree:
             self.num_pages += len(child.pages)
             last = child
         return last, known
+
+    def attach(self, node: Node, num_pages: int, snapshot: int) -> bool:
+        """Keep ``snapshot``, of the state behind the first ``num_pages`` pages up to ``node``.
+
+        False if there is one already, or if no match can find these pages any more.
+        """
+        behind = -num_pages  # pages of the path behind the end of ``node``, negative if too few
+        each: Node | None = node
+        while each is not None:
+            behind += len(each.pages)
+            each = each.parent
+        if behind < 0:
+            raise InvariantError("a snapshot is of tokens that are not cached")
+        while behind >= len(node.pages) and node.parent is not None:
+            behind -= len(node.pages)
+            node = node.parent
+        if node.parent is None or node.is_detached:
+            return False
+        if behind:
+            node = self._split(node, len(node.pages) - behind)
+        if node.snapshot != NO_SNAPSHOT:
+            return False
+        node.snapshot = snapshot
+        self._snapshots[node] = None
+        return True
+
+    def take_lost_snapshots(self) -> list[int]:
+        """The snapshots lost since the last call."""
+        lost = self._lost_snapshots
+        self._lost_snapshots = []
+        return lost
+
+    def lose_oldest_snapshot(self) -> None:
+        """Lose the least recently used snapshot, if there is any."""
+        if self._snapshots:
+            self._lose_snapshot(next(iter(self._snapshots)))
+
+    def snapshots(self) -> list[int]:
+        """The snapshots of all nodes, the least recently used first."""
+        return [node.snapshot for node in self._snapshots]
 
     def unpin(self, node: Node) -> IntArray:
         """Take back a pin from ``node`` and its ancestors, which become the most recently used.
@@ -119,6 +189,7 @@ class RadixTree:
         missing = num_pages
         while missing:
             leaf = next(iter(self._recency))
+            self._lose_snapshot(leaf)
             if leaf.children or leaf.parent is None:
                 raise InvariantError("a node with children is about to be evicted")
             kept = max(0, len(leaf.pages) - missing)
@@ -170,6 +241,7 @@ class RadixTree:
         removed = [EMPTY]
         for node in [top, *self._below(top)]:
             node.is_detached = True
+            self._lose_snapshot(node)
             if node.pins == 0:
                 del self._recency[node]
                 self.num_evictable -= len(node.pages)
@@ -204,6 +276,10 @@ class RadixTree:
                 raise InvariantError("a node is pinned and its parent is not")
             if (node.pins == 0) != (node in order) or (node.is_detached and node in order):
                 raise InvariantError("not exactly the unpinned nodes can be evicted")
+            if (node.snapshot != NO_SNAPSHOT) != (node in self._snapshots) or (
+                node.is_detached and node in self._snapshots
+            ):
+                raise InvariantError("not exactly the nodes with a snapshot are listed as such")
             if node in order and parent in order and order[parent] < order[node]:
                 raise InvariantError("a parent would be evicted before its child")
             num_pages += len(node.pages)
@@ -213,6 +289,22 @@ class RadixTree:
                 f"the tree counts {self.num_pages} pages, {self.num_evictable} of them evictable, "
                 f"but holds {num_pages} and {num_evictable}"
             )
+
+    def _lose_snapshot(self, node: Node) -> None:
+        if node.snapshot != NO_SNAPSHOT:
+            del self._snapshots[node]
+            self._lost_snapshots.append(node.snapshot)
+            node.snapshot = NO_SNAPSHOT
+
+    def _usable(self, tokens: IntArray, salt: bytes) -> list[tuple[Node, int]]:
+        """The nodes that ``match`` finds, each with its number of matching pages."""
+        path = list(self._path(self.root, tokens, salt))
+        if self._needs_snapshots:
+            while path and (
+                path[-1][0].snapshot == NO_SNAPSHOT or path[-1][1] < len(path[-1][0].pages)
+            ):
+                path.pop()
+        return path
 
     def _key(self, parent: Node, tokens: IntArray, page: int, salt: bytes) -> bytes:
         start = page * self.page_size
@@ -242,13 +334,13 @@ class RadixTree:
         first = int(differ.argmax())  # 0 also if none differs
         return (first if differ[first] else num_tokens) // self.page_size
 
-    def _pin_path(self, node: Node, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:
-        """Pin the nodes below ``node`` along ``tokens``; return the last one and all their pages.
+    def _pin_path(self, node: Node, path: Iterable[tuple[Node, int]]) -> tuple[Node, IntArray]:
+        """Pin the nodes of a path below ``node``; return the last one and all their pages.
 
         If only the first pages of the last node match, the node is split after them.
         """
         pages = [EMPTY]
-        for child, agreed in self._path(node, tokens, salt):
+        for child, agreed in path:
             node = child if agreed == len(child.pages) else self._split(child, agreed)
             if node.pins == 0:
                 del self._recency[node]

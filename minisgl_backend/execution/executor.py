@@ -34,10 +34,11 @@ from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.prompt_logprobs import PromptScorer, ScoredChunks
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
+from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.plan import Pending, StepPlan
+from minisgl_backend.plan import NO_SNAPSHOT, Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.request import IntArray
 
@@ -80,19 +81,21 @@ class ModelExecutor:
         model: Decoder,
         *,
         storage: KVStorage,
+        states: StateStorage | None = None,
         attention: PagedAttention,
         device: Device,
         limits: ExecutorLimits,
         watch_logits: WatchLogits | None = None,
         progress: Progress = unseen,
     ):
-        """Raises ``ConfigError`` if the remaining memory cannot hold both the graphs and a step of
-        ``max_prefill_tokens``."""
+        """``states``, if the model has recurrent layers. Raises ``ConfigError`` if the remaining
+        memory cannot hold both the graphs and a step of ``max_prefill_tokens``."""
         self.device = device
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
         self._model = model
         self._storage = storage
+        self._states = states
         self._attention = attention
         self._limits = limits
         self._watch_logits = watch_logits
@@ -148,7 +151,7 @@ class ModelExecutor:
             dummy_page=storage.dummy_page,
             vocab_size=model.spec.vocab_size,
         )
-        self._forward = ForwardPass(model, self.rows, self._attention, device)
+        self._forward = ForwardPass(model, self.rows, self._attention, device, self._states)
         self._sampler = Sampler(self.rows.table, device, model.group)
         self._scorer = PromptScorer(
             model,
@@ -345,6 +348,10 @@ class ModelExecutor:
             prefill_lengths=np.array(chunks, np.int32),
             prefill_samples=np.ones(len(chunks), np.int32),
             prefill_tokens=np.zeros(sum(chunks), np.int32),
+            begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32),
+            saved_chunks=empty,
+            saved_positions=empty,
+            saved_snapshots=empty,
             decode_rows=np.full(num_decodes, row, np.int32),
             decode_positions=np.zeros(num_decodes, np.int32),
             masked_rows=empty,

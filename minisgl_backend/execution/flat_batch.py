@@ -26,6 +26,8 @@ class FlatBatch:
     int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one.
     int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then
     the number of tokens.
+    ``begun_from`` [num_chunks]; ``saved_chunks``, ``saved_positions``, ``saved_snapshots`` [V]: see
+    ``StepPlan``.
     int64[num_samples]: ``samples``, the flat indices of the tokens whose logits are sampled, with
     their ``sample_rows``; ``sample_positions``, the positions that the new tokens will have. Chunks
     come first here, as in ``StepPlan.sample_rows``.
@@ -36,6 +38,10 @@ class FlatBatch:
     chunk_rows: IntArray
     chunk_offsets: IntArray
     chunk_ends: IntArray
+    begun_from: IntArray
+    saved_chunks: IntArray
+    saved_positions: IntArray
+    saved_snapshots: IntArray
     samples: HostArray
     sample_rows: HostArray
     sample_positions: HostArray
@@ -59,6 +65,10 @@ class FlatBatch:
             chunk_rows=plan.prefill_rows,
             chunk_offsets=offsets.astype(np.int32),
             chunk_ends=ends.astype(np.int32),
+            begun_from=plan.begun_from,
+            saved_chunks=plan.saved_chunks,
+            saved_positions=plan.saved_positions,
+            saved_snapshots=plan.saved_snapshots,
             samples=np.concatenate([offsets[1:][sampled] - 1, decodes], dtype=int),
             sample_rows=plan.sample_rows.astype(np.int64),
             sample_positions=np.concatenate([ends[sampled], plan.decode_positions + 1], dtype=int),
@@ -69,7 +79,8 @@ class FlatBatch:
         """A step of these decoding rows only, which may be none; int32 [num_decodes] both."""
         rows, positions = decode_rows.astype(np.int64), decode_positions.astype(np.int64)
         offsets, samples = np.array([len(rows)], np.int32), np.arange(len(rows))
-        return cls(rows, positions, EMPTY, offsets, EMPTY, samples, rows, positions + 1)
+        none = (EMPTY,) * 5
+        return cls(rows, positions, EMPTY, offsets, *none, samples, rows, positions + 1)
 
     @property
     def num_decodes(self) -> int:

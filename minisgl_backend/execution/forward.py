@@ -17,8 +17,10 @@ from minisgl_backend.device.base import Device
 from minisgl_backend.execution.chunk_graphs import LAST_TOKEN, ChunkInputs
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
+from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.token_mixing import RecurrentRows
 from minisgl_backend.request import IntArray
 
 
@@ -26,12 +28,19 @@ class ForwardPass:
     """The layers of ``model`` over tokens of ``rows``."""
 
     def __init__(
-        self, model: Decoder, rows: DeviceRows, attention: PagedAttention, device: Device
+        self,
+        model: Decoder,
+        rows: DeviceRows,
+        attention: PagedAttention,
+        device: Device,
+        states: StateStorage | None = None,
     ) -> None:
+        """``states``, if the model has recurrent layers."""
         self._model = model
         self._rows = rows
         self._attention = attention
         self._device = device
+        self._states = states
         # PyTorch's operations take indices of 64 bits, the kernels of a GPU those of 32
         self._index_dtype = np.int64 if device.is_host else np.int32
 
@@ -65,11 +74,14 @@ class ForwardPass:
                 host_lengths=lengths,
             )
         attend = self._attention.plan(decodes, chunks)
-        hidden: Tensor = self._model(tokens, positions, slots, attend)
+        recurrent = None
+        if self._states is not None:
+            recurrent = self._states.of_batch(batch, token_rows[:num_decodes])
+        hidden: Tensor = self._model(tokens, positions, slots, attend, recurrent)
         return hidden
 
     def over_chunks(self, inputs: ChunkInputs) -> Tensor:
-        """The same for the tokens of ``inputs``, padding included."""
+        """The same for the tokens of ``inputs``, padding included. Not with recurrent layers."""
         table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
         tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
         page_size = self._rows.page_size
@@ -100,5 +112,8 @@ class ForwardPass:
             pdl=self._model.attention_starts_early(len(inputs.rows)),
         )
         attend = self._attention.plan(decodes, None)
-        hidden: Tensor = self._model(inputs.tokens, inputs.positions, inputs.slots, attend)
+        recurrent = None if self._states is None else RecurrentRows(inputs.rows.long())
+        hidden: Tensor = self._model(
+            inputs.tokens, inputs.positions, inputs.slots, attend, recurrent
+        )
         return hidden

@@ -7,6 +7,8 @@ Text is free, but a trigger must go on as one of the structures that begin with 
 ``stop_after_first`` the answer ends with its first structure. With ``at_least_one`` there is no
 free text: the answer is one structure or more, with the text ``separator`` (none by default)
 between each two. If there is ``otherwise``, a JSON schema, the answer may be a value of it instead.
+Keywords of a schema that cannot be enforced are errors; a structure with ``"lenient": true`` leaves
+them out.
 
 Read as the same is the newer form of XGrammar, which vLLM and SGLang take, as far as its contents
 are JSON schemas: ``{"type": "structural_tag", "format": {"type": "triggered_tags" or
@@ -44,16 +46,28 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def spaced(schema: dict[str, Any] | bool) -> str:
-    """A schema as llguidance reads it, with bounded white space if it says nothing of that."""
+_SPACES: Final = ("whitespace_pattern", "whitespace_flexible")
+_GUIDANCE: Final = (*_SPACES, "item_separator", "key_separator")
+"""What a schema may say in ``x-guidance``. llguidance's other fields there make it enforce less
+than the schema says."""
+
+
+def spaced(schema: dict[str, Any] | bool, *, is_lenient: bool = False) -> str:
+    """A schema as llguidance reads it, with bounded white space if it says nothing of that.
+
+    Raises ``InvalidRequest`` and ``Unsupported``.
+    """
     if isinstance(schema, bool):
         return json.dumps(schema)
     guidance = schema.get("x-guidance", {})
-    if isinstance(guidance, dict) and not guidance.keys() & {
-        "whitespace_pattern",
-        "whitespace_flexible",
-    }:
+    _check(isinstance(guidance, dict), "x-guidance", "an object")
+    for key in guidance:
+        if key not in _GUIDANCE:
+            raise Unsupported(f"x-guidance.{key} is not supported")
+    if not guidance.keys() & set(_SPACES):
         guidance = {**guidance, "whitespace_pattern": _WHITESPACE}
+    if is_lenient:
+        guidance = {**guidance, "lenient": True}
     return json.dumps({**schema, "x-guidance": guidance})
 
 
@@ -62,12 +76,14 @@ class _Structure:
     begin: str
     schema: dict[str, Any] | bool
     end: str
+    is_lenient: bool
 
     def after(self, beginning: str, special_tokens: Mapping[str, TokenId]) -> str:
         """What is left after the beginning of its ``begin``, in Lark."""
         rest = _spelled(self.begin.removeprefix(beginning), special_tokens)
         end = _spelled(self.end, special_tokens)
-        return " ".join(filter(None, [rest, f"%json {spaced(self.schema)}", end]))
+        schema = spaced(self.schema, is_lenient=self.is_lenient)
+        return " ".join(filter(None, [rest, f"%json {schema}", end]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +198,7 @@ _FLAGS: Final = ("at_least_one", "stop_after_first")
 
 def _structure(item: Any, place: str) -> _Structure:
     _check(isinstance(item, dict), place, "an object")
-    _check_keys(item, f"{place}.", ("begin", "schema", "end"))
+    _check_keys(item, f"{place}.", ("begin", "schema", "end", "lenient"))
     return _structure_of(item, place, item, "schema")
 
 
@@ -206,7 +222,7 @@ def _structure_of(item: Any, place: str, holder: Any, key: str) -> _Structure:
     _check(isinstance(begin, str), f"{place}.begin", "a string")
     _check(isinstance(end, str), f"{place}.end", "a string")
     _check(isinstance(schema, dict | bool), f"{place}.{key}", "a JSON schema")
-    return _Structure(begin, schema, end)
+    return _Structure(begin, schema, end, _flag(item, "lenient", f"{place}."))
 
 
 def _any_of(bodies: Iterable[str]) -> str:

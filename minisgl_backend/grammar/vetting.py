@@ -8,8 +8,12 @@ engine, which then does the same work once more and nothing else.
 A keeper, ``python -m minisgl_backend.grammar.vetting SOCKET ...``, reads the tokenizer as a line of
 JSON, then forks a worker for each socket, and another one for each that dies. So what a grammar
 took is given back with its worker, and the next one waits for a fork alone. A worker gets a grammar
-in a line of JSON and answers with a line. If a grammar takes too long, an alarm ends the worker,
-and the keeper answers for it. All of them end with the engine, whose end closes the sockets.
+and a ``Budget`` in a line of JSON and answers with a line. If a grammar takes more than its budget,
+an alarm ends the worker, and the keeper answers for it. All of them end with the engine, whose end
+closes the sockets.
+
+Each budget has workers of its own: a grammar with the large one never keeps one with the small one
+waiting, and its worker runs with a lower priority.
 """
 
 from __future__ import annotations
@@ -35,10 +39,6 @@ from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Un
 from minisgl_backend.grammar.sources import TOO_DEEP, complaint, one_line, to_llguidance
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
-MOST_SECONDS: Final = 0.25
-"""Of a CPU's time for trying out a grammar; schemas of everyday use take 1 to 20 ms."""
-_MOST_WALL_SECONDS: Final = 10 * MOST_SECONDS
-"""The same by the clock, on a machine that has other work."""
 _PATIENCE_S: Final = 60.0
 """After which the keeper, which may still read the tokenizer, is taken for dead."""
 _MOST_BYTES: Final = 2**30
@@ -55,7 +55,27 @@ _SLICES: Final = (
 Those of short texts are for strings that have room for a few more characters: one such mask takes
 half the time that it takes with llguidance's own slices."""
 NUM_WORKERS: Final = min(8, os.cpu_count() or 1)
-"""Grammars that are tried out at once."""
+"""Grammars of one budget that are tried out at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What trying out a grammar may take: of a CPU's time, and by the clock, on a machine that has
+    other work. ``niceness`` is the priority of the process that does it, 0 as the engine's."""
+
+    seconds: float
+    wall_seconds: float
+    niceness: int
+
+
+QUICK: Final = Budget(seconds=0.02, wall_seconds=0.5, niceness=0)
+"""Enough for schemas of everyday use, most of which take 1 to 10 ms."""
+LONG: Final = Budget(seconds=0.25, wall_seconds=5.0, niceness=10)
+"""The most that a grammar may take."""
+
+
+class TakesLonger(InvalidRequest):
+    """A grammar has used up its budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +128,14 @@ class Vetting:
     def __init__(self, facts: TokenizerFacts) -> None:
         """Raises ``EngineFailure`` if there can be no such processes."""
         self.is_lost = False
-        pairs = [socket.socketpair() for _ in range(NUM_WORKERS)]
-        self._free: SimpleQueue[socket.socket | None] = SimpleQueue()  # None after the end
-        for ours, _ in pairs:
+        # None after the end
+        self._free: dict[Budget, SimpleQueue[socket.socket | None]] = {}
+        self._channels: list[socket.socket] = []
+        pairs = [socket.socketpair() for _ in range(2 * NUM_WORKERS)]
+        for budget, (ours, _) in zip((QUICK, LONG) * NUM_WORKERS, pairs, strict=True):
             ours.settimeout(_PATIENCE_S)
-            self._free.put(ours)
-        self._channels = [ours for ours, _ in pairs]
+            self._free.setdefault(budget, SimpleQueue()).put(ours)
+            self._channels.append(ours)
         theirs = [other.fileno() for _, other in pairs]
         self._keeper = subprocess.Popen(
             [sys.executable, "-m", "minisgl_backend.grammar.vetting", *map(str, theirs)],
@@ -133,23 +155,27 @@ class Vetting:
             self.close()
             raise EngineFailure("the process that compiles grammars did not start") from None
 
-    def __call__(self, grammar: Grammar) -> str:
-        """The grammar in llguidance's form; raises ``InvalidRequest`` and ``Unsupported``, and
-        ``EngineFailure`` if the processes have ended: then ``is_lost``."""
-        channel = self._free.get()
+    def __call__(self, grammar: Grammar, budget: Budget) -> str:
+        """The grammar in llguidance's form; raises ``TakesLonger``, ``InvalidRequest`` and
+        ``Unsupported``, and ``EngineFailure`` if the processes have ended: then ``is_lost``."""
+        workers = self._free[budget]
+        channel = workers.get()
         if channel is None:
-            self._free.put(None)
+            workers.put(None)
             raise Overloaded("the server is shutting down")
+        message = {"kind": grammar.kind.value, "source": grammar.source, "budget": asdict(budget)}
         try:
-            answer = _asked(channel, {"kind": grammar.kind.value, "source": grammar.source})
+            answer = _asked(channel, message)
         except (OSError, ValueError):
             self.is_lost = True
             raise EngineFailure("the processes that compile grammars have ended") from None
         finally:
-            self._free.put(channel)
+            workers.put(channel)
         what = grammar.kind.value
+        if answer.get("died") in (signal.SIGPROF, signal.SIGALRM):
+            raise TakesLonger(f"{what}: compiling it takes longer than {budget.seconds:g} s")
         if "died" in answer:
-            raise InvalidRequest(f"{what}: {_cause_of(answer['died'])}")
+            raise InvalidRequest(f"{what}: it is too large or too deep to be compiled")
         if "unsupported" in answer:
             raise Unsupported(f"{what}: {answer['unsupported']}")
         if "error" in answer:
@@ -162,11 +188,13 @@ class Vetting:
         self._keeper.wait()
         for channel in self._channels:
             channel.shutdown(socket.SHUT_RDWR)  # its caller, if it has one, gives it back
-        for _ in self._channels:
-            if (free := self._free.get()) is not None:
-                free.close()
+        if self._channels:
+            for workers in self._free.values():
+                for _ in range(NUM_WORKERS):
+                    if (free := workers.get()) is not None:
+                        free.close()
+                workers.put(None)
         self._channels.clear()
-        self._free.put(None)
 
 
 def _asked(channel: socket.socket, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,13 +213,6 @@ def _asked(channel: socket.socket, message: Mapping[str, Any]) -> dict[str, Any]
         parts.append(part)
     answer: dict[str, Any] = json.loads(b"".join(parts))
     return answer
-
-
-def _cause_of(number: int) -> str:
-    """Why a worker was ended by a signal of this number, 0 for none."""
-    if number in (signal.SIGPROF, signal.SIGALRM):
-        return f"compiling it takes longer than {MOST_SECONDS:g} s"
-    return "it is too large or too deep to be compiled"
 
 
 # --- in the keeper's process, and in the workers' ------------------------------------------------
@@ -238,9 +259,11 @@ def _work(
 ) -> None:
     """Try out the grammars that come; tell ``ended`` that no more will."""
     for line in channel.makefile("r", encoding="ascii"):
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # its default action ends the process
-        signal.setitimer(signal.ITIMER_REAL, _MOST_WALL_SECONDS)
         fields = json.loads(line)
+        budget = Budget(**fields["budget"])
+        os.setpriority(os.PRIO_PROCESS, 0, budget.niceness)  # of this thread
+        signal.setitimer(signal.ITIMER_PROF, budget.seconds)  # its default action ends the process
+        signal.setitimer(signal.ITIMER_REAL, budget.wall_seconds)
         asked = Grammar(GrammarKind(fields["kind"]), fields["source"])
         answer = _tried(asked, tokenizer, facts)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -21,31 +21,32 @@ from minisgl_backend.parallel.group import Group
 class RMSNorm(nn.Module):
     """The weight of x / rms(x) * weight over hidden states; ``kernels.rms_norm`` computes it.
 
-    The weight is the checkpoint's times ``scale``.
+    The weight is the checkpoint's, plus ``offset``, times ``scale``.
     """
 
-    def __init__(self, size: int, eps: float, *, scale: float = 1.0):
+    def __init__(self, size: int, eps: float, *, scale: float = 1.0, offset: float = 0.0):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
-        self.scale = scale
+        self.scale, self.offset = scale, offset
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
-        yield "weight", whole(self.weight, self.scale)
+        yield "weight", whole(self.weight, self.scale, self.offset)
 
 
 class HeadNorm(nn.Module):
     """The weights of such a norm over each head of queries, and of keys: ``q`` and ``k``
-    [head_dim]."""
+    [head_dim], the checkpoint's plus ``offset``."""
 
-    def __init__(self, head_dim: int):
+    def __init__(self, head_dim: int, *, offset: float = 0.0):
         super().__init__()
         self.q = nn.Parameter(torch.empty(head_dim), requires_grad=False)
         self.k = nn.Parameter(torch.empty(head_dim), requires_grad=False)
+        self.offset = offset
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
-        yield "../q_norm.weight", whole(self.q)
-        yield "../k_norm.weight", whole(self.k)
+        yield "../q_norm.weight", whole(self.q, offset=self.offset)
+        yield "../k_norm.weight", whole(self.k, offset=self.offset)
 
 
 class TokenNorm(nn.Module):

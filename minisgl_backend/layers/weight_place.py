@@ -118,7 +118,7 @@ class WeightPlace:
 
     ``target`` is a view into a parameter. The checkpoint's tensor has ``shape``. If ``dim`` is
     given, only the indices from ``start`` up to ``start + target.shape[dim]`` along it go here.
-    Numbers are multiplied by ``scale``.
+    ``offset`` is added to its numbers, then they are multiplied by ``scale``.
     """
 
     target: Tensor
@@ -126,6 +126,7 @@ class WeightPlace:
     dim: int | None = None
     start: int = 0
     scale: float = 1.0
+    offset: float = 0.0
 
     @property
     def device(self) -> torch.device:
@@ -150,14 +151,14 @@ class WeightPlace:
         self._store(whole[self.region])
 
     def _store(self, values: Tensor) -> None:
-        if self.scale != 1.0:
-            values = values.double() * self.scale
+        if self.scale != 1.0 or self.offset:
+            values = (values.double() + self.offset) * self.scale
         self.target.copy_(values)
 
 
-def whole(parameter: Tensor, scale: float = 1.0) -> WeightPlace:
-    """The place of a parameter that every rank holds in full, multiplied by ``scale``."""
-    return WeightPlace(parameter.data, tuple(parameter.shape), scale=scale)
+def whole(parameter: Tensor, scale: float = 1.0, offset: float = 0.0) -> WeightPlace:
+    """The place of a parameter that every rank holds in full (``WeightPlace``)."""
+    return WeightPlace(parameter.data, tuple(parameter.shape), scale=scale, offset=offset)
 
 
 def collect_places(module: nn.Module, prefix: str = "") -> dict[str, Place]:

@@ -18,7 +18,14 @@ from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.checkpoint import has_head, is_headless
 from minisgl_backend.models.config_json import ConfigReader, common_fields, read_json, read_rope
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
-from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.spec import (
+    MOST_EXPERTS,
+    MOST_HEADS,
+    MOST_WIDTH,
+    DeltaSpec,
+    ModelSpec,
+    MoeSpec,
+)
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 
@@ -136,12 +143,13 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
     fields = common_fields(config, partial=True)
     num_layers = fields["num_layers"]
     drafting = config.integer("num_nextn_predict_layers", 1, minimum=0)
+    left_out = tuple(f"model.layers.{num_layers + layer}." for layer in range(drafting))
     return ModelSpec(
         architecture="Glm4MoeForCausalLM",
         qkv_bias=config.flag("attention_bias"),
         qk_norm="head" if config.flag("use_qk_norm") else None,
         moe=_deepseek_experts(config, num_layers, first=1),
-        names=TensorNames(left_out=range(num_layers, num_layers + drafting)),
+        names=TensorNames(left_out=left_out),
         **fields,
     )
 
@@ -211,19 +219,12 @@ def read_ministral3(config: ConfigReader) -> ModelSpec:
 def read_mistral3(config: ConfigReader) -> ModelSpec:
     """``Mistral3ForConditionalGeneration``, the text part: Mistral Small 3.1 and later, and
     Ministral 3, as ``text_config`` says."""
-    text = config.part("text_config")
+    text = _text_config(config, tied=True)
     readers = {"mistral": read_mistral, "ministral3": read_ministral3}
     kind = text.word("model_type", "mistral")
     if kind not in readers:
         raise text.error("model_type", "one of " + ", ".join(readers), kind)
-    tied = config.flag("tie_word_embeddings", True)
-    outer: dict[str, Any] = {
-        key: config.values[key]
-        for key in ("dtype", "torch_dtype", "eos_token_id")
-        if key in config.values
-    }
-    values = {**outer, **text.values, "tie_word_embeddings": tied, **dict.fromkeys(text.nulls)}
-    spec = readers[kind](ConfigReader(values, text.where))
+    spec = readers[kind](text)
     return replace(spec, architecture="Mistral3ForConditionalGeneration", names=MULTIMODAL)
 
 
@@ -349,6 +350,98 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     )
 
 
+def read_qwen3_5(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5ForCausalLM``: three of four layers are Gated DeltaNet, the others attention whose
+    output is gated and of whose heads a quarter rotates."""
+    config = config.with_defaults(
+        num_key_value_heads=4, head_dim=256, partial_rotary_factor=0.25, hidden_size=4096
+    )
+    fields = common_fields(config, partial=True)
+    num_layers, bias = fields["num_layers"], config.flag("attention_bias")
+    every = config.integer("full_attention_interval", 4)
+    kinds = config.layer_kinds("layer_types", _HYBRID_KINDS, num_layers) or [
+        "full_attention" if (layer + 1) % every == 0 else "linear_attention"
+        for layer in range(num_layers)
+    ]
+    linear = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    delta = DeltaSpec(
+        num_key_heads=config.integer("linear_num_key_heads", 16, maximum=MOST_HEADS),
+        num_heads=config.integer("linear_num_value_heads", 32, maximum=MOST_HEADS),
+        key_dim=config.integer("linear_key_head_dim", 128, maximum=MOST_HEADS),
+        value_dim=config.integer("linear_value_head_dim", 128, maximum=MOST_HEADS),
+        conv_width=config.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MOST_HEADS),
+        layers=linear,
+    )
+    if delta.num_heads % delta.num_key_heads:
+        raise config.error(
+            "linear_num_value_heads",
+            f"a multiple of linear_num_key_heads ({delta.num_key_heads})",
+            delta.num_heads,
+        )
+    channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
+    merged = {
+        f".linear_attn.{module}": {f"{part}_{name}": size for name, size in channels.items()}
+        for module, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv"))
+    }
+    return ModelSpec(
+        architecture="Qwen3_5ForCausalLM",
+        qk_norm="head",
+        qkv_bias=bias,
+        output_bias=bias,
+        gated_attention=True,
+        norm_offset=1.0,
+        delta_net=delta if linear else None,
+        names=TensorNames(merged=merged, left_out=("mtp.",)),
+        **fields,
+    )
+
+
+def read_qwen3_5_multimodal(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5ForConditionalGeneration``, the text part: Qwen3.5 and later as they are shipped."""
+    spec = read_qwen3_5(_text_config(config, tied=False))
+    names = replace(MULTIMODAL, merged=spec.names.merged, left_out=spec.names.left_out)
+    return replace(spec, architecture="Qwen3_5ForConditionalGeneration", names=names)
+
+
+def read_qwen3_5_moe(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5MoeForCausalLM``: the same with experts in every layer, beside one for all tokens,
+    which is gated."""
+    inner = config.integer("moe_intermediate_size", 512, maximum=MOST_WIDTH)
+    shared = config.integer("shared_expert_intermediate_size", 512, maximum=MOST_WIDTH)
+    experts = ExpertsSpec(
+        routing=_routing(config, 256, 8, normalize=True),
+        intermediate_size=inner,
+        shared=SharedExpert(name="shared_expert", intermediate_size=shared, gated=True),
+    )
+    # no layer has a block of that width, so config.json does not name one
+    defaults = {"intermediate_size": inner, "hidden_size": 2048, "num_key_value_heads": 2}
+    spec = read_qwen3_5(config.with_defaults(**defaults))
+    moe = MoeSpec(experts=experts, layers=frozenset(range(spec.num_layers)))
+    return replace(spec, architecture="Qwen3_5MoeForCausalLM", moe=moe)
+
+
+def read_qwen3_5_moe_multimodal(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5MoeForConditionalGeneration``, the text part."""
+    spec = read_qwen3_5_moe(_text_config(config, tied=False))
+    names = replace(MULTIMODAL, merged=spec.names.merged, left_out=spec.names.left_out)
+    return replace(spec, architecture="Qwen3_5MoeForConditionalGeneration", names=names)
+
+
+def _text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
+    """``text_config``, with what checkpoints of this kind say outside of it; ``tied`` is the
+    default of tie_word_embeddings."""
+    text = config.part("text_config")
+    outer: dict[str, Any] = {
+        key: config.values[key]
+        for key in ("dtype", "torch_dtype", "eos_token_id")
+        if key in config.values
+    }
+    tie = config.flag("tie_word_embeddings", tied)
+    nulls = dict.fromkeys(text.nulls)
+    values: dict[str, Any] = {**outer, **text.values, **nulls, "tie_word_embeddings": tie}
+    return ConfigReader(values, text.where)
+
+
 def _qwen3_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
     bias = config.flag("attention_bias")
     fields = common_fields(config, head_dim=head_dim)
@@ -414,6 +507,7 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+_HYBRID_KINDS: Final = ("linear_attention", "full_attention")
 _ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")
 
 ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = MappingProxyType(
@@ -426,6 +520,10 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Qwen3MoeForCausalLM": read_qwen3_moe,
         "Glm4MoeForCausalLM": read_glm4_moe,
         "Dots1ForCausalLM": read_dots1,
+        "Qwen3_5ForCausalLM": read_qwen3_5,
+        "Qwen3_5ForConditionalGeneration": read_qwen3_5_multimodal,
+        "Qwen3_5MoeForCausalLM": read_qwen3_5_moe,
+        "Qwen3_5MoeForConditionalGeneration": read_qwen3_5_moe_multimodal,
         "MinistralForCausalLM": read_ministral,
         "Ministral3ForCausalLM": read_ministral3,
         "Mistral3ForConditionalGeneration": read_mistral3,

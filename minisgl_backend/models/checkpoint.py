@@ -186,18 +186,26 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
             f"config.json: num_hidden_layers is {spec.num_layers}, "
             f"but the weights have {max(layers) + 1} layers"
         )
-    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    mlp = "model.layers.0.mlp"
     expected = {
-        "model.embed_tokens": {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size},
-        f"{attention}.q_proj": {
-            "num_attention_heads x head_dim": spec.num_heads * spec.head_dim,
+        "model.embed_tokens": {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
+    }
+    for layer in spec.attention_layers[:1]:
+        attention, times = f"model.layers.{layer}.self_attn", 2 if spec.gated_attention else 1
+        expected[f"{attention}.q_proj"] = {
+            "num_attention_heads x head_dim": times * spec.num_heads * spec.head_dim,
             "hidden_size": spec.hidden_size,
-        },
-        f"{attention}.k_proj": {
+        }
+        expected[f"{attention}.k_proj"] = {
             "num_key_value_heads x head_dim": spec.num_kv_heads * spec.head_dim,
             "hidden_size": spec.hidden_size,
-        },
-    }
+        }
+    if spec.delta_net is not None:
+        delta, first = spec.delta_net, min(spec.delta_net.layers)
+        expected[f"model.layers.{first}.linear_attn.out_proj"] = {
+            "hidden_size": spec.hidden_size,
+            "linear_num_value_heads x linear_value_head_dim": delta.value_size,
+        }
     if spec.moe is None or 0 not in spec.moe.layers:
         expected[f"{mlp}.gate_proj"] = {"intermediate_size": spec.intermediate_size}
     else:

@@ -30,9 +30,16 @@ from minisgl_backend.layers.feed_forward import FeedForward, GatedMLP
 from minisgl_backend.layers.matrix import Matrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed, is_sum_fused
 from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.rope import query_scales, rotary_table
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer, token_mixer
+from minisgl_backend.models.token_mixing import (
+    LayerStates,
+    RecurrentRows,
+    SelfAttention,
+    StepContext,
+    TokenMixer,
+)
 from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
@@ -55,10 +62,11 @@ class DecoderLayer(nn.Module):
         experts: Callable[[str, int, ExpertsSpec], ExpertsMLP],
     ):
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps)
-        self._mixer_name, mixer = token_mixer(spec, layer, group, matrices)
+        offset = spec.norm_offset
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
+        self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
         self.add_module(self._mixer_name, mixer)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
         self.mlp = _feed_forward(spec, layer, group, matrices, experts)
 
     @property
@@ -131,7 +139,9 @@ class _Body(nn.Module):
             else PostNormLayer(spec, layer, group, matrices)
             for layer in range(spec.num_layers)
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.stream_eps, scale=spec.logit_scale)
+        self.norm = RMSNorm(
+            spec.hidden_size, spec.stream_eps, scale=spec.logit_scale, offset=spec.norm_offset
+        )
 
 
 class Decoder(nn.Module):
@@ -212,9 +222,16 @@ class Decoder(nn.Module):
         self._query_scales = query_scales(spec.rope, num_positions, device)
 
     def bind_pages(self, pages: Sequence[PagedKV]) -> None:
-        """Give each layer the pages of its keys and values."""
-        for layer, kv in zip(self.layers, pages, strict=True):
-            layer.mixer.bind(kv)
+        """Give each layer with attention the pages of its keys and values."""
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, SelfAttention)]
+        for mixer, kv in zip(mixers, pages, strict=True):
+            mixer.bind(kv)
+
+    def bind_states(self, states: Sequence[LayerStates]) -> None:
+        """Give each recurrent layer the states of rows."""
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNet)]
+        for mixer, of_layer in zip(mixers, states, strict=True):
+            mixer.bind(of_layer)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``. Only a ``DecoderLayer`` of dense weights, all
@@ -225,10 +242,18 @@ class Decoder(nn.Module):
             layer.mlp.use_tensor_cores(kernels)
         self._most_tensor_core_tokens = kernels.most_tokens
 
-    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attend: Attend,
+        recurrent: RecurrentRows | None = None,
+    ) -> Tensor:
         """The residual stream after the last layer, [num_tokens, hidden_size], not normalized.
 
-        ``tokens``, ``positions`` and ``slots`` are int32 or int64 [num_tokens].
+        ``tokens``, ``positions`` and ``slots`` are int32 or int64 [num_tokens]. ``recurrent`` is
+        needed if a layer has recurrent states.
         """
         spec = self.spec
         residual: Tensor = self.model.embed_tokens(tokens)  # [num_tokens, hidden_size]
@@ -239,7 +264,7 @@ class Decoder(nn.Module):
         if self._query_scales is not None:
             query_scale = self._query_scales[positions, None, None].to(residual.dtype)
         steps = [
-            StepContext(TokenPlaces(positions, slots, table), attend, pdl, query_scale)
+            StepContext(TokenPlaces(positions, slots, table), attend, pdl, query_scale, recurrent)
             for table in self._rotary_tables
         ]
         x = Normed(residual, layers[0].first_norm)
@@ -271,11 +296,16 @@ class Decoder(nn.Module):
     def _starts_early(self, num_tokens: int) -> bool:
         """Whether kernels of the layers may start early, and gain by it.
 
-        Not in a ``PostNormLayer``, whose operations are partly PyTorch's. With several ranks only
-        those on tensor cores may: the ranks' fused sums read the residual
-        stream before they wait, and no other GEMM ensures that it is written by then.
+        Not in a ``PostNormLayer`` or beside recurrent layers, which are partly PyTorch's. With
+        several ranks only those on tensor cores may: the ranks' fused sums read the residual stream
+        before they wait, and no other GEMM ensures that it is written by then.
         """
-        if self.spec.norms == "after" or not can_start_early(self._rotary_tables[0].device):
+        has_states = self.spec.delta_net is not None
+        if (
+            has_states
+            or self.spec.norms == "after"
+            or not can_start_early(self._rotary_tables[0].device)
+        ):
             return False
         if num_tokens <= self._most_tensor_core_tokens:
             return True
@@ -293,6 +323,15 @@ def _gated_mlp(spec: ModelSpec, layer: int, group: Group, matrices: Matrices) ->
         group=group,
         matrices=matrices,
     )
+
+
+def _token_mixer(
+    spec: ModelSpec, layer: int, group: Group, matrices: Matrices
+) -> tuple[str, SelfAttention | GatedDeltaNet]:
+    """The token mixing of a layer, and its name in the checkpoint. Here kinds are told apart."""
+    if spec.delta_net is not None and layer in spec.delta_net.layers:
+        return "linear_attn", GatedDeltaNet(spec, layer, group, matrices)
+    return "self_attn", SelfAttention(spec, layer, group, matrices)
 
 
 def _feed_forward(

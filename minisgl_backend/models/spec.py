@@ -6,7 +6,7 @@ One decoder computes all of them: an architecture is a set of values here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from minisgl_backend.attention.base import AttentionShape
@@ -74,6 +74,49 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """The Gated DeltaNet layers, by the numbers of their heads; ``layers`` are those that mix
+    tokens in this way and not by attention.
+
+    ``by_key_head``: how the merged projections order their outputs (``GatedDeltaNet``).
+    """
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    layers: frozenset[int]
+    by_key_head: bool = False
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    def of_rank(self, num_ranks: int) -> DeltaSpec:
+        """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split."""
+        if self.num_key_heads % num_ranks:
+            raise ConfigError(
+                f"{self.num_key_heads} key heads of Gated DeltaNet cannot be split evenly over "
+                f"{num_ranks} tensor-parallel ranks"
+            )
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // num_ranks,
+            num_heads=self.num_heads // num_ranks,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only language model.
 
@@ -89,6 +132,8 @@ class ModelSpec:
     to the residual stream. ``attention_scale`` multiplies the scores, by default
     head_dim to the power of -1/2. ``embedding_scale`` multiplies the embeddings, ``branch_scale``
     what each part of a layer adds to the residual stream, ``logit_scale`` the logits.
+    ``norm_offset`` is added to the weights of norms. ``gated_attention``: attention's output is
+    multiplied by a gate of its input. ``delta_net`` describes the layers without attention.
     """
 
     architecture: str
@@ -114,6 +159,9 @@ class ModelSpec:
     embedding_scale: float = 1.0
     branch_scale: float = 1.0
     logit_scale: float = 1.0
+    norm_offset: float = 0.0
+    gated_attention: bool = False
+    delta_net: DeltaSpec | None = None
     generates: bool = True
     names: TensorNames = field(default_factory=TensorNames)
     weights: WeightFormats | None = None
@@ -161,6 +209,12 @@ class ModelSpec:
         """The eps of norms of the residual stream as ``Decoder`` keeps it."""
         return self.norm_eps / self.branch_scale**2
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers whose keys and values are kept in pages."""
+        others = frozenset() if self.delta_net is None else self.delta_net.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in others)
+
     def rope_of(self, layer: int) -> RopeSpec | None:
         """How a layer rotates; None if it does not."""
         return self.ropes[layer] if self.ropes else self.rope
@@ -168,15 +222,20 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Number of weights, without biases and norms."""
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # queries, outputs; keys, values
-        attention = self.num_layers * heads * self.head_dim * self.hidden_size
+        # queries and their gates, outputs; keys, values
+        heads = (2 + self.gated_attention) * self.num_heads + 2 * self.num_kv_heads
+        mixers = len(self.attention_layers) * heads * self.head_dim * self.hidden_size
+        if self.delta_net is not None:
+            delta = self.delta_net
+            width = delta.num_channels + 2 * delta.value_size + 2 * delta.num_heads
+            mixers += len(delta.layers) * width * self.hidden_size
         num_plain, experts = self.num_layers, 0
         if self.moe is not None:
             num_plain -= len(self.moe.layers)
             experts = len(self.moe.layers) * self.moe.experts.num_rows * self.hidden_size
         mlp = num_plain * 3 * self.intermediate_size * self.hidden_size
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
-        return attention + mlp + experts + embeddings
+        return mixers + mlp + experts + embeddings
 
     def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split.
@@ -194,5 +253,5 @@ class ModelSpec:
             num_kv_heads=max(1, kv_heads // ranks),
             head_dim=self.head_dim,
             scale=self.attention_scale or self.head_dim**-0.5,
-            windows=self.windows,
+            windows=tuple(self.windows[layer] for layer in self.attention_layers),
         )

@@ -26,7 +26,6 @@ _STACKED: Final = re.compile(
     r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)"
     r"(?:_(?P<scale>scale_inv|scale|activation_scale))?"
 )
-_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 BODY: Final = ("embed_tokens.", "layers.", "norm.")
 """How names begin in a checkpoint of the layers alone, without ``model.`` before them."""
 _OTHER_PARTS: Final = re.compile(
@@ -66,23 +65,20 @@ class TensorNames:
     projections, one below the other: by the end of the module's name, the names of the projections
     and their numbers of rows. A checkpoint of the layers alone, as embedding models have it, leaves
     out the first part of all names, ``model.``. If the checkpoint is ``multimodal``, tensors of
-    what sees and hears are left out; so are the layers ``left_out``, which predict further tokens.
+    what sees and hears are left out, and always those whose names begin with one of ``left_out``.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
     merged: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     multimodal: bool = False
-    left_out: range = range(0)
+    left_out: tuple[str, ...] = ()
 
     def weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:
         """The decoder's weights that the tensor ``name`` of a file holds, none if it is left out.
 
         Raises ``ConfigError`` if a merged tensor cannot be taken apart.
         """
-        if self.multimodal and _OTHER_PARTS.match(name):
-            return
-        layer = _LAYER.match(name)
-        if layer is not None and int(layer[1]) in self.left_out:
+        if name.startswith(self.left_out) or (self.multimodal and _OTHER_PARTS.match(name)):
             return
         own = name
         for theirs, ours in self.renamed:

@@ -1,14 +1,16 @@
 """How tokens of a sequence see each other: the part of a decoder layer that tells rows apart.
 
 A ``TokenMixer`` is one kind of it. ``SelfAttention`` here keeps its state, keys and values, in
-pages; the places of a step's tokens come in ``StepContext``.
+pages; recurrent mixers (``gated_delta_net``) keep theirs in a slot of a row. The places of a step's
+tokens come in ``StepContext``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
@@ -17,7 +19,7 @@ from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm, TokenNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.layers.weight_place import even_share, kv_head_share
+from minisgl_backend.layers.weight_place import Share, even_share, kv_head_share
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group
 
@@ -26,12 +28,51 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LayerStates:
+    """The recurrent states of one layer, by slot.
+
+    ``conv`` [num_slots, channels, width - 1]: a convolution's last inputs. ``matrices`` float32
+    [num_slots, num_heads, key_dim, value_dim].
+    """
+
+    conv: Tensor
+    matrices: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The tokens of one row from flat index ``begin`` up to ``end``, which follow each other.
+
+    ``before`` is the slot of the states behind the token before them, None at the start of a
+    sequence; ``after`` are the slots that keep the states behind the last of them.
+    """
+
+    begin: int
+    end: int
+    before: int | None
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentRows:
+    """Which tokens of a step are whose, for layers with recurrent states.
+
+    ``decode_slots`` int64 [num_decodes]: the slots of the decoding rows, whose tokens come first.
+    ``segments`` cover the other tokens, those of a row in the order of their positions.
+    """
+
+    decode_slots: Tensor
+    segments: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
     """What all layers of a step share.
 
     ``places``: positions of the tokens, and slots of their keys and values. ``pdl``: kernels may
     start before their predecessors have ended (``kernels``). ``query_scale`` [num_tokens, 1, 1]
-    multiplies the rotated queries, in their type, if it is given.
+    multiplies the rotated queries, in their type, if it is given. ``recurrent`` is None if no layer
+    has recurrent states.
 
     Layers that rotate in different ways have one each.
     """
@@ -40,6 +81,7 @@ class StepContext:
     attend: Attend
     pdl: bool
     query_scale: Tensor | None = None
+    recurrent: RecurrentRows | None = None
 
 
 class TokenMixer(Protocol):
@@ -52,9 +94,6 @@ class TokenMixer(Protocol):
         ``norm``. ``x`` is its input under the layer's first norm; ``residual`` may be overwritten.
         """
 
-    def bind(self, kv: PagedKV) -> None:
-        """Keep the state of the layer's tokens in these pages from now on."""
-
 
 class SelfAttention(nn.Module):
     """Softmax attention over paged keys and values, with rotary positions (``TokenMixer``)."""
@@ -63,13 +102,16 @@ class SelfAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
-        self.layer = layer
+        self.layer = spec.attention_layers.index(layer)
         shape = spec.attention_shape(group.size)
         self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
         self.head_dim = spec.head_dim
         queries = even_share(spec.num_heads * spec.head_dim, group, "the attention heads' outputs")
         keys = kv_head_share(spec.num_kv_heads, spec.head_dim, group)
-        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.is_gated = spec.gated_attention
+        # of each head the query, then the gate of its output
+        asked = Share(*(2 * n for n in astuple(queries))) if self.is_gated else queries
+        parts = {"q_proj": asked, "k_proj": keys, "v_proj": keys}
         hidden_size, name = spec.hidden_size, f"model.layers.{layer}.self_attn"
         self.qkv_proj = MergedColumnLinear(
             name, hidden_size, parts, bias=spec.qkv_bias, matrices=matrices
@@ -85,12 +127,13 @@ class SelfAttention(nn.Module):
         self.eps = spec.norm_eps
         self.qk_norm: HeadNorm | TokenNorm | None = None
         if spec.qk_norm == "head":
-            self.qk_norm = HeadNorm(spec.head_dim)
+            self.qk_norm = HeadNorm(spec.head_dim, offset=spec.norm_offset)
         elif spec.qk_norm == "token":
             self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
         self._heads_kernel: HeadsKernel | None = None
 
     def bind(self, kv: PagedKV) -> None:
+        """Keep keys and values of the layer's tokens in these pages from now on."""
         self.kv = kv
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
@@ -118,14 +161,16 @@ class SelfAttention(nn.Module):
 
     def _attended(self, x: Normed, step: StepContext) -> Tensor:
         """[num_tokens, num_heads * head_dim]"""
-        q = self._queries(x, step)  # [num_tokens, num_heads, head_dim]
+        q, gate = self._queries(x, step)  # [num_tokens, num_heads, head_dim]
         if step.query_scale is not None:
             q = q * step.query_scale
-        return step.attend(q, self.kv, self.layer).flatten(1)
+        attended = step.attend(q, self.kv, self.layer).flatten(1)
+        return attended if gate is None else attended * gate.sigmoid()
 
-    def _queries(self, x: Normed, step: StepContext) -> Tensor:
-        """The rotated queries, [num_tokens, num_heads, head_dim]. Stores keys and values in their
-        pages."""
+    def _queries(self, x: Normed, step: StepContext) -> tuple[Tensor, Tensor | None]:
+        """The rotated queries, [num_tokens, num_heads, head_dim], and the gate of what they read,
+        [num_tokens, num_heads * head_dim], if there is one. Stores keys and values in their pages.
+        """
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
         q_weight, k_weight = (norm.q, norm.k) if isinstance(norm, HeadNorm) else (None, None)
         places = step.places
@@ -133,7 +178,7 @@ class SelfAttention(nn.Module):
             # GEMM, head norms, rotation and store in one kernel
             assert isinstance(self.qkv_proj.matrix, DenseMatrix)
             rows, squares = x.unscaled(pdl=step.pdl)
-            return kernel(
+            q = kernel(
                 rows,
                 self.qkv_proj.matrix.weight,
                 places.positions,
@@ -150,10 +195,15 @@ class SelfAttention(nn.Module):
                 bias=self.qkv_proj.bias,
                 pdl=step.pdl,
             )
-        qkv = self.qkv_proj(x, pdl=step.pdl)
+            return q, None
+        qkv, gate = self.qkv_proj(x, pdl=step.pdl), None
+        if self.is_gated:
+            asked, keys = qkv.tensor_split([2 * self.num_heads * self.head_dim], dim=1)
+            q, gate = asked.view(-1, self.num_heads, 2, self.head_dim).unbind(2)
+            qkv, gate = torch.cat([q.flatten(1), keys], dim=1), gate.flatten(1)
         if isinstance(norm, TokenNorm):
             norm.apply_to(qkv)
-        return qk_norm_rope_store(
+        q = qk_norm_rope_store(
             qkv,
             places,
             kv.keys,
@@ -166,10 +216,4 @@ class SelfAttention(nn.Module):
             v_scale=kv.v_scale,
             pdl=step.pdl,
         )
-
-
-def token_mixer(
-    spec: ModelSpec, layer: int, group: Group, matrices: Matrices
-) -> tuple[str, SelfAttention]:
-    """The token mixing of a layer, and its name in the checkpoint. Here kinds are told apart."""
-    return "self_attn", SelfAttention(spec, layer, group, matrices)
+        return q, gate

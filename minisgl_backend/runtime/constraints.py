@@ -9,9 +9,10 @@ A request whose grammar is being compiled is open, but not yet known to the plan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
@@ -29,6 +30,14 @@ from minisgl_backend.request import (
     TokenId,
 )
 from minisgl_backend.scheduling.report import StepResult
+
+_END_OF: Final[Mapping[State, Finished | Failed]] = MappingProxyType(
+    {
+        State.COMPLETE: Finished(FinishReason.STOP),
+        State.TOO_COMPLEX: Failed(InvalidRequest("the grammar is too complex")),
+        State.BROKEN: Failed(EngineFailure("a token does not follow the grammar")),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +73,7 @@ class Constraints:
         self._grammars = grammars
         self._matchers: dict[RequestId, Matcher] = {}
         self._by_row: dict[int, RequestId] = {}  # the last request with a grammar that held it
-        self._compiling: dict[RequestId, Future[None] | None] = {}
+        self._compiling: dict[RequestId, Callable[[], bool] | None] = {}
 
     @property
     def are_compiling(self) -> bool:
@@ -97,8 +106,8 @@ class Constraints:
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended; a grammar that has not yet been begun is not compiled for it."""
-        if (work := self._compiling.pop(request_id, None)) is not None:
-            work.cancel()
+        if (take_back := self._compiling.pop(request_id, None)) is not None:
+            take_back()
         self._matchers.pop(request_id, None)
 
     def come_back(self, request_id: RequestId, token_ids: Sequence[TokenId]) -> None:
@@ -151,9 +160,5 @@ class Constraints:
             return ended
         request_ids, of_tokens, token_ids = zip(*followed, strict=True)
         for index, state in self._grammars.advance(of_tokens, token_ids).items():
-            ended[request_ids[index]] = (
-                Finished(FinishReason.STOP)
-                if state is State.COMPLETE
-                else Failed(EngineFailure("a token does not follow the grammar"))
-            )
+            ended[request_ids[index]] = _END_OF[state]
         return ended

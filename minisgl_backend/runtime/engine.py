@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 class EngineInfo:
     """What is fixed once the model is loaded. Lengths and sizes are in tokens. ``weights`` says how
     the checkpoint stores them. Unless it ``generates``, the model has no output head, and embeds
-    prompts only."""
+    prompts only. ``num_snapshots``, of recurrent states, is None if the model has none."""
 
     model: str
     folder: str
@@ -61,6 +61,7 @@ class EngineInfo:
     max_queued_requests: int
     max_queued_tokens: int
     max_queue_time_s: float | None = None
+    num_snapshots: int | None = None
     generates: bool = True
 
 

@@ -21,8 +21,9 @@ class Draft:
         self.decode_positions = EMPTY
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
-        self._chunks: list[tuple[int, int, int, int]] = []
+        self._chunks: list[tuple[int, int, int, int, int]] = []
         self._tokens: list[IntArray] = []
+        self._saved: list[tuple[int, int, int]] = []
         self._scores: list[tuple[int, int, int]] = []
         self._score_tokens: list[IntArray] = []
 
@@ -43,11 +44,19 @@ class Draft:
         """Add grants to one row: page_table[row, indices[i]] = pages[i]."""
         self.grant(np.full(len(indices), row), np.arange(indices.start, indices.stop), pages)
 
-    def prefill(self, row: int, start: int, tokens: IntArray, *, samples: bool) -> None:
-        """Add a chunk: compute ``tokens`` at the positions from ``start`` on."""
-        self._chunks.append((row, start, len(tokens), samples))
+    def prefill(
+        self, row: int, start: int, tokens: IntArray, *, samples: bool, snapshot: int
+    ) -> None:
+        """Add a chunk: compute ``tokens`` at the positions from ``start`` on. The row begins with
+        ``snapshot``, or goes on if it is ``NO_SNAPSHOT``."""
+        self._chunks.append((row, start, len(tokens), samples, snapshot))
         self._tokens.append(tokens)
         self.budget -= len(tokens)
+
+    def save(self, position: int, snapshot: int) -> None:
+        """Keep the states behind the first ``position`` tokens, as the chunk added last computes
+        them, as ``snapshot``."""
+        self._saved.append((len(self._chunks) - 1, position, snapshot))
 
     def score(self, start: int, tokens: IntArray) -> None:
         """Score positions of the chunk added last, from ``start`` on; ``tokens`` stand behind
@@ -67,7 +76,8 @@ class Draft:
 
         ``masked``, bool[num_rows], says which rows have a grammar.
         """
-        chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 4).T
+        chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 5).T
+        saved = np.array(self._saved, dtype=np.int32).reshape(-1, 3).T
         scores = np.array(self._scores, dtype=np.int32).reshape(-1, 3).T
         grant_rows, grant_indices, grant_pages = (
             (_join(column) for column in zip(*self._grants, strict=True))
@@ -88,6 +98,10 @@ class Draft:
             prefill_lengths=chunks[2],
             prefill_samples=chunks[3],
             prefill_tokens=_join(self._tokens) if self._tokens else EMPTY,
+            begun_from=chunks[4],
+            saved_chunks=saved[0],
+            saved_positions=saved[1],
+            saved_snapshots=saved[2],
             decode_rows=self.decode_rows,
             decode_positions=self.decode_positions,
             masked_rows=sampled[masked[sampled]],

@@ -17,6 +17,7 @@ from bisect import insort
 import numpy as np
 
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
+from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId
 from minisgl_backend.scheduling.draft import Draft
@@ -38,6 +39,7 @@ class Lifecycle:
         self, cache: KVCache, num_rows: int, policy: str, released_rows: list[int]
     ) -> None:
         self.cache = cache
+        self.snapshots = cache if isinstance(cache, SnapshotCache) else None
         self.rows = RunningRows(num_rows)
         self.queue = WaitingQueue(cache, policy)
         self.live: dict[RequestId, Sequence] = {}
@@ -89,11 +91,24 @@ class Lifecycle:
         self.changes += 1
         sequence.enter(Phase.PREFILLING)
         sequence.lease, sequence.remapped_at = lease, -1
+        sequence.begins_from = lease.snapshot
+        sequence.saves = self._worth_saving(sequence)
         sequence.row = self.rows.take(
             sequence, num_cached_tokens=lease.num_shared * size, capacity=len(lease.pages) * size
         )
         insort(self.prefilling, sequence, key=by_precedence)
         return cost
+
+    def take_snapshots(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        """Snapshots for the states behind positions of a chunk, with these positions."""
+        taken = []
+        for position in sequence.saves:
+            if self.snapshots is not None and start < position <= end:
+                number = self.snapshots.take_snapshot()
+                if number is not None:
+                    taken.append((position, number))
+        sequence.snapshots += taken
+        return taken
 
     def grow(self, rows: IntArray, draft: Draft) -> bool:
         """Grant one more page to each of the rows; False, and no page, if there are too few."""
@@ -147,6 +162,10 @@ class Lifecycle:
         self.rows.give_back(row)
         self.changes += 1
         self.released_rows.append(row)
+        for _, snapshot in sequence.snapshots:  # of which no token has said that it is finite
+            assert self.snapshots is not None
+            self.snapshots.return_snapshot(snapshot)
+        sequence.snapshots.clear()
         sequence.lease, sequence.row = None, -1
         if sequence.returns:
             sequence.returns = False
@@ -171,6 +190,10 @@ class Lifecycle:
             verified = Verified.ALL if computed > sequence.remapped_at else Verified.OWN
         indices = self.cache.publish(lease, tokens[:computed], verified=verified)
         self.changes += 1
+        if verified is not Verified.NONE and self.snapshots is not None:
+            for position, snapshot in sequence.snapshots:
+                self.snapshots.attach_snapshot(lease, position, snapshot)
+            sequence.snapshots.clear()
         if indices:
             sequence.remapped_at = int(self.rows.planned[row])
             self._remaps.append((sequence, lease, indices))
@@ -205,6 +228,17 @@ class Lifecycle:
         prefilling = [s for s in held if s.phase is Phase.PREFILLING]
         if sorted(prefilling, key=by_precedence) != self.prefilling:
             raise InvariantError("not exactly the prefilling sequences are listed as such")
+
+    def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
+        """The positions behind which another request may begin: where this one parts from what
+        others have begun with, and the last one that it would find itself if it came again."""
+        if self.snapshots is None:
+            return ()
+        salt = sequence.request.cache_salt
+        parted = self.snapshots.cached_length(sequence.tokens, salt)
+        last = (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
+        begun = sequence.held().num_shared * self.cache.page_size
+        return tuple(sorted({position for position in (parted, last) if position > begun}))
 
     def _retire(self, sequence: Sequence) -> None:
         row = sequence.row

@@ -35,7 +35,7 @@ import numpy as np
 
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import EngineFailure, InvariantError
-from minisgl_backend.plan import NO_TOKEN, Admission, SampledTokens, StepPlan
+from minisgl_backend.plan import NO_SNAPSHOT, NO_TOKEN, Admission, SampledTokens, StepPlan
 from minisgl_backend.request import (
     EMPTY,
     Failed,
@@ -238,7 +238,10 @@ class Scheduler:
         end = start + len(tokens)
         is_last = end == len(sequence.tokens)
         self._rows.plan_prefill(sequence.row, end)
-        draft.prefill(sequence.row, start, tokens, samples=is_last)
+        snapshot, sequence.begins_from = sequence.begins_from, NO_SNAPSHOT
+        draft.prefill(sequence.row, start, tokens, samples=is_last, snapshot=snapshot)
+        for position, taken in self._life.take_snapshots(sequence, start, end):
+            draft.save(position, taken)
         # a position is scored by the token behind it: the first one that is still to be scored has
         # index num_scored + 1, the last one num_to_score
         first, last = max(start, sequence.num_scored), min(end, sequence.num_to_score)

@@ -14,13 +14,14 @@ are columns of ``running.RunningRows``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from minisgl_backend.cache.kv import Lease
 from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import NO_SNAPSHOT
 from minisgl_backend.request import IntArray, Request
 
 Precedence: TypeAlias = tuple[int, int]
@@ -60,6 +61,11 @@ class Sequence:
     compute later positions read those. ``overtaken`` counts the sequences that passed this one at
     the head of the queue. ``num_scored`` counts the prompt's tokens whose log-probabilities
     committed steps have made known.
+
+    Only with recurrent states: ``begins_from`` is the snapshot with which the next chunk begins, if
+    it is the first behind a cached prefix; ``saves`` are the positions, ascending, behind which
+    others may want to begin; ``snapshots`` pairs those that were planned with the snapshots kept
+    there, until these are known to be finite.
     """
 
     request: Request
@@ -72,6 +78,9 @@ class Sequence:
     remapped_at: int = -1
     overtaken: int = 0
     num_scored: int = 0
+    begins_from: int = NO_SNAPSHOT
+    saves: tuple[int, ...] = ()
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
     _phase: Phase = Phase.WAITING
 
     @property

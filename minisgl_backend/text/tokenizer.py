@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -95,6 +95,10 @@ class RenderedChat:
     format: ChatFormat
 
 
+RenderedPrompt: TypeAlias = TextPrompt | TokenPrompt | RenderedChat
+"""A prompt whose tokens can be told: a chat as its text."""
+
+
 class PromptEncoder:
     """Prompts of all three kinds to token ids.
 
@@ -149,7 +153,7 @@ class PromptEncoder:
             context=context,
         )
 
-    def encode(self, prompt: Prompt | RenderedChat) -> IntArray:
+    def encode(self, prompt: RenderedPrompt) -> IntArray:
         """The prompt's token ids, int32[num_prompt_tokens], at least one.
 
         Raises ``InvalidRequest`` or ``Unsupported``.
@@ -168,7 +172,7 @@ class PromptEncoder:
             raise InvalidRequest("the prompt has no tokens")
         return ids
 
-    def look_up(self, prompt: Prompt | RenderedChat) -> IntArray:
+    def look_up(self, prompt: RenderedPrompt) -> IntArray:
         """The token ids of a text, or of a chat, int32[num_tokens], none or more than the context
         takes; token ids are only checked.
 
@@ -178,7 +182,7 @@ class PromptEncoder:
             return self._checked(prompt)
         return self._ids(prompt, bounded=False)
 
-    def rendered(self, prompt: Prompt) -> Prompt | RenderedChat:
+    def rendered(self, prompt: Prompt) -> RenderedPrompt:
         """A chat as its text; other prompts as they are."""
         return self.render(prompt) if isinstance(prompt, MessagesPrompt) else prompt
 
@@ -205,9 +209,7 @@ class PromptEncoder:
         )
         return RenderedChat(text, template.facts.of_prompt(text, tools=of_tools.facts))
 
-    def after_thinking(
-        self, sampling: SamplingParams, prompt: Prompt | RenderedChat
-    ) -> SamplingParams:
+    def after_thinking(self, sampling: SamplingParams, prompt: RenderedPrompt) -> SamplingParams:
         """The same, with a grammar that begins after a chat's section of thoughts, if there is one.
 
         The grammar holds from the first token if a mark of an optional section is no token: then
@@ -260,13 +262,9 @@ class PromptEncoder:
         self.check_token_ids("input_ids", (prompt.ids.min(), prompt.ids.max()))
         return prompt.ids
 
-    def _ids(
-        self, prompt: TextPrompt | MessagesPrompt | RenderedChat, *, bounded: bool
-    ) -> IntArray:
+    def _ids(self, prompt: TextPrompt | RenderedChat, *, bounded: bool) -> IntArray:
         """The ids, int32[num_tokens]; with ``bounded`` a text that certainly has too many for the
         context is refused before all of it is tokenized."""
-        if isinstance(prompt, MessagesPrompt):
-            prompt = self.render(prompt)
         if isinstance(prompt, RenderedChat):
             text, tokenizer, add_special_tokens = prompt.text, self._with_control, False
         else:

@@ -1,4 +1,4 @@
-"""The form that an answer must have, as the dialects of the wire spell it -> ``Grammar``.
+"""The form that an answer must have, as clients of different backends spell it -> ``Grammar``.
 
 ``structured_outputs`` is a JSON object with one of ``FORMS``, as vllm_backend has it; its older
 ``guided_*`` names are read as that object (``respelled``). The TensorRT-LLM backend's

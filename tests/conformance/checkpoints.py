@@ -42,6 +42,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -224,6 +232,56 @@ def _dynamic() -> dict[str, Any]:
     return {"max_position_embeddings": 64, "rope_parameters": rope}
 
 
+_DELTA: Final = MappingProxyType(
+    {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    }
+)
+
+
+def _qwen3_5(**changes: Any) -> PreTrainedModel:
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**_SHAPE, **_DELTA, **changes}))
+
+
+_SIGHT: Final = MappingProxyType(
+    {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": _SHAPE["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+)
+
+
+def _qwen3_5_multimodal(**changes: Any) -> PreTrainedModel:
+    text, vision = {**_SHAPE, **_DELTA}, dict(_SIGHT)
+    config = Qwen3_5Config(text_config=text, vision_config=vision, **changes)
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+def _qwen3_5_moe_text() -> dict[str, Any]:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    shape = {key: value for key, value in _SHAPE.items() if key != "intermediate_size"}
+    return {**shape, **_DELTA, **experts, "shared_expert_intermediate_size": 80}
+
+
+def _qwen3_5_moe() -> PreTrainedModel:
+    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**_qwen3_5_moe_text()))
+
+
+def _qwen3_5_moe_multimodal() -> PreTrainedModel:
+    config = Qwen3_5MoeConfig(text_config=_qwen3_5_moe_text(), vision_config=dict(_SIGHT))
+    return Qwen3_5MoeForConditionalGeneration(config)
+
+
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -289,6 +347,15 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             tie_word_embeddings=True, attention_bias=True, mlp_bias=True, logits_scaling=8.0
         ),
         "smollm3": _smollm3,
+        "qwen3.5": _qwen3_5,
+        "qwen3.5-tied": lambda: _qwen3_5(
+            tie_word_embeddings=True,
+            attention_bias=True,
+            linear_conv_kernel_dim=2,
+            linear_num_key_heads=4,
+            layer_types=["full_attention", *["linear_attention"] * 3],
+        ),
+        "qwen3.5-multimodal": _qwen3_5_multimodal,
         "smollm3-listed": lambda: _smollm3(
             no_rope_layers=[0, 1, 1, 0],
             attention_bias=True,
@@ -297,6 +364,8 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             use_sliding_window=True,
             sliding_window=20,
         ),
+        "qwen3.5-experts": _qwen3_5_moe,
+        "qwen3.5-experts-multimodal": _qwen3_5_moe_multimodal,
         "qwen2-moe": _qwen2_moe,
         "qwen2-moe-normalized": lambda: _qwen2_moe(
             norm_topk_prob=True, decoder_sparse_step=2, num_hidden_layers=4, qkv_bias=False

@@ -13,10 +13,12 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSetting, KVScale
 from minisgl_backend.attention.choose import choose_attention
-from minisgl_backend.cache.kv import NaiveCache, RadixCache
+from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
+from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.device.base import Device
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
+from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rope_store import FP8_MAX
 from minisgl_backend.models.build import build_model
@@ -112,6 +114,21 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         unwritten = torch.full((), 1e4 if kv_dtype.itemsize > 1 else FP8_MAX).to(kv_dtype)
         self.storage.pages[:, :, :num_pages].copy_(unwritten)
         model.bind_pages(self.storage.layers)
+        num_snapshots = 0
+        states: StateStorage | None = None
+        if model.spec.delta_net is not None:
+            num_snapshots = 6 if radix else 0  # fewer than prompts: some are evicted
+            states = StateStorage(
+                model.spec.delta_net,
+                num_rows=MAX_ROWS,
+                num_snapshots=num_snapshots,
+                dtype=dtype,
+                device=cpu,
+            )
+            for of_layer in states.layers:  # a state that no token made must not be read
+                of_layer.conv.fill_(torch.nan)
+                of_layer.matrices.fill_(torch.nan)
+            model.bind_states(states.layers)
         setting = AttentionSetting(
             shape=shape,
             page_size=page_size,
@@ -125,6 +142,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         self.executor = ModelExecutor(
             model,
             storage=self.storage,
+            states=states,
             attention=choose_attention(attention, setting),
             device=device,
             limits=ExecutorLimits(
@@ -139,7 +157,11 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         config = SchedulerConfig(
             max_running_requests=MAX_ROWS, max_prefill_tokens=chunk, reserve_tokens=reserve_tokens
         )
-        cache = (RadixCache if radix else NaiveCache)(num_pages, page_size)
+        cache: KVCache = NaiveCache(num_pages, page_size)
+        if radix and states is not None:
+            cache = SnapshotCache(num_pages, page_size, num_snapshots)
+        elif radix:
+            cache = RadixCache(num_pages, page_size)
         self._scheduler = Scheduler(cache, config)
         self._overlap = overlap
 

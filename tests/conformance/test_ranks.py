@@ -14,8 +14,10 @@ from torch import Tensor
 from minisgl_backend.attention.base import AttentionSetting, Chunks, PagedKV
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
+from minisgl_backend.models.token_mixing import RecurrentRows, Segment
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.precheck import checked_spec
 from tests.conformance.checkpoints import CASES, write_checkpoint
@@ -41,6 +43,7 @@ PAGE_SIZE = 16
         "smollm3",
         "qwen2-moe",
         "glm4-moe-groups",
+        "qwen3.5-tied",
     ],
 )
 def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
@@ -52,7 +55,9 @@ def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
     whole = logits_of_prompt(tmp_path, OneRank())
     for logits in on_ranks(size, lambda group: logits_of_prompt(tmp_path, group)):
         assert logits.shape == whole.shape
-        torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
+        # a recurrent state passes rounding errors on from token to token
+        atol = 5e-4 if case.startswith("qwen3.5") else 1e-4
+        torch.testing.assert_close(logits, whole, atol=atol, rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -107,6 +112,14 @@ def logits_of_prompt(
     )
     kv = KVStorage(shape, num_pages=4, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU)
     model.bind_pages(kv.layers)
+    recurrent = None
+    if (delta := spec.delta_net) is not None:
+        states = StateStorage(
+            delta.of_rank(group.size), num_rows=1, num_snapshots=0, dtype=torch.float32, device=CPU
+        )
+        model.bind_states(states.layers)
+        segments = (Segment(0, 15, None, (0,)), Segment(15, length, 0, (0,)))
+        recurrent = RecurrentRows(torch.empty(0, dtype=torch.int64), segments)
     offsets, ends = np.array([0, length], np.int32), np.array([length], np.int32)
     attend_chunks = SdpaAttention(setting).plan_chunks(
         Chunks(
@@ -128,7 +141,8 @@ def logits_of_prompt(
 
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, spec.vocab_size, length))
     with torch.inference_mode():
-        return model.logits(model(tokens, torch.arange(length), torch.arange(length), attend))
+        places = torch.arange(length)
+        return model.logits(model(tokens, places, places, attend, recurrent))
 
 
 def _drop_last_token(folder: Path) -> None:

@@ -114,8 +114,11 @@ def test_vllm_outputs_come_if_and_only_if_asked_for(
         for flags in itertools.product((None, True, False), repeat=len(VLLM_FLAGS))
     ]
     asked = [{"text_input": PROMPT, "stream": stream, **case} for case in cases]
-    for case, responses in zip(cases, ask_all(like_vllm, asked, parameters), strict=True):
-        assert len(responses) > 1 if stream else len(responses) == 1
+    answers = ask_all(like_vllm, asked, parameters)
+    # not each of them: on a busy machine all tokens of a stream may gather for its first packet
+    assert any(len(responses) > 1 for responses in answers) == stream
+    for case, responses in zip(cases, answers, strict=True):
+        assert responses and (stream or len(responses) == 1)
         check_names_and_types(responses, {name for name, value in case.items() if value})
         text = b"".join(one["text_output"][0] for one in responses).decode()
         assert text.count(" ") > 4

@@ -10,6 +10,9 @@ anywhere in a page that a row reads makes NaN of what is computed from it, also 
 were left by an earlier request and never written by this one. Only ``StepPlan.broken_pages`` clears
 it.
 
+Rows may have recurrent states, too: all KV so far, carried from step to step and not read through
+the page table. A token is wrong if the two differ.
+
 Steps run as late as they may: at ``Pending.tokens``, in the order of their launch. A plan that
 shares memory with the planner's state would have changed by then. The arrays of each plan are
 encoded and decoded first.
@@ -18,7 +21,7 @@ encoded and decoded first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
@@ -26,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.plan import (
+    NO_SNAPSHOT,
     NO_TOKEN,
     Admission,
     SampledTokens,
@@ -119,12 +123,21 @@ def expected_tokens(request: Request, model: Model) -> list[int]:
             return tokens[num_prompt_tokens:]
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The recurrent state of a row, or a snapshot of it."""
+
+    context: int = 0
+    has_nan: bool = False
+
+
 @dataclass(slots=True)
 class _Row:
     admission: Admission
     history: list[int]
     computed: int
     last_token: int = NO_TOKEN
+    state: _State = _State()
 
 
 @dataclass(slots=True)
@@ -162,12 +175,14 @@ class FakeExecutor:
     max_sequence_length: int
     model: Model = field(default_factory=Model)
     num_rows: int = 64
+    has_states: bool = False
     is_hit: Callable[[], bool] = lambda: False
     num_cleared: int = 0
     _kv: npt.NDArray[np.uint64] = field(init=False)  # [num_pages, page_size]
     _is_nan: npt.NDArray[np.bool_] = field(init=False)  # [num_pages, page_size]
     _page_table: npt.NDArray[np.int64] = field(init=False)  # [num_rows, pages of a sequence]
     _weights: npt.NDArray[np.uint64] = field(init=False)  # [positions]
+    _snapshots: dict[int, _State] = field(init=False, default_factory=dict)
     _rows: dict[int, _Row] = field(init=False, default_factory=dict)
     _queue: deque[FakePending] = field(init=False, default_factory=deque)
 
@@ -208,14 +223,21 @@ class FakeExecutor:
             )
         self._grant(plan)
         sampled, start = [], 0
-        for row, position, length, samples in zip(
-            plan.prefill_rows.tolist(),
-            plan.prefill_starts.tolist(),
-            plan.prefill_lengths.tolist(),
-            plan.prefill_samples.tolist(),
-            strict=True,
+        for chunk, (row, position, length, samples) in enumerate(
+            zip(
+                plan.prefill_rows.tolist(),
+                plan.prefill_starts.tolist(),
+                plan.prefill_lengths.tolist(),
+                plan.prefill_samples.tolist(),
+                strict=True,
+            )
         ):
-            self._write(row, position, plan.prefill_tokens[start : start + length].tolist())
+            if self.has_states:
+                self._begin_state(row, position, int(plan.begun_from[chunk]))
+            saved = np.flatnonzero(plan.saved_chunks == chunk)
+            saves = zip(plan.saved_positions[saved], plan.saved_snapshots[saved], strict=True)
+            tokens = plan.prefill_tokens[start : start + length].tolist()
+            self._write(row, position, tokens, dict(saves))
             start += length
             if samples:
                 sampled.append(self._sample(row))
@@ -271,7 +293,18 @@ class FakeExecutor:
             if index * self.page_size >= self._rows[row].computed:
                 self._kv[page] = _POISON  # granted to be written: what it held is gone
 
-    def _write(self, row: int, position: int, tokens: list[int]) -> None:
+    def _begin_state(self, row: int, position: int, snapshot: int) -> None:
+        """Let the row's state be the one with which a chunk begins."""
+        if snapshot != NO_SNAPSHOT:
+            assert position == self._rows[row].admission.num_cached_tokens > 0
+            self._rows[row].state = self._snapshots[snapshot]
+        elif position == 0:
+            self._rows[row].state = _State()
+
+    def _write(
+        self, row: int, position: int, tokens: list[int], saves: Mapping[int, int] | None = None
+    ) -> None:
+        """Compute ``tokens``, and keep the states behind the positions of ``saves``."""
         state = self._rows[row]
         assert position == state.computed, "positions are computed in order, each once"
         assert tokens, "a chunk computes at least one token: there are no logits without"
@@ -285,7 +318,11 @@ class FakeExecutor:
             self._kv[page, position % self.page_size] = kv
             self._is_nan[page, position % self.page_size] = is_nan
             context = _add(context, kv, position)
+            carried = _add(state.state.context, kv, position)
+            state.state = _State(carried, state.state.has_nan or is_nan)
             position += 1
+            if saves and position in saves:
+                self._snapshots[saves[position]] = state.state
         state.computed = position
 
     def _reads_nan(self, row: int, start: int, end: int) -> bool:
@@ -306,7 +343,10 @@ class FakeExecutor:
         context = self._context(row, state.computed)
         index = state.computed - admission.num_prompt_tokens
         token = self.model.sample(context, index, admission.sampling, tuple(state.history))
-        if self._reads_nan(row, state.computed, state.computed):
+        if self.has_states and context != state.state.context:
+            token = (token + 1) % self.model.vocabulary  # the state is of other tokens
+        has_nan = self.has_states and state.state.has_nan
+        if has_nan or self._reads_nan(row, state.computed, state.computed):
             token = NO_TOKEN
         if admission.sampling.has_penalties:
             state.history.append(token)

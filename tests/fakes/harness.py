@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
+from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.plan import NO_TOKEN, StepPlan
 from minisgl_backend.request import (
     Failed,
@@ -35,7 +36,8 @@ from tests.fakes.executor import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """All that may differ between two runs of one workload."""
+    """All that may differ between two runs of one workload. With ``num_snapshots`` rows have
+    recurrent states."""
 
     page_size: int
     num_pages: int
@@ -45,13 +47,17 @@ class Setup:
     policy: str = "fcfs"
     reserve_tokens: int = 0
     cache: str = "radix"
+    num_snapshots: int | None = None
     depth: int = 2
     model: Model = field(default_factory=Model)
 
     def make_cache(self) -> KVCache:
         """An empty cache."""
-        kind = RadixCache if self.cache == "radix" else NaiveCache
-        return kind(self.num_pages, self.page_size)
+        if self.cache == "naive":
+            return NaiveCache(self.num_pages, self.page_size)
+        if self.num_snapshots is None:
+            return RadixCache(self.num_pages, self.page_size)
+        return SnapshotCache(self.num_pages, self.page_size, self.num_snapshots)
 
 
 @dataclass(slots=True)
@@ -85,6 +91,7 @@ class Harness:
             setup.max_sequence_length,
             setup.model,
             num_rows=setup.num_rows,
+            has_states=setup.num_snapshots is not None,
         )
         self.records: dict[RequestId, Record] = {}
         self.num_steps = 0
@@ -216,6 +223,7 @@ def random_setup(rng: random.Random) -> Setup:
         policy=rng.choice(["fcfs", "lpm"]),
         reserve_tokens=rng.choice([0, 0, 4]),
         cache="radix",
+        num_snapshots=rng.choice([None, None, 6]),
         depth=rng.choice([1, 2, 3]),
         model=Model(
             vocabulary=rng.choice([6, 50]),

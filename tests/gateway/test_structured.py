@@ -243,12 +243,42 @@ def test_arguments_of_strict_tools_follow_their_schemas(agent: Gateway) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_must_be_made_and_is_cut_is_no_text(gateway: Gateway, stream: bool) -> None:
+    body = {**ASKED, "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+    answer = gateway.post("/v1/chat/completions", {**body, "max_tokens": 8, "stream": stream})
+    choices = list(_choices(answer.text, stream))
+    told = [choice.get("message") or choice["delta"] for choice in choices]
+    assert not any(one.get("content") or one.get("tool_calls") for one in told)
+    assert choices[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "message"),
+    [
+        (UNSUPPORTED, "response_format", "uniqueItems is not supported, at #/properties/a/"),
+        (COUNT, "tools", "uniqueItems is not supported, at f#/properties/a/"),
+    ],
+)
+def test_what_is_wrong_with_a_form_or_with_a_tool_beside_it(
+    gateway: Gateway, form: Any, param: str, message: str
+) -> None:
+    strict = tool("f", UNSUPPORTED if param == "tools" else COUNT, strict=True)
+    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": form}}
+    body = {**ASKED, "messages": MESSAGES, "tools": [strict], "response_format": asked}
+    error = gateway.post("/v1/chat/completions", body).json()["error"]
+    assert error["param"] == param
+    assert error["message"] == f"{param}: {message}uniqueItems"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_of_a_tool_that_cannot_be_enforced(gateway: Gateway, stream: bool) -> None:
     body = {**ASKED, "messages": MESSAGES, "tools": [tool("f", UNSUPPORTED, strict=True)]}
     answer = gateway.post("/v1/chat/completions", {**body, "stream": stream})
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "tools"
-    assert "uniqueItems" in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert error["param"] == "tools"
+    what = "uniqueItems is not supported, at f#/properties/a/uniqueItems"
+    assert error["message"] == f"tools: {what}"
     body["tools"] = [tool("f", UNSUPPORTED)]
     assert gateway.post("/v1/chat/completions", body).status_code == 200
 

@@ -60,6 +60,18 @@ def test_texts_and_calls_in_order(name: str) -> None:
         assert read(SYNTAXES[name], *text) == parts
 
 
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_a_call_that_is_cut_is_no_text_if_calls_are_all_that_there_can_be(name: str) -> None:
+    """Wherever it is cut; the calls before it are there."""
+    call = CALLS[name]
+    between = "; " if name == "llama" else "\n"
+    for end in range(len(call)):
+        reader = CallReader(SYNTAXES[name], calls_alone=True)
+        assert reader.push(call[:end]) + reader.finish() == []
+        reader = CallReader(SYNTAXES[name], calls_alone=True)
+        assert reader.push(call + between + call[:end]) + reader.finish() == [CALLED]
+
+
 @pytest.mark.parametrize(
     ("syntax", "text", "parts"),
     [

@@ -244,6 +244,23 @@ def test_what_cannot_be_enforced_is_left_out_for_tools_that_are_not_strict(engin
             engine.say(tag, random.Random(0))
 
 
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_is_wrong_with_a_tool_has_its_place_in_the_schema_of_that_tool(
+    engine: Engine, name: str
+) -> None:
+    odd = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    dialect = DIALECTS[name]
+    for tools in (MIXED, NAMES):
+        named = [*tools, Tool("odd", parameters=odd, strict=True), Tool("later", parameters=CITY)]
+        for calls in (Calls(), Calls(required=True), Calls(parallel=False), Calls.of("odd")):
+            with pytest.raises(InvalidRequest) as caught:
+                engine.say(dialect.constraint(named, calls), random.Random(0))
+            told = dialect.complaint(str(caught.value), named, calls)
+            assert told is not None
+            assert told.endswith("uniqueItems is not supported, at odd#/properties/x/uniqueItems")
+    assert dialect.complaint("the grammar is too complex", MIXED, Calls()) is None
+
+
 def test_nothing_is_enforced_without_need() -> None:
     tools = [Tool("now"), Tool("note", parameters=CITY)]
     for dialect in DIALECTS.values():

@@ -17,9 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import minisgl_backend
-from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, RequestError
+from minisgl_backend.errors import InvalidRequest, MiniSGLError, RequestError
 from minisgl_backend.grammar.matchers import Grammars, Matcher, State
-from minisgl_backend.grammar.vetting import NUM_WORKERS
 from minisgl_backend.request import Grammar, GrammarKind, SamplingParams
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
@@ -288,6 +287,15 @@ def test_structures_alone_may_be_none_and_need_no_trigger(grammars: Grammars) ->
     assert follow(grammars, compiled(grammars, "structural_tag", alone), _F)
 
 
+def test_a_lenient_structure_leaves_out_what_cannot_be_enforced(grammars: Grammars) -> None:
+    schema = {"type": "integer", "not": {"const": 1}}
+    structure = {"begin": "<", "schema": schema, "end": ">", "lenient": True}
+    tag = {"structures": [structure], "at_least_one": True}
+    for text, is_right in (("<1>", True), ("<x>", False)):
+        matcher = compiled(grammars, "structural_tag", tag)
+        assert follow(grammars, matcher, text) == is_right
+
+
 def test_a_trigger_may_be_a_special_token(grammars: Grammars) -> None:
     tag = {
         "structures": [{"begin": "<|im_start|>f", "schema": {"type": "null"}, "end": "<|im_end|>"}],
@@ -405,6 +413,20 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
             "not supported, at #/structures/0/schema/not",
         ),
         (
+            "json_schema",
+            {"x-guidance": {"lenient": True}, "not": {}},
+            r"x-guidance\.lenient is not supported",
+        ),
+        ("json_schema", {"x-guidance": 1}, "x-guidance must be an object"),
+        (
+            "structural_tag",
+            {
+                "structures": [{"begin": "<", "schema": {"x-guidance": {"coerce_one_of": True}}}],
+                "triggers": ["<"],
+            },
+            r"x-guidance\.coerce_one_of is not supported",
+        ),
+        (
             "structural_tag",
             {"structures": [{"begin": "<", "content": {}}], "triggers": ["<"]},
             r"structures\[0\].content of a structural tag is not supported",
@@ -460,63 +482,27 @@ def test_a_hostile_grammar_fails_alone(grammars: Grammars, name: str) -> None:
 
 
 def test_a_state_that_explodes_fails_alone(grammars: Grammars) -> None:
-    """Its mask would take too much work."""
-    heavy = compiled(grammars, "regex", "(.*a.{1,30}){20}")
-    fine = compiled(grammars, "regex", "[ab]+")
-    masks = np.empty((2, grammars.num_words), np.int32)
-    a = VOCABULARY.pieces.index(b"a")
-    for _ in range(400):
-        failed = grammars.fill([heavy, fine], masks).result()
-        assert 1 not in failed
-        if failed:
-            assert "too complex" in str(failed[0])
-            return
-        grammars.advance([heavy, fine], [a, a])
-    pytest.fail("the limits of a step were not reached")
-
-
-def test_a_grammar_survives_the_end_of_the_processes(grammars: Grammars) -> None:
-    compiled(grammars, "choice", ["before"])
+    """Its mask would take too much work. The next answer of its grammar begins anew."""
     for _ in range(2):
-        _, vetting = grammars._opened()
-        vetting._keeper.kill()
-        vetting._keeper.wait()
-        compiled(grammars, "choice", [f"after {vetting._keeper.pid}"])
+        heavy = compiled(grammars, "regex", "(.*a.{1,30}){20}")
+        fine = compiled(grammars, "regex", "[ab]+")
+        masks = np.empty((2, grammars.num_words), np.int32)
+        a = VOCABULARY.pieces.index(b"a")
+        for num_tokens in range(400):
+            failed = grammars.fill([heavy, fine], masks).result()
+            assert 1 not in failed
+            if failed:
+                assert "too complex" in str(failed[0]) and num_tokens > 10
+                break
+            assert grammars.advance([heavy, fine], [a, a]) == {}
+        else:
+            pytest.fail("the limits of a step were not reached")
 
 
-def held_up(grammars: Grammars) -> threading.Event:
-    """Give all threads that compile something to do until the event."""
-    release = threading.Event()
-    for _ in range(NUM_WORKERS):
-        grammars._threads.submit(release.wait, 60)
-    return release
-
-
-def test_a_kept_grammar_does_not_wait_for_others(grammars: Grammars) -> None:
-    compiled(grammars, "choice", ["kept"])
-    release = held_up(grammars)
-    try:
-        compiled(grammars, "choice", ["kept"])
-    finally:
-        release.set()
-
-
-def test_what_is_taken_back_is_not_compiled(grammars: Grammars) -> None:
-    release = held_up(grammars)
-    found: list[object] = []
-    asked = Grammar(GrammarKind.CHOICE, '["taken back"]')
-    work = grammars.compile(SamplingParams(grammar=asked), found.append)
-    assert work is not None and work.cancel()
-    release.set()
-    compiled(grammars, "choice", ["another"])
-    assert not found and (asked.kind, asked.source) not in grammars._kept
-
-
-def test_nothing_is_compiled_after_the_end() -> None:
-    closed = Grammars(
-        lambda: load_definition(FOLDER), vocab_size=NUM_EMBEDDINGS, eos_token_ids=(EOS,)
-    )
-    closed.close()
-    closed.close()
-    with pytest.raises(Overloaded):
-        compiled(closed, "choice", ["x"])
+def test_a_token_that_takes_too_much_work_is_told_from_a_wrong_one(grammars: Grammars) -> None:
+    names = [f"{index}" for index in range(1100)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    heavy, fine = compiled(grammars, "json_schema", schema), compiled(grammars, "choice", ["a"])
+    brace = VOCABULARY.pieces.index(b"{")
+    states = grammars.advance([heavy, fine], [brace, brace])
+    assert states == {0: State.TOO_COMPLEX, 1: State.BROKEN}

@@ -124,7 +124,9 @@ def engine_tokens(prompts: Sequence[Prompt], sampling: Sequence[SamplingParams])
 
     try:
         for index, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
-            request = Request(id=engine.new_id(), prompt=encoder.encode(prompt), sampling=own)
+            request = Request(
+                id=engine.new_id(), prompt=encoder.encode(encoder.rendered(prompt)), sampling=own
+            )
             engine.submit(request, lambda event, index=index: sink(index, event))  # type: ignore[misc]
         for event in ended:
             assert event.wait(60)
@@ -225,9 +227,8 @@ def test_tools_and_template_variables(llm: LLM) -> None:
     (tooled,) = llm.generate(CAPITAL, {**GREEDY, "tools": [tool]})
     assert tooled.num_input_tokens > plain.num_input_tokens
     encoder = PromptEncoder.load(DEMO_MODEL)
-    ids = encoder.encode(
-        MessagesPrompt('[{"role": "user", "content": "What is the capital of France?"}]')
-    )
+    chat = MessagesPrompt('[{"role": "user", "content": "What is the capital of France?"}]')
+    ids = encoder.encode(encoder.render(chat))
     assert plain.num_input_tokens == len(ids)
 
 

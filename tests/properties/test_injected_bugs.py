@@ -7,7 +7,7 @@ by a wrong token. Without a bug the same workloads pass.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from minisgl_backend.cache.kv import Lease, NaiveCache, RadixCache
 from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.cache.radix import Node, RadixTree
+from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.scheduling.lifecycle import Lifecycle
@@ -55,9 +56,9 @@ def not_pinned(patch: pytest.MonkeyPatch) -> None:
             node = node.parent
 
     def pin_nothing(
-        self: RadixTree, node: Node, tokens: IntArray, salt: bytes
+        self: RadixTree, node: Node, path: Iterable[tuple[Node, int]]
     ) -> tuple[Node, IntArray]:
-        last, pages = pin_path(self, node, tokens, salt)
+        last, pages = pin_path(self, node, path)
         unpin_node(self, last)
         return last, pages
 
@@ -110,6 +111,32 @@ def matched_in_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixCache, "acquire", acquire_all)
 
 
+def misplaced_snapshot(patch: pytest.MonkeyPatch) -> None:
+    """A state is found behind one page less than it stands for."""
+    attach = RadixTree.attach
+
+    def attach_before(self: RadixTree, node: Node, num_pages: int, snapshot: int) -> bool:
+        return attach(self, node, max(1, num_pages - 1), snapshot)
+
+    patch.setattr(RadixTree, "attach", attach_before)
+
+
+def stale_snapshot(patch: pytest.MonkeyPatch) -> None:
+    """A state is overwritten while a prefix still has it."""
+
+    def take_any(self: SnapshotCache) -> int | None:
+        return 0 if self.num_snapshots else None
+
+    def keep_nothing(self: SnapshotCache, lease: Lease, num_tokens: int, snapshot: int) -> None:
+        self._require_held(lease)
+        assert lease.node is not None
+        self._tree.attach(lease.node, num_tokens // self.page_size, snapshot)
+
+    patch.setattr(SnapshotCache, "take_snapshot", take_any)
+    patch.setattr(SnapshotCache, "attach_snapshot", keep_nothing)
+    patch.setattr(SnapshotCache, "return_snapshot", lambda self, snapshot: None)
+
+
 def without_guards(patch: pytest.MonkeyPatch) -> None:
     """Take away what refuses broken bookkeeping, so that only tokens can tell."""
 
@@ -126,7 +153,15 @@ def without_guards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunningRows, "check", lambda self: None)
 
 
-BUGS: list[Inject] = [freed_in_flight, not_pinned, released_twice, wrong_key, matched_in_full]
+BUGS: list[Inject] = [
+    freed_in_flight,
+    not_pinned,
+    released_twice,
+    wrong_key,
+    matched_in_full,
+    misplaced_snapshot,
+    stale_snapshot,
+]
 
 
 def noticed(*, by: tuple[type[Exception], ...], check: bool) -> bool:

@@ -27,6 +27,9 @@ from tests.grammar.schemas import SCHEMAS
 from tests.parallel.engines import Ranked, ranked_engine, wait_for_all
 from tests.properties.effort import examples
 
+# of a failing example, which would be hidden by it
+pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
+
 VOCABULARY: Final = load_vocabulary(DEMO_MODEL)
 TOGETHER: Final = 8
 MOST_TOKENS: Final = 120

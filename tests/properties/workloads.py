@@ -24,6 +24,7 @@ def setups(draw: st.DrawFn) -> Setup:
         policy=draw(st.sampled_from(["fcfs", "lpm"])),
         reserve_tokens=draw(st.sampled_from([0, 0, 8])),
         cache=draw(st.sampled_from(["radix", "radix", "naive"])),
+        num_snapshots=draw(st.sampled_from([None, None, 8, 2])),
         depth=draw(st.sampled_from([2, 1, 3])),
         model=Model(
             vocabulary=draw(st.sampled_from([50, 5])),

@@ -20,7 +20,7 @@ from minisgl_backend.errors import Overloaded
 from minisgl_backend.request import Failed, Finished, FinishReason, IntArray
 from minisgl_backend.runtime_files import QueueMarker
 from minisgl_backend.text.answer_stream import AnswerStream
-from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.text.tokenizer import PromptEncoder, RenderedPrompt
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.detokenizer import TritonPythonModel as Detokenizer
 from minisgl_backend.tritonserver.tensors import bytes_array
@@ -28,7 +28,6 @@ from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenize
 from minisgl_backend.wire.answer import Answer
 from minisgl_backend.wire.generation import (
     Generation,
-    Prompt,
     Stopped,
     StopRequest,
     TextPrompt,
@@ -266,7 +265,7 @@ def test_the_pool_is_bounded_and_a_stop_request_ends_what_waits_in_it(
     entered, leave = threading.Event(), threading.Event()
     encode = PromptEncoder.encode
 
-    def slow(self: PromptEncoder, prompt: Prompt) -> IntArray:
+    def slow(self: PromptEncoder, prompt: RenderedPrompt) -> IntArray:
         entered.set()
         assert leave.wait(PATIENCE_S)
         return encode(self, prompt)

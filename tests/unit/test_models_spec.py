@@ -193,6 +193,25 @@ QWEN_1_5_MOE: Final[dict[str, Any]] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+QWEN_3_5_MOE: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000},
+    "shared_expert_intermediate_size": 512,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 248320,
+}
 GLM_4_5_AIR: Final[dict[str, Any]] = {
     "architectures": ["Glm4MoeForCausalLM"],
     "attention_bias": True,
@@ -681,6 +700,24 @@ def test_shared_expert_of_qwen2_moe() -> None:
         parse_spec({**QWEN_1_5_MOE, "use_sliding_window": True})
 
 
+def test_experts_of_qwen3_5() -> None:
+    """Its config.json has no width of a feed-forward block without experts."""
+    spec = parse_spec(QWEN_3_5_MOE)
+    rule = RoutingRule(num_experts=256, top_k=8, normalize=True)
+    shared = SharedExpert(name="shared_expert", intermediate_size=512, gated=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(40)))
+    assert spec.delta_net is not None and 3 not in spec.delta_net.layers
+    assert 34 < spec.num_parameters / 1e9 < 36
+    dense = {**QWEN_3_5_MOE, "architectures": ["Qwen3_5ForCausalLM"], "intermediate_size": 6144}
+    assert parse_spec(dense).moe is None
+    for text in (QWEN_3_5_MOE, dense):
+        (name,) = text["architectures"]
+        outer = name.replace("CausalLM", "ConditionalGeneration")
+        found = parse_spec({"architectures": [outer], "text_config": text})
+        assert found.architecture == outer and found.moe == parse_spec(text).moe
+
+
 def test_router_and_first_layer_of_glm() -> None:
     spec = parse_spec(GLM_4_5_AIR)
     rule = RoutingRule(num_experts=128, top_k=8, normalize=True, sigmoid=True, corrected=True)
@@ -688,7 +725,7 @@ def test_router_and_first_layer_of_glm() -> None:
     experts = ExpertsSpec(routing=rule, intermediate_size=1408, shared=shared)
     assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 46)))
     assert (spec.qkv_bias, spec.output_bias, spec.qk_norm) == (True, False, None)
-    assert spec.rope.rotated == 0.5 and spec.names.left_out == range(46, 47)
+    assert spec.rope.rotated == 0.5 and spec.names.left_out == ("model.layers.46.",)
     assert 104 < spec.num_parameters / 1e9 < 108
     assert parse_spec({**GLM_4_5_AIR, "use_qk_norm": True}).qk_norm == "head"
 
@@ -712,4 +749,6 @@ def test_every_architecture_is_tested() -> None:
         *(MIXTRAL_8X7B, MINISTRAL_8B, MINISTRAL_3_8B, PHI_4_MINI, OLMO_2_7B, OLMO_3_7B),
         *(GRANITE_3_3_8B, SMOLLM_3B, QWEN_1_5_MOE, GLM_4_5_AIR, DOTS_LLM1),
     )
-    assert {parse_spec(config).architecture for config in configs} == set(ARCHITECTURES)
+    found = {parse_spec(config).architecture for config in configs}
+    hybrid = {name for name in ARCHITECTURES if name.startswith("Qwen3_5")}
+    assert found | hybrid == set(ARCHITECTURES)  # see ``test_experts_of_qwen3_5``

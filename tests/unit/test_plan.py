@@ -36,8 +36,8 @@ ADMISSION = st.builds(
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    sizes = (draw(st.integers(0, 4)) for _ in range(7))
-    releases, broken, grants, chunks, tokens, decodes, scores = sizes
+    sizes = (draw(st.integers(0, 4)) for _ in range(8))
+    releases, broken, grants, chunks, tokens, saves, decodes, scores = sizes
     return StepPlan(
         step=draw(st.integers(0, 2**63 - 1)),
         released_rows=draw(arrays(releases)),
@@ -51,6 +51,10 @@ def plans(draw: st.DrawFn) -> StepPlan:
         prefill_lengths=draw(arrays(chunks)),
         prefill_samples=draw(arrays(chunks)),
         prefill_tokens=draw(arrays(tokens)),
+        begun_from=draw(arrays(chunks)),
+        saved_chunks=draw(arrays(saves)),
+        saved_positions=draw(arrays(saves)),
+        saved_snapshots=draw(arrays(saves)),
         decode_rows=draw(arrays(decodes)),
         decode_positions=draw(arrays(decodes)),
         masked_rows=draw(arrays(decodes)),

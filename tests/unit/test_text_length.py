@@ -75,7 +75,9 @@ def test_tokens_and_chats_that_are_too_long() -> None:
         SHORT.encode(TokenPrompt(ids))
     assert len(SHORT.encode(TokenPrompt(ids[1:]))) == CONTEXT
     with pytest.raises(InvalidRequest, match="bytes does not fit the context of 50"):
-        SHORT.encode(MessagesPrompt('[{"role": "user", "content": "%s"}]' % ("a" * 5000)))
+        SHORT.encode(
+            SHORT.render(MessagesPrompt('[{"role": "user", "content": "%s"}]' % ("a" * 5000)))
+        )
 
 
 def test_the_longest_token() -> None:

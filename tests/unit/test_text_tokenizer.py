@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer, LlamaTokenizer
 
 from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import ConfigError, InvalidRequest, RequestError, Unsupported
+from minisgl_backend.request import IntArray
 from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
 from minisgl_backend.wire.generation import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from tests.fakes import vocabularies
@@ -67,39 +69,43 @@ def chat(*contents: Any, **more: Any) -> MessagesPrompt:
     return MessagesPrompt(json.dumps([{"role": "user", "content": c, **more} for c in contents]))
 
 
+def ids_of(encoder: PromptEncoder, prompt: Prompt) -> IntArray:
+    return encoder.encode(encoder.rendered(prompt))
+
+
 def shown(encoder: PromptEncoder, ids: Any) -> list[str]:
     return [encoder.vocabulary.token_text(token_id) for token_id in ids.tolist()]
 
 
 def test_text_begins_as_the_tokenizer_asks(encoder: PromptEncoder) -> None:
-    ids = encoder.encode(TextPrompt("abcdef"))
+    ids = ids_of(encoder, TextPrompt("abcdef"))
     assert ids.dtype == np.int32
     assert shown(encoder, ids) == ["<|start|>", *"abcdef"]
 
 
 def test_text_is_not_control(encoder: PromptEncoder) -> None:
-    plain = shown(encoder, encoder.encode(TextPrompt("a<|end|>")))
+    plain = shown(encoder, ids_of(encoder, TextPrompt("a<|end|>")))
     assert plain == ["<|start|>", *"a<|end|>"]
-    control = shown(encoder, encoder.encode(TextPrompt("a<|end|>", parse_special_tokens=True)))
+    control = shown(encoder, ids_of(encoder, TextPrompt("a<|end|>", parse_special_tokens=True)))
     assert control == ["<|start|>", "a", "<|end|>"]
 
 
 def test_in_a_chat_the_spelling_of_a_special_token_is_one(encoder: PromptEncoder) -> None:
     """It does not matter who wrote it: the template's text is tokenized as a whole."""
-    ids = encoder.encode(chat("a<|end|>"))
+    ids = ids_of(encoder, chat("a<|end|>"))
     assert shown(encoder, ids) == ["<|start|>", "a", "<|end|>"]
 
 
 def test_the_beginning_is_not_doubled(encoder: PromptEncoder) -> None:
     prompt = TextPrompt("<|start|>a", parse_special_tokens=True)
-    assert shown(encoder, encoder.encode(prompt)) == ["<|start|>", "a"]
-    assert shown(encoder, encoder.encode(chat("a"))) == ["<|start|>", "a"]
+    assert shown(encoder, ids_of(encoder, prompt)) == ["<|start|>", "a"]
+    assert shown(encoder, ids_of(encoder, chat("a"))) == ["<|start|>", "a"]
 
 
 def test_no_beginning_if_the_caller_wants_none(encoder: PromptEncoder) -> None:
     for control in (False, True):
         prompt = TextPrompt("a", parse_special_tokens=control, add_special_tokens=False)
-        assert shown(encoder, encoder.encode(prompt)) == ["a"]
+        assert shown(encoder, ids_of(encoder, prompt)) == ["a"]
 
 
 def test_a_lookup_has_as_many_tokens_as_there_are(tmp_path: Path) -> None:
@@ -113,7 +119,7 @@ def test_a_lookup_has_as_many_tokens_as_there_are(tmp_path: Path) -> None:
         encoder.look_up(TokenPrompt(ids - 1))
     for prompt in (TextPrompt("a" * 1000), TokenPrompt(ids)):
         with pytest.raises(InvalidRequest, match="does not fit the context"):
-            encoder.encode(prompt)
+            ids_of(encoder, prompt)
 
 
 def test_the_text_of_tokens_spells_special_ones_out(demo: PromptEncoder) -> None:
@@ -125,9 +131,9 @@ def test_the_text_of_tokens_spells_special_ones_out(demo: PromptEncoder) -> None
 
 def test_no_beginning_where_the_tokenizer_wants_none(tmp_path: Path) -> None:
     encoder = PromptEncoder.load(folder(tmp_path, bos=False, template=None))
-    assert shown(encoder, encoder.encode(TextPrompt("a"))) == ["a"]
+    assert shown(encoder, ids_of(encoder, TextPrompt("a"))) == ["a"]
     with pytest.raises(InvalidRequest, match="messages need a chat template, and this model has"):
-        encoder.encode(chat("a"))
+        ids_of(encoder, chat("a"))
 
 
 def test_templates_by_name(tmp_path: Path) -> None:
@@ -145,7 +151,7 @@ def test_templates_by_name(tmp_path: Path) -> None:
 def test_as_transformers_does(demo: PromptEncoder) -> None:
     theirs = AutoTokenizer.from_pretrained(DEMO_MODEL)
     for text in ("What is the capital of France?", "日本 🎉 é", " a  b\n"):
-        assert demo.encode(TextPrompt(text)).tolist() == theirs(text)["input_ids"]
+        assert ids_of(demo, TextPrompt(text)).tolist() == theirs(text)["input_ids"]
         messages = [{"role": "system", "content": "x"}, {"role": "user", "content": text}]
         tools: Any = [{"type": "function", "function": {"name": "f", "description": text}}]
         for given in (None, tools):
@@ -153,24 +159,24 @@ def test_as_transformers_does(demo: PromptEncoder) -> None:
                 messages, tools=given, add_generation_prompt=True, return_dict=False
             )
             prompt = MessagesPrompt(json.dumps(messages), json.dumps(given) if given else None)
-            assert demo.encode(prompt).tolist() == expected
+            assert ids_of(demo, prompt).tolist() == expected
             unopened = theirs.apply_chat_template(messages, tools=given, return_dict=False)
             prompt = replace(prompt, add_generation_prompt=False)
-            assert demo.encode(prompt).tolist() == unopened
+            assert ids_of(demo, prompt).tolist() == unopened
 
 
 def test_token_prompts(encoder: PromptEncoder) -> None:
     last = len(encoder.vocabulary) - 1
     ids = np.array([0, last], dtype=np.int32)
-    assert encoder.encode(TokenPrompt(ids)) is ids
+    assert ids_of(encoder, TokenPrompt(ids)) is ids
     with pytest.raises(InvalidRequest, match=rf"^input_ids must be in 0 \.\. {last}, got"):
-        encoder.encode(TokenPrompt(ids + 1))
+        ids_of(encoder, TokenPrompt(ids + 1))
     with pytest.raises(InvalidRequest, match=r"^end_id must be in .*, got -1"):
         encoder.check_token_ids("end_id", [0, -1])
 
 
 def test_the_prompts_text(encoder: PromptEncoder) -> None:
-    ids = encoder.encode(TextPrompt("é<|end|>", parse_special_tokens=True))
+    ids = ids_of(encoder, TextPrompt("é<|end|>", parse_special_tokens=True))
     assert encoder.prompt_text(TextPrompt("é<|end|>"), ids) == "é<|end|>"
     assert encoder.prompt_text(TokenPrompt(ids), ids) == "é"
 
@@ -210,7 +216,7 @@ def test_the_prompts_text(encoder: PromptEncoder) -> None:
 )
 def test_what_is_wrong_is_named(encoder: PromptEncoder, prompt: Any, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        encoder.encode(prompt)
+        ids_of(encoder, prompt)
     assert str(caught.value).startswith(message)
 
 
@@ -223,7 +229,7 @@ def test_parts_of_text(encoder: PromptEncoder, demo: PromptEncoder) -> None:
 def test_images_are_not_offered(encoder: PromptEncoder) -> None:
     image = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
     with pytest.raises(Unsupported, match="must be of type text, got 'image_url'"):
-        encoder.encode(chat([image]))
+        ids_of(encoder, chat([image]))
 
 
 def test_calls_of_tools(tmp_path: Path) -> None:
@@ -251,7 +257,7 @@ def test_arguments_in_a_string_are_checked_as_if_they_were_an_object(
     source = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
     encoder = PromptEncoder.load(folder(tmp_path, template=source))
     with pytest.raises(InvalidRequest, match=message):
-        encoder.encode(chat("a", tool_calls=[{"function": {"arguments": arguments}}]))
+        ids_of(encoder, chat("a", tool_calls=[{"function": {"arguments": arguments}}]))
 
 
 def test_tool_calls_of_another_shape_are_the_templates_business(encoder: PromptEncoder) -> None:
@@ -261,17 +267,17 @@ def test_tool_calls_of_another_shape_are_the_templates_business(encoder: PromptE
 
 def test_the_limit_on_bytes_comes_first(tmp_path: Path) -> None:
     encoder = PromptEncoder.load(folder(tmp_path), Limits(prompt_bytes=8))
-    assert encoder.encode(TextPrompt("é" * 4)).size == 9
+    assert ids_of(encoder, TextPrompt("é" * 4)).size == 9
     with pytest.raises(InvalidRequest, match="the prompt must be at most 8 bytes, got 10"):
-        encoder.encode(TextPrompt("é" * 5))
+        ids_of(encoder, TextPrompt("é" * 5))
     with pytest.raises(InvalidRequest, match="the chat template makes more than 8 characters"):
-        encoder.encode(chat("a"))
+        ids_of(encoder, chat("a"))
 
 
 def test_a_template_may_leave_nothing(tmp_path: Path) -> None:
     encoder = PromptEncoder.load(folder(tmp_path, template="{# nothing #}"))
     with pytest.raises(InvalidRequest, match="the prompt has no tokens"):
-        encoder.encode(chat("a"))
+        ids_of(encoder, chat("a"))
 
 
 @pytest.mark.parametrize(
@@ -279,19 +285,19 @@ def test_a_template_may_leave_nothing(tmp_path: Path) -> None:
     ["\0", "\ufeff", "e" + "\u0301" * 10_000, "." * 26_000, " " * 100_000, "日" * 100_000],
 )
 def test_odd_texts_come_back_whole(demo: PromptEncoder, text: str) -> None:
-    ids = demo.encode(TextPrompt(text))
+    ids = ids_of(demo, TextPrompt(text))
     assert demo.prompt_text(TokenPrompt(ids), ids) == text
 
 
 def test_a_million_letters(demo: PromptEncoder) -> None:
     text = "a" * 10**6
-    ids = demo.encode(TextPrompt(text))
+    ids = ids_of(demo, TextPrompt(text))
     assert demo.prompt_text(TokenPrompt(ids), ids) == text
 
 
 def test_lone_surrogates_do_not_get_through(demo: PromptEncoder) -> None:
     with pytest.raises(RequestError):
-        demo.encode(MessagesPrompt('[{"role": "user", "content": ["\\udfff"]}]'))
+        ids_of(demo, MessagesPrompt('[{"role": "user", "content": ["\\udfff"]}]'))
 
 
 def test_other_threads_run_while_one_tokenizes(demo: PromptEncoder) -> None:
@@ -301,7 +307,7 @@ def test_other_threads_run_while_one_tokenizes(demo: PromptEncoder) -> None:
     def tokenize() -> int:
         started.set()
         try:
-            return len(demo.encode(TextPrompt("Paris is the capital of France. " * 50_000)))
+            return len(ids_of(demo, TextPrompt("Paris is the capital of France. " * 50_000)))
         finally:
             done.set()
 
@@ -318,9 +324,9 @@ def test_other_threads_run_while_one_tokenizes(demo: PromptEncoder) -> None:
 def test_threads_share_an_encoder(demo: PromptEncoder) -> None:
     texts = [f"the number {n} " * 50 for n in range(64)]
     prompts: list[Prompt] = [*map(TextPrompt, texts), *map(chat, texts)]
-    alone = [demo.encode(prompt).tolist() for prompt in prompts]
+    alone = [ids_of(demo, prompt).tolist() for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
-        assert [ids.tolist() for ids in pool.map(demo.encode, prompts)] == alone
+        assert [ids.tolist() for ids in pool.map(partial(ids_of, demo), prompts)] == alone
 
 
 def test_a_folder_without_a_tokenizer_fails_the_load(tmp_path: Path) -> None:
@@ -352,7 +358,7 @@ def test_a_folder_of_llama_2s_kind(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     encoder = PromptEncoder.load(tmp_path)
     for text in ("Paris é", "日本 🎉\n"):
-        ids = encoder.encode(TextPrompt(text))
+        ids = ids_of(encoder, TextPrompt(text))
         assert ids.tolist() == theirs(text)["input_ids"]
         decoded = encoder.prompt_text(TokenPrompt(ids), ids)
         assert decoded == theirs.decode(ids, skip_special_tokens=True) == text

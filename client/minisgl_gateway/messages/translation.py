@@ -12,7 +12,7 @@ from typing import Any
 
 from minisgl_client.parameters import Parameters
 
-from minisgl_gateway.chat import Chat
+from minisgl_gateway.chat import Chat, content_of
 from minisgl_gateway.errors import invalid
 from minisgl_gateway.messages.schema import (
     AssistantTurn,
@@ -136,9 +136,7 @@ def _of_assistant(turn: AssistantTurn) -> dict[str, Any]:
 def _content(blocks: str | Sequence[TextBlock]) -> str | list[Any]:
     if isinstance(blocks, str):
         return blocks
-    if len(blocks) > 1:
-        return [{"type": "text", "text": block.text} for block in blocks]
-    return blocks[0].text if blocks else ""
+    return content_of([block.text for block in blocks])
 
 
 # --- tools, thinking, and the form of the answer -------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, Final
 from minisgl_client.parameters import Parameters
 from pydantic import TypeAdapter
 
-from minisgl_gateway.chat import Chat
+from minisgl_gateway.chat import Chat, content_of
 from minisgl_gateway.errors import invalid
 from minisgl_gateway.responses.schema import (
     AllowedTools,
@@ -30,7 +30,7 @@ from minisgl_gateway.responses.schema import (
     RefusalPart,
     ResponsesRequest,
 )
-from minisgl_gateway.tool_dialects import Calls, Tool, check_choice
+from minisgl_gateway.tool_dialects import Calls, Tool, allowed, check_choice
 
 Referred = Callable[[str], Mapping[str, Any]]
 """Finds the item of a kept response by its id; raises ``ApiError``."""
@@ -133,10 +133,9 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
 def _content(parts: str | Sequence[InputText | OutputText | RefusalPart]) -> str | list[Any]:
     if isinstance(parts, str):
         return parts
-    texts = [part.refusal if isinstance(part, RefusalPart) else part.text for part in parts]
-    if len(texts) > 1:
-        return [{"type": "text", "text": text} for text in texts]
-    return texts[0] if texts else ""
+    return content_of(
+        [part.refusal if isinstance(part, RefusalPart) else part.text for part in parts]
+    )
 
 
 # --- tools, and the form of the answer -----------------------------------------------------------
@@ -150,10 +149,9 @@ def _tools(request: ResponsesRequest) -> tuple[Sequence[Tool], Calls]:
     choice = request.tool_choice
     parallel = request.parallel_tool_calls
     if isinstance(choice, AllowedTools):
-        allowed = [tool.name for tool in choice.tools]
-        check_choice(allowed, tools, "tool_choice")
-        tools = [tool for tool in tools if tool.name in allowed]
-        return tools, Calls(required=choice.mode == "required", parallel=parallel)
+        names = [tool.name for tool in choice.tools]
+        is_required = choice.mode == "required"
+        return allowed(names, tools, "tool_choice"), Calls(required=is_required, parallel=parallel)
     if isinstance(choice, FunctionChoice):
         check_choice([choice.name], tools, "tool_choice")
         return tools, Calls.of(choice.name)

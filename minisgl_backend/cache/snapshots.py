@@ -1,0 +1,93 @@
+"""The prefix cache of models whose layers keep a state beside keys and values.
+
+A recurrent layer sums up all tokens so far in one state, so the pages of a prefix are not enough to
+go on from it: the state behind it is needed, too. The executor keeps *snapshots*, numbered copies
+of such states. A prefix is found up to the last position that has one.
+
+Knows the numbers of snapshots and which prefix each belongs to. Must not know what is in them, or
+when one is saved or read: steps run in order, so a number that is given away again at once is
+overwritten after all steps that read it.
+
+Invariant, verified by ``check``: every snapshot is free, attached to a prefix in the tree, or taken
+and not given back yet.
+"""
+
+from __future__ import annotations
+
+from minisgl_backend.cache.kv import Lease, RadixCache, salt_key
+from minisgl_backend.cache.radix import RadixTree
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.request import IntArray
+
+
+class SnapshotCache(RadixCache):
+    """``RadixCache`` whose leases begin at a snapshot (``Lease.snapshot``) or at position 0.
+
+    Snapshots are numbered 0 .. num_snapshots - 1.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, num_snapshots: int, *, is_clean: bool = True
+    ) -> None:
+        super().__init__(num_pages, page_size, is_clean=is_clean)
+        self.num_snapshots = num_snapshots
+        self._tree = RadixTree(page_size, needs_snapshots=True)
+        self._free_snapshots = list(range(num_snapshots - 1, -1, -1))
+        self._num_taken = 0
+
+    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+        """Number of tokens of ``tokens[:-1]`` whose pages are cached, though perhaps without a
+        snapshot behind them: others have begun in the same way, and more may."""
+        return self._tree.cached_length(tokens[:-1], salt_key(salt)) * self.page_size
+
+    def take_snapshot(self) -> int | None:
+        """A number to save a state under; None if all are taken.
+
+        If none is free, the least recently used prefix loses its own.
+        """
+        if not self._free_snapshots:
+            self._tree.lose_oldest_snapshot()
+            self._reclaim()
+        if not self._free_snapshots:
+            return None
+        self._num_taken += 1
+        return self._free_snapshots.pop()
+
+    def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
+        """Let others begin behind the first ``num_tokens`` published tokens of ``lease``, a whole
+        number of pages, with a snapshot that was taken."""
+        self._require_held(lease)
+        assert lease.node is not None
+        self._num_taken -= 1
+        if not self._tree.attach(lease.node, num_tokens // self.page_size, snapshot):
+            self._free_snapshots.append(snapshot)
+
+    def return_snapshot(self, snapshot: int) -> None:
+        """Give back a snapshot that was taken, and is of no use."""
+        self._num_taken -= 1
+        self._free_snapshots.append(snapshot)
+
+    def discard(self, lease: Lease) -> None:
+        super().discard(lease)
+        self._reclaim()
+
+    def emptied(self) -> SnapshotCache:
+        return type(self)(self.num_pages, self.page_size, self.num_snapshots, is_clean=False)
+
+    def check(self) -> None:
+        super().check()
+        attached = self._tree.snapshots()
+        known = sorted([*self._free_snapshots, *attached])
+        if len(set(known)) != len(known) or len(known) + self._num_taken != self.num_snapshots:
+            raise InvariantError(
+                f"{len(self._free_snapshots)} free, {len(attached)} attached and "
+                f"{self._num_taken} taken snapshots are not the {self.num_snapshots} there are"
+            )
+
+    def _make_room(self, num_pages: int) -> bool:
+        has_room = super()._make_room(num_pages)
+        self._reclaim()
+        return has_room
+
+    def _reclaim(self) -> None:
+        self._free_snapshots.extend(self._tree.take_lost_snapshots())

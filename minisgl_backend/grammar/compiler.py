@@ -1,0 +1,260 @@
+"""Compiles the grammars of requests, off the engine's loop, and keeps what it has made for others.
+
+Knows which grammars wait and who waits for them. Must not know answers (``matchers``).
+
+No grammar waits for those that take long. Each is tried out with a small budget first
+(``vetting.QUICK``); if that is not enough it goes on to the long lane, which has threads and
+processes of its own, and starts anew there. In each lane grammars are taken in the order in which
+they came, and a bounded number may wait; what finds no room is ``Overloaded``. So behind 60 that
+take long, on two idle cores, an everyday schema waits for a second, and behind the most that may
+wait for 4 s.
+
+Copies of a matcher share the states that its lexer has come to, so masks of a grammar that many
+answers follow are cheap. But these states are limited and never given up. So a grammar of which an
+answer has come to its limits is not kept (``Compiler.drop``): the next request begins with none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+from llguidance import LLMatcher, LLTokenizer
+
+from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
+from minisgl_backend.grammar.vetting import (
+    LONG,
+    NUM_WORKERS,
+    QUICK,
+    Budget,
+    TakesLonger,
+    TokenizerFacts,
+    Vetting,
+    new_matcher,
+)
+from minisgl_backend.request import Grammar, GrammarKind, TokenId
+
+logger = logging.getLogger(__name__)
+
+_MOST_KEPT: Final = 64
+"""Compiled grammars that are kept to be copied, the last used ones."""
+MOST_WAITING: Final = 128 * NUM_WORKERS
+"""Grammars that may wait to be tried out."""
+MOST_LONG: Final = 8 * NUM_WORKERS
+"""Grammars that may wait in the long lane, the last for 2 s."""
+
+_Key: TypeAlias = tuple[GrammarKind, str]
+
+
+def _key(grammar: Grammar) -> _Key:
+    """Grammars with the same key are compiled once."""
+    return grammar.kind, grammar.source
+
+
+class _Job:
+    """A grammar that is not compiled yet, and the requests that have asked for it."""
+
+    __slots__ = ("asked", "grammar")
+
+    def __init__(self, grammar: Grammar, asked: Future[LLMatcher]) -> None:
+        self.grammar = grammar
+        self.asked = [asked]
+
+
+class _Lane:
+    """Threads that try out grammars with one budget."""
+
+    def __init__(self, name: str, budget: Budget, most_waiting: int) -> None:
+        self.budget = budget
+        self.threads = ThreadPoolExecutor(NUM_WORKERS, name)
+        self._room = threading.Semaphore(most_waiting)
+
+    def enter(self, work: Callable[[_Job, _Lane], None], job: _Job) -> bool:
+        """Have the work done on a thread; False if too many wait already. Raises ``RuntimeError``
+        after the end."""
+        if not self._room.acquire(blocking=False):
+            return False
+        self.threads.submit(self._begin, work, job)
+        return True
+
+    def _begin(self, work: Callable[[_Job, _Lane], None], job: _Job) -> None:
+        self._room.release()
+        work(job, self)
+
+
+class Compiler:
+    """Makes matchers at the beginning of their grammars. May be called on any threads."""
+
+    def __init__(
+        self,
+        load: Callable[[], tuple[str, Mapping[str, TokenId]]],
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[TokenId],
+    ) -> None:
+        """``load`` gives a tokenizer's definition and its special tokens (``TokenizerFacts``).
+
+        It is called by ``prepare``, or by the first grammar, which therefore waits: for some
+        seconds if there are 150,000 tokens.
+        """
+        self._load = load
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._tools: Future[tuple[LLTokenizer, Vetting]] | None = None
+        self._is_closed = False
+        self._quick = _Lane("grammar", QUICK, MOST_WAITING)
+        self._long = _Lane("long grammar", LONG, MOST_LONG)
+        self._copier = ThreadPoolExecutor(1, "copies")
+        self._lock = threading.Lock()
+        self._jobs: dict[_Key, _Job] = {}
+        self._kept: OrderedDict[_Key, LLMatcher] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Read the tokenizer and start the processes now, on another thread."""
+        self._quick.threads.submit(self._opened)
+
+    def ask(self, grammar: Grammar) -> Future[LLMatcher]:
+        """A matcher at the beginning of the grammar, or what is wrong with it: a ``MiniSGLError``.
+
+        Requests that ask for the same grammar have it compiled once. One that is kept waits for no
+        others. A grammar is not compiled if all that ask for it are cancelled before it is begun.
+        """
+        key = _key(grammar)
+        asked: Future[LLMatcher] = Future()
+        try:
+            with self._lock:
+                kept, job = self._kept.get(key), self._jobs.get(key)
+                if kept is not None:
+                    self._kept.move_to_end(key)
+                    self._copier.submit(_copy, kept, asked)
+                elif job is not None:
+                    job.asked.append(asked)
+                elif self._quick.enter(self._compile, job := _Job(grammar, asked)):
+                    self._jobs[key] = job
+                else:
+                    asked.set_exception(Overloaded("too many grammars wait to be compiled"))
+        except RuntimeError:  # the threads have ended
+            asked.set_exception(_shutting_down())
+        return asked
+
+    def drop(self, grammar: Grammar) -> None:
+        """Keep the grammar no more: one of its matchers has come to the limits that all share."""
+        with self._lock:
+            self._kept.pop(_key(grammar), None)
+
+    def close(self) -> None:
+        """End threads and processes; what waits is cancelled. Idempotent."""
+        pools = (self._quick.threads, self._long.threads, self._copier)
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+            tools, self._tools = self._tools, None
+        if tools is not None:
+            with suppress(InvalidStateError):  # if it is being made: the thread will find it out
+                tools.set_exception(_shutting_down())
+            if tools.exception() is None:
+                tools.result()[1].close()
+        for pool in pools:
+            pool.shutdown()
+        for job in self._jobs.values():
+            for asked in job.asked:
+                asked.cancel()
+
+    def _compile(self, job: _Job, lane: _Lane) -> None:
+        key = _key(job.grammar)
+        with self._lock:
+            if all(asked.cancelled() for asked in job.asked):
+                del self._jobs[key]
+                return
+        made: LLMatcher | MiniSGLError
+        try:
+            made = self._made(job.grammar, lane.budget)
+        except TakesLonger as error:
+            made = error
+            if lane is self._quick:
+                with suppress(RuntimeError):  # the threads have ended
+                    if self._long.enter(self._compile, job):
+                        return
+                made = Overloaded("too many grammars that take long wait to be compiled")
+        except MiniSGLError as error:
+            made = error
+        except Exception as error:
+            logger.exception("a grammar could not be compiled")
+            made = EngineFailure(f"the grammar could not be compiled: {type(error).__name__}")
+        with self._lock:
+            del self._jobs[key]
+            if isinstance(made, LLMatcher):
+                self._kept[key] = made
+                if len(self._kept) > _MOST_KEPT:
+                    self._kept.popitem(last=False)
+        for asked in job.asked:
+            if not isinstance(made, MiniSGLError):
+                _copy(made, asked)
+            elif asked.set_running_or_notify_cancel():
+                asked.set_exception(made)
+
+    def _made(self, grammar: Grammar, budget: Budget) -> LLMatcher:
+        """A new matcher. If the processes have ended, others try the grammar once more."""
+        tokenizer, vet = self._opened()
+        try:
+            vetted = vet(grammar, budget)
+        except EngineFailure:
+            if not vet.is_lost:
+                raise
+            tokenizer, vet = self._opened()
+            vetted = vet(grammar, budget)
+        return new_matcher(tokenizer, vetted)
+
+    def _opened(self) -> tuple[LLTokenizer, Vetting]:
+        """The tokenizer and the processes, which are made when they are first needed."""
+        with self._lock:
+            if self._is_closed:
+                raise _shutting_down()
+            tools = self._tools
+            if tools is None or (tools.done() and _is_lost(tools)):
+                tools = self._tools = Future()
+                # a daemon: the engine's end does not wait for it
+                threading.Thread(target=self._open, args=(tools,), daemon=True).start()
+        return tools.result()
+
+    def _open(self, tools: Future[tuple[LLTokenizer, Vetting]]) -> None:
+        try:
+            definition, special = self._load()
+            facts = TokenizerFacts(definition, self._vocab_size, self._eos_token_ids, special)
+            vetting = Vetting(facts)  # reads the tokenizer meanwhile
+            try:
+                tools.set_result((facts.build(), vetting))
+            except BaseException:
+                vetting.close()
+                raise
+        except InvalidStateError:  # closed meanwhile
+            pass
+        except BaseException as error:
+            logger.exception("the tokenizer could not be read for grammars")
+            with suppress(InvalidStateError):
+                tools.set_exception(error)
+
+
+def _copy(made: LLMatcher, asked: Future[LLMatcher]) -> None:
+    if asked.set_running_or_notify_cancel():
+        asked.set_result(made.deep_copy())
+
+
+def _is_lost(tools: Future[tuple[LLTokenizer, Vetting]]) -> bool:
+    """Whether they could not be made, or have ended; then nothing of them is left."""
+    if tools.exception() is not None:
+        return True
+    vetting = tools.result()[1]
+    if vetting.is_lost:
+        vetting.close()
+    return vetting.is_lost
+
+
+def _shutting_down() -> Overloaded:
+    return Overloaded("the server is shutting down")

@@ -1,0 +1,167 @@
+"""Grammars that take long, or are many, keep none of the others waiting for long."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+from llguidance import LLMatcher
+
+from minisgl_backend.config import DEMO_MODEL
+from minisgl_backend.errors import InvalidRequest, Overloaded
+from minisgl_backend.grammar.compiler import MOST_LONG, MOST_WAITING, Compiler, _Lane
+from minisgl_backend.grammar.vetting import NUM_WORKERS
+from minisgl_backend.request import Grammar, GrammarKind
+from minisgl_backend.text.tokenizer import load_definition
+
+PATIENCE_S = 60.0
+
+
+def new_compiler() -> Compiler:
+    return Compiler(partial(load_definition, DEMO_MODEL), vocab_size=4096, eos_token_ids=(0,))
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    made = new_compiler()
+    yield made
+    made.close()
+
+
+def choice(text: str) -> Grammar:
+    return Grammar(GrammarKind.CHOICE, json.dumps([text]))
+
+
+def exploding(number: int) -> Grammar:
+    """A schema of 2,500 optional properties, which takes more than a quarter of a second."""
+    names = [f"{number} {index}" for index in range(2500)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def made(asked: Future[LLMatcher]) -> LLMatcher:
+    return asked.result(PATIENCE_S)
+
+
+@contextmanager
+def held_up(*lanes: _Lane) -> Iterator[None]:
+    """Give all threads of these lanes something else to do."""
+    release, is_held = threading.Event(), threading.Semaphore(0)
+
+    def hold() -> None:
+        is_held.release()
+        release.wait(PATIENCE_S)
+
+    for lane in lanes:
+        for _ in range(NUM_WORKERS):
+            lane.threads.submit(hold)
+    for _ in range(NUM_WORKERS * len(lanes)):
+        assert is_held.acquire(timeout=PATIENCE_S)
+    try:
+        yield
+    finally:
+        release.set()
+
+
+def test_grammars_that_take_long_hold_up_no_others(compiler: Compiler) -> None:
+    with held_up(compiler._long):
+        hostile = [compiler.ask(exploding(number)) for number in range(3 * NUM_WORKERS)]
+        assert not made(compiler.ask(choice("behind them"))).is_error()
+        assert not any(asked.done() for asked in hostile)
+    for asked in hostile:
+        with pytest.raises(InvalidRequest, match=r"longer than 0\.25 s"):
+            made(asked)
+
+
+def test_requests_wait_for_the_same_grammar_together(compiler: Compiler) -> None:
+    """However many they are, they take one place."""
+    with held_up(compiler._long):
+        hostile = [compiler.ask(exploding(99)) for _ in range(MOST_LONG + 5)]
+        assert not made(compiler.ask(choice("behind one"))).is_error()
+    for asked in hostile:
+        with pytest.raises(InvalidRequest, match="longer than"):
+            made(asked)
+
+
+def test_only_so_many_grammars_that_take_long_may_wait(compiler: Compiler) -> None:
+    with held_up(compiler._long):
+        hostile = [compiler.ask(exploding(number)) for number in range(MOST_LONG + 3)]
+        done, waiting = wait(hostile, PATIENCE_S, "FIRST_EXCEPTION")
+        for asked in done:
+            with pytest.raises(Overloaded, match="too many grammars that take long"):
+                made(asked)
+        for asked in waiting:
+            asked.cancel()
+    assert done and not made(compiler.ask(choice("afterwards"))).is_error()
+
+
+def test_only_so_many_grammars_may_wait(compiler: Compiler) -> None:
+    made(compiler.ask(choice("kept")))
+    with held_up(compiler._quick):
+        waiting = [compiler.ask(choice(f"{number}")) for number in range(MOST_WAITING)]
+        with pytest.raises(Overloaded, match="too many grammars wait"):
+            made(compiler.ask(choice("one too many")))
+        made(compiler.ask(choice("kept")))
+    for asked in waiting:
+        assert not made(asked).is_error()
+
+
+def test_a_kept_grammar_does_not_wait_for_others(compiler: Compiler) -> None:
+    made(compiler.ask(choice("kept")))
+    with held_up(compiler._quick, compiler._long):
+        made(compiler.ask(choice("kept")))
+
+
+def test_what_is_taken_back_is_not_compiled(compiler: Compiler) -> None:
+    alone, first, second = choice("taken back"), choice("wanted"), choice("wanted")
+    with held_up(compiler._quick):
+        asked = [compiler.ask(grammar) for grammar in (alone, first, second)]
+        assert asked[0].cancel() and asked[1].cancel()
+    made(asked[2])
+    made(compiler.ask(choice("the last")))
+    kept = [source for _, source in compiler._kept]
+    assert first.source in kept and alone.source not in kept
+
+
+def test_a_dropped_grammar_is_compiled_anew(compiler: Compiler) -> None:
+    grammar = choice("dropped")
+    made(compiler.ask(grammar))
+    compiler.drop(grammar)
+    with held_up(compiler._quick):
+        asked = compiler.ask(grammar)
+        assert not asked.done()
+    made(asked)
+
+
+def test_a_grammar_survives_the_end_of_the_processes(compiler: Compiler) -> None:
+    made(compiler.ask(choice("before")))
+    for _ in range(2):
+        _, vetting = compiler._opened()
+        vetting._keeper.kill()
+        vetting._keeper.wait()
+        made(compiler.ask(choice(f"after {vetting._keeper.pid}")))
+
+
+def test_nothing_is_compiled_after_the_end() -> None:
+    closed = new_compiler()
+    closed.close()
+    closed.close()
+    with pytest.raises(Overloaded):
+        made(closed.ask(choice("x")))
+
+
+def test_what_waits_at_the_end_is_cancelled() -> None:
+    closed = new_compiler()
+    made(closed.ask(choice("begun")))
+    with held_up(closed._quick):
+        asked = closed.ask(choice("waits"))
+        closing = threading.Thread(target=closed.close)
+        closing.start()
+        assert wait([asked], 0.0).not_done  # or it is cancelled already
+    closing.join(PATIENCE_S)
+    assert asked.cancelled()

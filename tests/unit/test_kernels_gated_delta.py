@@ -1,0 +1,79 @@
+"""Gated DeltaNet, in blocks and token by token, beside the functions of ``transformers``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
+
+from minisgl_backend.kernels.gated_delta import (
+    causal_conv,
+    causal_conv_step,
+    delta_rule,
+    delta_rule_step,
+)
+
+HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 8, 16
+
+
+def inputs(num_tokens: int) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(num_tokens)
+    q, k = torch.randn(2, num_tokens, KEY_HEADS, KEY_DIM, generator=draw)
+    v = torch.randn(num_tokens, HEADS, VALUE_DIM, generator=draw)
+    g = -torch.rand(num_tokens, HEADS, generator=draw) * 3
+    beta = torch.rand(num_tokens, HEADS, generator=draw)
+    return q, k, v, g, beta
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 200])
+def test_the_rule_is_that_of_transformers(num_tokens: int) -> None:
+    q, k, v, g, beta = inputs(num_tokens)
+    state = torch.randn(HEADS, KEY_DIM, VALUE_DIM, generator=torch.Generator().manual_seed(1))
+    expected, behind = theirs.torch_recurrent_gated_delta_rule(
+        *(each[None] for each in (q, k, v, g, beta)),
+        initial_state=state[None],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    found, last = delta_rule(q, k, v, g, beta, state)
+    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last, behind[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cut", [1, 16, 64, 99])
+def test_tokens_may_be_cut_anywhere(cut: int) -> None:
+    q, k, v, g, beta = inputs(100)
+    state = torch.zeros(HEADS, KEY_DIM, VALUE_DIM)
+    expected, last = delta_rule(q, k, v, g, beta, state)
+    first, state = delta_rule(q[:cut], k[:cut], v[:cut], g[:cut], beta[:cut], state)
+    rest, state = delta_rule(q[cut:], k[cut:], v[cut:], g[cut:], beta[cut:], state)
+    torch.testing.assert_close(torch.cat([first, rest]), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_step_by_their_own_states() -> None:
+    q, k, v, g, beta = inputs(3)
+    states = torch.randn(6, HEADS, KEY_DIM, VALUE_DIM, generator=torch.Generator().manual_seed(2))
+    before, slots = states.clone(), torch.tensor([4, 0, 2])
+    found = delta_rule_step(q, k, v, g, beta, states, slots)
+    for row, slot in enumerate(slots.tolist()):
+        one = slice(row, row + 1)
+        expected, last = delta_rule(q[one], k[one], v[one], g[one], beta[one], before[slot])
+        torch.testing.assert_close(found[one], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(states[slot], last, rtol=1e-4, atol=1e-5)
+    assert torch.equal(states[[1, 3, 5]], before[[1, 3, 5]])
+
+
+def test_the_convolution_goes_on_where_it_was_cut() -> None:
+    draw = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(9, 5, generator=draw), torch.randn(5, 4, generator=draw)
+    expected = theirs.causal_conv1d_fn(x.T[None], weight, activation="silu")[0].T
+    whole, last = causal_conv(x, torch.zeros(5, 3), weight)
+    torch.testing.assert_close(whole, expected)
+    first, state = causal_conv(x[:2], torch.zeros(5, 3), weight)
+    states = torch.zeros(2, 5, 3)
+    states[1] = state
+    steps = [causal_conv_step(x[i : i + 1], states, torch.tensor([1]), weight) for i in range(2, 9)]
+    torch.testing.assert_close(torch.cat([first, *steps]), expected)
+    torch.testing.assert_close(states[1], last)
+    assert not states[0].any()

@@ -30,6 +30,8 @@ from minisgl_backend.text.tokenizer import load_definition
 
 logger = logging.getLogger(__name__)
 
+_OVERTAKEN_BY_LPM: Final = 64
+_OVERTAKEN_ON_CPU: Final = 256
 _READ_AT_ONCE: Final = 32_000
 """Tokens up to which a tokenizer is read for grammars when the first one comes: it takes a moment.
 """
@@ -77,10 +79,18 @@ def build_scheduler(options: EngineOptions, info: EngineInfo, parts: Parts = STA
         cache = RadixCache(info.num_pages, info.page_size)
     else:
         cache = SnapshotCache(info.num_pages, info.page_size, info.num_snapshots)
+    on_cpu = info.device == "cpu"
+    max_overtaken = options.max_overtaken
+    if max_overtaken is None:
+        by_prefix = _OVERTAKEN_ON_CPU if on_cpu else 0
+        max_overtaken = _OVERTAKEN_BY_LPM if options.schedule_policy == "lpm" else by_prefix
     config = SchedulerConfig(
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,
         policy=options.schedule_policy,
+        max_overtaken=max_overtaken,
+        names_groups=on_cpu and options.group_attention is not False,
+        has_states=info.num_snapshots is not None,
     )
     return parts.scheduler(cache, config)
 

@@ -97,6 +97,18 @@ class EngineOptions:
         "which waiting request is next: the oldest, or that with the longest cached prefix",
         choices=("fcfs", "lpm"),
     )
+    max_overtaken: int | None = option(
+        None,
+        "most later requests that a waiting one lets pass, so that requests with a common prefix "
+        "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU, 0 on a "
+        "GPU",
+        minimum=0,
+    )
+    group_attention: bool | None = option(
+        None,
+        "decoding requests that share pages read them together; auto: on a CPU, the only device "
+        "that can",
+    )
     cache: str = option(
         "radix",
         "radix shares the KV of common prefixes; naive does not",

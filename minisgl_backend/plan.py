@@ -10,7 +10,8 @@ tensor-parallel ranks get the very same plan, encoded as 32-bit words.
 
 Invariants: a step computes at least one token; row and page numbers are those of the planner's
 tables; grants are written to the page table before the step computes anything; in a step a row
-decodes or prefills, never both.
+decodes or prefills, never both; rows of a group have the same pages there, full of committed
+positions.
 """
 
 from __future__ import annotations
@@ -57,10 +58,28 @@ class Admission:
     history: IntArray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Decoding rows that share pages, N groups of them; int32.
+
+    Group i has ``sizes[i]`` of the ``members`` [sum of sizes], one group after another. They share
+    the pages from index ``begins[i]`` up to ``ends[i]`` of their lines of the page table. A row may
+    be in several groups, which together cover its first pages, in order and without gaps.
+    """
+
+    sizes: IntArray
+    begins: IntArray
+    ends: IntArray
+    members: IntArray
+
+
+NO_GROUPS: Final = Groups(EMPTY, EMPTY, EMPTY, EMPTY)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One forward pass with P prefill chunks, S of them scored, D decoding rows and G grants, which
-    keeps V snapshots.
+    """One forward pass with P prefill chunks, S of them scored, D decoding rows, G grants and C
+    copies, which keeps V snapshots.
 
     All arrays are int32.
 
@@ -70,6 +89,9 @@ class StepPlan:
     before it does anything else of the plan, since this plan may already grant them. All other
     pages hold finite numbers, or NaN that the requests that use them have computed themselves.
     ``grant_rows``, ``grant_indices``, ``grant_pages`` [G]: page_table[row, index] = page.
+    ``copy_sources``, ``copy_targets``, ``copy_lengths`` [C]: the keys and values of the first
+    ``length`` positions of a page are copied to another page, after broken pages are cleared and
+    before anything is computed. No page is a target twice, and none is both.
     ``prefill_rows``, ``prefill_starts``, ``prefill_lengths`` [P]: the positions from start up to
     start + length of the row are computed. ``prefill_tokens`` [sum of lengths] has their tokens,
     chunk after chunk.
@@ -85,7 +107,9 @@ class StepPlan:
     behind each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
     behind them, chunk after chunk.
     ``decode_rows``, ``decode_positions`` [D]: the last sampled token of the row stands at that
-    position; it is computed, and the next token is sampled.
+    position; it is computed, and the next token is sampled. Rows ascend.
+    ``group_sizes``, ``group_begins``, ``group_ends`` [N], ``group_rows``: the ``Groups`` of these
+    rows whose pages are worth being read together. Results are the same without.
     ``masked_rows``: those of the rows that get a token whose request has a grammar. If there are
     any, the step samples once it has masks for them (``Pending.mask``).
     """
@@ -97,6 +121,9 @@ class StepPlan:
     grant_rows: IntArray
     grant_indices: IntArray
     grant_pages: IntArray
+    copy_sources: IntArray
+    copy_targets: IntArray
+    copy_lengths: IntArray
     prefill_rows: IntArray
     prefill_starts: IntArray
     prefill_lengths: IntArray
@@ -108,6 +135,10 @@ class StepPlan:
     saved_snapshots: IntArray
     decode_rows: IntArray
     decode_positions: IntArray
+    group_sizes: IntArray
+    group_begins: IntArray
+    group_ends: IntArray
+    group_rows: IntArray
     masked_rows: IntArray
     score_chunks: IntArray
     score_starts: IntArray

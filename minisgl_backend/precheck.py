@@ -60,6 +60,8 @@ def check_options(options: EngineOptions, device: str | None) -> None:
     if device is not None:
         check_comm(options.comm, device)
     if device == "cuda":
+        if options.group_attention:
+            raise ConfigError("option group_attention=true is for CPUs")
         if options.dtype == "float64":
             raise ConfigError("option dtype=float64 is for CPUs")
         # computing experts one by one waits for the device, which cannot be captured

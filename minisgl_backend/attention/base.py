@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
+from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import IntArray
 
 if TYPE_CHECKING:  # ``models.spec`` imports this module and needs no torch
@@ -121,6 +122,7 @@ class DecodeRows:
 
     ``rows`` [batch_size] of ``page_table`` [num_rows, max_pages]; ``lengths`` [batch_size], the new
     token's position included; ``host_lengths`` are the same, and None in a step to be captured.
+    ``groups``, on the host, have indices of these rows as members; a backend may leave them alone.
     ``pdl``: kernels may be launched before their predecessors end.
     """
 
@@ -128,6 +130,7 @@ class DecodeRows:
     lengths: Tensor
     page_table: Tensor
     host_lengths: IntArray | None = None
+    groups: Groups = NO_GROUPS
     pdl: bool = False
 
 

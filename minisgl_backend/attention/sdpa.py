@@ -6,11 +6,16 @@ size, window and head count. Needs lengths on the host, so its steps are never c
 A *run* is a row's part of the step: a chunk, or one decoded token. Runs are cut into *blocks* of
 queries, so that masks stay small. Blocks of similar size are padded into a *segment*, which takes
 one gather and one SDPA call a layer; all decoding rows are normally one segment.
+
+Pages that a group of decoding rows shares are gathered once for all of them, and their queries are
+one matrix (Hydragen, arXiv 2402.05099). What each row reads beyond is in segments as before. Either
+leaves a *partial* result, and they are merged by the sums of their weights. On a CPU only: there
+PyTorch's kernel returns these sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -29,10 +34,15 @@ from minisgl_backend.attention.base import (
     PagedKV,
 )
 from minisgl_backend.device.base import HostArray
+from minisgl_backend.plan import NO_GROUPS, Groups
+from minisgl_backend.request import IntArray
 
 _MAX_MASK_ELEMENTS: Final = 2**21
 _MAX_GATHERED_POSITIONS: Final = 2**18
 _FREE_PADDING: Final = 2**16  # scores: computing them is cheaper than one more SDPA call
+_LEAST_SAVED: Final = 2**18
+"""From this many numbers of keys and values on, which it saves reading in a layer, it was faster to
+read a group's pages together (on one core of an AMD EPYC)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +59,39 @@ class _Segment:
     pages: Tensor
     num_blocks: int
     masks: dict[int | None, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shared:
+    """T positions that n decoding rows share, of which each sees at least one.
+
+    ``tokens`` [n] are the rows' flat indices, ``pages`` [P], P * page_size == T. ``mask``
+    [1, 1, n * G, T] is added to the scores of G query heads a KV head; None if all are seen.
+    """
+
+    tokens: Tensor
+    pages: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Partial:
+    """Attention of decoding rows over a part of what they see, [n, num_kv_heads, G, head_dim], with
+    the logarithm of the sum of the weights, [n, num_kv_heads, G]."""
+
+    values: Tensor
+    logarithms: Tensor
+
+    def put(self, at: Tensor | slice, part: _Partial) -> None:
+        """Set the results of the rows ``at``."""
+        self.values[at], self.logarithms[at] = part.values.to(self.values.dtype), part.logarithms
+
+    def merge(self, at: Tensor, part: _Partial) -> None:
+        """Add what the rows ``at`` attend to in another part."""
+        before = self.logarithms[at]
+        both = torch.logaddexp(before, part.logarithms)
+        kept, added = (before - both).exp_()[..., None], (part.logarithms - both).exp_()[..., None]
+        self.put(at, _Partial(self.values[at] * kept + part.values * added, both))
 
 
 class SdpaAttention:
@@ -70,21 +113,83 @@ class SdpaAttention:
         blocks = _Blocks.of_runs(
             offsets[:-1], np.diff(offsets), chunks.host_ends.astype(np.int64), self._heads_per_kv
         )
-        return self._planned(blocks, chunks.rows, chunks.page_table)
+        begins = np.zeros(len(chunks.host_ends), np.int64)
+        segments = self._segments(blocks, begins, chunks.rows, chunks.page_table)
+        return partial(self._attend, segments)
 
     def plan_rows(self, rows: DecodeRows) -> LayerAttention:
         assert rows.host_lengths is not None
         ends = rows.host_lengths.astype(np.int64)
-        blocks = _Blocks.of_runs(
-            np.arange(len(ends)), np.ones(len(ends), np.int64), ends, self._heads_per_kv
-        )
-        return self._planned(blocks, rows.rows, rows.page_table)
+        begins = np.zeros(len(ends), np.int64)  # the pages of each row that it reads with others
+        groups: list[tuple[IntArray, int, int]] = []
+        for members, end in _members_and_ends(
+            rows.groups if self._device.type == "cpu" else NO_GROUPS
+        ):
+            begin = int(begins[members[0]])  # of all members, as each is in all groups before
+            if self._pays(len(members), end - begin):
+                groups.append((members, begin, end))
+                begins[members] = end
 
-    def _planned(self, blocks: _Blocks, rows: Tensor, page_table: Tensor) -> LayerAttention:
-        segments = [
-            self._segment(group, rows, page_table) for group in blocks.groups(self._heads_per_kv)
+        def segments(index: HostArray) -> list[_Segment]:
+            own = ends[index] - begins[index] * self._page_size
+            blocks = _Blocks(index, index, np.ones(len(index), np.int64), own)
+            return self._segments(blocks, begins, rows.rows, rows.page_table)
+
+        grouped, alone = np.flatnonzero(begins), np.flatnonzero(begins == 0)
+        attend_alone = partial(self._attend, segments(alone))
+        if not len(grouped):
+            return attend_alone
+        shared = {
+            window: [self._shared(rows, *group, window) for group in groups]
+            for window in self._windows
+        }
+        attend_grouped = partial(self._attend_grouped, segments(grouped), shared, grouped)
+
+        def attend(out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
+            attend_alone(out, q, kv, layer)
+            attend_grouped(out, q, kv, layer)
+
+        return attend
+
+    def _pays(self, num_rows: int, num_pages: int) -> bool:
+        """Whether reading pages once for ``num_rows`` saves more than it costs."""
+        per_position = 2 * self._shape.num_kv_heads * self._shape.head_dim
+        saved = (num_rows - 1) * num_pages * self._page_size * per_position
+        return saved >= _LEAST_SAVED
+
+    def _segments(
+        self, blocks: _Blocks, begins: HostArray, rows: Tensor, page_table: Tensor
+    ) -> list[_Segment]:
+        """``begins``: the first page of each run, from which its positions are counted."""
+        return [
+            self._segment(group, begins, rows, page_table)
+            for group in blocks.groups(self._heads_per_kv)
         ]
-        return partial(self._attend, segments)
+
+    def _shared(
+        self, rows: DecodeRows, members: IntArray, begin: int, end: int, window: int | None
+    ) -> _Shared | None:
+        """The pages of a group that some of its members see through the window; None if none do."""
+        assert rows.host_lengths is not None
+        size, mask = self._page_size, None
+        if window is not None:
+            first_seen = rows.host_lengths[members] - window
+            members = members[first_seen < end * size]
+            if not len(members):
+                return None
+            first_seen = first_seen[first_seen < end * size]
+            begin = max(begin, int(first_seen.min()) // size)
+            hidden = np.arange(begin * size, end * size) < first_seen[:, None]  # [n, T]
+            if hidden.any():
+                by_head = torch.from_numpy(np.repeat(hidden, self._heads_per_kv, axis=0))
+                mask = torch.zeros(by_head.shape, dtype=self._dtype)
+                mask.masked_fill_(by_head, float("-inf"))
+        row = rows.rows[int(members[0])]
+        return _Shared(
+            self._upload(members.astype(np.int64)),
+            rows.page_table[row, begin:end],
+            None if mask is None else mask[None, None],
+        )
 
     def _attend(
         self, segments: Sequence[_Segment], out: Tensor, q: Tensor, kv: PagedKV, layer: int
@@ -92,14 +197,68 @@ class SdpaAttention:
         window, scale = self._shape.windows[layer], self._shape.scale
         for segment in segments:
             # [B, num_kv_heads, T, head_dim]
-            keys = _gather(kv.keys, segment, q.dtype, kv.k_scale)
-            values = _gather(kv.values, segment, q.dtype, kv.v_scale)
+            keys = _gather(kv.keys, segment.pages, segment.num_blocks, q.dtype, kv.k_scale)
+            values = _gather(kv.values, segment.pages, segment.num_blocks, q.dtype, kv.v_scale)
             queries = self._fold(q[segment.tokens], segment.num_blocks)
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=segment.masks[window], scale=scale
             )
             # Padding repeats a real query, so it writes that query's own result once more.
             out[segment.tokens] = self._unfold(attended)  # [B * L, num_heads, head_dim]
+
+    def _attend_grouped(
+        self,
+        segments: Sequence[_Segment],
+        shared: Mapping[int | None, Sequence[_Shared | None]],
+        grouped: HostArray,
+        out: Tensor,
+        q: Tensor,
+        kv: PagedKV,
+        layer: int,
+    ) -> None:
+        """The rows ``grouped``: ``segments`` have what each reads alone, at least a position."""
+        window = self._shape.windows[layer]
+        # [num_rows, num_kv_heads, G, head_dim]
+        queries = q.reshape(len(q), self._shape.num_kv_heads, -1, self._shape.head_dim)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        found = _Partial(
+            torch.empty_like(queries, dtype=exact),
+            queries.new_empty(queries.shape[:3], dtype=exact),
+        )
+        for segment in segments:
+            keys = _gather(kv.keys, segment.pages, segment.num_blocks, q.dtype, kv.k_scale)
+            values = _gather(kv.values, segment.pages, segment.num_blocks, q.dtype, kv.v_scale)
+            mask = segment.masks[window]
+            own = self._with_logarithms(queries[segment.tokens], keys, values, mask)
+            found.put(segment.tokens, _Partial(*own))
+        for part in shared[window]:
+            if part is None:
+                continue
+            # [1, num_kv_heads, T, head_dim]
+            keys = _gather(kv.keys, part.pages, 1, q.dtype, kv.k_scale)
+            values = _gather(kv.values, part.pages, 1, q.dtype, kv.v_scale)
+            # all rows as one matrix a KV head: [1, num_kv_heads, n * G, head_dim]
+            together = queries[part.tokens].transpose(0, 1).flatten(1, 2)[None]
+            both = self._with_logarithms(together, keys, values, part.mask)
+            by_row = (len(queries[0]), len(part.tokens), queries.shape[2])
+            out_of_part, logarithms = (
+                x.reshape(*by_row, *x.shape[3:]).transpose(0, 1) for x in both
+            )
+            found.merge(part.tokens, _Partial(out_of_part, logarithms))
+        index = self._upload(grouped)
+        out[index] = found.values[index].flatten(1, 2).to(out.dtype)
+
+    def _with_logarithms(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What ``scaled_dot_product_attention`` computes on a CPU, [B, heads, L, head_dim], and the
+        logarithms of the sums of weights, [B, heads, L], which that function does not return."""
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out: Tensor
+        out, logarithms = attend(
+            q, keys, values, 0.0, False, attn_mask=mask, scale=self._shape.scale
+        )
+        return out, logarithms
 
     def _fold(self, q: Tensor, num_blocks: int) -> Tensor:
         """[B * L, num_heads, head_dim] -> [B, num_kv_heads, G * L, head_dim].
@@ -120,13 +279,16 @@ class SdpaAttention:
         x = x.reshape(num_blocks, kv_heads, self._heads_per_kv, -1, head_dim)
         return x.permute(0, 3, 1, 2, 4).reshape(-1, kv_heads * self._heads_per_kv, head_dim)
 
-    def _segment(self, blocks: _Blocks, rows: Tensor, page_table: Tensor) -> _Segment:
+    def _segment(
+        self, blocks: _Blocks, begins: HostArray, rows: Tensor, page_table: Tensor
+    ) -> _Segment:
         num_blocks, longest = len(blocks.runs), int(blocks.lengths.max())
         counts = -(-blocks.ends // self._page_size)  # pages of each block
         num_pages = int(counts.max())
         # Padding repeats a block's last query, and its last page.
         steps = np.minimum(np.arange(longest), blocks.lengths[:, None] - 1)  # [B, L]
         columns = np.minimum(np.arange(num_pages), counts[:, None] - 1)  # [B, P]
+        columns += begins[blocks.runs, None]
         tokens = (blocks.tokens[:, None] + steps).reshape(-1)
         positions = self._upload((blocks.ends - blocks.lengths)[:, None] + steps)
         first = int(tokens[0])
@@ -160,15 +322,23 @@ class SdpaAttention:
         return torch.from_numpy(array).to(self._device)
 
 
-def _gather(pages: Tensor, segment: _Segment, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+def _gather(
+    pages: Tensor, wanted: Tensor, num_blocks: int, dtype: torch.dtype, scale: Tensor | None
+) -> Tensor:
     """[num_pages + 1, page_size, kv_heads, head_dim] -> [B, kv_heads, T, head_dim] of ``dtype``."""
     flat = pages.view(pages.shape[0], -1)
     if scale is None:
-        found = flat.index_select(0, segment.pages)
+        found = flat.index_select(0, wanted)
     else:  # float8 cannot be indexed
-        bits = flat.view(torch.uint8).index_select(0, segment.pages)
+        bits = flat.view(torch.uint8).index_select(0, wanted)
         found = (bits.view(pages.dtype).float() * scale).to(dtype)
-    return found.view(segment.num_blocks, -1, *pages.shape[2:]).transpose(1, 2)
+    return found.view(num_blocks, -1, *pages.shape[2:]).transpose(1, 2)
+
+
+def _members_and_ends(groups: Groups) -> Iterator[tuple[IntArray, int]]:
+    """Of each group: the members, and the index of the page behind the shared ones."""
+    members = np.split(groups.members, np.cumsum(groups.sizes))[: len(groups.sizes)]
+    yield from zip(members, groups.ends.tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

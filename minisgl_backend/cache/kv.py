@@ -31,17 +31,18 @@ Rules for the caller, which nothing here can verify:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
 
+from minisgl_backend.cache.groups import groups_of
 from minisgl_backend.cache.pages import PagePool, num_pages_for
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import NO_SNAPSHOT
+from minisgl_backend.plan import NO_GROUPS, NO_SNAPSHOT, Groups
 from minisgl_backend.request import IntArray
 
 
@@ -57,6 +58,7 @@ class Verified(Enum):
 class Lease:
     """One sequence's claim on pages, in the order of its positions (see the map above).
 
+    ``promise``: the pages that it is going to publish, if that was promised and is still to come.
     ``snapshot`` is that of the states behind the pages it was acquired with, if the cache has such
     (``cache.snapshots``).
     """
@@ -64,6 +66,7 @@ class Lease:
     pages: array[int] = field(default_factory=lambda: array("i"))
     num_shared: int = 0
     node: Node | None = None
+    promise: Node | None = None
     salt: bytes = b""
     snapshot: int = NO_SNAPSHOT
     released: bool = False
@@ -98,6 +101,14 @@ class KVCache(Protocol):
     def match_length(self, tokens: IntArray, salt: str = "") -> int:
         """Number of tokens that ``acquire`` would find cached now. Changes nothing."""
 
+    def promise(self, lease: Lease, tokens: IntArray) -> None:
+        """Note that the full pages of ``tokens`` will be published, until they are, or the lease
+        ends. At most once for a lease."""
+
+    def promised_length(self, tokens: IntArray, salt: str = "") -> int:
+        """Number of tokens that ``acquire`` would find if all promised pages were published, but
+        no other ones."""
+
     def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
         """A lease on the longest cached prefix of ``tokens[:-1]``, in whole pages.
 
@@ -124,6 +135,28 @@ class KVCache(Protocol):
         prefix is cached by now in other pages, the lease takes these, and its own are freed.
         Returns the indices at which ``lease.pages`` changed in this way.
         """
+
+    def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
+        """Which of the leases share cached pages; the members are indices of ``leases``.
+
+        A group saves reading more than ``cost_tokens`` positions for each of its members. Takes
+        time by the number of leases and of groups, not of pages.
+        """
+
+    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+        """Number of tokens of ``tokens[:-1]`` whose pages are cached, though perhaps without a
+        snapshot behind them: others have begun in the same way, and more may."""
+
+    def take_snapshot(self) -> int | None:
+        """A number to save recurrent states under, for models that have them; None if there is
+        none to give."""
+
+    def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
+        """Let others begin behind the first ``num_tokens`` published tokens of ``lease``, a whole
+        number of pages, with a snapshot that was taken."""
+
+    def return_snapshot(self, snapshot: int) -> None:
+        """Give back a snapshot that was taken, and is of no use."""
 
     def release(self, lease: Lease) -> None:
         """End the lease: its private pages become free, and its shared pages may be evicted."""
@@ -170,6 +203,12 @@ class NaiveCache:
     def match_length(self, tokens: IntArray, salt: str = "") -> int:
         return 0
 
+    def promise(self, lease: Lease, tokens: IntArray) -> None:
+        pass
+
+    def promised_length(self, tokens: IntArray, salt: str = "") -> int:
+        return 0
+
     def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
         return self._register(Lease())
 
@@ -198,6 +237,21 @@ class NaiveCache:
         self._require_held(lease)
         self._judge(lease, len(tokens), verified)
         return range(0)
+
+    def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
+        return NO_GROUPS
+
+    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+        return self.match_length(tokens, salt)
+
+    def take_snapshot(self) -> int | None:
+        return None
+
+    def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
+        self.return_snapshot(snapshot)
+
+    def return_snapshot(self, snapshot: int) -> None:
+        raise InvariantError("this cache has given no snapshots away")
 
     def release(self, lease: Lease) -> None:
         self._end(lease)
@@ -261,9 +315,19 @@ class NaiveCache:
 class RadixCache(NaiveCache):
     """Leases with the same salt and a common prefix of tokens share the pages of the prefix."""
 
-    def __init__(self, num_pages: int, page_size: int, *, is_clean: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        is_clean: bool = True,
+        watch: Callable[[IntArray], None] | None = None,
+    ) -> None:
+        """``watch`` gets the pages that leave the tree, int32[num_pages], whenever some do."""
         super().__init__(num_pages, page_size, is_clean=is_clean)
         self._tree = RadixTree(page_size)
+        self._promises = RadixTree(page_size)  # its pages are indices only
+        self._watch = watch
 
     @property
     def num_cached(self) -> int:
@@ -275,6 +339,18 @@ class RadixCache(NaiveCache):
 
     def match_length(self, tokens: IntArray, salt: str = "") -> int:
         return self._tree.match_length(tokens[:-1], salt_key(salt)) * self.page_size
+
+    def promise(self, lease: Lease, tokens: IntArray) -> None:
+        assert lease.promise is None
+        num_pages = len(tokens) // self.page_size
+        if num_pages > lease.num_shared:
+            indices = np.arange(num_pages, dtype=np.int32)
+            whole = tokens[: num_pages * self.page_size]
+            tree = self._promises
+            lease.promise, _ = tree.insert(tree.root, whole, indices, lease.salt)
+
+    def promised_length(self, tokens: IntArray, salt: str = "") -> int:
+        return self._promises.match_length(tokens[:-1], salt_key(salt)) * self.page_size
 
     def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
         key = salt_key(salt)
@@ -308,9 +384,15 @@ class RadixCache(NaiveCache):
         fresh = tokens[start * self.page_size : stop * self.page_size]
         lease.node, known = self._tree.insert(lease.node, fresh, own, lease.salt)
         lease.num_shared = stop
+        if lease.promise is not None and stop > int(lease.promise.pages[-1]):
+            self._keep_promise(lease)
         lease.pages[start : start + len(known)] = array("i", known.tobytes())
         self._pool.free(own[: len(known)])
         return range(start, start + len(known))
+
+    def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
+        nodes = [lease.node for lease in leases if lease.node is not None]
+        return groups_of(nodes, self.page_size, cost_tokens)
 
     def release(self, lease: Lease) -> None:
         # [0, num_shared)            unpinned: the nodes that no other lease pins may be evicted,
@@ -318,7 +400,7 @@ class RadixCache(NaiveCache):
         # [num_shared, len(pages))   freed
         self._end(lease)
         assert lease.node is not None
-        self._pool.free(self._tree.unpin(lease.node))
+        self._free_dropped(self._tree.unpin(lease.node))
 
     def discard(self, lease: Lease) -> None:
         # [0, kept)                 pages that other leases use, too, and that are not suspect
@@ -328,11 +410,30 @@ class RadixCache(NaiveCache):
         assert lease.node is not None
         dropped = self._tree.drop(lease.node, self._pool.has_suspects)
         self._pool.suspect(dropped)
-        self._pool.free(dropped)
+        self._free_dropped(dropped)
+
+    def emptied(self) -> KVCache:
+        return RadixCache(self.num_pages, self.page_size, is_clean=False, watch=self._watch)
+
+    def _end(self, lease: Lease, *, is_suspect: bool = False) -> None:
+        super()._end(lease, is_suspect=is_suspect)
+        if lease.promise is not None:
+            self._keep_promise(lease)
+
+    def _keep_promise(self, lease: Lease) -> None:
+        """Forget what the lease has promised: it is done, or will never be."""
+        assert lease.promise is not None
+        self._promises.unpin(lease.promise)
+        self._promises.evict(self._promises.num_evictable)
+        lease.promise = None
 
     def check(self) -> None:
         self._pool.check()
         self._tree.check()
+        self._promises.check()
+        promised = sum(lease.promise is not None for lease in self._leases)
+        if sum(node.pins for node in self._promises.root.children.values()) != promised:
+            raise InvariantError("not exactly the promises of leases are noted")
         self._check_pages([node.pages for node in self._tree.nodes()])
         pins = dict.fromkeys(self._tree.nodes(), 0)
         for lease in self._leases:
@@ -352,8 +453,14 @@ class RadixCache(NaiveCache):
         if short > self._tree.num_evictable:
             return False
         if short > 0:
-            self._pool.free(self._tree.evict(short))
+            self._free_dropped(self._tree.evict(short))
         return True
+
+    def _free_dropped(self, pages: IntArray) -> None:
+        """Free pages that have left the tree."""
+        self._pool.free(pages)
+        if self._watch is not None and len(pages):
+            self._watch(pages)
 
 
 def _as_array(pages: array[int]) -> IntArray:

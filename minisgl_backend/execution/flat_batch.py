@@ -5,12 +5,12 @@ All arrays are on the host. Must not know pages: the page table is on the device
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from minisgl_backend.device.base import HostArray
-from minisgl_backend.plan import StepPlan
+from minisgl_backend.plan import NO_GROUPS, Groups, StepPlan
 from minisgl_backend.request import EMPTY, IntArray
 
 
@@ -31,6 +31,7 @@ class FlatBatch:
     int64[num_samples]: ``samples``, the flat indices of the tokens whose logits are sampled, with
     their ``sample_rows``; ``sample_positions``, the positions that the new tokens will have. Chunks
     come first here, as in ``StepPlan.sample_rows``.
+    ``groups``: those of the plan, with the flat indices of decoding tokens as members.
     """
 
     rows: HostArray
@@ -45,11 +46,14 @@ class FlatBatch:
     samples: HostArray
     sample_rows: HostArray
     sample_positions: HostArray
+    groups: Groups = NO_GROUPS
 
     @classmethod
     def of(cls, plan: StepPlan) -> FlatBatch:
+        members = np.searchsorted(plan.decode_rows, plan.group_rows).astype(np.int32)
+        groups = Groups(plan.group_sizes, plan.group_begins, plan.group_ends, members)
         if not len(plan.prefill_rows):
-            return cls.of_decodes(plan.decode_rows, plan.decode_positions)
+            return replace(cls.of_decodes(plan.decode_rows, plan.decode_positions), groups=groups)
         lengths = plan.prefill_lengths.astype(np.int64)  # [num_chunks]
         ends = plan.prefill_starts + lengths  # [num_chunks]
         decodes = np.arange(len(plan.decode_rows))
@@ -72,6 +76,7 @@ class FlatBatch:
             samples=np.concatenate([offsets[1:][sampled] - 1, decodes], dtype=int),
             sample_rows=plan.sample_rows.astype(np.int64),
             sample_positions=np.concatenate([ends[sampled], plan.decode_positions + 1], dtype=int),
+            groups=groups,
         )
 
     @classmethod

@@ -72,6 +72,7 @@ class ForwardPass:
                 lengths=upload(lengths),
                 page_table=rows.table.pages,
                 host_lengths=lengths,
+                groups=batch.groups,
             )
         attend = self._attention.plan(decodes, chunks)
         recurrent = None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
+from minisgl_backend.kernels.activation import gelu_mul
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -28,7 +29,8 @@ class FeedForward(Protocol):
 
 
 class GatedMLP(nn.Module):
-    """The block of Llama and its successors (``FeedForward``): down(silu(gate(x)) * up(x))."""
+    """The block of Llama and its successors (``FeedForward``): down(silu(gate(x)) * up(x)); with
+    ``gelu`` in place of silu, as Gemma has it, the gate is a kernel of its own."""
 
     def __init__(
         self,
@@ -39,13 +41,15 @@ class GatedMLP(nn.Module):
         bias: bool,
         group: Group,
         matrices: Matrices,
+        gelu: bool = False,
     ):
         """``name`` is the module's in the checkpoint."""
         super().__init__()
+        self.gelu = gelu
         share = even_share(intermediate_size, group, "intermediate_size")
         parts = {"gate_proj": share, "up_proj": share}
         self.gate_up_proj = MergedColumnLinear(
-            name, hidden_size, parts, bias=bias, matrices=matrices, gated=True
+            name, hidden_size, parts, bias=bias, matrices=matrices, gated=not gelu
         )
         self.down_proj = RowLinear(
             f"{name}.down_proj",
@@ -57,21 +61,25 @@ class GatedMLP(nn.Module):
         )
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only with dense weights."""
+        """Compute steps that fit them by ``kernels``. Only with dense weights, and silu."""
         self.gate_up_proj.use_tensor_cores(kernels)
         self.down_proj.use_tensor_cores(kernels)
 
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, *, pdl: bool
     ) -> tuple[Tensor, Normed]:
-        inner = self.gate_up_proj(x, pdl=pdl)  # [num_tokens, share.size]
-        return self.down_proj.add_to(residual, inner, norm, pdl=pdl)
+        return self.down_proj.add_to(residual, self._inner(x, pdl), norm, pdl=pdl)
 
     def output(self, x: Normed, *, pdl: bool) -> Tensor:
         """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it before."""
-        output: Tensor = self.down_proj(self.gate_up_proj(x, pdl=pdl), pdl=pdl)
+        output: Tensor = self.down_proj(self._inner(x, pdl), pdl=pdl)
         return output
 
     def part(self, x: Normed, *, pdl: bool) -> Tensor:
         """This rank's part of ``output``, to be summed over the ranks by the caller."""
-        return self.down_proj.part(self.gate_up_proj(x, pdl=pdl), pdl=pdl)
+        return self.down_proj.part(self._inner(x, pdl), pdl=pdl)
+
+    def _inner(self, x: Normed, pdl: bool) -> Tensor:
+        """[num_tokens, this rank's part of intermediate_size]"""
+        inner: Tensor = self.gate_up_proj(x, pdl=pdl)
+        return gelu_mul(inner, pdl=pdl) if self.gelu else inner

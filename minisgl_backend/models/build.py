@@ -203,8 +203,8 @@ def has_fused_layers(spec: ModelSpec) -> bool:
     a model compute; sizes and weight formats, on which they also depend, aside.
 
     They do not know experts, layers without attention, gates of its output, norms of the outputs
-    of a layer's parts or over all heads of a token, nor heads of which a part rotates. Heads that
-    do not rotate at all are no exception to them.
+    of a layer's parts or over all heads of a token, another gate than SiLU, nor heads of which a
+    part rotates. Heads that do not rotate at all are no exception to them.
     """
     ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
     return (
@@ -212,6 +212,7 @@ def has_fused_layers(spec: ModelSpec) -> bool:
         and spec.delta_net is None
         and not spec.gated_attention
         and spec.norms == "before"
+        and not spec.gelu
         and spec.qk_norm != "token"
         and all(rope is None or rope.rotated == 1.0 for rope in ropes)
     )

@@ -7,7 +7,7 @@ checkpoint is never run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from minisgl_backend.models.spec import (
     DeltaSpec,
     ModelSpec,
     MoeSpec,
+    RopeSpec,
 )
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
@@ -164,7 +165,7 @@ def read_dots1(config: ConfigReader) -> ModelSpec:
         "sliding_attention" if window and layer >= first else "full_attention"
         for layer in range(num_layers)
     ]
-    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    fields["windows"] = _windows_by_kind(kinds, window)
     moe = _deepseek_experts(config, num_layers, first=0)
     return ModelSpec(architecture="Dots1ForCausalLM", moe=moe, **fields)
 
@@ -200,7 +201,7 @@ def read_ministral(config: ConfigReader) -> ModelSpec:
     window, num_layers = config.integer_or_null("sliding_window", 4096), fields["num_layers"]
     kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers)
     kinds = kinds or ["sliding_attention"] * num_layers
-    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    fields["windows"] = _windows_by_kind(kinds, window)
     return ModelSpec(architecture="MinistralForCausalLM", **fields)
 
 
@@ -268,25 +269,15 @@ def read_olmo3(config: ConfigReader) -> ModelSpec:
     """``Olmo3ForCausalLM``: OLMo 2 with windows on three of four layers, whose rotation is not
     stretched."""
     config = config.with_defaults(rope_theta=5e5)
-    by_kind = {
-        kind: table
-        for kind, table in config.table("rope_parameters").items()
-        if kind in _ATTENTION_KINDS
-    }
-    if by_kind:
-        values = {**config.values, "rope_parameters": by_kind.get("full_attention", {})}
-        fields = _olmo_fields(ConfigReader(values, config.where))
-    else:
-        fields = _olmo_fields(config)
-    num_layers, rope = fields["num_layers"], fields["rope"]
+    by_kind, fields = _ropes_by_kind(config, _olmo_fields)
+    num_layers = fields["num_layers"]
     kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
         "full_attention" if (layer + 1) % 4 == 0 else "sliding_attention"
         for layer in range(num_layers)
     ]
-    local = read_rope(config, rope.max_positions, given=by_kind.get("sliding_attention", {}))
-    window = config.integer("sliding_window", 4096)
-    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    fields["ropes"] = tuple(local if kind == "sliding_attention" else rope for kind in kinds)
+    given = by_kind.get("sliding_attention", {})
+    local = read_rope(config, fields["rope"].max_positions, given=given)
+    _set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
     return ModelSpec(architecture="Olmo3ForCausalLM", **fields)
 
 
@@ -300,6 +291,86 @@ def _olmo_fields(config: ConfigReader) -> dict[str, Any]:
         "qkv_bias": bias,
         "output_bias": bias,
     }
+
+
+def read_gemma3_text(config: ConfigReader) -> ModelSpec:
+    """``Gemma3ForCausalLM``, also the text part of Gemma 3: norms on both sides of attention and
+    feed-forward, windows on five of six layers, which have a rotation of their own."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.values.get(key):
+            raise ConfigError(f"{config.where}: {key} {config.values[key]!r} is not supported")
+    activation = config.word("hidden_activation", "gelu_pytorch_tanh")
+    if activation != "gelu_pytorch_tanh":
+        raise config.error("hidden_activation", "'gelu_pytorch_tanh'", activation)
+    config = config.with_defaults(
+        vocab_size=262_208,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=2**17,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    )
+    by_kind, fields = _ropes_by_kind(config, common_fields)
+    every, num_layers = config.integer("sliding_window_pattern", 6), fields["num_layers"]
+    kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(num_layers)
+    ]
+    theta = config.number("rope_local_base_freq", 10_000.0)
+    given = {"rope_theta": theta, **by_kind.get("sliding_attention", {})}
+    local = read_rope(config, fields["rope"].max_positions, given=given)
+    if fields["rope"].scaling == "linear":
+        # here max_position_embeddings is the context after stretching
+        unstretched = int(fields["rope"].max_positions / fields["rope"].factor)
+        fields["rope"] = replace(fields["rope"], max_positions=unstretched)
+    _set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
+    bias = config.flag("attention_bias")
+    return ModelSpec(
+        architecture="Gemma3ForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+        norms="around",
+        norm_offset=1.0,
+        gelu=True,
+        attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        embedding_scale=fields["hidden_size"] ** 0.5,
+        **fields,
+    )
+
+
+def read_gemma3(config: ConfigReader) -> ModelSpec:
+    """``Gemma3ForConditionalGeneration``, the text part."""
+    spec = read_gemma3_text(_text_config(config, tied=True))
+    return replace(spec, architecture="Gemma3ForConditionalGeneration", names=MULTIMODAL)
+
+
+def _ropes_by_kind(
+    config: ConfigReader, read: Callable[[ConfigReader], dict[str, Any]]
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The tables of ``rope_parameters`` by kinds of attention, if they are told apart, and what
+    ``read`` finds with that of layers without a window in their place."""
+    by_kind = {
+        kind: table
+        for kind, table in config.table("rope_parameters").items()
+        if kind in _ATTENTION_KINDS
+    }
+    if not by_kind:
+        return by_kind, read(config)
+    values = {**config.values, "rope_parameters": by_kind.get("full_attention", {})}
+    return by_kind, read(ConfigReader(values, config.where))
+
+
+def _set_kinds(fields: dict[str, Any], kinds: Sequence[str], window: int, local: RopeSpec) -> None:
+    """Give the layers with a window that, and the rotation ``local``."""
+    rope = fields["rope"]
+    fields["windows"] = _windows_by_kind(kinds, window)
+    fields["ropes"] = tuple(local if kind == "sliding_attention" else rope for kind in kinds)
 
 
 def read_granite(config: ConfigReader) -> ModelSpec:
@@ -340,7 +411,7 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
         kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
             "full_attention" if one else "sliding_attention" for one in rotates[:num_layers]
         ]
-        fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        fields["windows"] = _windows_by_kind(kinds, window)
     return ModelSpec(
         architecture="SmolLM3ForCausalLM",
         qkv_bias=bias,
@@ -504,6 +575,11 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
+    return _windows_by_kind(kinds, window)
+
+
+def _windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer: ``window`` of those that slide, none of the others."""
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -531,6 +607,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Phi3ForCausalLM": read_phi3,
         "Olmo2ForCausalLM": read_olmo2,
         "Olmo3ForCausalLM": read_olmo3,
+        "Gemma3ForCausalLM": read_gemma3_text,
+        "Gemma3ForConditionalGeneration": read_gemma3,
         "GraniteForCausalLM": read_granite,
         "SmolLM3ForCausalLM": read_smollm3,
     }

@@ -90,32 +90,42 @@ class DecoderLayer(nn.Module):
 
 
 class PostNormLayer(nn.Module):
-    """The layer of OLMo 2: the outputs of both parts are normalized, not their inputs.
+    """The layer of OLMo 2, in which the outputs of both parts are normalized, not their inputs; and
+    of Gemma 3, in which both are.
 
     Its forward pass is that of a ``DecoderLayer``, operation by operation: no kernel fuses the norm
     of an output.
     """
 
-    first_norm: Final = None
-
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
+
+        def norm() -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset)
+
+        has_both = spec.norms == "around"
+        self.input_layernorm = norm() if has_both else None
         self.self_attn = SelfAttention(spec, layer, group, matrices)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm() if has_both else None
         self.mlp = _gated_mlp(spec, layer, group, matrices)
-        self.post_feedforward_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.post_feedforward_layernorm = norm()
 
     @property
     def mixer(self) -> TokenMixer:
         return self.self_attn
 
+    @property
+    def first_norm(self) -> RMSNorm | None:
+        """The norm of the layer's input, if it has one."""
+        return self.input_layernorm
+
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
     ) -> tuple[Tensor, Normed]:
-        part = self.self_attn.output(x, step)
-        x = add_normed(residual, part, self.post_attention_layernorm, None, pdl=step.pdl)
-        part = self.mlp.output(x, pdl=step.pdl)
-        after = self.post_feedforward_layernorm
+        part, after = self.self_attn.output(x, step), self.post_attention_layernorm
+        x = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
+        part, after = self.mlp.output(x, pdl=step.pdl), self.post_feedforward_layernorm
         return residual, add_normed(residual, part, after, next_norm, pdl=step.pdl)
 
 
@@ -209,6 +219,10 @@ class Decoder(nn.Module):
                 if isinstance(module, Matrix):
                     module.pack()
         self.head.matrix.pack(keep=self.spec.tie_embeddings)
+        for module in self.modules():
+            # as plain attributes: nn.Module's lookup takes as long as a small operation
+            vars(module).update(module.named_parameters(recurse=False))
+            vars(module).update(module.named_children())
 
     def set_positions(self, num_positions: int, device: torch.device) -> None:
         """Compute the tables of positions for sequences of up to ``num_positions`` tokens."""
@@ -300,12 +314,8 @@ class Decoder(nn.Module):
         several ranks only those on tensor cores may: the ranks' fused sums read the residual stream
         before they wait, and no other GEMM ensures that it is written by then.
         """
-        has_states = self.spec.delta_net is not None
-        if (
-            has_states
-            or self.spec.norms == "after"
-            or not can_start_early(self._rotary_tables[0].device)
-        ):
+        on_gpu = can_start_early(self._rotary_tables[0].device)
+        if not on_gpu or self.spec.norms != "before" or self.spec.delta_net is not None:
             return False
         if num_tokens <= self._most_tensor_core_tokens:
             return True
@@ -322,6 +332,7 @@ def _gated_mlp(spec: ModelSpec, layer: int, group: Group, matrices: Matrices) ->
         bias=spec.mlp_bias,
         group=group,
         matrices=matrices,
+        gelu=spec.gelu,
     )
 
 

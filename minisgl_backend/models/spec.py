@@ -129,10 +129,11 @@ class ModelSpec:
     ``ropes`` has an entry a layer if not all rotate by ``rope``; None: the layer does not rotate.
     ``qk_norm``: queries and keys are normalized, each head for itself or all heads of a token
     together. ``norms``: of the input of each part of a layer, or of its output before that is added
-    to the residual stream. ``attention_scale`` multiplies the scores, by default
-    head_dim to the power of -1/2. ``embedding_scale`` multiplies the embeddings, ``branch_scale``
-    what each part of a layer adds to the residual stream, ``logit_scale`` the logits.
-    ``norm_offset`` is added to the weights of norms. ``gated_attention``: attention's output is
+    to the residual stream, or of both; ``norm_offset`` is added to all their weights. ``gelu``: the
+    gate of a feed-forward block is GELU, approximated by tanh, instead of SiLU.
+    ``attention_scale`` multiplies the scores, by default head_dim to the power of -1/2.
+    ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
+    to the residual stream, ``logit_scale`` the logits. ``gated_attention``: attention's output is
     multiplied by a gate of its input. ``delta_net`` describes the layers without attention.
     """
 
@@ -153,13 +154,14 @@ class ModelSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["head", "token"] | None = None
-    norms: Literal["before", "after"] = "before"
+    norms: Literal["before", "after", "around"] = "before"
+    norm_offset: float = 0.0
+    gelu: bool = False
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     branch_scale: float = 1.0
     logit_scale: float = 1.0
-    norm_offset: float = 0.0
     gated_attention: bool = False
     delta_net: DeltaSpec | None = None
     generates: bool = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl_backend.plan import Admission, StepPlan
+from minisgl_backend.plan import NO_GROUPS, Admission, Groups, StepPlan
 from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.scheduling.running import Mask
 
@@ -19,8 +19,10 @@ class Draft:
         self.budget = budget
         self.decode_rows = EMPTY
         self.decode_positions = EMPTY
+        self.groups = NO_GROUPS
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
+        self._copies: list[tuple[int, int, int]] = []
         self._chunks: list[tuple[int, int, int, int, int]] = []
         self._tokens: list[IntArray] = []
         self._saved: list[tuple[int, int, int]] = []
@@ -44,6 +46,10 @@ class Draft:
         """Add grants to one row: page_table[row, indices[i]] = pages[i]."""
         self.grant(np.full(len(indices), row), np.arange(indices.start, indices.stop), pages)
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of page ``source`` to page ``target``."""
+        self._copies.append((source, target, length))
+
     def prefill(
         self, row: int, start: int, tokens: IntArray, *, samples: bool, snapshot: int
     ) -> None:
@@ -64,10 +70,12 @@ class Draft:
         self._scores.append((len(self._chunks) - 1, start, len(tokens)))
         self._score_tokens.append(tokens)
 
-    def decode(self, rows: IntArray, positions: IntArray) -> None:
-        """Decode these rows. The arrays are kept, so the caller must not write to them again."""
+    def decode(self, rows: IntArray, positions: IntArray, groups: Groups) -> None:
+        """Decode these rows, with groups of them. The arrays are kept, so the caller must not write
+        to them again."""
         self.decode_rows = rows
         self.decode_positions = positions
+        self.groups = groups
 
     def freeze(
         self, step: int, *, released_rows: list[int], broken_pages: IntArray, masked: Mask
@@ -77,6 +85,7 @@ class Draft:
         ``masked``, bool[num_rows], says which rows have a grammar.
         """
         chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 5).T
+        copies = np.array(self._copies, dtype=np.int32).reshape(-1, 3).T
         saved = np.array(self._saved, dtype=np.int32).reshape(-1, 3).T
         scores = np.array(self._scores, dtype=np.int32).reshape(-1, 3).T
         grant_rows, grant_indices, grant_pages = (
@@ -93,6 +102,9 @@ class Draft:
             grant_rows=grant_rows,
             grant_indices=grant_indices,
             grant_pages=grant_pages,
+            copy_sources=copies[0],
+            copy_targets=copies[1],
+            copy_lengths=copies[2],
             prefill_rows=chunks[0],
             prefill_starts=chunks[1],
             prefill_lengths=chunks[2],
@@ -104,6 +116,10 @@ class Draft:
             saved_snapshots=saved[2],
             decode_rows=self.decode_rows,
             decode_positions=self.decode_positions,
+            group_sizes=self.groups.sizes,
+            group_begins=self.groups.begins,
+            group_ends=self.groups.ends,
+            group_rows=self.groups.members,
             masked_rows=sampled[masked[sampled]],
             score_chunks=scores[0],
             score_starts=scores[1],

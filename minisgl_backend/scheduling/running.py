@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_backend.cache.kv import Lease
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 from minisgl_backend.scheduling.sequence import Sequence
@@ -103,6 +104,15 @@ class RunningRows:
             raise InvariantError(f"row {row} has no sequence")
         return sequence
 
+    def leases(self, rows: IntArray) -> list[Lease]:
+        """The leases of the sequences that hold ``rows``, in that order."""
+        held = [self.sequences[row] for row in rows.tolist()]
+        leases = [sequence.lease for sequence in held if sequence is not None]
+        found = [lease for lease in leases if lease is not None]
+        if len(found) < len(held):
+            raise InvariantError("a row has no sequence, or its sequence no lease")
+        return found
+
     def by_fate(self) -> tuple[list[Sequence], list[Sequence]]:
         """The running and the retiring sequences, both in the order of their rows."""
         held = [sequence for sequence in self.sequences if sequence is not None]
@@ -129,6 +139,10 @@ class RunningRows:
         """Plan the positions up to ``end`` of one row."""
         self.planned[row] = end
         self.in_flight[row] += 1
+
+    def skip(self, row: int, end: int) -> None:
+        """Note that the positions up to ``end`` of a row that was just taken need no step."""
+        self.planned[row] = self.computed[row] = end
 
     def start_decoding(self, row: int) -> None:
         """Let the row decode from the next step on, unless the token sampled now is its last."""

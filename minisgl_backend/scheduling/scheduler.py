@@ -52,7 +52,7 @@ from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence
-from minisgl_backend.scheduling.waiting import by_precedence
+from minisgl_backend.scheduling.waiting import WaitingQueue, by_precedence
 
 _NOT_FINITE: Final = "the model's logits were not finite"
 
@@ -61,13 +61,21 @@ _NOT_FINITE: Final = "the model's logits were not finite"
 class SchedulerConfig:
     """The planner's share of the options.
 
-    ``policy`` is fcfs or lpm (see ``waiting``); ``reserve_tokens`` is explained in ``admission``.
+    ``policy`` (fcfs or lpm), ``max_overtaken`` and ``worthwhile_tokens`` are explained in
+    ``waiting``, ``reserve_tokens`` in ``admission``. With ``names_groups`` plans have ``Groups``,
+    for which ``group_cost_tokens`` are explained in ``KVCache.groups``. ``has_states``: rows have
+    recurrent states, so pages alone do not tell how a prompt was computed.
     """
 
     max_running_requests: int = 256
     max_prefill_tokens: int = 8192
     policy: str = "fcfs"
+    max_overtaken: int = 0
+    worthwhile_tokens: int = 128
+    names_groups: bool = False
+    group_cost_tokens: int = 64
     reserve_tokens: int = 256
+    has_states: bool = False
 
 
 @dataclass(slots=True)
@@ -95,8 +103,19 @@ class Scheduler:
         self._cache = cache
         self._config = config
         self._counters = counters or _Counters()
-        rows = config.max_running_requests
-        self._life = Lifecycle(cache, rows, config.policy, released_rows=list(taken_rows))
+        self._life = Lifecycle(
+            cache,
+            config.max_running_requests,
+            WaitingQueue(
+                cache,
+                config.policy,
+                config.max_overtaken,
+                worthwhile_tokens=config.worthwhile_tokens,
+            ),
+            group_cost_tokens=config.group_cost_tokens if config.names_groups else None,
+            has_states=config.has_states,
+            released_rows=list(taken_rows),
+        )
         self._rows = self._life.rows
         self._queue = self._life.queue
         self._admission = AdmissionControl(self._life, config.reserve_tokens)
@@ -159,7 +178,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Counts, in constant time."""
         return SchedulerStats(
-            num_waiting=len(self._queue),
+            num_waiting=self._life.num_waiting,
             num_running=self._rows.num_used,
             total_pages=self._cache.num_pages,
             free_pages=self._cache.num_free,
@@ -196,7 +215,7 @@ class Scheduler:
             self._grow_first(short, draft)
             ready = rows.ready_to_decode()
             ready = ready[rows.planned[ready] < rows.capacity[ready]]
-        draft.decode(ready, rows.plan_decode(ready))
+        draft.decode(ready, rows.plan_decode(ready), self._life.groups_of(ready))
         return under_pressure
 
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
@@ -263,15 +282,15 @@ class Scheduler:
     def _announce(self, sequence: Sequence, draft: Draft) -> None:
         """Let the executor know of a sequence that has taken a row, and of its pages."""
         request, lease = sequence.request, sequence.held()
-        num_cached_tokens = lease.num_shared * self._cache.page_size
+        self._life.copy_prompt(sequence, draft)
         self._counters.prefix_queries += len(sequence.reusable)
-        self._counters.prefix_hits += num_cached_tokens
+        self._counters.prefix_hits += lease.num_shared * self._cache.page_size
         draft.admit(
             Admission(
                 request_id=request.id,
                 row=sequence.row,
                 num_prompt_tokens=len(request.prompt),
-                num_cached_tokens=num_cached_tokens,
+                num_cached_tokens=int(self._rows.planned[sequence.row]),
                 sampling=request.sampling,
                 history=sequence.tokens if request.sampling.has_penalties else EMPTY,
             )

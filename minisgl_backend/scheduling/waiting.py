@@ -4,19 +4,26 @@ A higher priority goes first, and among equal priorities the older request. No p
 level of priority is worth a head start of ``HEAD_START`` arrivals, so a request is overtaken by at
 most that many later ones per level above its own.
 
-With the policy ``lpm`` (longest prefix match), the sequence with the most cached tokens goes first
-among the first ``WINDOW`` sequences that have the priority of the head of the queue. It may pass
-the same head only ``MAX_OVERTAKEN`` times.
+Within the level of the head of the queue, the order may change for the sake of prefixes, as long as
+no sequence is passed by more than ``max_overtaken`` that come after it:
+- A sequence waits for a prefix that a running one is about to compute, rather than compute it, too.
+- Sequences that have more in common with one that was served than the head has are served next, so
+  that they run together (``cache.groups``): its companions.
+- With the policy ``lpm`` (longest prefix match), the sequence with the most cached tokens goes
+  first among the first ``WINDOW``, instead.
 
-No sequence is passed because it is large: at the head, it waits until it fits, and all others wait
+No sequence is passed because it is large: once chosen, it waits until it fits, and all others wait
 behind it. Must not know whether there is room for a sequence: that is decided by ``admission``.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from itertools import takewhile
-from typing import Final
+from typing import Final, TypeAlias
+
+import numpy as np
 
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
@@ -25,7 +32,10 @@ from minisgl_backend.scheduling.sequence import Precedence, Sequence
 
 HEAD_START: Final = 1024
 WINDOW: Final = 32
-MAX_OVERTAKEN: Final = 64
+_MOST_LEADERS: Final = 64
+
+_Place: TypeAlias = tuple[str, bytes, Precedence, Sequence]
+"""By these, sequences with a long common prefix stand side by side. No two have one precedence."""
 
 
 def precedence_of(request: Request, arrival: int) -> Precedence:
@@ -39,12 +49,24 @@ def by_precedence(sequence: Sequence) -> Precedence:
 
 
 class WaitingQueue:
-    """The waiting sequences, in order of precedence; ``policy`` is fcfs or lpm."""
+    """The waiting sequences, in order of precedence; ``policy`` is fcfs or lpm.
 
-    def __init__(self, cache: KVCache, policy: str) -> None:
+    With a ``max_overtaken`` of 0 that is the order of service. Fewer than ``worthwhile_tokens`` in
+    common change nothing.
+    """
+
+    def __init__(
+        self, cache: KVCache, policy: str, max_overtaken: int, *, worthwhile_tokens: int
+    ) -> None:
         self._cache = cache
         self._longest_prefix_first = policy == "lpm"
+        self._max_overtaken = max_overtaken
+        self._worthwhile_tokens = worthwhile_tokens
         self._sequences: list[Sequence] = []
+        self._by_tokens: list[_Place] = []
+        self._leaders: deque[_Place] = deque(maxlen=_MOST_LEADERS)  # served, with companions left
+        self._chosen: Sequence | None = None  # as a companion of one of these
+        self._ahead: list[Precedence] = []  # of the served that come after the head, ascending
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -52,33 +74,100 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Queue a sequence at the place that its precedence gives it."""
         insort(self._sequences, sequence, key=by_precedence)
+        if self._brings_together:
+            insort(self._by_tokens, _place(sequence), key=_without_sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, at whatever place it is."""
-        place = bisect_left(self._sequences, sequence.precedence, key=by_precedence)
-        if place == len(self._sequences) or self._sequences[place] is not sequence:
+        index = bisect_left(self._sequences, sequence.precedence, key=by_precedence)
+        if index == len(self._sequences) or self._sequences[index] is not sequence:
             raise InvariantError(f"request {sequence.request.id} is not in the queue")
-        del self._sequences[place]
+        del self._sequences[index]
+        if self._brings_together:
+            key = _without_sequence(_place(sequence))
+            del self._by_tokens[bisect_left(self._by_tokens, key, key=_without_sequence)]
+        first = self._sequences[0].precedence if self._sequences else sequence.precedence
+        del self._ahead[: bisect_left(self._ahead, first)]
 
     def choose(self) -> Sequence | None:
-        """The sequence to be served next, which stays in the queue; None if the queue is empty."""
+        """The sequence to be served next, which stays in the queue; None if there is none, or if
+        those that may be next wait for a prefix."""
         if not self._sequences:
             return None
         head = self._sequences[0]
-        if not self._longest_prefix_first or head.overtaken >= MAX_OVERTAKEN:
+        if len(self._ahead) - bisect_right(self._ahead, head.precedence) >= self._max_overtaken:
             return head
+        self._chosen = self._companion(head) if self._brings_together else None
+        if self._chosen is not None:
+            return self._chosen
         level = head.request.priority
         window = takewhile(
             lambda sequence: sequence.request.priority == level, self._sequences[:WINDOW]
         )
-        return max(window, key=self._num_cached_tokens)  # the first of equals
+        due = filter(self._is_due, window)
+        if self._longest_prefix_first:
+            return max(due, key=self._num_cached_tokens, default=None)  # the first of equals
+        return next(due, None)
 
     def admit(self, sequence: Sequence) -> None:
-        """Take out the chosen sequence; if it passes the head, the head remembers it."""
-        head = self._sequences[0]
-        if sequence is not head:
-            head.overtaken += 1
+        """Take out the chosen sequence, and remember whom it passes and whom it leads."""
+        if sequence is not self._sequences[0]:
+            insort(self._ahead, sequence.precedence)
         self.remove(sequence)
+        if self._brings_together and sequence is not self._chosen:
+            self._leaders.append(_place(sequence))
+
+    @property
+    def _brings_together(self) -> bool:
+        return self._max_overtaken > 0 and not self._longest_prefix_first
+
+    def _companion(self, head: Sequence) -> Sequence | None:
+        """A waiting sequence that is due and has much more in common with a leader than the head
+        has; the oldest leader's. Leaders without companions are forgotten."""
+        for leader in list(self._leaders):
+            nearest = self._nearest(leader, head)
+            if nearest is None:
+                self._leaders.remove(leader)
+            elif self._is_due(nearest):
+                return nearest
+        return None
+
+    def _nearest(self, leader: _Place, head: Sequence) -> Sequence | None:
+        """The companion of a leader that has most in common with it."""
+        index = bisect_left(self._by_tokens, _without_sequence(leader), key=_without_sequence)
+        most, nearest = _num_common_tokens(leader[3], head) + self._worthwhile_tokens, None
+        for *_, sequence in self._by_tokens[max(index - 1, 0) : index + 1]:
+            common = _num_common_tokens(leader[3], sequence)
+            if common >= most and sequence.request.priority == head.request.priority:
+                most, nearest = common, sequence
+        return nearest
+
+    def _is_due(self, sequence: Sequence) -> bool:
+        """Whether there is no use in waiting for what running sequences are about to compute."""
+        tokens, salt = sequence.reusable, sequence.request.cache_salt
+        coming = self._cache.promised_length(tokens, salt)
+        if coming < self._worthwhile_tokens:
+            return True
+        return coming < self._num_cached_tokens(sequence) + self._worthwhile_tokens
 
     def _num_cached_tokens(self, sequence: Sequence) -> int:
         return self._cache.match_length(sequence.reusable, sequence.request.cache_salt)
+
+
+def _place(sequence: Sequence) -> _Place:
+    salt = sequence.request.cache_salt
+    return (salt, sequence.tokens.tobytes(), sequence.precedence, sequence)
+
+
+def _without_sequence(place: _Place) -> tuple[str, bytes, Precedence]:
+    return place[:3]
+
+
+def _num_common_tokens(one: Sequence, other: Sequence) -> int:
+    """The length of the prefix that both have, if they may share it."""
+    if one.request.cache_salt != other.request.cache_salt:
+        return 0
+    length = min(len(one.tokens), len(other.tokens))
+    differ = one.tokens[:length] != other.tokens[:length]
+    first = int(np.argmax(differ)) if length else 0  # 0 also if none differs
+    return first if length and differ[first] else length

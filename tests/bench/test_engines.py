@@ -37,6 +37,10 @@ def test_prompts_are_those_that_others_publish_figures_for() -> None:
         (["decode", "--batch-size", "2", "--context", "20", "--steps", "5"], {"batch", "step_ms"}),
         (["prefill", "--length", "20", "--repeats", "2"], {"batch", "prompt_tokens", "median_ms"}),
         (["offline", "--requests", "2", "--output-length", "4", "8"], {"tokens_per_s"}),
+        (
+            "prefixes --groups 2 --each 2 --shared 40 --own 4 --output-length 4".split(),
+            {"tokens_per_s", "cached_share"},
+        ),
     ],
 )
 def test_commands_report_what_they_measured(

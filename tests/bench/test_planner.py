@@ -18,6 +18,10 @@ NAMES = {
     "step_us_p50_page_64",
     "step_us_p99_page_64",
     "encode_us_p50",
+    "grouped_step_us_p50",
+    "grouped_step_us_p50_without",
+    "regrouped_step_us_p50",
+    "regrouped_step_us_p50_without",
     "admit_us_300",
     "evict_us_p50",
     "evict_us_max",
@@ -30,7 +34,7 @@ NAMES = {
 def test_the_command_writes_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = bench.run(num_steps=3, num_leaves=1024, queue_lengths=(300,))
+    figures = bench.run(num_steps=43, num_leaves=1024, queue_lengths=(300,))
     assert set(figures) == NAMES
     assert all(value > 0 for value in figures.values())
     monkeypatch.setattr(bench, "run", lambda: figures)

@@ -15,6 +15,10 @@ import torch
 from transformers import (
     Dots1Config,
     Dots1ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GraniteConfig,
@@ -211,6 +215,29 @@ def _smollm3(**changes: Any) -> PreTrainedModel:
     return SmolLM3ForCausalLM(SmolLM3Config(**values))
 
 
+_GEMMA: Final = MappingProxyType(
+    {
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }
+)
+
+
+def _gemma3(**changes: Any) -> PreTrainedModel:
+    return Gemma3ForCausalLM(Gemma3TextConfig(**{**_SHAPE, **_GEMMA, **changes}))
+
+
+def _gemma3_seeing() -> PreTrainedModel:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = {**_SHAPE, **_GEMMA, "attention_bias": True}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(config)
+
+
 def _longrope(num_frequencies: int) -> dict[str, Any]:
     """Sequences stay within the original context, as they do in the engine."""
     short = [1.0 + 0.3 * index for index in range(num_frequencies)]
@@ -342,6 +369,15 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             },
             layer_types=["sliding_attention", "full_attention"] * 2,
         ),
+        "gemma3": _gemma3,
+        "gemma3-stretched": lambda: _gemma3(
+            rope_parameters={
+                "full_attention": _linear(8.0),
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            tie_word_embeddings=False,
+        ),
+        "gemma3-seeing": _gemma3_seeing,
         "granite": _granite,
         "granite-tied": lambda: _granite(
             tie_word_embeddings=True, attention_bias=True, mlp_bias=True, logits_scaling=8.0
@@ -387,10 +423,14 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
 )
 
 
+_SEEDS: Final = MappingProxyType({"dots1": 1001, "glm4-moe-groups": 1002})
+"""Of checkpoints that come near a tie with the seed of their place in ``CASES``."""
+
+
 def write_checkpoint(case: str, folder: Path, *, shard_size: str = "5GB") -> Any:
     """Make the model of ``case`` from a fixed seed and save it; returns it for reference."""
     model: Any = CASES[case]()
-    _draw(model, seed=list(CASES).index(case))
+    _draw(model, seed=_SEEDS.get(case, list(CASES).index(case)))
     model.eval()
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model

@@ -6,6 +6,7 @@ To add a backend: put a function that makes it into ``BACKENDS``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -27,6 +28,7 @@ from minisgl_backend.attention.base import (
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.device.base import HostArray
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.plan import Groups
 from minisgl_backend.request import IntArray
 
 CPU: Final = torch.device("cpu")
@@ -52,6 +54,15 @@ class Sequence:
     values: Tensor
     pages: list[int]
     computed: int = 0
+
+
+@dataclass
+class Shared:
+    """Sequences that have the same pages from ``begin`` to ``end``."""
+
+    indices: Seq[int]
+    begin: int
+    end: int
 
 
 class World:
@@ -87,7 +98,7 @@ class World:
             device=CPU,
         )
         self.backend = BACKENDS[backend](self.setting)
-        self.num_pages = 4096 // page_size
+        self.num_pages = 8192 // page_size
         self.kv = KVStorage(
             self.shape, num_pages=self.num_pages, page_size=page_size, dtype=dtype, device=CPU
         )
@@ -105,10 +116,23 @@ class World:
     def draw(self, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=self.random, dtype=torch.float64).to(self.dtype)
 
-    def step(self, runs: list[tuple[int, int]]) -> None:
+    def share(self, indices: Seq[int], begin: int, end: int) -> Shared:
+        """Let sequences have the pages of the first one from ``begin`` to ``end``."""
+        first, span = (
+            self.sequences[indices[0]],
+            slice(begin * self.page_size, end * self.page_size),
+        )
+        for index in indices[1:]:
+            guest = self.sequences[index]
+            guest.keys[span], guest.values[span] = first.keys[span], first.values[span]
+            guest.pages[begin:end] = first.pages[begin:end]
+        return Shared(indices, begin, end)
+
+    def step(self, runs: list[tuple[int, int]], groups: Seq[Shared] = ()) -> None:
         """Compute the next ``length`` positions of each (sequence, length), and check all of it.
 
-        All runs are prompt chunks; then those of one position are decoding rows, too.
+        All runs are prompt chunks; then those of one position are decoding rows, too, which read
+        the pages of ``groups`` together.
         """
         rows = np.array([index for index, _ in runs])
         lengths = np.array([length for _, length in runs])
@@ -121,7 +145,8 @@ class World:
         single = np.flatnonzero(lengths == 1)
         attend_rows = None
         if len(single):
-            attend_rows = self.backend.decode.plan_rows(self._decodes(rows[single], ends[single]))
+            decodes = self._decodes(rows[single], ends[single], groups)
+            attend_rows = self.backend.decode.plan_rows(decodes)
         for layer in range(shape.num_layers):
             expected = [
                 self._expected(run, self.sequences[row], slice(start, end), shape.windows[layer])
@@ -157,8 +182,16 @@ class World:
             host_ends=ends.astype(np.int32),
         )
 
-    def _decodes(self, rows: HostArray, ends: HostArray) -> DecodeRows:
+    def _decodes(self, rows: HostArray, ends: HostArray, groups: Seq[Shared]) -> DecodeRows:
+        index = {row: index for index, row in enumerate(rows.tolist())}
+        columns = (
+            [len(group.indices) for group in groups],
+            [group.begin for group in groups],
+            [group.end for group in groups],
+            [index[member] for group in groups for member in group.indices],
+        )
         return DecodeRows(
+            groups=Groups(*(np.array(column, np.int32) for column in columns)),
             rows=_int32(rows),
             lengths=_int32(ends),
             page_table=self._page_table(),
@@ -258,14 +291,63 @@ def test_a_long_prompt_at_once(backend: str) -> None:
     world.step([(index, 1500)])
 
 
-def test_shared_pages(backend: str) -> None:
-    world = World(backend)
-    owner, guest = world.add(40), world.add(40)
-    world.step([(owner, 32)])
-    for attribute in ("keys", "values"):
-        shared = getattr(world.sequences[owner], attribute)[:32]
-        getattr(world.sequences[guest], attribute)[:32] = shared
-    world.sequences[guest].pages[:2] = world.sequences[owner].pages[:2]
-    world.sequences[guest].computed = 32
-    world.step([(owner, 5), (guest, 8)])
-    world.step([(owner, 1)])
+PATTERNS: Final[Mapping[str, Seq[Shared]]] = MappingProxyType(
+    {
+        "none": [],
+        "all": [Shared(range(12), 0, 5)],
+        "pairs": [Shared((2 * i, 2 * i + 1), 0, 1 + i) for i in range(6)],
+        "some": [Shared((7, 1, 4), 0, 3), Shared((0, 11), 0, 6)],
+        "two levels": [Shared(range(10), 0, 2), Shared((0, 5, 9), 2, 5), Shared((3, 2), 2, 3)],
+        "four levels": [Shared(range(12 - 3 * n), n, n + 1) for n in range(4)],
+    }
+)
+every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
+
+
+@pytest.fixture(params=["always", "where it pays"])
+def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How small a group may be that is read together."""
+    if request.param == "always":
+        monkeypatch.setattr("minisgl_backend.attention.sdpa._LEAST_SAVED", 0)
+    else:  # of "two levels" the first does and the others do not
+        monkeypatch.setattr("minisgl_backend.attention.sdpa._LEAST_SAVED", 2**16)
+
+
+def attend_together(world: World, pattern: str) -> None:
+    """12 sequences of random lengths, of which the first pages are shared by that pattern; they
+    decode twice, once with the groups named and once without."""
+    longest = 7 * world.page_size
+    added = [world.add(longest + 2) for _ in range(12)]
+    groups = [world.share(each.indices, each.begin, each.end) for each in PATTERNS[pattern]]
+    lengths = np.random.default_rng(0).integers(6 * world.page_size, longest, len(added))
+    lengths[0] = 6 * world.page_size  # nothing of its own yet but the new token
+    world.step([(index, int(length)) for index, length in zip(added, lengths, strict=True)])
+    for named in (groups, []):
+        world.step([(index, 1) for index in added], named)
+
+
+@every_pattern
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_shared_pages(backend: str, pattern: str, page_size: int) -> None:
+    attend_together(World(backend, page_size=page_size), pattern)
+
+
+@every_pattern
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize("window", [1, 40, 90])
+def test_shared_pages_behind_a_window(backend: str, pattern: str, window: int) -> None:
+    attend_together(World(backend, windows=(window, None)), pattern)
+
+
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shared_pages_of_any_heads(
+    backend: str, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    world = World(
+        backend, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
+    )
+    attend_together(world, "two levels")

@@ -39,6 +39,7 @@ PAGE_SIZE = 16
         "mistral3-tied",
         "phi3-partial",
         "olmo2-biases",
+        "gemma3-seeing",
         "granite-tied",
         "smollm3",
         "qwen2-moe",

@@ -2,8 +2,9 @@
 
 The KV of a position is a number made of its token and of all KV before it, read back through the
 page table; the next token is a number made of all of it. So a page that is wrong, stale, shared by
-mistake or written by two makes a wrong token, as in a model. ``expected_tokens`` is what a request
-must get: the same arithmetic on plain lists, without pages, rows or steps.
+mistake or written by two makes a wrong token, as in a model. Rows of a group read their shared
+pages where the group's first row has them. ``expected_tokens`` is what a request must get: the same
+arithmetic on plain lists, without pages, rows or steps.
 
 The KV of a position may be NaN. As in attention, which multiplies masked positions by 0, NaN
 anywhere in a page that a row reads makes NaN of what is computed from it, also at positions that
@@ -167,7 +168,7 @@ class FakeExecutor:
     """Runs plans on numbers; an ``Executor`` of ``runtime.ports``.
 
     ``is_hit`` says whether a fault makes NaN of the position that is computed now, whatever its
-    tokens. ``num_cleared`` counts the broken pages of all plans.
+    tokens. ``num_cleared`` counts the broken pages of all plans, ``num_grouped`` their groups.
     """
 
     num_pages: int
@@ -178,9 +179,11 @@ class FakeExecutor:
     has_states: bool = False
     is_hit: Callable[[], bool] = lambda: False
     num_cleared: int = 0
+    num_grouped: int = 0
     _kv: npt.NDArray[np.uint64] = field(init=False)  # [num_pages, page_size]
     _is_nan: npt.NDArray[np.bool_] = field(init=False)  # [num_pages, page_size]
     _page_table: npt.NDArray[np.int64] = field(init=False)  # [num_rows, pages of a sequence]
+    _read_at: npt.NDArray[np.int64] = field(init=False)  # the table of this step, by groups
     _weights: npt.NDArray[np.uint64] = field(init=False)  # [positions]
     _snapshots: dict[int, _State] = field(init=False, default_factory=dict)
     _rows: dict[int, _Row] = field(init=False, default_factory=dict)
@@ -191,6 +194,7 @@ class FakeExecutor:
         self._kv = np.full((self.num_pages, self.page_size), _POISON, dtype=np.uint64)
         self._is_nan = np.zeros((self.num_pages, self.page_size), dtype=np.bool_)
         self._page_table = np.full((self.num_rows, width), -1, dtype=np.int64)
+        self._read_at = self._page_table.copy()
         weights = [_weight(position) for position in range(width * self.page_size)]
         self._weights = np.array(weights, dtype=np.uint64)
 
@@ -222,6 +226,8 @@ class FakeExecutor:
                 admission, admission.history.tolist(), admission.num_cached_tokens
             )
         self._grant(plan)
+        self._copy(plan)
+        self._read_together(plan)
         sampled, start = [], 0
         for chunk, (row, position, length, samples) in enumerate(
             zip(
@@ -293,6 +299,36 @@ class FakeExecutor:
             if index * self.page_size >= self._rows[row].computed:
                 self._kv[page] = _POISON  # granted to be written: what it held is gone
 
+    def _copy(self, plan: StepPlan) -> None:
+        sources, targets = plan.copy_sources.tolist(), plan.copy_targets.tolist()
+        assert len({*sources} | {*targets}) == len({*sources}) + len(targets)
+        for source, target, length in zip(
+            sources, targets, plan.copy_lengths.tolist(), strict=True
+        ):
+            self._kv[target] = _POISON
+            self._kv[target, :length] = self._kv[source, :length]
+            self._is_nan[target, :length] = self._is_nan[source, :length]
+
+    def _read_together(self, plan: StepPlan) -> None:
+        """Let each row of a group read the group's pages where the first row has them."""
+        positions = dict(
+            zip(plan.decode_rows.tolist(), plan.decode_positions.tolist(), strict=True)
+        )
+        begins = dict.fromkeys(positions, 0)
+        borders = np.cumsum([0, *plan.group_sizes])
+        assert borders[-1] == len(plan.group_rows)
+        self._read_at[:] = self._page_table
+        for group, (first, last) in enumerate(pairwise(borders.tolist())):
+            members = plan.group_rows[first:last].tolist()
+            begin, end = int(plan.group_begins[group]), int(plan.group_ends[group])
+            assert len(set(members)) == len(members) > 1
+            for row in members:
+                assert begins[row] == begin < end, "groups of a row have no gaps"
+                assert end * self.page_size <= positions[row], "shared pages are full"
+                begins[row] = end
+            self._read_at[members, begin:end] = self._page_table[members[0], begin:end]
+        self.num_grouped += len(plan.group_sizes)
+
     def _begin_state(self, row: int, position: int, snapshot: int) -> None:
         """Let the row's state be the one with which a chunk begins."""
         if snapshot != NO_SNAPSHOT:
@@ -327,14 +363,14 @@ class FakeExecutor:
 
     def _reads_nan(self, row: int, start: int, end: int) -> bool:
         """Whether there is NaN in the pages of a row up to ``end``, but for [start, end) itself."""
-        pages = self._page_table[row, : -(-end // self.page_size)]
+        pages = self._read_at[row, : -(-end // self.page_size)]
         is_nan = self._is_nan[pages].reshape(-1)
         return bool(is_nan[:start].any() or is_nan[end:].any())
 
     def _context(self, row: int, num_tokens: int) -> int:
         """All KV before a position, as the page table finds it."""
         num_pages = -(-num_tokens // self.page_size)
-        kv = self._kv[self._page_table[row, :num_pages]].reshape(-1)[:num_tokens]
+        kv = self._kv[self._read_at[row, :num_pages]].reshape(-1)[:num_tokens]
         return int((kv * self._weights[:num_tokens]).sum(dtype=np.uint64))
 
     def _sample(self, row: int) -> int:

@@ -22,6 +22,7 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     SamplingParams,
+    samples_of,
 )
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.executor import (
@@ -45,6 +46,9 @@ class Setup:
     num_rows: int = 8
     max_prefill_tokens: int = 32
     policy: str = "fcfs"
+    max_overtaken: int = 64
+    worthwhile_tokens: int = 1
+    group_cost_tokens: int = 0
     reserve_tokens: int = 0
     cache: str = "radix"
     num_snapshots: int | None = None
@@ -82,7 +86,12 @@ class Harness:
                 max_running_requests=setup.num_rows,
                 max_prefill_tokens=setup.max_prefill_tokens,
                 policy=setup.policy,
+                max_overtaken=setup.max_overtaken,
+                worthwhile_tokens=setup.worthwhile_tokens,
+                names_groups=True,
+                group_cost_tokens=setup.group_cost_tokens,
                 reserve_tokens=setup.reserve_tokens,
+                has_states=setup.num_snapshots is not None,
             ),
         )
         self.executor = FakeExecutor(
@@ -221,6 +230,8 @@ def random_setup(rng: random.Random) -> Setup:
         num_rows=rng.choice([1, 3, 8]),
         max_prefill_tokens=rng.choice([1, 5, 32, 256]),
         policy=rng.choice(["fcfs", "lpm"]),
+        max_overtaken=rng.choice([0, 2, 64]),
+        worthwhile_tokens=rng.choice([1, 8]),
         reserve_tokens=rng.choice([0, 0, 4]),
         cache="radix",
         num_snapshots=rng.choice([None, None, 6]),
@@ -256,12 +267,24 @@ def random_request(rng: random.Random, setup: Setup, number: int) -> Request:
     )
 
 
+def random_requests(rng: random.Random, setup: Setup) -> list[list[Request]]:
+    """Requests, each with its samples."""
+    found: list[list[Request]] = []
+    for _ in range(rng.randint(1, 12)):
+        number = sum(map(len, found))
+        first = random_request(rng, setup, number)
+        count = rng.choice([1, 1, 2, 5]) if first.sampling.max_tokens else 1
+        found.append(samples_of(first, [RequestId(number + index) for index in range(count)]))
+    return found
+
+
 def run_randomly(harness: Harness, rng: random.Random, *, check: bool) -> None:
     """Requests that come, go, and are aborted at any moment; then ``verify``."""
-    todo = [random_request(rng, harness.setup, number) for number in range(rng.randint(1, 12))]
+    todo = random_requests(rng, harness.setup)
     while todo or harness.scheduler.has_work() or harness.num_in_flight:
         if todo and rng.random() < 0.5:
-            harness.add(todo.pop())
+            for request in todo.pop():
+                harness.add(request)
         if harness.records and rng.random() < 0.05:
             harness.abort(rng.choice(list(harness.records)))
         if harness.num_in_flight and rng.random() < 0.2:

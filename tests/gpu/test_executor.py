@@ -56,6 +56,7 @@ CASES = [
 
 
 OTHERS = [
+    "gemma3",
     "granite-tied",
     "ministral3",
     "mistral3-tied",

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from minisgl_backend.cache.kv import Lease, RadixCache, Verified
+from minisgl_backend.plan import Groups
 from tests.fakes.executor import tokens_of
 from tests.properties.effort import examples
 
@@ -36,6 +37,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.published: dict[tuple[str, bytes], int] = {}
         self.held: dict[Lease, tuple[str, list[int]]] = {}
         self.detached: set[Lease] = set()
+        self.promised: dict[Lease, tuple[str, bytes]] = {}
         self.suspects: set[int] = set()
 
     def stretch(self, pattern: list[int], rest: int) -> list[int]:
@@ -113,6 +115,9 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.suspects |= set(written[lease.num_shared :])
         changed = self.cache.publish(lease, tokens_of(tokens), verified=verified)
+        whole = len(tokens) // self.page_size * self.page_size
+        if lease in self.promised and 4 * whole >= len(self.promised[lease][1]):
+            del self.promised[lease]
         after = lease.pages.tolist()
         if lease not in self.detached:
             for index in range(len(tokens) // self.page_size):
@@ -125,10 +130,52 @@ class CacheMachine(RuleBasedStateMachine):
     def release(self, lease: Lease) -> None:
         self.cache.release(lease)
         del self.held[lease]
+        self.promised.pop(lease, None)
+
+    @rule(lease=leases)
+    def promise(self, lease: Lease) -> None:
+        if lease in self.promised:
+            return
+        salt, tokens = self.held[lease]
+        self.cache.promise(lease, tokens_of(tokens))
+        num_pages = len(tokens) // self.page_size
+        if num_pages > lease.num_shared:
+            self.promised[lease] = (salt, tokens_of(tokens[: num_pages * self.page_size]).tobytes())
+
+    @rule(chosen=st.lists(leases, unique=True, max_size=6), cost=st.sampled_from([0, 1, 20]))
+    def group(self, chosen: list[Lease], cost: int) -> None:
+        """Each group reads the same pages, as far as its leases share any if none saves too little;
+        groups of a lease have no gaps."""
+        groups = self.cache.groups(chosen, cost)
+        ends = dict.fromkeys(range(len(chosen)), 0)
+        first = 0
+        for size, begin, end in zip(groups.sizes, groups.begins, groups.ends, strict=True):
+            members = groups.members[first : first + size].tolist()
+            first += size
+            pages = chosen[members[0]].pages[begin:end]
+            for member in members:
+                assert ends[member] == begin
+                assert end <= chosen[member].num_shared
+                assert chosen[member].pages[begin:end] == pages
+                ends[member] = end
+            assert len(set(members)) == size > 1
+            assert (end - begin) * (size - 1) * self.page_size > cost * size
+        if cost == 0:
+            for index, lease in enumerate(chosen):
+                shared = [
+                    sum(a == b for a, b in zip(lease.pages, other.pages, strict=False))
+                    for other in chosen
+                    if other is not lease
+                ]
+                assert ends[index] == max(shared, default=0) or self.levels(groups, index) == 4
+
+    def levels(self, groups: Groups, member: int) -> int:
+        return int(np.count_nonzero(groups.members == member))
 
     @rule(lease=consumes(leases))
     def discard(self, lease: Lease) -> None:
         salt, tokens = self.held.pop(lease)
+        self.promised.pop(lease, None)
         shared = lease.pages[: lease.num_shared].tolist()
         used = {page for other in self.held for page in other.pages[: other.num_shared]}
         dropped = {*lease.pages.tolist()} - used
@@ -154,6 +201,23 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.cache.check()
         assert self.cache.num_cached >= self.cache.num_evictable
+
+    @invariant()
+    def promises_are_known(self) -> None:
+        for salt, tokens in getattr(self, "held", {}).values():
+            expected = max((self.in_common(salt, tokens, of) for of in self.promised), default=0)
+            assert self.cache.promised_length(tokens_of(tokens), salt) == expected
+
+    def in_common(self, salt: str, tokens: list[int], lease: Lease) -> int:
+        """Tokens in whole pages that a lease has promised, of all but the last of ``tokens``."""
+        of_salt, promised = self.promised[lease]
+        whole, count = tokens_of(tokens[:-1]).tobytes(), 0
+        page = 4 * self.page_size
+        while of_salt == salt and len(whole) >= (count + 1) * page <= len(promised):
+            if whole[: (count + 1) * page] != promised[: (count + 1) * page]:
+                break
+            count += 1
+        return count * self.page_size
 
     @invariant()
     def no_page_is_writable_by_two(self) -> None:

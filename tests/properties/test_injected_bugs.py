@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.cache.radix import Node, RadixTree
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import Groups
 from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
@@ -111,6 +114,39 @@ def matched_in_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixCache, "acquire", acquire_all)
 
 
+def copied_in_part(patch: pytest.MonkeyPatch) -> None:
+    """A sample gets its leader's last page without the last position that is copied."""
+    copy = Draft.copy
+    patch.setattr(
+        Draft,
+        "copy",
+        lambda self, source, target, length: copy(self, source, target, length - 1),
+    )
+
+
+def grouped_too_far(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a group are said to share one page more than they do."""
+    groups = RadixCache.groups
+
+    def one_more(self: RadixCache, leases: list[Lease], cost_tokens: int) -> Groups:
+        found = groups(self, leases, cost_tokens)
+        return replace(found, ends=found.ends + np.int32(1))
+
+    patch.setattr(RadixCache, "groups", one_more)
+
+
+def grouped_with_others(patch: pytest.MonkeyPatch) -> None:
+    """A row is named in the place of another."""
+    groups = RadixCache.groups
+
+    def rotated(self: RadixCache, leases: list[Lease], cost_tokens: int) -> Groups:
+        found = groups(self, leases, cost_tokens)
+        members = (found.members + 1) % max(len(leases), 1)
+        return replace(found, members=members.astype(np.int32))
+
+    patch.setattr(RadixCache, "groups", rotated)
+
+
 def misplaced_snapshot(patch: pytest.MonkeyPatch) -> None:
     """A state is found behind one page less than it stands for."""
     attach = RadixTree.attach
@@ -159,6 +195,9 @@ BUGS: list[Inject] = [
     released_twice,
     wrong_key,
     matched_in_full,
+    copied_in_part,
+    grouped_too_far,
+    grouped_with_others,
     misplaced_snapshot,
     stale_snapshot,
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from minisgl_backend.request import Request, RequestId, SamplingParams
+from minisgl_backend.request import Request, RequestId, SamplingParams, samples_of
 from tests.fakes.executor import Model, tokens_of
 from tests.fakes.harness import Setup
 
@@ -22,6 +22,9 @@ def setups(draw: st.DrawFn) -> Setup:
         num_rows=draw(st.sampled_from([8, 2, 1])),
         max_prefill_tokens=draw(st.sampled_from([512, 32, 7, 1])),
         policy=draw(st.sampled_from(["fcfs", "lpm"])),
+        max_overtaken=draw(st.sampled_from([64, 2, 0])),
+        worthwhile_tokens=draw(st.sampled_from([1, 16])),
+        group_cost_tokens=draw(st.sampled_from([0, 1, 8])),
         reserve_tokens=draw(st.sampled_from([0, 0, 8])),
         cache=draw(st.sampled_from(["radix", "radix", "naive"])),
         num_snapshots=draw(st.sampled_from([None, None, 8, 2])),
@@ -64,8 +67,18 @@ def requests(draw: st.DrawFn, setup: Setup, number: int) -> Request:
 
 
 @st.composite
+def samples(draw: st.DrawFn, setup: Setup, number: int) -> list[Request]:
+    """A request, mostly with further samples, numbered from ``number`` on."""
+    first = draw(requests(setup, number))
+    count = draw(st.sampled_from([1, 2, 3, 7])) if first.sampling.max_tokens else 1
+    return samples_of(first, [RequestId(number + index) for index in range(count)])
+
+
+@st.composite
 def workloads(draw: st.DrawFn) -> tuple[Setup, list[Request]]:
     """A planner, and the requests that it gets."""
     setup = draw(setups())
-    count = draw(st.integers(1, 8))
-    return setup, [draw(requests(setup, number)) for number in range(count)]
+    found: list[Request] = []
+    for _ in range(draw(st.integers(1, 6))):
+        found += draw(samples(setup, len(found)))
+    return setup, found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.plan import StepPlan
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import EMPTY, IntArray
 from tests.fakes.plans import make_plan
 
 
@@ -68,3 +70,28 @@ def test_tokens_and_samples_of_a_step(
 def test_an_empty_plan() -> None:
     flat = FlatBatch.of(plan_of([], []))
     assert len(flat.positions) == len(flat.samples) == flat.num_decodes == 0
+
+
+def test_groups_name_decoding_rows_by_their_tokens() -> None:
+    plan = replace(
+        plan_of([(3, 0, 5, 1)], [(1, 40), (4, 50), (7, 60)]),
+        group_sizes=ints(3, 2),
+        group_begins=ints(0, 2),
+        group_ends=ints(2, 3),
+        group_rows=ints(7, 1, 4, 4, 7),
+    )
+    for groups in (FlatBatch.of(plan).groups, FlatBatch.of(without_chunks(plan)).groups):
+        assert groups.members.tolist() == [2, 0, 1, 1, 2]
+        assert (groups.sizes.tolist(), groups.begins.tolist()) == ([3, 2], [0, 2])
+        assert groups.ends.tolist() == [2, 3]
+
+
+def without_chunks(plan: StepPlan) -> StepPlan:
+    return replace(
+        plan,
+        prefill_rows=EMPTY,
+        prefill_starts=EMPTY,
+        prefill_lengths=EMPTY,
+        prefill_samples=EMPTY,
+        prefill_tokens=EMPTY,
+    )

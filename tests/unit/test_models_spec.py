@@ -590,6 +590,65 @@ GRANITE_3_3_8B: Final[dict[str, Any]] = {
 }
 
 
+GEMMA_3_4B: Final[dict[str, Any]] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+GEMMA_3_1B: Final[dict[str, Any]] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+
+
+def test_gemma_3_leaves_most_of_its_config_out() -> None:
+    spec = parse_spec(GEMMA_3_4B)
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (34, 8, 4, 256)
+    assert (spec.vocab_size, spec.context, spec.dtype) == (262208, 2**17, "bfloat16")
+    assert spec.eos_token_ids == {1, 106} and spec.tie_embeddings and spec.names.multimodal
+    assert (spec.norms, spec.norm_offset, spec.gelu, spec.qk_norm) == ("around", 1.0, True, "head")
+    assert spec.attention_shape().scale == 256**-0.5 and spec.embedding_scale == 2560**0.5
+    assert spec.windows[:6] == (1024,) * 5 + (None,)
+    local, far = spec.ropes[0], spec.ropes[5]
+    assert local is not None and far is not None
+    assert (local.theta, local.scaling, far.theta, far.scaling) == (1e4, "default", 1e6, "linear")
+
+
+def test_the_smallest_gemma_3_has_text_only() -> None:
+    spec = parse_spec(GEMMA_3_1B)
+    assert not spec.names.multimodal
+    assert {rope.theta for rope in spec.ropes if rope} == {1e4, 1e6}
+    assert spec.context == 32768
+    refused: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    refused |= {"use_bidirectional_attention": True, "hidden_activation": "gelu"}
+    for key, value in refused.items():
+        with pytest.raises(ConfigError, match=key):
+            parse_spec({**GEMMA_3_1B, key: value})
+
+
 def test_mistral_small_is_read_from_its_text_config() -> None:
     spec = parse_spec(MISTRAL_SMALL_3_1)
     assert (spec.num_layers, spec.head_dim, spec.hidden_size) == (40, 128, 5120)
@@ -747,7 +806,7 @@ def test_every_architecture_is_tested() -> None:
     configs = (
         *(LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B, MISTRAL_SMALL_3_1),
         *(MIXTRAL_8X7B, MINISTRAL_8B, MINISTRAL_3_8B, PHI_4_MINI, OLMO_2_7B, OLMO_3_7B),
-        *(GRANITE_3_3_8B, SMOLLM_3B, QWEN_1_5_MOE, GLM_4_5_AIR, DOTS_LLM1),
+        *(GEMMA_3_1B, GEMMA_3_4B, GRANITE_3_3_8B, SMOLLM_3B, QWEN_1_5_MOE, GLM_4_5_AIR, DOTS_LLM1),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith("Qwen3_5")}

@@ -8,6 +8,7 @@ bench = LazyGroup(
     "bench",
     {
         "planner": "minisgl_bench.planner:planner",
+        "router": "minisgl_bench.router:router",
         "plan-broadcast": "minisgl_bench.plan_broadcast:plan_broadcast",
         "response-path": "minisgl_bench.response_path:response_path",
         "cancel": "minisgl_bench.cancel:cancel",
@@ -15,6 +16,7 @@ bench = LazyGroup(
         "serve": "minisgl_bench.serve.command:serve",
         "perf-analyzer": "minisgl_bench.perf_analyzer:perf_analyzer",
         "offline": "minisgl_bench.offline:offline",
+        "prefixes": "minisgl_bench.prefixes:prefixes",
         "structured": "minisgl_bench.structured:structured",
         "server-share": "minisgl_bench.server_share:server_share",
         "scaling": "minisgl_bench.scaling:scaling",

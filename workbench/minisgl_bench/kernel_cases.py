@@ -151,7 +151,7 @@ def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
     yield Case("silu * up", num_bytes, each(silu_mul, gates), each(silu_mul_reference, gates))
 
     cache = normal(batch_size + 1, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
-    head = normal(shape.head_dim)
+    heads = normal(shape.num_heads + shape.num_kv_heads, shape.head_dim)
     positions = torch.arange(batch_size, device="cuda")
     cos_sin = torch.rand(4096, shape.head_dim, device="cuda")
     fixed = {
@@ -159,8 +159,7 @@ def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
         "k_cache": cache,
         "v_cache": cache.clone(),
         "num_heads": shape.num_heads,
-        "q_weight": head,
-        "k_weight": head,
+        "head_weights": heads,
     }
     num_bytes = 4 * batch_size * shape.qkv
     packed = [(normal(batch_size, shape.qkv),) for _ in copies(num_bytes)]

@@ -50,6 +50,11 @@ def run(
             spans = _step_spans(page_size, num_requests=256, num_steps=num_steps)
             figures[f"step_us_p50{suffix}"] = _percentile(spans, 50)
             figures[f"step_us_p99{suffix}"] = _percentile(spans, 99)
+        for name, (without, grouped) in zip(
+            ("grouped_step", "regrouped_step"), _grouped_spans(num_steps), strict=True
+        ):
+            figures[f"{name}_us_p50"] = _percentile(grouped, 50)
+            figures[f"{name}_us_p50_without"] = _percentile(without, 50)
         figures["encode_us_p50"] = _percentile(_encode_spans(num_steps), 50)
         for num_requests in queue_lengths:
             figures[f"admit_us_{num_requests}"] = _admit_us(num_requests)
@@ -68,6 +73,8 @@ def planner(json_path: Path | None) -> None:
     """Measure the planner without a model.
 
     step: plan and commit with 256 decoding requests (page size 16 unless said otherwise).
+    grouped step: the same in 16 groups that share 2,048 tokens each, and without naming groups.
+    regrouped step: one after the end of a request.
     encode: such a plan to the buffer that other ranks get. admit: from a queue of requests to the
     end of each, per request. evict: 256 pages out of 40,000 leaves of one page. match: a
     cached prefix of 32,000 tokens, published in chunks of 2,048.
@@ -88,16 +95,34 @@ def planner(json_path: Path | None) -> None:
 def _step_spans(page_size: int, num_requests: int, num_steps: int) -> list[float]:
     """Plan and commit of steady decode steps; rows cross page borders at different times."""
     scheduler = _decoding_scheduler(page_size, num_requests, num_steps)
-    spans = []
-    for _ in range(num_steps):
-        begin = time.perf_counter()
-        plan = _planned(scheduler)
-        middle = time.perf_counter()
-        tokens = _sampled(plan)
-        resumed = time.perf_counter()
-        scheduler.commit(plan, tokens)
-        spans.append(middle - begin + time.perf_counter() - resumed)
-    return spans
+    return [_step_span(scheduler) for _ in range(num_steps)]
+
+
+def _step_span(scheduler: Scheduler) -> float:
+    begin = time.perf_counter()
+    plan = _planned(scheduler)
+    middle = time.perf_counter()
+    tokens = _sampled(plan)
+    resumed = time.perf_counter()
+    scheduler.commit(plan, tokens)
+    return middle - begin + time.perf_counter() - resumed
+
+
+def _grouped_spans(num_steps: int) -> list[tuple[list[float], list[float]]]:
+    """Plan and commit of steps of 256 rows that share prefixes, without and with groups, in turns:
+    of steady steps, and of those after the end of a request, which group the rows anew."""
+    schedulers = [_sharing_scheduler(num_steps, names_groups=named) for named in (False, True)]
+    steady: tuple[list[float], list[float]] = ([], [])
+    changed: tuple[list[float], list[float]] = ([], [])
+    for index in range(num_steps):
+        has_ended = index % 40 == 2
+        for which, scheduler in enumerate(schedulers):
+            if has_ended:
+                scheduler.abort(RequestId(index // 40))
+            span = _step_span(scheduler)
+            if index > 2:  # the first one groups, too
+                (changed if has_ended else steady)[which].append(span)
+    return [steady, changed]
 
 
 def decoding_plan(num_requests: int) -> StepPlan:
@@ -173,6 +198,26 @@ def _decoding_scheduler(page_size: int, num_requests: int, num_steps: int) -> Sc
     plan = _planned(scheduler)
     scheduler.commit(plan, _sampled(plan))
     assert scheduler.stats().num_running == num_requests
+    return scheduler
+
+
+def _sharing_scheduler(num_steps: int, *, names_groups: bool) -> Scheduler:
+    """256 requests decode, 16 on each of 16 prefixes of 2,048 tokens."""
+    num_own = 128 + num_steps + 16
+    config = SchedulerConfig(
+        max_prefill_tokens=256 * (2048 + num_own), max_overtaken=256, names_groups=names_groups
+    )
+    num_pages = (16 * 2048 + 256 * (num_own + 16)) // 16
+    scheduler = Scheduler(RadixCache(num_pages, 16), config)
+    for index in range(256):
+        prefix, own = _prompt(index % 16, 2048), _prompt(index, 128)
+        prompt = np.concatenate([prefix, own])
+        sampling = SamplingParams(max_tokens=num_steps + 16, stop_token_ids=(1, 2))
+        scheduler.add(Request(id=RequestId(index), prompt=prompt, sampling=sampling))
+    for _ in range(2):  # the first of each prefix, then the others
+        plan = _planned(scheduler)
+        scheduler.commit(plan, _sampled(plan))
+    assert scheduler.stats().num_running == 256
     return scheduler
 
 

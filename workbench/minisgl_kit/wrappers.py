@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.execution.ranks import RankExecutor
-from minisgl_backend.plan import Pending, SampledTokens, StepPlan
+from minisgl_backend.plan import Groups, Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime.ports import Scheduler
 from minisgl_backend.scheduling.report import SchedulerStats, StepResult
@@ -82,6 +82,27 @@ class CacheWrapper:
 
     def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
         return self.wrapped.publish(lease, tokens, verified=verified)
+
+    def promise(self, lease: Lease, tokens: IntArray) -> None:
+        self.wrapped.promise(lease, tokens)
+
+    def promised_length(self, tokens: IntArray, salt: str = "") -> int:
+        return self.wrapped.promised_length(tokens, salt)
+
+    def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
+        return self.wrapped.groups(leases, cost_tokens)
+
+    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+        return self.wrapped.cached_length(tokens, salt)
+
+    def take_snapshot(self) -> int | None:
+        return self.wrapped.take_snapshot()
+
+    def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
+        self.wrapped.attach_snapshot(lease, num_tokens, snapshot)
+
+    def return_snapshot(self, snapshot: int) -> None:
+        self.wrapped.return_snapshot(snapshot)
 
     def release(self, lease: Lease) -> None:
         self.wrapped.release(lease)

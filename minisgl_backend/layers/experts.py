@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.kernels.linear_cut import BLOCK
 from minisgl_backend.kernels.moe import (
     Choices,
     ExpertWeights,
+    add_outputs,
     choose,
-    fused_experts,
+    expert_outputs,
     fused_experts_reference,
+    has_kernel,
+    sum_outputs,
 )
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
@@ -38,6 +43,10 @@ from minisgl_backend.layers.weight_place import (
 from minisgl_backend.layers.weight_share import block_of, held
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.weight_format import Layout, WeightFormat
+
+if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.experts import ExpertsKernels, HopperExperts
+    from minisgl_backend.kernels.cuda.linear import LinearKernel, TensorCores
 
 
 class Router(nn.Module):
@@ -58,6 +67,7 @@ class Router(nn.Module):
         self.weight = _parameter(num_experts, hidden_size)
         self.bias = _parameter(num_experts) if spec.biases else None
         self.correction = _parameter(num_experts) if spec.routing.corrected else None
+        self._kernel: LinearKernel | None = None
 
     def cast(self, dtype: torch.dtype) -> None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -65,10 +75,31 @@ class Router(nn.Module):
         if self.correction is not None:
             self.correction.data = self.correction.data.to(wide)
 
+    @property
+    def fits_tensor_cores(self) -> bool:
+        """Whether such kernels can compute its logits, of norms that are half done as well."""
+        num_experts, hidden_size = self.weight.shape
+        return (
+            self.weight.dtype == torch.bfloat16
+            and self.bias is None
+            and num_experts % 128 == 0
+            and hidden_size % BLOCK == 0
+        )
+
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute steps that fit them by ``kernels``; if it ``fits_tensor_cores``."""
+        self._kernel = kernels.linear(self.weight.shape, gated=False)
+
+    def logits(self, x: Tensor, *, pdl: bool = False) -> Tensor:
+        """[num_tokens, num_experts], for ``x`` [num_tokens, hidden_size]."""
+        kernel = self._kernel
+        if kernel is not None and len(x) <= kernel.most_tokens:
+            return kernel(x, self.weight, bias=self.bias, pdl=pdl)
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
     def forward(self, x: Tensor) -> Choices:
         """Of all experts, for ``x`` [num_tokens, hidden_size]."""
-        logits = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
-        return choose(logits, self.rule, self.correction)
+        return choose(self.logits(x), self.rule, self.correction)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         num_experts, hidden_size = self.weight.shape
@@ -126,6 +157,7 @@ class ExpertsMLP(nn.Module):
         self.down = _memory_of(matrices, of_down, [(0, self.outer)], self.inner, hidden_size)
         self.gate_up_bias = _parameter(self.held.size, width) if spec.biases else None
         self.down_bias = _parameter(self.held.size, hidden_size) if spec.biases else None
+        self._kernels: ExpertsKernels | None = None
         self.shared: GatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if (shared := spec.shared) is not None:
@@ -140,22 +172,79 @@ class ExpertsMLP(nn.Module):
             self._shared_gate_format = matrices.format_of(f"{name}.{shared.name}_gate")
             self.shared_gate = _parameter(1, hidden_size) if shared.gated else None
 
+    def use_kernels(self, make: HopperExperts) -> None:
+        """Compute all steps by kernels for Hopper, if there are any for these weights."""
+        weights, rule = self.weights, self.spec.routing
+        bits = make.bits_of(rule, weights)
+        if bits is not None:
+            held = self.held.start, self.held.end
+            wide = self.router.weight.dtype == torch.float32
+            self._kernels = make.kernels(rule, held, *weights.shapes, bits=bits, wide=wide)
+
+    @property
+    def has_half_norms(self) -> bool:
+        """Whether it can take an input whose norm is half done (``Normed``)."""
+        router, shared_gate = self.router, self.shared_gate
+        return self._kernels is not None and router.fits_tensor_cores and shared_gate is None
+
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute what all tokens take, of steps that fit them, by ``kernels``. Only if it
+        ``has_half_norms``."""
+        self.router.use_tensor_cores(kernels)
+        if self.shared is not None:
+            self.shared.use_tensor_cores(kernels)
+
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, *, pdl: bool
     ) -> tuple[Tensor, Normed]:
-        part = self.part(x.normalized(pdl=pdl), pdl=pdl)
-        return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
+        if not self._has_kernel(x.x) or self.group.size > 1:
+            return residual, add_sum(residual, self.part(x, pdl=pdl), norm, self.group, pdl=pdl)
+        outputs, choices, shared = self._outputs(x, pdl)
+        weight, eps = norm.weight, norm.eps
+        return residual, Normed(
+            add_outputs(outputs, choices, shared, residual, weight, eps, pdl=pdl)
+        )
 
-    def part(self, x: Tensor, *, pdl: bool) -> Tensor:
+    def part(self, x: Normed, *, pdl: bool) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]."""
-        choices = self._held(self.router(x))
-        compute = fused_experts if self.fused else fused_experts_reference
-        part = compute(x, self.weights, choices)
-        if self.shared is not None:
-            of_shared = self.shared.part(Normed(x), pdl=pdl)
-            if self.shared_gate is not None:
-                of_shared = of_shared * F.linear(x, self.shared_gate).sigmoid()
-            part = part + of_shared
+        if self._has_kernel(x.x):
+            return sum_outputs(*self._outputs(x, pdl), pdl=pdl)
+        rows = x.normalized(pdl=pdl)
+        part = fused_experts_reference(rows, self.weights, self._held(self.router(rows)))
+        shared = self._of_shared(Normed(rows), pdl)
+        return part if shared is None else part + shared
+
+    def _has_kernel(self, x: Tensor) -> bool:
+        return self._kernels is not None or (self.fused and has_kernel(x, self.weights))
+
+    def _outputs(self, x: Normed, pdl: bool) -> tuple[Tensor, Choices, Tensor | None]:
+        """The outputs of each token's experts, which these are, and that of the shared one."""
+        kernels = self._kernels
+        if kernels is None:
+            x = Normed(x.normalized(pdl=pdl))
+            choices = self._held(self.router(x.x))
+            return expert_outputs(x.x, self.weights, choices), choices, self._of_shared(x, pdl)
+        rows, squares = x.unscaled(pdl=pdl)
+        ready = Normed(rows, x.norm if squares is not None else None, squares)
+        shared = self._of_shared(ready, pdl)
+        outputs, choices = kernels(
+            rows,
+            self.router.logits(rows, pdl=pdl),
+            self.weights,
+            correction=self.router.correction,
+            squares=squares,
+            eps=x.eps,
+            pdl=pdl,
+        )
+        return outputs, choices, shared
+
+    def _of_shared(self, x: Normed, pdl: bool) -> Tensor | None:
+        """This rank's part of what all tokens take, [num_tokens, hidden_size], if there is any."""
+        if self.shared is None:
+            return None
+        part = self.shared.part(x, pdl=pdl)
+        if self.shared_gate is not None:
+            part = part * F.linear(x.normalized(pdl=pdl), self.shared_gate).sigmoid()
         return part
 
     @property

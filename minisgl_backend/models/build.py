@@ -18,7 +18,6 @@ from torch import nn
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels import linear_cut
 from minisgl_backend.layers.experts import ExpertsMLP, Router
-from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -173,15 +172,25 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     keys and values, activations and residual adds happen inside the GEMMs. With several ranks the
     sums over the ranks are launched as well, and include the residual adds and norms that follow
     them. Pages must be bound.
+
+    Experts have kernels of their own (``kernels.cuda.experts``), for any number of tokens, which
+    serve if they fit, whatever the rest of a layer takes.
     """
     if torch.cuda.get_device_capability(device) != (9, 0) or import_error("cuda.bindings"):
         return
-    if model.dtype != torch.bfloat16 or model.spec.head_dim not in (64, 128):
+    if model.dtype != torch.bfloat16:
         return
-    if not has_fused_layers(model.spec):
+    # these modules import the CUDA driver's bindings, which only installations for GPUs have
+    experts = importlib.import_module("minisgl_backend.kernels.cuda.experts").HopperExperts(device)
+    for layer in model.layers:
+        if isinstance(layer.mlp, ExpertsMLP) and layer.mlp.fused:
+            layer.mlp.use_kernels(experts)
+    if model.spec.head_dim not in (64, 128) or not has_fused_layers(model.spec):
         return
     for layer in model.layers:
-        if not isinstance(layer.mixer, SelfAttention) or not isinstance(layer.mlp, GatedMLP):
+        if not isinstance(layer.mixer, SelfAttention):
+            return
+        if isinstance(layer.mlp, ExpertsMLP) and not layer.mlp.has_half_norms:
             return
         matrices = [module for module in layer.modules() if isinstance(module, Matrix)]
         if not all(
@@ -193,7 +202,6 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     num_weights = sum(matrix.out_features * matrix.in_features for matrix in matrices)
     most_tokens = linear_cut.largest_batch(num_weights)  # a layer's
     if most_tokens:
-        # imports the CUDA driver's bindings, which only installations for GPUs have
         module = importlib.import_module("minisgl_backend.kernels.cuda.linear")
         model.use_tensor_cores(module.TensorCores(device, most_tokens))
 
@@ -202,14 +210,13 @@ def has_fused_layers(spec: ModelSpec) -> bool:
     """Whether the kernels for whole layers (``use_tensor_cores``) know all that the layers of such
     a model compute; sizes and weight formats, on which they also depend, aside.
 
-    They do not know experts, layers without attention, gates of its output, norms of the outputs
+    They do not know layers without attention, gates of its output, norms of the outputs
     of a layer's parts or over all heads of a token, another gate than SiLU, nor heads of which a
     part rotates. Heads that do not rotate at all are no exception to them.
     """
     ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
     return (
-        spec.moe is None
-        and spec.delta_net is None
+        spec.delta_net is None
         and not spec.gated_attention
         and spec.norms == "before"
         and not spec.gelu

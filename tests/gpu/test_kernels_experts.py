@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.kernels import moe
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.expert_cut import ExpertCut
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
-from minisgl_backend.kernels.triton_kernels.expert_rows import (
-    launch_expert_rows,
-    launch_sum_outputs,
-)
+from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
 
@@ -68,38 +67,33 @@ def weights(
 @needs_hopper
 @pytest.mark.parametrize("bits_and_block", [(16, (1, 1)), (8, (128, 128)), (8, (1, 10**6))])
 @pytest.mark.parametrize(
-    "cut", [(64, 8, 10), (64, 16, 8), (64, 32, 4), (128, 32, 6), (64, 64, 4), (128, 128, 4)]
+    "tile", [(64, 8, 10), (64, 16, 8), (64, 32, 4), (128, 32, 6), (64, 64, 4), (128, 128, 4)]
 )
 @pytest.mark.parametrize("num_tokens", [1, 7, 64, 300])
 def test_grouped_gemms(
     device: torch.device,
     bits_and_block: tuple[int, tuple[int, int]],
-    cut: tuple[int, int, int],
+    tile: tuple[int, int, int],
     num_tokens: int,
 ) -> None:
     """In a row, the second starting early; also with all tokens at the same experts."""
-    from minisgl_backend.kernels.cuda.experts import ExpertCut, GroupedKernel
+    from minisgl_backend.kernels.cuda.experts import GroupedKernel
 
     bits, block = bits_and_block
-    features, tokens, stages = cut
+    features, tokens, stages = tile
     if bits == 8 and tokens == 128:
         pytest.skip("too many registers")
     made = weights(bits, block, device)
+    cut = ExpertCut(features, tokens, stages)
     kernels = [
-        GroupedKernel(
-            plain.shape,
-            device,
-            bits=bits,
-            gated=index == 0,
-            cuts=[ExpertCut(features, tokens, stages)],
-        )
+        GroupedKernel(plain.shape, device, bits=bits, gated=index == 0, cuts=[cut])
         for index, (_, plain) in enumerate(made)
     ]
     for all_to_one in (False, True):
         ids = chosen(num_tokens, device, all_to_one=all_to_one)
         x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
         aligned = moe.align(ids, NUM_EXPERTS, tokens)
-        fixed: dict[str, Any] = {"num_pairs": ids.numel(), "block": tokens}
+        fixed: dict[str, Any] = {"num_pairs": ids.numel(), "cut": cut}
         for pdl in (False, True):
             inner = kernels[0](
                 x, made[0][0], aligned.pairs, aligned.experts, top_k=TOP_K, pdl=pdl, **fixed
@@ -120,10 +114,11 @@ def test_grouped_gemms(
 
 @needs_hopper
 def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> None:
-    from minisgl_backend.kernels.cuda.experts import ExpertCut, GroupedKernel
+    from minisgl_backend.kernels.cuda.experts import GroupedKernel
 
     (gate_up, plain), _ = weights(16, (1, 1), device)
-    kernel = GroupedKernel(plain.shape, device, bits=16, gated=True, cuts=[ExpertCut(64, 8, 8)])
+    cut = ExpertCut(64, 8, 8)
+    kernel = GroupedKernel(plain.shape, device, bits=16, gated=True, cuts=[cut])
     ids, x = chosen(9, device), torch.randn(9, HIDDEN_SIZE, device=device).bfloat16()
     factors = torch.rand(9, device=device)
     aligned = moe.align(ids, NUM_EXPERTS, 8)
@@ -133,7 +128,7 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
         aligned.pairs,
         aligned.experts,
         ids.numel(),
-        block=8,
+        cut=cut,
         top_k=TOP_K,
         factors=factors,
     )
@@ -146,6 +141,7 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
 @pytest.mark.parametrize(("sigmoid", "normalize"), [(False, True), (True, True), (False, False)])
 @pytest.mark.parametrize("block", [0, 8, 64])
 @pytest.mark.parametrize("half_done", [False, True])
+@pytest.mark.parametrize("held", [(0, 128), (32, 64)])
 def test_routing(
     device: torch.device,
     num_tokens: int,
@@ -153,42 +149,112 @@ def test_routing(
     normalize: bool,
     block: int,
     half_done: bool,
+    held: tuple[int, int],
 ) -> None:
     from minisgl_backend.kernels.cuda.experts import RoutingKernel
 
     num_experts, top_k, size = 128, 8, 2048
-    kernel = RoutingKernel(
-        num_experts, top_k, size, device, sigmoid=sigmoid, normalize=normalize, blocks=[block]
+    rule = RoutingRule(
+        num_experts=num_experts,
+        top_k=top_k,
+        normalize=normalize,
+        sigmoid=sigmoid,
+        corrected=sigmoid,
+        scale=1.5,
     )
-    logits = torch.randn(num_tokens, num_experts, device=device).bfloat16()
+    kernel = RoutingKernel(rule, held, size, device, wide=sigmoid, blocks=[block])
+    logits = torch.randn(num_tokens, num_experts, device=device)
+    logits = logits if sigmoid else logits.bfloat16()
     bias = torch.randn(num_experts, device=device) / 10 if sigmoid else None
     squares = torch.rand(16, num_tokens, device=device) * size / 8 if half_done else None
     for _ in range(2):  # the second launch finds the counter as the first one left it
-        ids, found, pairs, experts, factors = kernel(
-            logits, block=block, bias=bias, squares=squares, eps=1e-6
-        )
+        routed = kernel(logits, block=block, correction=bias, squares=squares, eps=1e-6)
     scores = logits.float()
     if squares is not None:
-        assert factors is not None
+        assert routed.factors is not None
         expected = (squares.sum(0) / size + 1e-6).rsqrt()
-        assert_close(factors, expected)
+        assert_close(routed.factors, expected)
         scores = scores * expected[:, None]
     scores = scores.sigmoid() if sigmoid else scores.softmax(dim=-1)
     compared = scores if bias is None else scores + bias
-    best = compared.topk(top_k, dim=-1).values
-    assert_close(compared.gather(1, ids.long()), best)
-    assert all(len(set(row)) == top_k for row in ids.tolist())
-    weight = scores.gather(1, ids.long())
-    assert_close(found, weight / weight.sum(-1, keepdim=True) if normalize else weight)
+    best, of_best = compared.topk(top_k, dim=-1)
+    begin, end = held
+    ids, is_held = routed.choices.ids, (of_best >= begin) & (of_best < end)
+    assert routed.choices.elsewhere == (held != (0, num_experts))
+    assert ((ids >= 0) == is_held).all() or (ids >= 0).sum() == is_held.sum()  # two may tie
+    found = torch.where(ids >= 0, ids.long() + begin, 0)
+    here = ids >= 0
+    assert torch.equal(compared.gather(1, found)[here], best[here])
+    weight = scores.gather(1, of_best)
+    weight = 1.5 * (weight / weight.sum(-1, keepdim=True) if normalize else weight)
+    assert_close(routed.choices.weights, weight)
     if not block:
+        assert routed.alignment is None
         return
-    used = int((experts >= 0).sum())
-    assert (experts[:used] >= 0).all()
-    held = pairs.view(-1, block)[:used]
-    is_pair = held < num_tokens * top_k
-    assert sorted(held[is_pair].tolist()) == list(range(num_tokens * top_k))
-    owner = experts[:used, None].expand(-1, block)[is_pair]
-    assert torch.equal(ids.flatten()[held[is_pair].long()], owner)
+    aligned = routed.alignment
+    assert aligned is not None
+    used = int((aligned.experts >= 0).sum())
+    assert (aligned.experts[:used] >= 0).all()
+    pairs = aligned.pairs.view(-1, block)[:used]
+    is_pair = pairs < num_tokens * top_k
+    assert sorted(pairs[is_pair].tolist()) == here.flatten().nonzero().flatten().tolist()
+    owner = aligned.experts[:used, None].expand(-1, block)[is_pair]
+    assert torch.equal(ids.flatten()[pairs[is_pair].long()], owner)
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 64, 257, 1100, 3000])
+@pytest.mark.parametrize("bits_and_block", [(16, (1, 1)), (8, (128, 128)), (8, (1, 10**6))])
+@pytest.mark.parametrize("held", [(0, NUM_EXPERTS), (4, 8)])
+def test_whole_layers(
+    device: torch.device,
+    num_tokens: int,
+    bits_and_block: tuple[int, tuple[int, int]],
+    held: tuple[int, int],
+) -> None:
+    """At the cut of every number of tokens, also of one rank of several."""
+    from minisgl_backend.kernels.cuda.experts import HopperExperts
+
+    bits, block = bits_and_block
+    begin, end = held
+    (gate_up, plain_up), (down, plain_down) = (
+        (_slice(weight, begin, end), plain[begin:end])
+        for weight, plain in weights(bits, block, device)
+    )
+    rule = RoutingRule(num_experts=NUM_EXPERTS, top_k=TOP_K, normalize=True)
+    experts, make = moe.ExpertWeights(gate_up, down), HopperExperts(device)
+    assert make.bits_of(rule, experts) == bits
+    kernels = make.kernels(rule, held, *experts.shapes, bits=bits, wide=False)
+    x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
+    logits = torch.randn(num_tokens, NUM_EXPERTS, device=device).bfloat16()
+    norm = torch.randn(HIDDEN_SIZE, device=device).bfloat16()
+    residual = torch.randn_like(x)
+    plain = moe.ExpertWeights(plain_up.bfloat16().float(), plain_down.bfloat16().float())
+    if bits == 8:
+        plain = moe.ExpertWeights(plain_up, plain_down)
+    choices = moe.choose(logits.float(), rule)
+    is_here = (choices.ids >= begin) & (choices.ids < end)
+    here = moe.Choices(torch.where(is_here, choices.ids - begin, -1), choices.weights)
+    expected = moe.fused_experts_reference(x.float(), plain, here)
+    for pdl in (False, True):
+        outputs, found = kernels(x, logits, experts, pdl=pdl)
+        total = residual.clone()
+        assert_close(
+            moe.sum_outputs(outputs, found, pdl=pdl), expected.bfloat16(), tolerance=1.5e-2
+        )
+        normed = moe.add_outputs(outputs, found, None, total, norm, 1e-6, pdl=pdl)
+        assert_close(total.float(), residual.float() + expected, tolerance=1e-2)
+        wide = total.float()
+        scale = (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        assert_close(normed, (wide * scale * norm.float()).bfloat16())
+
+
+def _slice(weight: Tensor | QuantizedWeight, begin: int, end: int) -> Tensor | QuantizedWeight:
+    if isinstance(weight, Tensor):
+        return weight[begin:end]
+    return QuantizedWeight(
+        weight.encoding, weight.block, weight.codes[begin:end], weight.scales[begin:end]
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
@@ -206,12 +272,17 @@ def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: i
 def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, has_shared: bool) -> None:
     parts = torch.randn(3, TOP_K, 96, device=device).to(dtype)
     weight, norm = torch.rand(3, TOP_K, device=device), torch.randn(96, device=device).to(dtype)
+    choices = moe.Choices(chosen(3, device), weight, elsewhere=True)
+    choices.ids[1, 2] = -1
     shared = torch.randn(3, 96, device=device).to(dtype) if has_shared else None
     residual = torch.randn(3, 96, device=device).to(dtype)
-    total = residual.float() + (parts.float() * weight[:, :, None]).sum(1)
-    total = total if shared is None else total + shared.float()
-    out = torch.empty_like(residual)
-    launch_sum_outputs(out, parts, weight, shared, residual, norm, 1e-6, pdl=False)
+    held = torch.where(choices.ids >= 0, weight, 0)
+    added = (parts.float() * held[:, :, None]).sum(1)
+    added = added if shared is None else added + shared.float()
+    total = residual.float() + added
+    parts[1, 2] = torch.nan  # what no kernel has written may be anything
+    assert_close(moe.sum_outputs(parts, choices, shared), added.to(dtype))
+    out = moe.add_outputs(parts, choices, shared, residual, norm, 1e-6)
     assert_close(residual, total.to(dtype))
     kept = residual.float()
     expected = kept * (kept.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.float()

@@ -1,17 +1,18 @@
-"""``python3 -m tools.gpu.sweep_experts KIND SIZES``: the kernels of experts by number of tokens.
+"""``python3 -m tools.gpu.sweep_experts BITS SIZES``: layers of experts by number of tokens.
 
-For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. KIND is bf16
-or fp8, SIZES such as 1,16,64. The shape is that of Qwen3-30B-A3B. All cuts are timed from captured
-graphs over the weights of several layers, so that none is in the L2 cache; beside them the kernels
-that serve today, the router and the sums. The table has microseconds and terabytes of weights a
-second. KIND compile only fills the cache of compiled kernels, 12 at a time.
+For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. BITS of a
+weight are 16 or 8, SIZES such as 1,16,64. The shape is that of Qwen3-30B-A3B. Each cut of the
+grouped GEMMs is timed within whole layers, from the router's logits to the norm of the sum, in a
+captured graph over the weights of several layers, so that none is in the L2 cache; beside them the
+kernels for single rows and those in Triton. The table has microseconds a layer, and terabytes of
+weights a second. ``kernels.expert_cut`` has the fastest ones.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,78 +21,52 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.kernels import moe
-from minisgl_backend.kernels.cuda.experts import ExpertCut, GroupedKernel, RoutingKernel
+from minisgl_backend.kernels.cuda.experts import GroupedKernel, RoutingKernel
+from minisgl_backend.kernels.expert_cut import ExpertCut
 from minisgl_backend.kernels.quantized import QuantizedWeight, quantize
-from minisgl_backend.kernels.triton_kernels.expert_rows import (
-    launch_expert_rows,
-    launch_sum_outputs,
-)
-from minisgl_backend.kernels.triton_kernels.grouped_linear import launch_grouped_linear
+from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 from minisgl_backend.weight_format import Encoding
 
 NUM_EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
+RULE: Final = RoutingRule(num_experts=NUM_EXPERTS, top_k=TOP_K, normalize=True)
 NUM_LAYERS: Final = 6
 SHAPES: Final = ((NUM_EXPERTS, 2 * INNER, HIDDEN), (NUM_EXPERTS, HIDDEN, INNER))
 KINDS: Final = (
     # features, KiB of shared memory, thread blocks that fit, thread blocks that are launched
-    *((64, 112, 2, 1), (64, 112, 2, 2), (64, 74, 3, 3), (64, 226, 1, 1)),
+    *((64, 112, 2, 1), (64, 112, 2, 2), (64, 74, 3, 3)),
     *((128, 112, 2, 1), (128, 112, 2, 2), (128, 226, 1, 1)),
 )
-ROWS: Final = ((4, 1024, 4), (8, 512, 4), (8, 1024, 8), (2, 1024, 2), (2, 2048, 4), (16, 256, 4))
-"""Of the kernel for single rows: output features, in_features of an iteration, warps."""
+WIDTHS: Final = {1: (8,), 64: (8, 16), 128: (8, 16, 32), 256: (16, 32, 64), 8192: (64, 128)}
+"""Rows of a tile that are tried, by the largest number of tokens."""
 
-Call = Callable[[], object]
 Weight = Tensor | QuantizedWeight
 
 
-def blocks_for(num_tokens: int, bits: int) -> list[int]:
-    if num_tokens <= 16:
-        return [8, 16]
-    if num_tokens <= 64:
-        return [8, 16, 32]
-    if num_tokens <= 256:
-        return [16, 32, 64]
-    return [64, 128] if bits == 16 else [32, 64]
+@dataclass(frozen=True)
+class Layer:
+    """Inputs and weights of one layer."""
+
+    x: Tensor
+    logits: Tensor
+    residual: Tensor
+    norm: Tensor
+    weights: moe.ExpertWeights
 
 
-def cut_of(features: int, tokens: int, bits: int, kib: int, fit: int, launched: int) -> ExpertCut:
-    """With as many stages as the memory holds."""
-    cuts = [ExpertCut(features, tokens, stages, fit, launched) for stages in range(2, 25)]
-    return [cuts[0], *(cut for cut in cuts if cut.shared_bytes(bits) <= kib * 1024)][-1]
+def cuts_for(num_tokens: int, bits: int) -> Iterator[ExpertCut]:
+    widths = next(of for most, of in WIDTHS.items() if num_tokens <= most)
+    for tokens in widths:
+        for features, kib, fit, launched in KINDS:
+            cuts = [ExpertCut(features, tokens, stages, fit, launched) for stages in range(2, 25)]
+            held = [cut for cut in cuts if cut.shared_bytes(bits) <= kib * 1024]
+            # a thread holds sums of half of its tile's tokens, twice with 8 bits
+            if held and tokens * fit * (16 // bits) <= 128:
+                yield held[-1]
 
 
-def cuts_for(num_tokens: int, bits: int) -> list[ExpertCut]:
-    return [
-        cut_of(features, tokens, bits, kib, fit, launched)
-        for tokens in blocks_for(num_tokens, bits)
-        for features, kib, fit, launched in KINDS
-    ]
-
-
-def kernels_of(cut: ExpertCut, bits: int, device: torch.device) -> list[GroupedKernel]:
-    return [
-        GroupedKernel(shape, device, bits=bits, gated=index == 0, cuts=[cut])
-        for index, shape in enumerate(SHAPES)
-    ]
-
-
-def compile_all(device: torch.device) -> None:
-    def compiled(one: tuple[ExpertCut, int]) -> None:
-        kernels_of(*one, device)
-
-    todo = {
-        (cut, bits)
-        for bits in (16, 8)
-        for size in (1, 64, 256, 1024)
-        for cut in cuts_for(size, bits)
-    }
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(compiled, todo))
-    print(f"compiled {len(todo)} cuts")
-
-
-def microseconds(calls: Sequence[Call]) -> float:
+def seconds(calls: Sequence[Callable[[], object]]) -> float:
     """Of a call, in a captured graph of all of them."""
     for call in calls:
         call()
@@ -109,19 +84,8 @@ def microseconds(calls: Sequence[Call]) -> float:
         graph.replay()
         last.record()
         last.synchronize()
-        times.append(first.elapsed_time(last) / 2 / len(calls) * 1e3)
+        times.append(first.elapsed_time(last) / 2e3 / len(calls))
     return statistics.median(times)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Inputs and weights of one layer."""
-
-    x: Tensor
-    inner: Tensor
-    ids: Tensor
-    gate_up: Weight
-    down: Weight
 
 
 def converted(weight: Tensor) -> QuantizedWeight:
@@ -135,112 +99,111 @@ def normal(*shape: int) -> Tensor:
     return drawn.mul_(shape[-1] ** -0.5)
 
 
-def sweep(bits: int, sizes: Sequence[int], device: torch.device) -> None:
-    made = [[normal(*shape) for shape in SHAPES] for _ in range(NUM_LAYERS)]
-    weights: list[list[Weight]] = [list(pair) for pair in made]
-    if bits == 8:
-        weights = [[converted(weight) for weight in pair] for pair in made]
-    for size in sizes:
-        layers = []
-        for pair in weights:
-            ids = torch.randn(size, NUM_EXPERTS, device=device).topk(TOP_K, dim=-1).indices.int()
-            layers.append(Layer(normal(size, HIDDEN), normal(size * TOP_K, INNER), ids, *pair))
-        sweep_size(size, bits, layers * (4 if size <= 64 else 1), device)
+def finish(layer: Layer, outputs: Tensor, choices: moe.Choices) -> None:
+    parts = outputs.view(*choices.ids.shape, HIDDEN)
+    moe.add_outputs(parts, choices, None, layer.residual, layer.norm, 1e-6, pdl=True)
 
 
-def sweep_size(size: int, bits: int, layers: list[Layer], device: torch.device) -> None:
-    used = statistics.mean(len(set(layer.ids.flatten().tolist())) for layer in layers)
-    num_bytes, num_pairs = used * INNER * HIDDEN * bits / 8, size * TOP_K
-    inner, outer = normal(num_pairs, INNER), normal(num_pairs, HIDDEN)
-
-    def show(name: str, up: Sequence[Call], down: Sequence[Call]) -> None:
-        try:
-            first, second = microseconds(up), microseconds(down)
-        except Exception as error:  # a cut that does not fit leaves the others to be timed
-            print(f"{name:34} {error!r:.200}", flush=True)
-            return
-        speeds = 2 * num_bytes / first / 1e6, num_bytes / second / 1e6
-        print(
-            f"{name:34} {size:5} gate/up {first:8.1f} us {speeds[0]:5.2f} TB/s"
-            f"   down {second:8.1f} us {speeds[1]:5.2f} TB/s",
-            flush=True,
-        )
-
-    if bits == 16:
-        block = 16 if num_pairs <= 16 * NUM_EXPERTS else 64
-        both: list[list[Call]] = [[], []]
-        for layer in layers:
-            sorted_ = moe.align(layer.ids, NUM_EXPERTS, block)
-            for timed, out, x, weight, top_k in (
-                (both[0], inner, layer.x, layer.gate_up, TOP_K),
-                (both[1], outer, layer.inner, layer.down, 1),
-            ):
-                assert isinstance(weight, Tensor)
-                pairs, experts = sorted_.pairs, sorted_.experts
-                run = partial(
-                    launch_grouped_linear, out, x, weight, pairs, experts, None, block=block
-                )
-                timed.append(partial(run, top_k=top_k, gated=top_k > 1))
-        show("today", *both)
-    if bits == 16 and size <= 8:
-        for rows, width, warps in ROWS:
-            form: dict[str, Any] = {"rows": rows, "num_warps": warps, "pdl": True}
-            run_up = partial(
-                launch_expert_rows, inner, top_k=TOP_K, gated=True, block=width, **form
-            )
-            short = min(width, 256)
-            run_down = partial(launch_expert_rows, outer, top_k=1, gated=False, block=short, **form)
-            show(
-                f"rows {rows} x {width}, {warps} warps",
-                [partial(run_up, one.x, one.gate_up, one.ids.flatten()) for one in layers],
-                [partial(run_down, one.inner, one.down, one.ids.flatten()) for one in layers],
-            )
-    for cut in cuts_for(size, bits):
-        up, down = kernels_of(cut, bits, device)
-        calls: list[list[Call]] = [[], []]
-        for layer in layers:
-            aligned = moe.align(layer.ids, NUM_EXPERTS, cut.tokens)
-            held = aligned.pairs, aligned.experts, num_pairs
-            fixed: dict[str, Any] = {"block": cut.tokens, "pdl": True}
-            calls[0].append(partial(up, layer.x, layer.gate_up, *held, top_k=TOP_K, **fixed))
-            calls[1].append(partial(down, layer.inner, layer.down, *held, top_k=1, **fixed))
-        show(
-            f"{cut.features} x {cut.tokens}, {cut.stages} stages,"
-            f" {cut.resident} of {cut.per_processor}",
-            *calls,
-        )
-    if bits == 16:
-        show_rest(size, outer.view(size, TOP_K, HIDDEN), device)
+def in_triton(layer: Layer, route: RoutingKernel) -> None:
+    choices = route(layer.logits, block=0).choices
+    finish(layer, moe.expert_outputs(layer.x, layer.weights, choices), choices)
 
 
-def show_rest(size: int, parts: Tensor, device: torch.device) -> None:
-    """Router, routing, sums."""
-    x, router = normal(size, HIDDEN), normal(NUM_EXPERTS, HIDDEN)
-    logits, weights = normal(size, NUM_EXPERTS), torch.rand(size, TOP_K, device=device)
-    residual, norm = normal(size, HIDDEN), normal(HIDDEN)
-    out, block = torch.empty_like(residual), blocks_for(size, 16)[0]
-    route = RoutingKernel(
-        NUM_EXPERTS, TOP_K, HIDDEN, device, sigmoid=False, normalize=True, blocks=[0, block]
+def row_by_row(
+    layer: Layer, route: RoutingKernel, up: dict[str, int], down: dict[str, int]
+) -> None:
+    choices = route(layer.logits, block=0, pdl=True).choices
+    ids, num_pairs = choices.ids.flatten(), choices.ids.numel()
+    inner = layer.x.new_empty((num_pairs, INNER))
+    outer = layer.x.new_empty((num_pairs, HIDDEN))
+    gate_up, of_down = layer.weights.gate_up, layer.weights.down
+    assert isinstance(gate_up, Tensor) and isinstance(of_down, Tensor)
+    launch_expert_rows(inner, layer.x, gate_up, ids, top_k=TOP_K, gated=True, pdl=True, **up)
+    launch_expert_rows(
+        outer, inner, of_down, ids, top_k=1, gated=False, early=True, pdl=True, **down
     )
-    run_sum = partial(launch_sum_outputs, out, parts, weights, None, residual, norm, 1e-6, pdl=True)
-    named: dict[str, Call] = {
-        "router, library": partial(torch.nn.functional.linear, x, router),
-        "routing": partial(route, logits, block=0, pdl=True),
-        "routing and sorting": partial(route, logits, block=block, pdl=True),
-        "sum, add, norm": run_sum,
-    }
-    for name, call in named.items():
-        print(f"{name:34} {size:5} {microseconds([call] * 20):8.1f} us", flush=True)
+    finish(layer, outer, choices)
+
+
+def in_groups(
+    layer: Layer,
+    route: RoutingKernel,
+    kernels: Sequence[GroupedKernel],
+    cut: ExpertCut,
+    early: bool,
+) -> None:
+    routed = route(layer.logits, block=cut.tokens, pdl=True)
+    aligned, choices, (up, down) = routed.alignment, routed.choices, kernels
+    assert aligned is not None
+    held = aligned.pairs, aligned.experts, choices.ids.numel()
+    inner = up(layer.x, layer.weights.gate_up, *held, cut=cut, top_k=TOP_K, pdl=True)
+    outer = down(inner, layer.weights.down, *held, cut=cut, top_k=1, early=early, pdl=True)
+    finish(layer, outer, choices)
+
+
+def sweep(bits: int, sizes: Sequence[int], device: torch.device) -> None:
+    blocks = [0, 8, 16, 32, 64, 128]
+    route = RoutingKernel(RULE, (0, NUM_EXPERTS), HIDDEN, device, wide=False, blocks=blocks)
+
+    def made(cut: ExpertCut) -> list[GroupedKernel]:
+        return [
+            GroupedKernel(shape, device, bits=bits, gated=index == 0, cuts=[cut])
+            for index, shape in enumerate(SHAPES)
+        ]
+
+    all_cuts = {cut for size in sizes for cut in cuts_for(size, bits)}
+    with ThreadPoolExecutor(12) as pool:
+        kernels = dict(zip(all_cuts, pool.map(made, all_cuts), strict=True))
+    weights = [[normal(*shape) for shape in SHAPES] for _ in range(NUM_LAYERS)]
+    experts = [moe.ExpertWeights(*pair) for pair in weights]
+    if bits == 8:
+        experts = [moe.ExpertWeights(*map(converted, pair)) for pair in weights]
+    for size in sizes:
+        layers = [
+            Layer(
+                normal(size, HIDDEN),
+                torch.randn(size, NUM_EXPERTS, device=device, dtype=torch.bfloat16),
+                normal(size, HIDDEN),
+                normal(HIDDEN),
+                of_layer,
+            )
+            for of_layer in experts
+        ]
+        ids = [layer.logits.topk(TOP_K).indices.flatten().tolist() for layer in layers]
+        used = statistics.mean(len(set(of_layer)) for of_layer in ids)
+        num_bytes = used * 3 * INNER * HIDDEN * bits / 8
+        repeated = layers * (4 if size <= 64 else 1)
+
+        def show(name: str, call: Callable[[Layer], None]) -> None:
+            time = seconds([partial(call, layer) for layer in repeated])
+            print(
+                f"{size:5} {name:34} {time * 1e6:8.1f} us {num_bytes / time / 1e12:5.2f} TB/s",
+                flush=True,
+            )
+
+        if bits == 16:
+            show("Triton", lambda layer: in_triton(layer, route))
+        if bits == 16 and size <= 8:
+            for up in ((8, 512, 4), (2, 2048, 4), (4, 1024, 4)):
+                for down in ((8, 256, 4), (4, 256, 4), (8, 512, 4), (4, 1024, 4)):
+                    forms = [
+                        dict(zip(("rows", "block", "num_warps"), form, strict=True))
+                        for form in (up, down)
+                    ]
+                    show(f"rows {up} {down}", lambda layer, f=forms: row_by_row(layer, route, *f))
+        for cut in cuts_for(size, bits):
+            for early in (True, False) if cut.resident < cut.per_processor else (True,):
+                name = f"{cut.features} x {cut.tokens}, {cut.stages} stages, "
+                name += f"{cut.resident} of {cut.per_processor}{' early' if early else ''}"
+                show(
+                    name,
+                    lambda layer, c=cut, e=early: in_groups(layer, route, kernels[c], c, e),
+                )
 
 
 def main() -> None:
-    kind, *sizes = sys.argv[1:]
-    device = torch.device("cuda")
-    if kind == "compile":
-        compile_all(device)
-    else:
-        counts = [int(size) for size in sizes[0].split(",")]
-        sweep(8 if kind == "fp8" else 16, counts, device)
+    bits, sizes = sys.argv[1:]
+    sweep(int(bits), [int(size) for size in sizes.split(",")], torch.device("cuda"))
 
 
 if __name__ == "__main__":

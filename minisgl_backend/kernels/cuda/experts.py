@@ -10,37 +10,24 @@ import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 from cuda.bindings import driver
 from torch import Tensor
 
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address, checked
 from minisgl_backend.kernels.dispatch import num_processors
+from minisgl_backend.kernels.expert_cut import ExpertCut
+from minisgl_backend.kernels.moe import Alignment, Choices, ExpertWeights
 from minisgl_backend.kernels.quantized import QuantizedWeight
+from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
+from minisgl_backend.weight_format import Encoding
 
 _ROW_BYTES: Final = 128
-_SHARED_BYTES: Final = 227 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertCut:
-    """A tile of ``features`` of a weight by ``tokens`` rows of x, and ``stages`` of the ring.
-
-    ``per_processor`` thread blocks share a multiprocessor; ``resident`` of them are launched.
-    """
-
-    features: int
-    tokens: int
-    stages: int
-    per_processor: int = 1
-    resident: int = 1
-
-    def shared_bytes(self, bits: int) -> int:
-        rows = self.features + self.tokens * (16 // bits)
-        scales = 0 if bits == 16 else 4 * self.features
-        return self.stages * (_ROW_BYTES * rows + scales + 16) + 8 * 48 * (self.features // 16)
 
 
 class _Map(ctypes.Structure):
@@ -88,6 +75,8 @@ class _RoutingArguments(ctypes.Structure):
         ("square_tiles", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("first", ctypes.c_int),
+        ("held", ctypes.c_int),
     )
 
 
@@ -128,9 +117,7 @@ class GroupedKernel:
 
         with ThreadPoolExecutor() as pool:
             kernels = pool.map(compiled, cuts)
-        self._kernels = {
-            cut.tokens: (cut, kernel) for cut, kernel in zip(cuts, kernels, strict=True)
-        }
+        self._kernels = dict(zip(cuts, kernels, strict=True))
         self._num_processors = num_processors(device)
         self._maps: dict[tuple[int, int], _Map] = {}
 
@@ -142,15 +129,20 @@ class GroupedKernel:
         experts: Tensor,
         num_pairs: int,
         *,
-        block: int,
+        cut: ExpertCut,
         top_k: int,
         factors: Tensor | None = None,
         early: bool = False,
         pdl: bool = False,
     ) -> Tensor:
-        """[num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p."""
+        """[num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p, which
+        ``pairs`` and ``experts`` tell in blocks of ``cut.tokens`` (``kernels.moe.Alignment``).
+
+        ``factors`` [num_pairs / top_k] multiply the rows of x. ``early``: the kernel before this
+        one wrote none of these but x.
+        """
         out = torch.empty((num_pairs, self.out_features), dtype=x.dtype, device=x.device)
-        cut, kernel = self._kernels[block]
+        kernel = self._kernels[cut]
         numbers = weight.codes if isinstance(weight, QuantizedWeight) else weight
         scales = weight.scales if isinstance(weight, QuantizedWeight) else None
         outs, ins = weight.block if isinstance(weight, QuantizedWeight) else (1, 1)
@@ -195,34 +187,47 @@ class GroupedKernel:
         return self._maps[key]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """``choices``, their pairs sorted by expert unless not asked for, and float32 [num_tokens] that
+    complete a norm that was half done."""
+
+    choices: Choices
+    alignment: Alignment | None
+    factors: Tensor | None
+
+
 class RoutingKernel:
     """Top-k of a router's logits, and the pairs sorted by expert."""
 
     def __init__(
         self,
-        num_experts: int,
-        top_k: int,
+        rule: RoutingRule,
+        held: tuple[int, int],
         hidden_size: int,
         device: torch.device,
         *,
-        sigmoid: bool,
-        normalize: bool,
+        wide: bool,
         blocks: Sequence[int],
     ) -> None:
+        """``held``: the first expert of this rank, and the end. ``wide``: logits are float32, else
+        bfloat16. ``blocks``: sizes of blocks that are asked for, 0 for no sorting."""
         constants = {
-            "EXPERTS": num_experts,
-            "TOP_K": top_k,
-            "SIGMOID": sigmoid,
-            "NORMALIZE": normalize,
+            "EXPERTS": rule.num_experts,
+            "TOP_K": rule.top_k,
+            "SIGMOID": rule.sigmoid,
+            "NORMALIZE": rule.normalize,
             "SIZE": hidden_size,
+            "WIDE": wide,
         }
-        self._num_experts, self._top_k = num_experts, top_k
-        self._kernels = {
-            block: CudaModule("routing.cu", {**constants, "BLOCK": block}, device).kernel(
-                "routing", shared_bytes=0
-            )
-            for block in blocks
-        }
+        self._rule, self._held, self.top_k = rule, held, rule.top_k
+
+        def compiled(block: int) -> CudaKernel:
+            module = CudaModule("routing.cu", {**constants, "BLOCK": block}, device)
+            return module.kernel("routing", shared_bytes=0)
+
+        with ThreadPoolExecutor() as pool:
+            self._kernels = dict(zip(blocks, pool.map(compiled, blocks), strict=True))
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(
@@ -230,17 +235,19 @@ class RoutingKernel:
         logits: Tensor,
         *,
         block: int,
-        bias: Tensor | None = None,
+        correction: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
-        scale: float = 1.0,
         pdl: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        num_tokens, device = len(logits), logits.device
-        num_pairs = num_tokens * self._top_k
-        ids = torch.empty((num_tokens, self._top_k), dtype=torch.int32, device=device)
-        weights = torch.empty((num_tokens, self._top_k), dtype=torch.float32, device=device)
-        num_blocks = min(num_pairs, -(-num_pairs // block) + self._num_experts) if block else 0
+    ) -> Routed:
+        """``logits`` [num_tokens, num_experts]; with ``squares``, those of hidden states that they
+        complete (``cuda.linear``)."""
+        first, end = self._held
+        rule, device, num_tokens = self._rule, logits.device, len(logits)
+        num_pairs = num_tokens * rule.top_k
+        ids = torch.empty((num_tokens, rule.top_k), dtype=torch.int32, device=device)
+        weights = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=device)
+        num_blocks = min(num_pairs, -(-num_pairs // block) + end - first) if block else 0
         pairs = torch.empty(num_blocks * block, dtype=torch.int32, device=device)
         experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
         factors = None
@@ -248,7 +255,7 @@ class RoutingKernel:
             factors = torch.empty(num_tokens, dtype=torch.float32, device=device)
         arguments = _RoutingArguments(
             logits=address(logits),
-            bias=address(bias),
+            bias=address(correction),
             squares=address(squares),
             factors=address(factors),
             ids=address(ids),
@@ -260,10 +267,134 @@ class RoutingKernel:
             num_blocks=num_blocks,
             square_tiles=0 if squares is None else len(squares),
             eps=eps,
-            scale=scale,
+            scale=rule.scale,
+            first=first,
+            held=end - first,
         )
         self._kernels[block].launch((-(-num_tokens // 32), 1, 1), 1024, arguments, pdl=pdl)
-        return ids, weights, pairs, experts, factors
+        choices = Choices(ids, weights, elsewhere=end - first < rule.num_experts)
+        return Routed(choices, Alignment(pairs, experts, block) if block else None, factors)
+
+
+class ExpertsKernels:
+    """Routing, gates and ups, and downs of layers of experts of one shape."""
+
+    def __init__(
+        self,
+        rule: RoutingRule,
+        held: tuple[int, int],
+        gate_up: Sequence[int],
+        down: Sequence[int],
+        device: torch.device,
+        *,
+        bits: int,
+        wide: bool,
+    ) -> None:
+        """``gate_up`` and ``down`` are the shapes of all held experts' weights, of ``bits`` each.
+        ``held`` and ``wide``: see ``RoutingKernel``."""
+        self._bits, self._num_experts = bits, rule.num_experts
+        all_cuts = expert_cut.cuts(bits)
+        blocks = [0, *(cut.tokens for cut in all_cuts)]
+        self._route = RoutingKernel(rule, held, gate_up[2], device, wide=wide, blocks=blocks)
+        self._gate_up = GroupedKernel(gate_up, device, bits=bits, gated=True, cuts=all_cuts)
+        self._down = GroupedKernel(down, device, bits=bits, gated=False, cuts=all_cuts)
+
+    def __call__(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: ExpertWeights,
+        *,
+        correction: Tensor | None = None,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        pdl: bool = False,
+    ) -> tuple[Tensor, Choices]:
+        """What each of a token's experts makes of it, [num_tokens, top_k, hidden_size], and its
+        experts. The rows of those that other ranks hold are not written.
+
+        ``x`` [num_tokens, hidden_size] and ``logits`` of it [num_tokens, num_experts] are under
+        a norm; with ``squares``, one that is half done (``cuda.linear``).
+        """
+        num_tokens, top_k = len(x), self._route.top_k
+        num_pairs = num_tokens * top_k
+        gate_up, down = experts.gate_up, experts.down
+        one_by_one = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16
+        cut = expert_cut.cut_of(num_pairs, self._num_experts, self._bits)
+        routed = self._route(
+            logits,
+            block=0 if one_by_one else cut.tokens,
+            correction=correction,
+            squares=squares,
+            eps=eps,
+            pdl=pdl,
+        )
+        ids = routed.choices.ids.flatten()
+        if one_by_one:
+            assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+            inner = x.new_empty((num_pairs, down.shape[2]))
+            outer = x.new_empty((num_pairs, down.shape[1]))
+            launch_expert_rows(
+                inner, x, gate_up, ids, top_k=top_k, gated=True, factors=routed.factors, pdl=pdl
+            )
+            launch_expert_rows(outer, inner, down, ids, top_k=1, gated=False, early=pdl, pdl=pdl)
+        else:
+            aligned = routed.alignment
+            assert aligned is not None
+            inner = self._gate_up(
+                x,
+                gate_up,
+                aligned.pairs,
+                aligned.experts,
+                num_pairs,
+                cut=cut,
+                top_k=top_k,
+                factors=routed.factors,
+                pdl=pdl,
+            )
+            outer = self._down(
+                inner,
+                down,
+                aligned.pairs,
+                aligned.experts,
+                num_pairs,
+                cut=cut,
+                top_k=1,
+                early=pdl,
+                pdl=pdl,
+            )
+        return outer.view(num_tokens, top_k, -1), routed.choices
+
+
+class HopperExperts:
+    """Makes the kernels of a model's experts. Those for layers of the same shape are one, whose
+    memory the layers share: ``kernels`` makes ``ExpertsKernels``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.kernels = cache(partial(ExpertsKernels, device=device))
+
+    def bits_of(self, rule: RoutingRule, experts: ExpertWeights) -> int | None:
+        """Of a weight, 16 or 8; None if there are no kernels for such experts: bfloat16 or E4M3 of
+        sizes that fit, gated by SiLU, without biases, and of a router that limits no groups."""
+        if rule.limits_groups or experts.gate is not None or experts.gate_up_bias is not None:
+            return None
+        if rule.num_experts > expert_cut.MAX_EXPERTS or rule.top_k > expert_cut.MAX_CHOICES:
+            return None
+        kinds = {_bits(weight) for weight in (experts.gate_up, experts.down)}
+        bits = kinds.pop()
+        _, (_, hidden_size, inner_size) = experts.shapes
+        if kinds or bits is None or not expert_cut.fits(hidden_size, inner_size, bits):
+            return None
+        return bits
+
+
+def _bits(weight: Tensor | QuantizedWeight) -> int | None:
+    if isinstance(weight, Tensor):
+        return 16 if weight.dtype == torch.bfloat16 else None
+    if weight.encoding is not Encoding.E4M3:
+        return None
+    fits = weight.scales.shape[-1] == 1 or weight.block[1] % _ROW_BYTES == 0
+    return 8 if fits else None
 
 
 def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> _Map:

@@ -4,7 +4,8 @@
 // BLOCK pairs of one expert, in shared memory; within an expert their order is any.
 //
 // Compiled with: EXPERTS (up to 1024), TOP_K, BLOCK (0: sort nothing), SIGMOID (scores are sigmoids of logits;
-// else their softmax), NORMALIZE (the chosen ones' weights sum to 1), and SIZE (of the hidden states).
+// else their softmax), NORMALIZE (the chosen ones' weights sum to 1), SIZE (of the hidden states), and WIDE
+// (logits are float32; else bfloat16).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -18,11 +19,11 @@ constexpr u32 ALL = 0xffffffffu;
 static_assert(EXPERTS <= THREADS && TOP_K <= 32 && TOP_K <= EXPERTS, "");
 
 struct Arguments {
-    const u16* logits;      // [num_tokens, EXPERTS]
+    const void* logits;     // [num_tokens, EXPERTS]
     const float* bias;      // [EXPERTS], added to scores where they are compared; or null
     const float* squares;   // [square_tiles, num_tokens] of hidden states whose norm is half done; or null
     float* factors;         // [num_tokens]: what completes the norm, if there are squares
-    int* ids;               // [num_tokens, TOP_K]
+    int* ids;               // [num_tokens, TOP_K], of those held; -1 for others
     float* weights;         // [num_tokens, TOP_K]
     int* pairs;             // [num_blocks, BLOCK]: token * TOP_K + choice; num_tokens * TOP_K for none
     int* experts;           // [num_blocks], -1 behind the last one
@@ -32,12 +33,19 @@ struct Arguments {
     int square_tiles;
     float eps;
     float scale;            // of the weights
+    int first;              // expert that this rank holds,
+    int held;               // number of them
 };
 
 __device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x << 16); }
+
+__device__ __forceinline__ float logit(const Arguments& args, int token, int expert) {
+    const u64 at = (u64)token * EXPERTS + expert;
+    return WIDE ? static_cast<const float*>(args.logits)[at] : to_float(static_cast<const u16*>(args.logits)[at]);
+}
 
 __device__ __forceinline__ float sum(float x) {
 #pragma unroll
@@ -73,7 +81,7 @@ __device__ __forceinline__ void choose(const Arguments& args, int token) {
 #pragma unroll
     for (int i = 0; i < OF_LANE; ++i) {
         const int expert = 32 * i + lane;
-        scores[i] = expert < EXPERTS ? factor * to_float(args.logits[(u64)token * EXPERTS + expert]) : -__int_as_float(0x7f800000);
+        scores[i] = expert < EXPERTS ? factor * logit(args, token, expert) : -__int_as_float(0x7f800000);
         most = fmaxf(most, scores[i]);
     }
     if (!SIGMOID) most = largest(most);
@@ -109,7 +117,8 @@ __device__ __forceinline__ void choose(const Arguments& args, int token) {
     }
     const float by = NORMALIZE ? args.scale / (sum(weight) + (SIGMOID ? 1e-20f : 0)) : args.scale;
     if (lane < TOP_K) {
-        args.ids[token * TOP_K + lane] = id;
+        id -= args.first;
+        args.ids[token * TOP_K + lane] = id >= 0 && id < args.held ? id : -1;
         args.weights[token * TOP_K + lane] = weight * by;
     }
 }
@@ -134,7 +143,10 @@ __device__ __forceinline__ void sort(const Arguments& args) {
     const int thread = threadIdx.x, num_pairs = args.num_tokens * TOP_K;
     if (thread < EXPERTS) counts[thread] = 0;
     __syncthreads();
-    for (int pair = thread; pair < num_pairs; pair += THREADS) atomicAdd(&counts[__ldcg(args.ids + pair)], 1);
+    for (int pair = thread; pair < num_pairs; pair += THREADS) {
+        const int expert = __ldcg(args.ids + pair);
+        if (expert >= 0) atomicAdd(&counts[expert], 1);
+    }
     __syncthreads();
     const int blocks = thread < EXPERTS ? (counts[thread] + WIDTH - 1) / WIDTH : 0;
     const int end = running_sum(blocks, of_warps);
@@ -145,8 +157,10 @@ __device__ __forceinline__ void sort(const Arguments& args) {
     for (int block = num_used + thread; block < args.num_blocks; block += THREADS) args.experts[block] = -1;
     for (int at = thread; at < num_used * WIDTH; at += THREADS) args.pairs[at] = num_pairs;
     __syncthreads();
-    for (int pair = thread; pair < num_pairs; pair += THREADS)
-        args.pairs[atomicAdd(&counts[__ldcg(args.ids + pair)], 1)] = pair;
+    for (int pair = thread; pair < num_pairs; pair += THREADS) {
+        const int expert = __ldcg(args.ids + pair);
+        if (expert >= 0) args.pairs[atomicAdd(&counts[expert], 1)] = pair;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) routing(const __grid_constant__ Arguments args) {

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.moe import Choices
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
@@ -35,6 +36,8 @@ def _rows(
     if PDL and not EARLY:
         wait_previous()
     expert = tl.load(experts_ptr + pair).to(tl.int64)
+    if expert < 0:
+        return
     height = out_features * 2 if GATED else out_features
     at = weight_ptr + (expert * height + r[:, None]) * SIZE + k[None, :]
     up_offset = out_features.to(tl.int64) * SIZE
@@ -77,6 +80,7 @@ def _sum_outputs(
     out_ptr,
     parts_ptr,
     weights_ptr,
+    ids_ptr,
     shared_ptr,
     residual_ptr,
     norm_ptr,
@@ -84,6 +88,7 @@ def _sum_outputs(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
+    ELSEWHERE: tl.constexpr,  # some ids may be -1, of rows that are not written
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
@@ -94,13 +99,16 @@ def _sum_outputs(
     if NORM:
         norm = tl.load(norm_ptr + i, mask=mask, other=0.0).to(tl.float32)
     if PDL:
-        allow_next()
         wait_previous()
+        allow_next()  # afterwards: the sum over the ranks reads the residual stream before it waits
     x = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP_K):
         weight = tl.load(weights_ptr + row * TOP_K + choice)
         at = parts_ptr + (row * TOP_K + choice) * SIZE + i
-        x += weight * tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        held = mask
+        if ELSEWHERE:
+            held = mask & (tl.load(ids_ptr + row * TOP_K + choice) >= 0)
+        x += weight * tl.load(at, mask=held, other=0.0).to(tl.float32)
     if SHARED:
         x += tl.load(shared_ptr + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
     if NORM:
@@ -123,8 +131,8 @@ def launch_expert_rows(
     factors: Tensor | None = None,
     early: bool = False,
     pdl: bool = False,
-    rows: int = 4,
-    block: int = 1024,
+    rows: int = 8,
+    block: int = 512,
     num_warps: int = 4,
 ) -> None:
     """``out`` [num_pairs, out_features]: row p is x[p // top_k] through ``experts[p]``."""
@@ -151,25 +159,24 @@ def launch_expert_rows(
 
 def launch_sum_outputs(
     out: Tensor,
-    parts: Tensor,
-    weights: Tensor,
+    outputs: Tensor,
+    choices: Choices,
     shared: Tensor | None,
-    residual: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
     *,
+    added: tuple[Tensor, Tensor, float] | None = None,
     pdl: bool,
 ) -> None:
-    """``out`` [num_tokens, size] = sum of ``weights`` [num_tokens, top_k] times ``parts``
-    [num_tokens, top_k, size], plus ``shared``. With ``norm`` [size] that is added to ``residual``,
-    in place, and ``out`` is the RMSNorm of it."""
-    num_tokens, top_k = weights.shape
-    size = parts.shape[-1]
+    """``out`` [num_tokens, size] = each token's weighted sum of its ``outputs`` [num_tokens, top_k,
+    size], plus ``shared``. With ``added``, residual, norm and eps, that is added to the residual in
+    place, and ``out`` is the RMSNorm of it."""
+    num_tokens, top_k, size = outputs.shape
+    residual, norm, eps = (None, None, 0.0) if added is None else added
     block = triton.next_power_of_2(size)
     _sum_outputs[(num_tokens,)](
         out,
-        parts,
-        weights,
+        outputs,
+        choices.weights,
+        choices.ids,
         shared,
         residual,
         norm,
@@ -177,6 +184,7 @@ def launch_sum_outputs(
         SIZE=size,
         BLOCK=block,
         TOP_K=top_k,
+        ELSEWHERE=choices.elsewhere,
         SHARED=shared is not None,
         NORM=norm is not None,
         PDL=pdl,

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-MAX_EXPERTS: Final = 1024
-MAX_CHOICES: Final = 32
+from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.weight_format import Encoding, WeightFormat
+
+_MAX_EXPERTS: Final = 1024
+_MAX_CHOICES: Final = 32
 """What ``cuda/routing.cu`` can choose from, and choose."""
 
 MOST_ROWS: Final = 4
@@ -42,13 +45,14 @@ class ExpertCut:
 
 _CUTS: Final = {
     16: {
-        4: ExpertCut(128, 8, 6, 2, 1),
+        8: ExpertCut(128, 16, 6, 2, 2),
         16: ExpertCut(128, 32, 5, 2, 2),
         64: ExpertCut(128, 64, 4, 2, 2),
         None: ExpertCut(128, 128, 6),
     },
     8: {
         4: ExpertCut(128, 8, 5, 2, 2),
+        8: ExpertCut(128, 16, 5, 2, 2),
         16: ExpertCut(128, 32, 4, 2, 2),
         None: ExpertCut(128, 64, 6),
     },
@@ -68,11 +72,27 @@ def cut_of(num_pairs: int, num_experts: int, bits: int) -> ExpertCut:
     )
 
 
+def knows(spec: ExpertsSpec) -> bool:
+    """Whether the kernels know all that such experts compute: not biases, gates other than SiLU,
+    routers that limit groups, or that choose from, or choose, too many."""
+    rule = spec.routing
+    few = rule.num_experts <= _MAX_EXPERTS and rule.top_k <= _MAX_CHOICES
+    return few and not rule.limits_groups and spec.gate is None and not spec.biases
+
+
 def fits(hidden_size: int, inner_size: int, bits: int) -> bool:
-    """Whether there are kernels for experts of these sizes, the second that of a rank's part."""
+    """Whether there are kernels for weights of these sizes, the second that of a rank's part."""
     step = _ROW_BYTES * 8 // bits  # in_features of a stage of the ring
     tile = max(cut.features for cut in cuts(bits))
     return all(
         height % tile == 0 and size % step == 0
         for height, size in ((2 * inner_size, hidden_size), (hidden_size, inner_size))
     )
+
+
+def bits_of(form: WeightFormat) -> int | None:
+    """Of a weight in a format that the kernels can take; None if they cannot."""
+    inputs = form.block[1]
+    if form.encoding is not Encoding.E4M3 or (inputs is not None and inputs % _ROW_BYTES):
+        return None
+    return form.encoding.bits

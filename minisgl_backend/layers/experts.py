@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.linear_cut import BLOCK
 from minisgl_backend.kernels.moe import (
     Choices,
@@ -151,10 +153,11 @@ class ExpertsMLP(nn.Module):
         self.router = Router(f"{name}.{spec.router}", hidden_size, spec, matrices)
         of_down = [form for (_, part), form in self._formats.items() if part == "down_proj"]
         of_gate_up = [form for (_, part), form in self._formats.items() if part != "down_proj"]
+        kept = _are_kept(matrices, [*of_gate_up, *of_down])
         width = 2 * self.inner.size
         both = [(0, self.inner), (self.inner.size, self.inner)]
-        self.gate_up = _memory_of(matrices, of_gate_up, both, self.outer, width)
-        self.down = _memory_of(matrices, of_down, [(0, self.outer)], self.inner, hidden_size)
+        self.gate_up = _memory_of(kept, of_gate_up, both, self.outer, width)
+        self.down = _memory_of(kept, of_down, [(0, self.outer)], self.inner, hidden_size)
         self.gate_up_bias = _parameter(self.held.size, width) if spec.biases else None
         self.down_bias = _parameter(self.held.size, hidden_size) if spec.biases else None
         self._kernels: ExpertsKernels | None = None
@@ -173,13 +176,15 @@ class ExpertsMLP(nn.Module):
             self.shared_gate = _parameter(1, hidden_size) if shared.gated else None
 
     def use_kernels(self, make: HopperExperts) -> None:
-        """Compute all steps by kernels for Hopper, if there are any for these weights."""
-        weights, rule = self.weights, self.spec.routing
-        bits = make.bits_of(rule, weights)
-        if bits is not None:
+        """Compute all steps by kernels for Hopper, if there are any for these weights, which must
+        be bfloat16 or kept in a format that fits (``kernels.expert_cut``)."""
+        bits = 8 if isinstance(self.down, StoredWeight) else 16
+        sizes = self.outer.size, self.inner.size
+        if expert_cut.knows(self.spec) and expert_cut.fits(*sizes, bits):
             held = self.held.start, self.held.end
             wide = self.router.weight.dtype == torch.float32
-            self._kernels = make.kernels(rule, held, *weights.shapes, bits=bits, wide=wide)
+            shapes = self.weights.shapes
+            self._kernels = make.kernels(self.spec.routing, held, *shapes, bits=bits, wide=wide)
 
     @property
     def has_half_norms(self) -> bool:
@@ -229,7 +234,8 @@ class ExpertsMLP(nn.Module):
         shared = self._of_shared(ready, pdl)
         outputs, choices = kernels(
             rows,
-            self.router.logits(rows, pdl=pdl),
+            self.router.weight,
+            partial(self.router.logits, rows, pdl=pdl),
             self.weights,
             correction=self.router.correction,
             squares=squares,
@@ -360,8 +366,14 @@ class StackedBias:
         return held(self.experts), slice(count * outs.start, count * outs.end)
 
 
+def _are_kept(matrices: Matrices, formats: list[WeightFormat | None]) -> bool:
+    """Whether weights of these formats, those of all experts, stay as they are."""
+    stored = [form for form in formats if form is not None]
+    return len(stored) == len(formats) and matrices.experts_kept(stored)
+
+
 def _memory_of(
-    matrices: Matrices,
+    kept: bool,
     formats: list[WeightFormat | None],
     parts: list[tuple[int, Share]],
     ins: Share,
@@ -371,11 +383,10 @@ def _memory_of(
 
     ``formats`` are those of all experts and ``parts``, pairs of a part's first row and its share.
     """
-    shape = len(formats) // len(parts), out_features, ins.size
-    stored = [form for form in formats if form is not None]
-    if len(stored) < len(formats) or not matrices.kept(stored):
+    shape, first = (len(formats) // len(parts), out_features, ins.size), formats[0]
+    if not kept or first is None:
         return _parameter(*shape)
-    return StoredWeight(stored[0], block_of(stored[0], parts, ins), shape, num_inputs=ins.total)
+    return StoredWeight(first, block_of(first, parts, ins), shape, num_inputs=ins.total)
 
 
 def _memory(weight: nn.Parameter | StoredWeight) -> Tensor | StoredWeight:

@@ -80,12 +80,14 @@ class Matrices:
     """Makes the matrices of a model.
 
     ``format_of`` says how a projection is stored, by its name in the checkpoint; None stands for
-    plain numbers. ``keeps`` says whether the device has kernels for weights of a format. ``fused``:
-    dense matrices use this package's kernels.
+    plain numbers. ``keeps`` says whether the device has kernels for weights of a format, and
+    ``keeps_experts`` whether it has for those of experts. ``fused``: dense matrices use this
+    package's kernels.
     """
 
     format_of: Callable[[str], WeightFormat | None]
     keeps: Callable[[WeightFormat], bool]
+    keeps_experts: Callable[[WeightFormat], bool]
     fused: bool
 
     def make(
@@ -96,13 +98,19 @@ class Matrices:
         num_rows = sum(share.size for share in parts.values())
         out_features = num_rows if out_features is None else out_features
         formats = {name: form for name in parts if (form := self.format_of(name)) is not None}
-        if len(formats) == len(parts) and self.kept(list(formats.values())):
+        if len(formats) == len(parts) and _is_kept(list(formats.values()), self.keeps):
             return QuantizedMatrix(parts, ins, out_features, formats=formats)
         return DenseMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
 
-    def kept(self, formats: Sequence[WeightFormat]) -> bool:
-        """Whether one storage holds weights of these formats, for kernels to compute with. Not if
-        there are several that may each order their inputs in another way."""
-        first = formats[0]
-        alike = all(form.stored_as == first.stored_as for form in formats)
-        return alike and not (first.reorders and len(formats) > 1) and self.keeps(first)
+    def experts_kept(self, formats: Sequence[WeightFormat]) -> bool:
+        """Whether one storage holds experts' weights of these formats, for kernels to compute
+        with."""
+        return _is_kept(formats, self.keeps_experts)
+
+
+def _is_kept(formats: Sequence[WeightFormat], keeps: Callable[[WeightFormat], bool]) -> bool:
+    """Whether the formats are one, and kept. Not if there are several that may each order their
+    inputs in another way."""
+    first = formats[0]
+    alike = all(form.stored_as == first.stored_as for form in formats)
+    return alike and not (first.reorders and len(formats) > 1) and keeps(first)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels import linear_cut
+from minisgl_backend.kernels import expert_cut, linear_cut
 from minisgl_backend.layers.experts import ExpertsMLP, Router
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
@@ -54,6 +54,7 @@ def build_model(
     fused_experts: bool | None = None,
     whole_experts: bool = False,
     keep_quantized: bool = False,
+    keeps_experts: Callable[[WeightFormat], bool] | None = None,
     progress: Progress = unseen,
 ) -> Decoder:
     """This rank's part of the model in ``folder``.
@@ -63,12 +64,14 @@ def build_model(
     ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU.
     ``whole_experts``: ranks share out the experts of a layer, rather than slices of each.
     ``keep_quantized``: quantized weights stay as they are, and are dequantized for each use; else
-    while they are loaded. Raises ``ConfigError`` if the checkpoint does not fit the spec.
+    while they are loaded. ``keeps_experts`` says whether those of experts do, by default the same.
+    Raises ``ConfigError`` if the checkpoint does not fit the spec.
     """
     on_gpu = device.type == "cuda"
     matrices = Matrices(
         _format_of(spec, folder, load_format),
         keeps=lambda form: keep_quantized,
+        keeps_experts=keeps_experts or (lambda form: keep_quantized),
         fused=on_gpu if fused is None else fused,
     )
     with torch.device("meta"):
@@ -111,10 +114,11 @@ def build_model(
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     if spec.weights is not None:
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        is_any_kept = any(isinstance(module, StoredWeight) for module in model.modules())
         logger.info(
             "weights: %s, %s %s, take %.2f GiB",
             spec.weights,
-            "kept, or dequantized to" if keep_quantized else "dequantized while loading to",
+            "kept, or dequantized to" if is_any_kept else "dequantized while loading to",
             str(dtype).removeprefix("torch."),
             num_bytes / 2**30,
         )
@@ -176,9 +180,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     Experts have kernels of their own (``kernels.cuda.experts``), for any number of tokens, which
     serve if they fit, whatever the rest of a layer takes.
     """
-    if torch.cuda.get_device_capability(device) != (9, 0) or import_error("cuda.bindings"):
-        return
-    if model.dtype != torch.bfloat16:
+    if not has_hopper_kernels(device, model.dtype):
         return
     # these modules import the CUDA driver's bindings, which only installations for GPUs have
     experts = importlib.import_module("minisgl_backend.kernels.cuda.experts").HopperExperts(device)
@@ -204,6 +206,26 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     if most_tokens:
         module = importlib.import_module("minisgl_backend.kernels.cuda.linear")
         model.use_tensor_cores(module.TensorCores(device, most_tokens))
+
+
+def has_hopper_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the CUDA C++ kernels for Hopper can be compiled for this GPU, and take this dtype."""
+    if torch.cuda.get_device_capability(device) != (9, 0) or import_error("cuda.bindings"):
+        return False
+    return dtype == torch.bfloat16
+
+
+def has_expert_kernels(form: WeightFormat, spec: ModelSpec, parts: int) -> bool:
+    """Whether these kernels take experts' weights in this format, each cut into so many parts."""
+    if spec.moe is None:
+        return False
+    experts, bits = spec.moe.experts, expert_cut.bits_of(form)
+    size = experts.intermediate_size // parts
+    return (
+        bits is not None
+        and expert_cut.knows(experts)
+        and expert_cut.fits(spec.hidden_size, size, bits)
+    )
 
 
 def has_fused_layers(spec: ModelSpec) -> bool:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.experts_spec import RoutingRule
-from minisgl_backend.kernels import moe
+from minisgl_backend.kernels import expert_cut, moe
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.expert_cut import ExpertCut
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
@@ -218,32 +218,31 @@ def test_whole_layers(
     bits, block = bits_and_block
     begin, end = held
     (gate_up, plain_up), (down, plain_down) = (
-        (_slice(weight, begin, end), plain[begin:end])
+        (_slice(weight, begin, end), plain[begin:end].float())
         for weight, plain in weights(bits, block, device)
     )
     rule = RoutingRule(num_experts=NUM_EXPERTS, top_k=TOP_K, normalize=True)
     experts, make = moe.ExpertWeights(gate_up, down), HopperExperts(device)
-    assert make.bits_of(rule, experts) == bits
     kernels = make.kernels(rule, held, *experts.shapes, bits=bits, wide=False)
     x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
-    logits = torch.randn(num_tokens, NUM_EXPERTS, device=device).bfloat16()
+    router = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, device=device).bfloat16() / 16
+    logits = F.linear(x.float(), router.float())
+    if bits == 8 or num_tokens > expert_cut.MOST_ROWS:
+        logits = logits.bfloat16().float()  # as they are given; the kernel for rows rounds none
     norm = torch.randn(HIDDEN_SIZE, device=device).bfloat16()
     residual = torch.randn_like(x)
-    plain = moe.ExpertWeights(plain_up.bfloat16().float(), plain_down.bfloat16().float())
-    if bits == 8:
-        plain = moe.ExpertWeights(plain_up, plain_down)
-    choices = moe.choose(logits.float(), rule)
+    plain = moe.ExpertWeights(plain_up, plain_down)
+    choices = moe.choose(logits, rule)
     is_here = (choices.ids >= begin) & (choices.ids < end)
     here = moe.Choices(torch.where(is_here, choices.ids - begin, -1), choices.weights)
-    expected = moe.fused_experts_reference(x.float(), plain, here)
+    expected = residual.float() + moe.fused_experts_reference(x.float(), plain, here)
     for pdl in (False, True):
-        outputs, found = kernels(x, logits, experts, pdl=pdl)
+        outputs, found = kernels(x, router, logits.bfloat16, experts, pdl=pdl)
+        summed = moe.sum_outputs(outputs, found, pdl=pdl)
+        assert_close(residual.float() + summed.float(), expected, tolerance=1e-2)
         total = residual.clone()
-        assert_close(
-            moe.sum_outputs(outputs, found, pdl=pdl), expected.bfloat16(), tolerance=1.5e-2
-        )
         normed = moe.add_outputs(outputs, found, None, total, norm, 1e-6, pdl=pdl)
-        assert_close(total.float(), residual.float() + expected, tolerance=1e-2)
+        assert_close(total.float(), expected, tolerance=1e-2)
         wide = total.float()
         scale = (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         assert_close(normed, (wide * scale * norm.float()).bfloat16())
@@ -255,6 +254,31 @@ def _slice(weight: Tensor | QuantizedWeight, begin: int, end: int) -> Tensor | Q
     return QuantizedWeight(
         weight.encoding, weight.block, weight.codes[begin:end], weight.scales[begin:end]
     )
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 4, 8])
+@pytest.mark.parametrize("half_done", [False, True])
+@pytest.mark.parametrize("num_experts", [12, 128])
+def test_routing_with_the_routers_gemm(
+    device: torch.device, num_tokens: int, half_done: bool, num_experts: int
+) -> None:
+    from minisgl_backend.kernels.cuda.experts import RoutingKernel
+
+    rule = RoutingRule(num_experts=num_experts, top_k=6, normalize=True)
+    kernel = RoutingKernel(rule, (0, num_experts), 512, device, wide=False, blocks=[0])
+    x = torch.randn(num_tokens, 512, device=device).bfloat16()
+    weight = torch.randn(num_experts, 512, device=device).bfloat16() / 16
+    squares = torch.rand(16, num_tokens, device=device) * 64 if half_done else None
+    assert kernel.takes_rows(num_tokens, weight)
+    logits = F.linear(x.float(), weight.float())
+    if squares is not None:
+        logits *= (squares.sum(0) / 512 + 1e-6).rsqrt()[:, None]
+    expected = moe.choose(logits, rule)
+    for _ in range(2):
+        found = kernel.of_rows(x, weight, squares=squares, eps=1e-6).choices
+        assert torch.equal(found.ids.long(), expected.ids)
+        assert_close(found.weights, expected.weights)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])

@@ -41,7 +41,8 @@ KINDS: Final = (
 WIDTHS: Final = {1: (8,), 64: (8, 16), 128: (8, 16, 32), 256: (16, 32, 64), 8192: (64, 128)}
 """Rows of a tile that are tried, by the largest number of tokens."""
 
-Weight = Tensor | QuantizedWeight
+Form = tuple[int, int, int]
+"""Of the kernel for single rows: output features, in_features of an iteration, warps."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,10 @@ def normal(*shape: int) -> Tensor:
     return drawn.mul_(shape[-1] ** -0.5)
 
 
+def named(form: Form) -> Any:
+    return dict(zip(("rows", "block", "num_warps"), form, strict=True))
+
+
 def finish(layer: Layer, outputs: Tensor, choices: moe.Choices) -> None:
     parts = outputs.view(*choices.ids.shape, HIDDEN)
     moe.add_outputs(parts, choices, None, layer.residual, layer.norm, 1e-6, pdl=True)
@@ -118,7 +123,7 @@ def row_by_row(
     outer = layer.x.new_empty((num_pairs, HIDDEN))
     gate_up, of_down = layer.weights.gate_up, layer.weights.down
     assert isinstance(gate_up, Tensor) and isinstance(of_down, Tensor)
-    launch_expert_rows(inner, layer.x, gate_up, ids, top_k=TOP_K, gated=True, pdl=True, **up)
+    launch_expert_rows(inner, layer.x, gate_up, ids, top_k=TOP_K, gated=True, pdl=True, **named(up))
     launch_expert_rows(
         outer, inner, of_down, ids, top_k=1, gated=False, early=True, pdl=True, **down
     )
@@ -155,50 +160,55 @@ def sweep(bits: int, sizes: Sequence[int], device: torch.device) -> None:
     with ThreadPoolExecutor(12) as pool:
         kernels = dict(zip(all_cuts, pool.map(made, all_cuts), strict=True))
     weights = [[normal(*shape) for shape in SHAPES] for _ in range(NUM_LAYERS)]
-    experts = [moe.ExpertWeights(*pair) for pair in weights]
-    if bits == 8:
-        experts = [moe.ExpertWeights(*map(converted, pair)) for pair in weights]
+    experts = [
+        moe.ExpertWeights(converted(up), converted(down))
+        if bits == 8
+        else moe.ExpertWeights(up, down)
+        for up, down in weights
+    ]
     for size in sizes:
-        layers = [
-            Layer(
-                normal(size, HIDDEN),
-                torch.randn(size, NUM_EXPERTS, device=device, dtype=torch.bfloat16),
-                normal(size, HIDDEN),
-                normal(HIDDEN),
-                of_layer,
-            )
-            for of_layer in experts
-        ]
-        ids = [layer.logits.topk(TOP_K).indices.flatten().tolist() for layer in layers]
-        used = statistics.mean(len(set(of_layer)) for of_layer in ids)
-        num_bytes = used * 3 * INNER * HIDDEN * bits / 8
-        repeated = layers * (4 if size <= 64 else 1)
+        sweep_size(size, bits, experts, route, kernels)
 
-        def show(name: str, call: Callable[[Layer], None]) -> None:
-            time = seconds([partial(call, layer) for layer in repeated])
-            print(
-                f"{size:5} {name:34} {time * 1e6:8.1f} us {num_bytes / time / 1e12:5.2f} TB/s",
-                flush=True,
-            )
 
-        if bits == 16:
-            show("Triton", lambda layer: in_triton(layer, route))
-        if bits == 16 and size <= 8:
-            for up in ((8, 512, 4), (2, 2048, 4), (4, 1024, 4)):
-                for down in ((8, 256, 4), (4, 256, 4), (8, 512, 4), (4, 1024, 4)):
-                    forms = [
-                        dict(zip(("rows", "block", "num_warps"), form, strict=True))
-                        for form in (up, down)
-                    ]
-                    show(f"rows {up} {down}", lambda layer, f=forms: row_by_row(layer, route, *f))
-        for cut in cuts_for(size, bits):
-            for early in (True, False) if cut.resident < cut.per_processor else (True,):
-                name = f"{cut.features} x {cut.tokens}, {cut.stages} stages, "
-                name += f"{cut.resident} of {cut.per_processor}{' early' if early else ''}"
-                show(
-                    name,
-                    lambda layer, c=cut, e=early: in_groups(layer, route, kernels[c], c, e),
-                )
+def sweep_size(
+    size: int,
+    bits: int,
+    experts: Sequence[moe.ExpertWeights],
+    route: RoutingKernel,
+    kernels: dict[ExpertCut, list[GroupedKernel]],
+) -> None:
+    layers = [
+        Layer(
+            normal(size, HIDDEN),
+            torch.randn(size, NUM_EXPERTS, device="cuda", dtype=torch.bfloat16),
+            normal(size, HIDDEN),
+            normal(HIDDEN),
+            of_layer,
+        )
+        for of_layer in experts
+    ]
+    ids = [layer.logits.topk(TOP_K).indices.flatten().tolist() for layer in layers]
+    used = statistics.mean(len(set(of_layer)) for of_layer in ids)
+    num_bytes = used * 3 * INNER * HIDDEN * bits / 8
+    repeated = layers * (4 if size <= 64 else 1)
+
+    def show(name: str, call: Callable[[Layer], None]) -> None:
+        time = seconds([partial(call, layer) for layer in repeated])
+        speed = num_bytes / time / 1e12
+        print(f"{size:5} {name:34} {time * 1e6:8.1f} us {speed:5.2f} TB/s", flush=True)
+
+    if bits == 16:
+        show("Triton", partial(in_triton, route=route))
+    if bits == 16 and size <= 8:
+        for up in ((8, 512, 4), (2, 2048, 4), (4, 1024, 4)):
+            for down in ((8, 256, 4), (4, 256, 4), (8, 512, 4), (4, 1024, 4)):
+                show(f"rows {up} {down}", partial(row_by_row, route=route, up=up, down=down))
+    for cut in cuts_for(size, bits):
+        for early in (True, False) if cut.resident < cut.per_processor else (True,):
+            name = f"{cut.features} x {cut.tokens}, {cut.stages} stages, "
+            name += f"{cut.resident} of {cut.per_processor}{' early' if early else ''}"
+            fixed: dict[str, Any] = {"kernels": kernels[cut], "cut": cut, "early": early}
+            show(name, partial(in_groups, route=route, **fixed))
 
 
 def main() -> None:

@@ -374,28 +374,24 @@ __device__ __forceinline__ void multiply_tile(
         const int step = first + i;
         const u32 stage = step % STAGES, weight = ring + stage * STAGE_BYTES;
         wait_barrier(full + 8 * stage, step / STAGES & 1);
+        u32 a[BLOCK / 16][4];
+#pragma unroll
+        for (int k = 0; k < BLOCK / 16; ++k) {
+            // row % 8 is lane / 4 for both rows
+            const u32 at = weight + row * 128 + (k ^ lane / 4) * 16 + lane % 4 * 2;
+            a[k][0] = times_2_to_120(widened(load_2(at)));
+            a[k][1] = times_2_to_120(widened(load_2(at + 1024)));
+            a[k][2] = times_2_to_120(widened(load_2(at + 8)));
+            a[k][3] = times_2_to_120(widened(load_2(at + 1032)));
+        }
         const u32 of_scales = scales + stage * SCALE_BYTES + 4 * row;
         const float scale[2] = {load_float(of_scales), load_float(of_scales + 32)};
         float part[TOKENS / 2];
-        // in halves: the second is converted while the first is multiplied
+        begin_mma();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            u32 a[4][4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                // row % 8 is lane / 4 for both rows
-                const u32 at = weight + row * 128 + ((4 * half + k) ^ lane / 4) * 16 + lane % 4 * 2;
-                a[k][0] = times_2_to_120(widened(load_2(at)));
-                a[k][1] = times_2_to_120(widened(load_2(at + 1024)));
-                a[k][2] = times_2_to_120(widened(load_2(at + 8)));
-                a[k][3] = times_2_to_120(widened(load_2(at + 1032)));
-            }
-            begin_mma();
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                multiply(part, a[k], matrix(weight + WEIGHT_BYTES + half * PART_BYTES) + 2 * k, half + k > 0);
-            end_mma();
-        }
+        for (int k = 0; k < BLOCK / 16; ++k)
+            multiply(part, a[k], matrix(weight + WEIGHT_BYTES + k / 4 * PART_BYTES) + k % 4 * 2, k > 0);
+        end_mma();
         wait_mma<0>();
         release(step);
 #pragma unroll

@@ -7,7 +7,7 @@ stream.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,9 +25,12 @@ from minisgl_backend.kernels.expert_cut import ExpertCut
 from minisgl_backend.kernels.moe import Alignment, Choices, ExpertWeights
 from minisgl_backend.kernels.quantized import QuantizedWeight
 from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
-from minisgl_backend.weight_format import Encoding
 
 _ROW_BYTES: Final = 128
+_ROUTED_TOKENS: Final = 8
+"""Of a thread block: ``TOKENS`` of ``routing.cu``."""
+_ROUTER_STEP: Final = 256
+"""in_features that a warp of its router takes at a time."""
 
 
 class _Map(ctypes.Structure):
@@ -61,6 +64,8 @@ class _RoutingArguments(ctypes.Structure):
     """``Arguments`` of ``routing.cu``."""
 
     _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("router", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("squares", ctypes.c_void_p),
@@ -228,6 +233,10 @@ class RoutingKernel:
 
         with ThreadPoolExecutor() as pool:
             self._kernels = dict(zip(blocks, pool.map(compiled, blocks), strict=True))
+        self._router: CudaKernel | None = None
+        if hidden_size % _ROUTER_STEP == 0:
+            module = CudaModule("routing.cu", {**constants, "WIDE": True, "BLOCK": 0}, device)
+            self._router = module.kernel("router", shared_bytes=0)
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(
@@ -242,8 +251,47 @@ class RoutingKernel:
     ) -> Routed:
         """``logits`` [num_tokens, num_experts]; with ``squares``, those of hidden states that they
         complete (``cuda.linear``)."""
-        first, end = self._held
-        rule, device, num_tokens = self._rule, logits.device, len(logits)
+        arguments, routed = self._arguments(len(logits), logits, block, correction, squares, eps)
+        grid = -(-len(logits) // _ROUTED_TOKENS), 1, 1
+        self._kernels[block].launch(grid, 1024, arguments, pdl=pdl)
+        return routed
+
+    def takes_rows(self, num_tokens: int, weight: Tensor) -> bool:
+        """Whether there is a kernel for the router's GEMM as well, with this weight."""
+        few = num_tokens <= _ROUTED_TOKENS
+        return few and self._router is not None and weight.dtype == torch.bfloat16
+
+    def of_rows(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        correction: Tensor | None = None,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        pdl: bool = False,
+    ) -> Routed:
+        """As for the logits x W^T, which are not rounded; no sorting."""
+        assert self._router is not None and x.is_contiguous() and weight.is_contiguous()
+        num_experts = self._rule.num_experts
+        logits = torch.empty((len(x), num_experts), dtype=torch.float32, device=x.device)
+        arguments, routed = self._arguments(len(x), logits, 0, correction, squares, eps)
+        arguments.x, arguments.router = address(x), address(weight)
+        grid = -(-num_experts // _ROUTED_TOKENS), 1, 1
+        self._router.launch(grid, 32 * _ROUTED_TOKENS, arguments, pdl=pdl)
+        return routed
+
+    def _arguments(
+        self,
+        num_tokens: int,
+        logits: Tensor,
+        block: int,
+        correction: Tensor | None,
+        squares: Tensor | None,
+        eps: float,
+    ) -> tuple[_RoutingArguments, Routed]:
+        """Those of a launch, with memory for what it writes."""
+        (first, end), rule, device = self._held, self._rule, logits.device
         num_pairs = num_tokens * rule.top_k
         ids = torch.empty((num_tokens, rule.top_k), dtype=torch.int32, device=device)
         weights = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=device)
@@ -271,9 +319,10 @@ class RoutingKernel:
             first=first,
             held=end - first,
         )
-        self._kernels[block].launch((-(-num_tokens // 32), 1, 1), 1024, arguments, pdl=pdl)
         choices = Choices(ids, weights, elsewhere=end - first < rule.num_experts)
-        return Routed(choices, Alignment(pairs, experts, block) if block else None, factors)
+        return arguments, Routed(
+            choices, Alignment(pairs, experts, block) if block else None, factors
+        )
 
 
 class ExpertsKernels:
@@ -302,7 +351,8 @@ class ExpertsKernels:
     def __call__(
         self,
         x: Tensor,
-        logits: Tensor,
+        router: Tensor,
+        logits: Callable[[], Tensor],
         experts: ExpertWeights,
         *,
         correction: Tensor | None = None,
@@ -313,22 +363,25 @@ class ExpertsKernels:
         """What each of a token's experts makes of it, [num_tokens, top_k, hidden_size], and its
         experts. The rows of those that other ranks hold are not written.
 
-        ``x`` [num_tokens, hidden_size] and ``logits`` of it [num_tokens, num_experts] are under
-        a norm; with ``squares``, one that is half done (``cuda.linear``).
+        ``x`` [num_tokens, hidden_size] is under a norm; with ``squares``, one that is half done
+        (``cuda.linear``). ``router`` is the router's weight; ``logits`` computes the logits
+        [num_tokens, num_experts], if no kernel here does.
         """
         num_tokens, top_k = len(x), self._route.top_k
         num_pairs = num_tokens * top_k
         gate_up, down = experts.gate_up, experts.down
         one_by_one = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16
         cut = expert_cut.cut_of(num_pairs, self._num_experts, self._bits)
-        routed = self._route(
-            logits,
-            block=0 if one_by_one else cut.tokens,
-            correction=correction,
-            squares=squares,
-            eps=eps,
-            pdl=pdl,
-        )
+        rest: dict[str, Any] = {
+            "correction": correction,
+            "squares": squares,
+            "eps": eps,
+            "pdl": pdl,
+        }
+        if one_by_one and self._route.takes_rows(num_tokens, router):
+            routed = self._route.of_rows(x, router, **rest)
+        else:
+            routed = self._route(logits(), block=0 if one_by_one else cut.tokens, **rest)
         ids = routed.choices.ids.flatten()
         if one_by_one:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
@@ -372,29 +425,6 @@ class HopperExperts:
 
     def __init__(self, device: torch.device) -> None:
         self.kernels = cache(partial(ExpertsKernels, device=device))
-
-    def bits_of(self, rule: RoutingRule, experts: ExpertWeights) -> int | None:
-        """Of a weight, 16 or 8; None if there are no kernels for such experts: bfloat16 or E4M3 of
-        sizes that fit, gated by SiLU, without biases, and of a router that limits no groups."""
-        if rule.limits_groups or experts.gate is not None or experts.gate_up_bias is not None:
-            return None
-        if rule.num_experts > expert_cut.MAX_EXPERTS or rule.top_k > expert_cut.MAX_CHOICES:
-            return None
-        kinds = {_bits(weight) for weight in (experts.gate_up, experts.down)}
-        bits = kinds.pop()
-        _, (_, hidden_size, inner_size) = experts.shapes
-        if kinds or bits is None or not expert_cut.fits(hidden_size, inner_size, bits):
-            return None
-        return bits
-
-
-def _bits(weight: Tensor | QuantizedWeight) -> int | None:
-    if isinstance(weight, Tensor):
-        return 16 if weight.dtype == torch.bfloat16 else None
-    if weight.encoding is not Encoding.E4M3:
-        return None
-    fits = weight.scales.shape[-1] == 1 or weight.block[1] % _ROW_BYTES == 0
-    return 8 if fits else None
 
 
 def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> _Map:

@@ -1,6 +1,6 @@
 // The choice of experts: from the router's logits to weights, and to rows sorted by expert.
 //
-// A warp takes a token. The thread block that is done last sorts all (token, choice) pairs into blocks of
+// A warp takes a token, and few warps of a thread block have one. The thread block that is done last sorts all (token, choice) pairs into blocks of
 // BLOCK pairs of one expert, in shared memory; within an expert their order is any.
 //
 // Compiled with: EXPERTS (up to 1024), TOP_K, BLOCK (0: sort nothing), SIGMOID (scores are sigmoids of logits;
@@ -13,13 +13,16 @@ typedef unsigned short u16;
 
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
+constexpr int TOKENS = 8;       // of a thread block
 constexpr int OF_LANE = (EXPERTS + 31) / 32;
 constexpr u32 ALL = 0xffffffffu;
 
 static_assert(EXPERTS <= THREADS && TOP_K <= 32 && TOP_K <= EXPERTS, "");
 
 struct Arguments {
-    const void* logits;     // [num_tokens, EXPERTS]
+    const u16* x;           // [num_tokens, SIZE], for `router`
+    const u16* router;      // [EXPERTS, SIZE]
+    void* logits;           // [num_tokens, EXPERTS]; of `router` float32, to be written
     const float* bias;      // [EXPERTS], added to scores where they are compared; or null
     const float* squares;   // [square_tiles, num_tokens] of hidden states whose norm is half done; or null
     float* factors;         // [num_tokens]: what completes the norm, if there are squares
@@ -44,7 +47,14 @@ __device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x 
 
 __device__ __forceinline__ float logit(const Arguments& args, int token, int expert) {
     const u64 at = (u64)token * EXPERTS + expert;
-    return WIDE ? static_cast<const float*>(args.logits)[at] : to_float(static_cast<const u16*>(args.logits)[at]);
+    if (WIDE) return __ldcg(static_cast<const float*>(args.logits) + at);
+    return to_float(static_cast<const u16*>(args.logits)[at]);
+}
+
+// Of two numbers each.
+__device__ __forceinline__ float product(u32 a, u32 b) {
+    return __uint_as_float(a << 16) * __uint_as_float(b << 16)
+        + __uint_as_float(a & 0xffff0000) * __uint_as_float(b & 0xffff0000);
 }
 
 __device__ __forceinline__ float sum(float x) {
@@ -163,19 +173,52 @@ __device__ __forceinline__ void sort(const Arguments& args) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) routing(const __grid_constant__ Arguments args) {
-    allow_next();
-    wait_previous();
-    const int token = blockIdx.x * WARPS + threadIdx.x / 32;
-    if (token < args.num_tokens) choose(args, token);
-    if (BLOCK == 0) return;
+// Whether all other thread blocks are done; what they wrote is visible then.
+__device__ __forceinline__ bool is_last_block(const Arguments& args) {
     __shared__ bool is_last;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) is_last = atomicAdd(args.done, 1) == gridDim.x - 1;
     __syncthreads();
-    if (!is_last) return;
+    if (!is_last) return false;
     __threadfence();
     if (threadIdx.x == 0) *args.done = 0;
+    return true;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) routing(const __grid_constant__ Arguments args) {
+    allow_next();
+    wait_previous();
+    const int warp = threadIdx.x / 32, token = blockIdx.x * TOKENS + warp;
+    if (warp < TOKENS && token < args.num_tokens) choose(args, token);
+    if (BLOCK == 0 || !is_last_block(args)) return;
     sort(args);
 }
+
+#if WIDE && SIZE % 256 == 0
+// The same for few tokens, which are not sorted, with the router's GEMM before it: a warp takes an expert, and
+// the thread block that is done last chooses.
+extern "C" __global__ void __launch_bounds__(32 * TOKENS, 1) router(const __grid_constant__ Arguments args) {
+    constexpr int CHUNKS = SIZE / 256;   // of 8 numbers that a lane has of a row
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.x * TOKENS + warp;
+    const uint4* const row = reinterpret_cast<const uint4*>(args.router + (u64)min(expert, EXPERTS - 1) * SIZE);
+    uint4 weight[CHUNKS];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) weight[i] = row[32 * i + lane];
+    allow_next();
+    wait_previous();
+    for (int token = 0; token < args.num_tokens; ++token) {
+        const uint4* const x = reinterpret_cast<const uint4*>(args.x + (u64)token * SIZE);
+        float total = 0;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            const uint4 eight = x[32 * i + lane];
+            total += product(weight[i].x, eight.x) + product(weight[i].y, eight.y);
+            total += product(weight[i].z, eight.z) + product(weight[i].w, eight.w);
+        }
+        total = sum(total);
+        if (lane == 0 && expert < EXPERTS) static_cast<float*>(args.logits)[token * EXPERTS + expert] = total;
+    }
+    if (is_last_block(args) && warp < args.num_tokens) choose(args, warp);
+}
+#endif

@@ -88,31 +88,34 @@ def _sum_outputs(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,  # at least as many, a power of two
     ELSEWHERE: tl.constexpr,  # some ids may be -1, of rows that are not written
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # All but the outputs and ``shared`` was written before the kernel before this one began, which
+    # has waited, or comes after one that has waited, for what wrote it.
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
+    choice = tl.arange(0, CHOICES)
+    chosen = choice < TOP_K
+    if ELSEWHERE:
+        chosen = chosen & (tl.load(ids_ptr + row * TOP_K + choice, mask=chosen, other=-1) >= 0)
+    weight = tl.load(weights_ptr + row * TOP_K + choice, mask=chosen, other=0.0)
     if NORM:
         norm = tl.load(norm_ptr + i, mask=mask, other=0.0).to(tl.float32)
+        total = tl.load(residual_ptr + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         wait_previous()
         allow_next()  # afterwards: the sum over the ranks reads the residual stream before it waits
-    x = tl.zeros([BLOCK], tl.float32)
-    for choice in tl.static_range(TOP_K):
-        weight = tl.load(weights_ptr + row * TOP_K + choice)
-        at = parts_ptr + (row * TOP_K + choice) * SIZE + i
-        held = mask
-        if ELSEWHERE:
-            held = mask & (tl.load(ids_ptr + row * TOP_K + choice) >= 0)
-        x += weight * tl.load(at, mask=held, other=0.0).to(tl.float32)
+    at = parts_ptr + (row * TOP_K + choice[:, None]) * SIZE + i[None, :]
+    part = tl.load(at, mask=chosen[:, None] & mask[None, :], other=0.0).to(tl.float32)
+    x = tl.sum(weight[:, None] * part, axis=0)  # [BLOCK]
     if SHARED:
         x += tl.load(shared_ptr + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
     if NORM:
-        total = tl.load(residual_ptr + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
         kept = (total + x).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * SIZE + i, kept, mask=mask)
         x = kept.to(tl.float32)
@@ -131,11 +134,18 @@ def launch_expert_rows(
     factors: Tensor | None = None,
     early: bool = False,
     pdl: bool = False,
-    rows: int = 8,
-    block: int = 512,
+    rows: int | None = None,
+    block: int | None = None,
     num_warps: int = 4,
 ) -> None:
-    """``out`` [num_pairs, out_features]: row p is x[p // top_k] through ``experts[p]``."""
+    """``out`` [num_pairs, out_features]: row p is x[p // top_k] through ``experts[p]``; not written
+    if that is -1. ``early``: the kernel before this one did not write ``experts``.
+
+    ``rows`` output features of a program and ``block`` in_features of an iteration are by default
+    the fastest on an H200 for the shapes of Qwen3-30B-A3B.
+    """
+    rows = rows or (2 if gated else 4)
+    block = block or (2048 if gated else 256)
     num_pairs, out_features = out.shape
     _rows[(triton.cdiv(out_features, rows), num_pairs)](
         out,
@@ -184,6 +194,7 @@ def launch_sum_outputs(
         SIZE=size,
         BLOCK=block,
         TOP_K=top_k,
+        CHOICES=triton.next_power_of_2(top_k),
         ELSEWHERE=choices.elsewhere,
         SHARED=shared is not None,
         NORM=norm is not None,

@@ -64,6 +64,11 @@ class Choices:
     weights: Tensor
     elsewhere: bool = False
 
+    @property
+    def elsewhere_ids(self) -> Tensor | None:
+        """``ids`` if some of them may be -1."""
+        return self.ids if self.elsewhere else None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alignment:
@@ -201,7 +206,7 @@ def sum_outputs(
     from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
 
     out = torch.empty((len(outputs), outputs.shape[2]), dtype=outputs.dtype, device=outputs.device)
-    launch_sum_outputs(out, outputs, choices, shared, pdl=pdl)
+    launch_sum_outputs(out, outputs, choices.weights, choices.elsewhere_ids, shared, pdl=pdl)
     return out
 
 
@@ -219,8 +224,8 @@ def add_outputs(
     from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
 
     out = torch.empty_like(residual)
-    added = residual, norm_weight, eps
-    launch_sum_outputs(out, outputs, choices, shared, added=added, pdl=pdl)
+    ids, added = choices.elsewhere_ids, (residual, norm_weight, eps)
+    launch_sum_outputs(out, outputs, choices.weights, ids, shared, added=added, pdl=pdl)
     return out
 
 

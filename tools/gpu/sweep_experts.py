@@ -114,9 +114,7 @@ def in_triton(layer: Layer, route: RoutingKernel) -> None:
     finish(layer, moe.expert_outputs(layer.x, layer.weights, choices), choices)
 
 
-def row_by_row(
-    layer: Layer, route: RoutingKernel, up: dict[str, int], down: dict[str, int]
-) -> None:
+def row_by_row(layer: Layer, route: RoutingKernel, up: Form, down: Form) -> None:
     choices = route(layer.logits, block=0, pdl=True).choices
     ids, num_pairs = choices.ids.flatten(), choices.ids.numel()
     inner = layer.x.new_empty((num_pairs, INNER))
@@ -125,7 +123,7 @@ def row_by_row(
     assert isinstance(gate_up, Tensor) and isinstance(of_down, Tensor)
     launch_expert_rows(inner, layer.x, gate_up, ids, top_k=TOP_K, gated=True, pdl=True, **named(up))
     launch_expert_rows(
-        outer, inner, of_down, ids, top_k=1, gated=False, early=True, pdl=True, **down
+        outer, inner, of_down, ids, top_k=1, gated=False, early=True, pdl=True, **named(down)
     )
     finish(layer, outer, choices)
 

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.moe import Choices
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
@@ -170,23 +169,25 @@ def launch_expert_rows(
 def launch_sum_outputs(
     out: Tensor,
     outputs: Tensor,
-    choices: Choices,
+    weights: Tensor,
+    ids: Tensor | None,
     shared: Tensor | None,
     *,
     added: tuple[Tensor, Tensor, float] | None = None,
     pdl: bool,
 ) -> None:
-    """``out`` [num_tokens, size] = each token's weighted sum of its ``outputs`` [num_tokens, top_k,
-    size], plus ``shared``. With ``added``, residual, norm and eps, that is added to the residual in
-    place, and ``out`` is the RMSNorm of it."""
+    """``out`` [num_tokens, size] = each token's sum of its ``outputs`` [num_tokens, top_k, size],
+    weighted, plus ``shared``; outputs whose ``ids`` are -1 do not count. With ``added``, residual,
+    norm and eps, that is added to the residual in place, and ``out`` is the RMSNorm of it."""
     num_tokens, top_k, size = outputs.shape
+    assert outputs.is_contiguous() and weights.is_contiguous()
     residual, norm, eps = (None, None, 0.0) if added is None else added
     block = triton.next_power_of_2(size)
     _sum_outputs[(num_tokens,)](
         out,
         outputs,
-        choices.weights,
-        choices.ids,
+        weights,
+        ids,
         shared,
         residual,
         norm,
@@ -195,7 +196,7 @@ def launch_sum_outputs(
         BLOCK=block,
         TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k),
-        ELSEWHERE=choices.elsewhere,
+        ELSEWHERE=ids is not None,
         SHARED=shared is not None,
         NORM=norm is not None,
         PDL=pdl,

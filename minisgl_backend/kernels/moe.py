@@ -19,6 +19,7 @@ from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels.activation import silu_mul_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized
+from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,12 +203,22 @@ def sum_outputs(
     outputs: Tensor, choices: Choices, shared: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
     """Each token's weighted sum of its ``outputs`` [num_tokens, top_k, hidden_size], plus
-    ``shared``, [num_tokens, hidden_size]. By a kernel, which needs Triton."""
+    ``shared``, [num_tokens, hidden_size]."""
+    if not use_triton(outputs):
+        return sum_outputs_reference(outputs, choices, shared)
     from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
 
     out = torch.empty((len(outputs), outputs.shape[2]), dtype=outputs.dtype, device=outputs.device)
     launch_sum_outputs(out, outputs, choices.weights, choices.elsewhere_ids, shared, pdl=pdl)
     return out
+
+
+def sum_outputs_reference(outputs: Tensor, choices: Choices, shared: Tensor | None) -> Tensor:
+    """The twin of ``sum_outputs``, in float32 or float64."""
+    wide = at_least_float32(outputs)
+    weighted = torch.where(choices.ids[:, :, None] < 0, 0, wide * choices.weights[:, :, None])
+    total = weighted.sum(dim=1)
+    return (total if shared is None else total + shared).to(outputs.dtype)
 
 
 def add_outputs(
@@ -221,6 +232,9 @@ def add_outputs(
     pdl: bool = False,
 ) -> Tensor:
     """residual += ``sum_outputs``, in place; its RMSNorm, [num_tokens, hidden_size]."""
+    if not use_triton(outputs):
+        summed = sum_outputs_reference(outputs, choices, shared)
+        return fused_add_rms_norm_reference(summed, residual, norm_weight, eps)
     from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
 
     out = torch.empty_like(residual)

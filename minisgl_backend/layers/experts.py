@@ -96,7 +96,7 @@ class Router(nn.Module):
         """[num_tokens, num_experts], for ``x`` [num_tokens, hidden_size]."""
         kernel = self._kernel
         if kernel is not None and len(x) <= kernel.most_tokens:
-            return kernel(x, self.weight, bias=self.bias, pdl=pdl)
+            return kernel(x, self.weight, squares=None, eps=0.0, bias=self.bias, pdl=pdl)
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Choices:

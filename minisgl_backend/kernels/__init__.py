@@ -10,8 +10,8 @@ a workspace.
 Twins compute in float32, or in float64 if their input is float64, and round once; they convert no
 weights.
 
-Imports go one way: ``cuda``, functions, then ``triton_kernels``, then what both know (tables, workspaces, the
-rule of sampling, noise).
+Imports go one way: ``cuda``, functions, ``triton_kernels``, then what all know (tables, workspaces,
+the rule of sampling, noise).
 
 Must not know layers, models, requests or plans. Invariants: nothing on the Triton path waits for
 the device, reads a value back or allocates by value, so it may be captured in a CUDA graph; tensors

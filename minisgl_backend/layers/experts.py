@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels import expert_cut
+from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.linear_cut import BLOCK
 from minisgl_backend.kernels.moe import (
     Choices,
@@ -200,38 +201,49 @@ class ExpertsMLP(nn.Module):
             self.shared.use_tensor_cores(kernels)
 
     def forward(
-        self, residual: Tensor, x: Normed, norm: RMSNorm, *, pdl: bool
+        self,
+        residual: Tensor,
+        x: Normed,
+        norm: RMSNorm,
+        *,
+        pdl: bool,
+        adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
         if not self._has_kernel(x.x) or self.group.size > 1:
-            return residual, add_sum(residual, self.part(x, pdl=pdl), norm, self.group, pdl=pdl)
-        outputs, choices, shared = self._outputs(x, pdl)
+            part = self.part(x, pdl=pdl, adapted=adapted)
+            return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
+        outputs, choices, shared = self._outputs(x, pdl, adapted)
         weight, eps = norm.weight, norm.eps
         return residual, Normed(
             add_outputs(outputs, choices, shared, residual, weight, eps, pdl=pdl)
         )
 
-    def part(self, x: Normed, *, pdl: bool) -> Tensor:
-        """This rank's part of the sum over the ranks, [num_tokens, hidden_size]."""
+    def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+        """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Of adapters, only
+        the MLP that all tokens take has any."""
         if self._has_kernel(x.x):
-            return sum_outputs(*self._outputs(x, pdl), pdl=pdl)
+            return sum_outputs(*self._outputs(x, pdl, adapted), pdl=pdl)
         rows = x.normalized(pdl=pdl)
         part = fused_experts_reference(rows, self.weights, self._held(self.router(rows)))
-        shared = self._of_shared(Normed(rows), pdl)
+        shared = self._of_shared(Normed(rows), pdl, adapted)
         return part if shared is None else part + shared
 
     def _has_kernel(self, x: Tensor) -> bool:
         return self._kernels is not None or (self.fused and has_kernel(x, self.weights))
 
-    def _outputs(self, x: Normed, pdl: bool) -> tuple[Tensor, Choices, Tensor | None]:
+    def _outputs(
+        self, x: Normed, pdl: bool, adapted: AdaptedTokens | None
+    ) -> tuple[Tensor, Choices, Tensor | None]:
         """The outputs of each token's experts, which these are, and that of the shared one."""
         kernels = self._kernels
         if kernels is None:
             x = Normed(x.normalized(pdl=pdl))
+            shared = self._of_shared(x, pdl, adapted)
             choices = self._held(self.router(x.x))
-            return expert_outputs(x.x, self.weights, choices), choices, self._of_shared(x, pdl)
+            return expert_outputs(x.x, self.weights, choices), choices, shared
         rows, squares = x.unscaled(pdl=pdl)
         ready = Normed(rows, x.norm if squares is not None else None, squares)
-        shared = self._of_shared(ready, pdl)
+        shared = self._of_shared(ready, pdl, adapted)
         outputs, choices = kernels(
             rows,
             self.router.weight,
@@ -244,11 +256,11 @@ class ExpertsMLP(nn.Module):
         )
         return outputs, choices, shared
 
-    def _of_shared(self, x: Normed, pdl: bool) -> Tensor | None:
+    def _of_shared(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Tensor | None:
         """This rank's part of what all tokens take, [num_tokens, hidden_size], if there is any."""
         if self.shared is None:
             return None
-        part = self.shared.part(x, pdl=pdl)
+        part = self.shared.part(x, pdl=pdl, adapted=adapted)
         if self.shared_gate is not None:
             part = part * F.linear(x.normalized(pdl=pdl), self.shared_gate).sigmoid()
         return part

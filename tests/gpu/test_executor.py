@@ -140,8 +140,8 @@ def prompts() -> list[IntArray]:
 
 @pytest.mark.parametrize("case", CASES + OTHERS)
 def test_tokens_of_every_architecture(case: str, prompts: list[IntArray], tmp_path: Path) -> None:
-    """In fp32 (attention's GEMMs in tf32), in which rounding moves no token that does not tie, unless
-    another expert is chosen by it."""
+    """In fp32 (attention's GEMMs in tf32), in which rounding moves no token that does not tie, but
+    may choose other experts."""
     reference = write_checkpoint(case, tmp_path).float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, dtype="float32")
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))

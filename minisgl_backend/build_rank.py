@@ -27,7 +27,12 @@ from minisgl_backend.execution.states import StateStorage, bytes_per_slot
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.adapter_slots import AdapterSlots
-from minisgl_backend.models.build import build_model, use_tensor_cores
+from minisgl_backend.models.build import (
+    build_model,
+    has_expert_kernels,
+    has_hopper_kernels,
+    use_tensor_cores,
+)
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
 from minisgl_backend.packages import slower_without
@@ -36,6 +41,7 @@ from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.progress import Progress, shown, unseen
 from minisgl_backend.resolve import Resolved
 from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +157,14 @@ def _info(facts: Resolved, attention: str, sizes: _CacheSizes) -> EngineInfo:
 
 
 def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
+    options, on_gpu = facts.options, not facts.device.is_host
+    fused_experts = on_gpu and options.moe_backend != "torch"
+    on_hopper = on_gpu and has_hopper_kernels(facts.device.torch_device, facts.dtype)
+    parts = 1 if options.expert_parallel else group.size
+
+    def keeps_experts(form: WeightFormat) -> bool:
+        return on_hopper and fused_experts and has_expert_kernels(form, facts.spec, parts)
+
     try:
         model = build_model(
             facts.spec,
@@ -158,13 +172,13 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             dtype=facts.dtype,
             device=facts.device.torch_device,
             group=group,
-            load_format=facts.options.load_format,
+            load_format=options.load_format,
             max_sequence_length=facts.context,
-            seed=facts.options.seed or 0,
-            fused_experts=not facts.device.is_host and facts.options.moe_backend != "torch",
-            whole_experts=facts.options.expert_parallel,
+            seed=options.seed or 0,
+            fused_experts=fused_experts,
+            whole_experts=options.expert_parallel,
             keep_quantized=not facts.device.is_host,
-            keep_quantized_experts=False,
+            keeps_experts=keeps_experts,
             progress=progress,
         )
         model.pack()

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.adapters import AdaptedTokens
+from minisgl_backend.kernels.linear_cut import BLOCK
 from minisgl_backend.kernels.moe import (
     Choices,
     ExpertWeights,
+    add_outputs,
     choose,
-    fused_experts,
+    expert_outputs,
     fused_experts_reference,
+    has_kernel,
+    sum_outputs,
 )
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
@@ -39,6 +46,10 @@ from minisgl_backend.layers.weight_place import (
 from minisgl_backend.layers.weight_share import block_of, held
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.weight_format import Layout, WeightFormat
+
+if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.experts import ExpertsKernels, HopperExperts
+    from minisgl_backend.kernels.cuda.linear import LinearKernel, TensorCores
 
 
 class Router(nn.Module):
@@ -59,6 +70,7 @@ class Router(nn.Module):
         self.weight = _parameter(num_experts, hidden_size)
         self.bias = _parameter(num_experts) if spec.biases else None
         self.correction = _parameter(num_experts) if spec.routing.corrected else None
+        self._kernel: LinearKernel | None = None
 
     def cast(self, dtype: torch.dtype) -> None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -66,10 +78,31 @@ class Router(nn.Module):
         if self.correction is not None:
             self.correction.data = self.correction.data.to(wide)
 
+    @property
+    def fits_tensor_cores(self) -> bool:
+        """Whether such kernels can compute its logits, of norms that are half done as well."""
+        num_experts, hidden_size = self.weight.shape
+        return (
+            self.weight.dtype == torch.bfloat16
+            and self.bias is None
+            and num_experts % 128 == 0
+            and hidden_size % BLOCK == 0
+        )
+
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute steps that fit them by ``kernels``; if it ``fits_tensor_cores``."""
+        self._kernel = kernels.linear(self.weight.shape, gated=False)
+
+    def logits(self, x: Tensor, *, pdl: bool = False) -> Tensor:
+        """[num_tokens, num_experts], for ``x`` [num_tokens, hidden_size]."""
+        kernel = self._kernel
+        if kernel is not None and len(x) <= kernel.most_tokens:
+            return kernel(x, self.weight, squares=None, eps=0.0, bias=self.bias, pdl=pdl)
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
     def forward(self, x: Tensor) -> Choices:
         """Of all experts, for ``x`` [num_tokens, hidden_size]."""
-        logits = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
-        return choose(logits, self.rule, self.correction)
+        return choose(self.logits(x), self.rule, self.correction)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         num_experts, hidden_size = self.weight.shape
@@ -121,12 +154,14 @@ class ExpertsMLP(nn.Module):
         self.router = Router(f"{name}.{spec.router}", hidden_size, spec, matrices)
         of_down = [form for (_, part), form in self._formats.items() if part == "down_proj"]
         of_gate_up = [form for (_, part), form in self._formats.items() if part != "down_proj"]
+        kept = _are_kept(matrices, [*of_gate_up, *of_down])
         width = 2 * self.inner.size
         both = [(0, self.inner), (self.inner.size, self.inner)]
-        self.gate_up = _memory_of(matrices, of_gate_up, both, self.outer, width)
-        self.down = _memory_of(matrices, of_down, [(0, self.outer)], self.inner, hidden_size)
+        self.gate_up = _memory_of(kept, of_gate_up, both, self.outer, width)
+        self.down = _memory_of(kept, of_down, [(0, self.outer)], self.inner, hidden_size)
         self.gate_up_bias = _parameter(self.held.size, width) if spec.biases else None
         self.down_bias = _parameter(self.held.size, hidden_size) if spec.biases else None
+        self._kernels: ExpertsKernels | None = None
         self.shared: GatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if (shared := spec.shared) is not None:
@@ -141,6 +176,30 @@ class ExpertsMLP(nn.Module):
             self._shared_gate_format = matrices.format_of(f"{name}.{shared.name}_gate")
             self.shared_gate = _parameter(1, hidden_size) if shared.gated else None
 
+    def use_kernels(self, make: HopperExperts) -> None:
+        """Compute all steps by kernels for Hopper, if there are any for these weights, which must
+        be bfloat16 or kept in a format that fits (``kernels.expert_cut``)."""
+        bits = 8 if isinstance(self.down, StoredWeight) else 16
+        sizes = self.outer.size, self.inner.size
+        if expert_cut.knows(self.spec) and expert_cut.fits(*sizes, bits):
+            held = self.held.start, self.held.end
+            wide = self.router.weight.dtype == torch.float32
+            shapes = self.weights.shapes
+            self._kernels = make.kernels(self.spec.routing, held, *shapes, bits=bits, wide=wide)
+
+    @property
+    def has_half_norms(self) -> bool:
+        """Whether it can take an input whose norm is half done (``Normed``)."""
+        router, shared_gate = self.router, self.shared_gate
+        return self._kernels is not None and router.fits_tensor_cores and shared_gate is None
+
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute what all tokens take, of steps that fit them, by ``kernels``. Only if it
+        ``has_half_norms``."""
+        self.router.use_tensor_cores(kernels)
+        if self.shared is not None:
+            self.shared.use_tensor_cores(kernels)
+
     def forward(
         self,
         residual: Tensor,
@@ -150,20 +209,60 @@ class ExpertsMLP(nn.Module):
         pdl: bool,
         adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
-        part = self.part(x.normalized(pdl=pdl), pdl=pdl, adapted=adapted)
-        return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
+        if not self._has_kernel(x.x) or self.group.size > 1:
+            part = self.part(x, pdl=pdl, adapted=adapted)
+            return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
+        outputs, choices, shared = self._outputs(x, pdl, adapted)
+        weight, eps = norm.weight, norm.eps
+        return residual, Normed(
+            add_outputs(outputs, choices, shared, residual, weight, eps, pdl=pdl)
+        )
 
-    def part(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+    def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Of adapters, only
         the MLP that all tokens take has any."""
-        choices = self._held(self.router(x))
-        compute = fused_experts if self.fused else fused_experts_reference
-        part = compute(x, self.weights, choices)
-        if self.shared is not None:
-            of_shared = self.shared.part(Normed(x), pdl=pdl, adapted=adapted)
-            if self.shared_gate is not None:
-                of_shared = of_shared * F.linear(x, self.shared_gate).sigmoid()
-            part = part + of_shared
+        if self._has_kernel(x.x):
+            return sum_outputs(*self._outputs(x, pdl, adapted), pdl=pdl)
+        rows = x.normalized(pdl=pdl)
+        part = fused_experts_reference(rows, self.weights, self._held(self.router(rows)))
+        shared = self._of_shared(Normed(rows), pdl, adapted)
+        return part if shared is None else part + shared
+
+    def _has_kernel(self, x: Tensor) -> bool:
+        return self._kernels is not None or (self.fused and has_kernel(x, self.weights))
+
+    def _outputs(
+        self, x: Normed, pdl: bool, adapted: AdaptedTokens | None
+    ) -> tuple[Tensor, Choices, Tensor | None]:
+        """The outputs of each token's experts, which these are, and that of the shared one."""
+        kernels = self._kernels
+        if kernels is None:
+            x = Normed(x.normalized(pdl=pdl))
+            shared = self._of_shared(x, pdl, adapted)
+            choices = self._held(self.router(x.x))
+            return expert_outputs(x.x, self.weights, choices), choices, shared
+        rows, squares = x.unscaled(pdl=pdl)
+        ready = Normed(rows, x.norm if squares is not None else None, squares)
+        shared = self._of_shared(ready, pdl, adapted)
+        outputs, choices = kernels(
+            rows,
+            self.router.weight,
+            partial(self.router.logits, rows, pdl=pdl),
+            self.weights,
+            correction=self.router.correction,
+            squares=squares,
+            eps=x.eps,
+            pdl=pdl,
+        )
+        return outputs, choices, shared
+
+    def _of_shared(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Tensor | None:
+        """This rank's part of what all tokens take, [num_tokens, hidden_size], if there is any."""
+        if self.shared is None:
+            return None
+        part = self.shared.part(x, pdl=pdl, adapted=adapted)
+        if self.shared_gate is not None:
+            part = part * F.linear(x.normalized(pdl=pdl), self.shared_gate).sigmoid()
         return part
 
     @property
@@ -279,8 +378,14 @@ class StackedBias:
         return held(self.experts), slice(count * outs.start, count * outs.end)
 
 
+def _are_kept(matrices: Matrices, formats: list[WeightFormat | None]) -> bool:
+    """Whether weights of these formats, those of all experts, stay as they are."""
+    stored = [form for form in formats if form is not None]
+    return len(stored) == len(formats) and matrices.experts_kept(stored)
+
+
 def _memory_of(
-    matrices: Matrices,
+    kept: bool,
     formats: list[WeightFormat | None],
     parts: list[tuple[int, Share]],
     ins: Share,
@@ -290,11 +395,10 @@ def _memory_of(
 
     ``formats`` are those of all experts and ``parts``, pairs of a part's first row and its share.
     """
-    shape = len(formats) // len(parts), out_features, ins.size
-    stored = [form for form in formats if form is not None]
-    if len(stored) < len(formats) or not matrices.experts_kept(stored):
+    shape, first = (len(formats) // len(parts), out_features, ins.size), formats[0]
+    if not kept or first is None:
         return _parameter(*shape)
-    return StoredWeight(stored[0], block_of(stored[0], parts, ins), shape, num_inputs=ins.total)
+    return StoredWeight(first, block_of(first, parts, ins), shape, num_inputs=ins.total)
 
 
 def _memory(weight: nn.Parameter | StoredWeight) -> Tensor | StoredWeight:

@@ -505,6 +505,25 @@ def write_broad_checkpoint(folder: Path) -> Any:
     return model
 
 
+def write_broad_experts_checkpoint(folder: Path) -> Any:
+    """A Qwen3-MoE of sizes that Hopper's kernels take; routers are sure of their choices."""
+    model: Any = _qwen3_moe(
+        hidden_size=512,
+        moe_intermediate_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    _draw(model, seed=98, spread=0.06)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data *= 4  # in 16 bits others are the last choices, of little weight
+    model.eval()
+    model.save_pretrained(folder)
+    return model
+
+
 def write_model(name: str, folder: Path) -> None:
     """A model to be quantized, ``quantized-dense`` or ``quantized-moe``: wide enough for several
     blocks and groups of 128 numbers, of which the last is not full, and of which two ranks cut

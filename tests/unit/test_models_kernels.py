@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +19,15 @@ from minisgl_backend.attention.base import Chunks, DecodeRows, PagedKV
 from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
-from minisgl_backend.kernels import wide_linear
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.kernels import moe, wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, dequantize_weight
 from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
+from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
@@ -36,6 +38,7 @@ from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
     write_broad_checkpoint,
+    write_broad_experts_checkpoint,
     write_checkpoint,
 )
 from tests.parallel.threads import on_ranks
@@ -45,7 +48,14 @@ PAGE_SIZE = 4
 NUM_PAGES = 32
 
 
-def load(folder: Path, group: Group, *, fused: bool, spec: ModelSpec | None = None) -> Decoder:
+def load(
+    folder: Path,
+    group: Group,
+    *,
+    fused: bool,
+    spec: ModelSpec | None = None,
+    whole_experts: bool = False,
+) -> Decoder:
     """Over pages of its own; with a ``spec`` of quantized weights, which are kept."""
     model = build_model(
         spec or load_spec(folder),
@@ -56,6 +66,7 @@ def load(folder: Path, group: Group, *, fused: bool, spec: ModelSpec | None = No
         max_sequence_length=CONTEXT,
         fused=fused,
         fused_experts=fused,
+        whole_experts=whole_experts,
         keep_quantized=spec is not None,
     )
     model.bind_pages(pages_of(model))
@@ -266,6 +277,69 @@ def test_packed_weights_are_computed_by_kernels(
     def check(group: Group) -> None:
         model = load(tmp_path, group, fused=True, spec=spec)
         cores: Any = TwinCores()
+        model.use_tensor_cores(cores)
+        check_prompt_then_token(model, *prompt)
+
+    if size == 1:
+        check(OneRank())
+    else:
+        on_ranks(size, check)
+
+
+class TwinExperts:
+    """Stands in for ``HopperExperts``: makes twins of its kernels."""
+
+    def kernels(
+        self, rule: RoutingRule, held: tuple[int, int], *shapes: object, bits: int, wide: bool
+    ) -> Any:
+        begin, end = held
+        assert bits == 16 and wide  # of weights in float32
+
+        def compute(
+            x: Tensor,
+            router: Tensor,
+            logits: Callable[[], Tensor],
+            experts: moe.ExpertWeights,
+            *,
+            correction: Tensor | None,
+            squares: Tensor | None,
+            eps: float,
+            pdl: bool,
+        ) -> tuple[Tensor, moe.Choices]:
+            assert experts.shapes == shapes and not pdl
+            scale = torch.ones(len(x), 1)
+            if squares is not None:
+                scale = (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
+            chosen = moe.choose(scale * logits(), rule, correction)
+            is_here = (chosen.ids >= begin) & (chosen.ids < end)
+            ids = torch.where(is_here, chosen.ids - begin, -1)
+            outputs = [
+                moe.fused_experts_reference(
+                    scale * x, experts, moe.Choices(of_all[:, None], torch.ones(len(x), 1))
+                )
+                for of_all in ids.unbind(1)
+            ]
+            return torch.stack(outputs, 1), moe.Choices(ids, chosen.weights, elsewhere=True)
+
+        return compute
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_experts_behind_tensor_cores(
+    length: int, size: int, whole_experts: bool, tmp_path: Path
+) -> None:
+    """Norms that are half done come to experts, of up to 20 tokens and on one rank."""
+    prompt = a_prompt(write_broad_experts_checkpoint(tmp_path), length)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=True, whole_experts=whole_experts)
+        cores: Any = TwinCores()
+        make: Any = TwinExperts()
+        for layer in model.layers:
+            assert isinstance(layer.mlp, ExpertsMLP)
+            layer.mlp.use_kernels(make)
         model.use_tensor_cores(cores)
         check_prompt_then_token(model, *prompt)
 

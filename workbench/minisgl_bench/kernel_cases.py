@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
 from minisgl_backend.kernels.embedding import embedding, embedding_reference
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
-from minisgl_backend.kernels.moe import Choices, ExpertWeights, fused_experts
+from minisgl_backend.kernels.moe import ExpertWeights, choose, fused_experts, sum_outputs
 from minisgl_backend.kernels.packed_weight import PackedWeight, pack
 from minisgl_backend.kernels.quantized import quantize
 from minisgl_backend.kernels.quantized_linear import Float8Weight, float8_linear
@@ -260,12 +261,25 @@ def sampling_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
 
 
 def expert_cases(batch_size: int) -> Iterator[Case]:
-    """Qwen3-30B-A3B: 128 experts, 8 a token."""
-    experts, top_k, hidden, inner = 128, 8, 2048, 768
-    gate_up = normal(experts, 2 * inner, hidden, scale=hidden**-0.5)
-    down = normal(experts, hidden, inner, scale=inner**-0.5)
-    scores = torch.rand(batch_size, experts, device="cuda")
-    weights, ids = scores.topk(top_k, dim=-1)
-    used = len(set(ids.flatten().tolist()))
-    inputs = [(normal(batch_size, hidden), ExpertWeights(gate_up, down), Choices(ids, weights))]
-    yield Case("experts, 128 x 8", used * 6 * hidden * inner, each(fused_experts, inputs * 4))
+    """Qwen3-30B-A3B: 128 experts, 8 a token. The kernels for Hopper with the router before them."""
+    rule = RoutingRule(num_experts=128, top_k=8, normalize=True)
+    hidden, inner = 2048, 768
+    gate_up = normal(rule.num_experts, 2 * inner, hidden, scale=hidden**-0.5)
+    down = normal(rule.num_experts, hidden, inner, scale=inner**-0.5)
+    router = normal(rule.num_experts, hidden, scale=hidden**-0.5)
+    x, experts = normal(batch_size, hidden), ExpertWeights(gate_up, down)
+    choices = choose(F.linear(x, router), rule)
+    num_bytes = len(set(choices.ids.flatten().tolist())) * 6 * hidden * inner
+    yield Case("experts, 128 x 8", num_bytes, each(fused_experts, [(x, experts, choices)] * 4))
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    from minisgl_backend.kernels.cuda.experts import HopperExperts
+
+    make, held = HopperExperts(x.device), (0, rule.num_experts)
+    kernels = make.kernels(rule, held, *experts.shapes, bits=16, wide=False)
+
+    def routed(x: Tensor) -> Tensor:
+        logits = functools.partial(F.linear, x, router)
+        return sum_outputs(*kernels(x, router, logits, experts))
+
+    yield Case("experts, 128 x 8, routed", num_bytes, each(routed, [(x,)] * 4))

@@ -90,6 +90,7 @@ def build_scheduler(options: EngineOptions, info: EngineInfo, parts: Parts = STA
         policy=options.schedule_policy,
         max_overtaken=max_overtaken,
         names_groups=on_cpu and options.group_attention is not False,
+        has_states=info.num_snapshots is not None,
     )
     return parts.scheduler(cache, config)
 

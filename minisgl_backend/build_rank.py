@@ -153,6 +153,7 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             max_sequence_length=facts.context,
             seed=facts.options.seed or 0,
             fused_experts=not facts.device.is_host and facts.options.moe_backend != "torch",
+            whole_experts=facts.options.expert_parallel,
             progress=progress,
         )
         model.pack()

@@ -141,6 +141,9 @@ class EngineOptions:
     tensor_parallel_size: int = option(
         1, "ranks of the engine, each on a GPU of its own, or all on a CPU", minimum=1
     )
+    expert_parallel: bool = option(
+        False, "ranks share out whole experts; else each holds a slice of every expert"
+    )
     comm: str | None = option(
         None,
         "library by which ranks communicate",

@@ -78,8 +78,8 @@ NO_GROUPS: Final = Groups(EMPTY, EMPTY, EMPTY, EMPTY)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One forward pass with P prefill chunks, S of them scored, D decoding rows and G grants, which
-    keeps V snapshots.
+    """One forward pass with P prefill chunks, S of them scored, D decoding rows, G grants and C
+    copies, which keeps V snapshots.
 
     All arrays are int32.
 
@@ -89,6 +89,9 @@ class StepPlan:
     before it does anything else of the plan, since this plan may already grant them. All other
     pages hold finite numbers, or NaN that the requests that use them have computed themselves.
     ``grant_rows``, ``grant_indices``, ``grant_pages`` [G]: page_table[row, index] = page.
+    ``copy_sources``, ``copy_targets``, ``copy_lengths`` [C]: the keys and values of the first
+    ``length`` positions of a page are copied to another page, after broken pages are cleared and
+    before anything is computed. No page is a target twice, and none is both.
     ``prefill_rows``, ``prefill_starts``, ``prefill_lengths`` [P]: the positions from start up to
     start + length of the row are computed. ``prefill_tokens`` [sum of lengths] has their tokens,
     chunk after chunk.
@@ -118,6 +121,9 @@ class StepPlan:
     grant_rows: IntArray
     grant_indices: IntArray
     grant_pages: IntArray
+    copy_sources: IntArray
+    copy_targets: IntArray
+    copy_lengths: IntArray
     prefill_rows: IntArray
     prefill_starts: IntArray
     prefill_lengths: IntArray

@@ -54,8 +54,8 @@ def check_options(options: EngineOptions, device: str | None) -> None:
     """Raise ``ConfigError`` if options contradict each other or do not work on the device."""
     Place.first(options.tensor_parallel_size, options.distributed_address)
     if options.tensor_parallel_size == 1:
-        for name in ("comm", "distributed_address"):
-            if getattr(options, name) is not None:
+        for name in ("comm", "distributed_address", "expert_parallel"):
+            if getattr(options, name):
                 raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
     if device is not None:
         check_comm(options.comm, device)
@@ -95,12 +95,27 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
             )
         spec = replace(spec, weights=CONVERT_TO_FP8)
     spec.attention_shape(options.tensor_parallel_size)
+    _check_experts(options, spec)
     context_of(options, spec)
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))
     if device == "cpu":
         _check_memory(options, spec)
     return spec
+
+
+def _check_experts(options: EngineOptions, spec: ModelSpec) -> None:
+    """Raise ``ConfigError`` if the ranks cannot share out whole experts as they are asked to."""
+    if not options.expert_parallel:
+        return
+    if spec.moe is None:
+        raise ConfigError(f"option expert_parallel: {spec.architecture} has no experts")
+    num_experts, ranks = spec.moe.experts.num_experts, options.tensor_parallel_size
+    if num_experts % ranks:
+        raise ConfigError(
+            f"option expert_parallel: {num_experts} experts cannot be shared out evenly over "
+            f"{ranks} tensor-parallel ranks"
+        )
 
 
 def context_of(options: EngineOptions, spec: ModelSpec) -> int:

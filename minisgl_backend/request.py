@@ -11,7 +11,7 @@ any number of ``Generated`` or one ``Embedded``, then exactly one terminal event
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, NewType, TypeAlias
 
@@ -29,6 +29,9 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 EMPTY: Final = np.empty(0, dtype=np.int32)
 """No tokens, rows or pages."""
 EMPTY.flags.writeable = False
+
+MAX_SAMPLES: Final = 64
+"""The most answers that one prompt may get at a time."""
 
 LEAST_TEMPERATURE: Final = 1e-5
 """Below this temperature sampling is greedy: 1 / temperature might exceed float32."""
@@ -125,6 +128,9 @@ class Request:
     ``priority`` is served first. ``deadline_s`` is the reading of ``time.monotonic`` at which the
     request ends; the planner does not look at it. Only requests with the same ``cache_salt`` share
     cached prefixes. ``label`` is the client's own id, logged next to the engine's.
+
+    A request with a ``leader`` is a further sample of that request's prompt (``samples_of``): it
+    begins once the prompt of its leader is computed, or the leader has ended.
     """
 
     id: RequestId
@@ -134,6 +140,26 @@ class Request:
     deadline_s: float | None = None
     cache_salt: str = ""
     label: str = ""
+    leader: RequestId | None = None
+
+
+def samples_of(request: Request, ids: Sequence[RequestId]) -> list[Request]:
+    """One request for each of several answers to a prompt; ``ids`` begins with ``request.id``.
+
+    The seed of sample i is the request's seed + i, modulo 2**64, so a request of its own with that
+    seed gets the same tokens. Only the first sample scores the prompt, and the others follow it.
+    """
+    sampling = replace(request.sampling, num_prompt_logprobs=None)
+    followers = [
+        replace(
+            request,
+            id=request_id,
+            sampling=replace(sampling, seed=(sampling.seed + index) % 2**64),
+            leader=request.id,
+        )
+        for index, request_id in enumerate(ids[1:], 1)
+    ]
+    return [request, *followers]
 
 
 @dataclass(frozen=True, slots=True)

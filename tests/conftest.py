@@ -16,9 +16,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
+import xdist.remote
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.process import TritonServer
@@ -26,6 +29,7 @@ from minisgl_bench.perf_analyzer_binary import find_perf_analyzer
 from tests.fakes import pb_utils
 from tests.server.conftest import paced_repository, running
 
+_SHARING: Final = "tests/gateway/"
 sys.modules["triton_python_backend_utils"] = pb_utils
 # models this small are computed fastest by one thread, whatever else the machine does
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,6 +51,22 @@ for name, kind in {
         name, kind, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+class _ByFileScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no types
+    """Gives each worker a file at a time, but all of the gateway's to one: else each would start
+    the five servers that these files share."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _SHARING if nodeid.startswith(_SHARING) else str(super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(
+    config: pytest.Config, log: xdist.remote.Producer
+) -> LoadFileScheduling | None:
+    """Replaces ``--dist loadfile``."""
+    return _ByFileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

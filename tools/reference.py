@@ -59,6 +59,13 @@ _OUTPUTS: Final = """\
 Absent unless asked for by a flag that is true, `text_output` apart. Names, types and values are
 those of the backend that has them: the flags of vllm_backend bring its outputs, `return_log_probs`
 those of the TensorRT-LLM backend. `minisgl_batched` gives each output a batch dimension of 1 more.
+
+An output of -1 elements has one for each of the `n` samples, in order; the others are about the
+prompt or the request. In a stream every response has all places: a sample of which it says nothing
+new has an empty text, no tokens, and the `finish_reason` that it had. `llm_engine` alone gives the
+`output_ids` of one sample after the other, and with `n` above 1 always `num_output_tokens`, which
+says how many are whose. A sample's deadline, stop strings and grammar are its own; an error of one
+is the answer to the request, and a cancel ends all.
 """
 
 _ERRORS: Final = """\

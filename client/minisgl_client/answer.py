@@ -6,7 +6,7 @@ Plain values; knows nothing of protocols. What was not asked for is None, or emp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -68,11 +68,16 @@ class Delta:
     """The next tokens of the prompt, none of them after the first text; None for the very first."""
     embedding: tuple[float, ...] = ()
     """Of the prompt, in the last delta: a vector of length 1."""
+    sample: int = 0
+    """Which of ``n`` samples it continues: each has deltas of its own, which come in any order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole answer. ``finish_reason`` is None if a stream broke off, or was not asked."""
+    """A whole answer. ``finish_reason`` is None if a stream broke off, or was not asked.
+
+    Of ``n`` samples it is the first; ``samples`` has all of them.
+    """
 
     text: str
     finish_reason: str | None
@@ -92,6 +97,13 @@ class Result:
     """One a token of the prompt; None for the first."""
     embedding: tuple[float, ...] = ()
     """Of the prompt, if ``embed`` asked for it: a vector of length 1."""
+    others: tuple[Result, ...] = ()
+    """The samples after the first."""
+
+    @property
+    def samples(self) -> tuple[Result, ...]:
+        """All samples; with ``best_of`` the most likely is the first."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +139,25 @@ class Tokens:
 
 
 def add_up(
-    deltas: Sequence[Delta], *, request_id: str, first_delta_s: float | None, total_s: float
+    deltas: Sequence[Delta],
+    *,
+    request_id: str,
+    first_delta_s: float | None,
+    total_s: float,
+    num_samples: int = 1,
 ) -> Result:
     """The result of all deltas of an answer, in order."""
+    if num_samples > 1:
+        first, *others = (
+            add_up(
+                [delta for delta in deltas if delta.sample == sample],
+                request_id=request_id,
+                first_delta_s=first_delta_s,
+                total_s=total_s,
+            )
+            for sample in range(num_samples)
+        )
+        return replace(first, others=tuple(others))
     last = deltas[-1] if deltas else Delta()
     counts = [delta.num_output_tokens for delta in deltas if delta.num_output_tokens is not None]
     return Result(

@@ -31,10 +31,16 @@ class StructuredOutputs(TypedDict, total=False):
 class Parameters(TypedDict, total=False):
     """All of them are optional; None stands for absent. Synonyms stand behind their names.
 
-    A name that is not here can be sent too (``**{"n": 1}``): the server answers with the nearest
-    name it knows, or accepts what is known and changes nothing.
+    A name that is not here can be sent too (``**{"suffix": ""}``): the server answers with the
+    nearest name it knows, or accepts what is known and changes nothing.
     """
 
+    n: int | None
+    """Samples of the answer, 1 .. 64. With a seed, sample i has that seed + i, modulo 2**64."""
+    num_return_sequences: int | None
+    best_of: int | None
+    """Samples to make, n .. 64; the answer is the ``n`` most likely. ``n`` if absent, or a
+    stream."""
     max_tokens: int | None
     """Tokens to generate, 1 .. context - prompt; 16 if absent. 0 with ``num_prompt_logprobs``."""
     max_new_tokens: int | None
@@ -109,8 +115,7 @@ class Parameters(TypedDict, total=False):
     sampling_parameters: Mapping[str, Any] | str | None
     """More of these names at once, as vllm_backend's clients send them."""
     beam_width: int | None
-    """1, or the server refuses it. So it is with the next three: 1, 1.0 and none."""
-    num_return_sequences: int | None
+    """1, or the server refuses it. So it is with the next two: 1.0 and none."""
     length_penalty: float | None
     bad_words: str | Sequence[str] | None
     pad_id: int | None

@@ -1,14 +1,14 @@
-"""The server's responses -> ``Delta``: tensors of gRPC, JSON events of HTTP.
+"""The server's responses -> ``Delta``, one for each sample: tensors of gRPC, JSON events of HTTP.
 
-Both become values by output name first. On the path of every response: gRPC's messages are read in
-place. Raises the error that a response holds.
+Both become lists of values by output name first. On the path of every response: gRPC's messages are
+read in place. Raises the error that a response holds.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from minisgl_client.answer import (
@@ -23,8 +23,8 @@ from minisgl_client.errors import ServerError, error_from
 from minisgl_client.wire import OUTPUTS, TOKENIZER_OUTPUTS
 
 
-def delta_of_message(message: Any) -> Delta:
-    """The delta of a ``ModelStreamInferResponse``."""
+def deltas_of_message(message: Any) -> list[Delta]:
+    """The deltas of a ``ModelStreamInferResponse``, by sample."""
     if message.error_message:
         raise error_from(message.error_message)
     response = message.infer_response
@@ -33,54 +33,101 @@ def delta_of_message(message: Any) -> Delta:
         name = output.name
         if (read := _READ.get(name)) is not None:
             values[name] = read(raw)
-    return _delta(values)
+    return _deltas(values)
 
 
-def delta_of_event(event: Mapping[str, Any]) -> Delta:
-    """The delta of an event of ``/generate_stream``, as its JSON says."""
+def deltas_of_event(event: Mapping[str, Any]) -> list[Delta]:
+    """The deltas of an event of ``/generate_stream``, as its JSON says: Triton writes a list of one
+    item as the item."""
     if "error" in event:
         raise error_from(str(event["error"]))
-    return _delta(event)
+    return _deltas(
+        {
+            name: value if isinstance(value, list) else [value]
+            for name, value in event.items()
+            if name in _READ
+        }
+    )
 
 
-_TYPES: Final[Mapping[str, Callable[[bytes], Any]]] = {
-    "BYTES": lambda raw: raw[4:].decode(),  # behind its length
-    "UINT32": lambda raw: int.from_bytes(raw, "little"),
-    "INT64": lambda raw: int.from_bytes(raw, "little", signed=True),
-    "FP32": lambda raw: struct.unpack("<f", raw)[0],
+def _integers(raw: bytes) -> Sequence[int]:
+    return struct.unpack(f"<{len(raw) // 4}i", raw)
+
+
+def _strings(raw: bytes) -> Sequence[str]:
+    """Each stands behind its length."""
+    found = []
+    begin = 0
+    while begin < len(raw):
+        end = begin + 4 + int.from_bytes(raw[begin : begin + 4], "little")
+        found.append(raw[begin + 4 : end].decode())
+        begin = end
+    return found
+
+
+_TYPES: Final[Mapping[str, Callable[[bytes], Sequence[Any]]]] = {
+    "BYTES": _strings,
+    "UINT32": lambda raw: struct.unpack(f"<{len(raw) // 4}I", raw),
+    "INT64": lambda raw: struct.unpack(f"<{len(raw) // 8}q", raw),
+    "FP32": lambda raw: struct.unpack(f"<{len(raw) // 4}f", raw),
 }
 _UNFINISHED: Final = "None"
 """The finish reason of an answer that goes on."""
 _TWICE: Final = frozenset({"cum_log_probs", "output_log_probs"})
 """Outputs that say what others say too."""
-_READ: Final[Mapping[str, Callable[[bytes], Any]]] = {
-    **{name: _TYPES[datatype] for name, datatype in OUTPUTS.items() if name not in _TWICE},
-    "embedding": lambda raw: struct.unpack(f"<{len(raw) // 4}f", raw),
-}
-"""By output: how its one element is read, or how all of its elements are."""
+_READ: Final = {name: _TYPES[datatype] for name, datatype in OUTPUTS.items() if name not in _TWICE}
+"""By output: how its elements are read."""
 
 
-def _delta(values: Mapping[str, Any]) -> Delta:
-    if "text_output" not in values:
+def _deltas(values: Mapping[str, Sequence[Any]]) -> list[Delta]:
+    """One a sample; what concerns the prompt, of which there is one, is in all of them."""
+    texts = values.get("text_output", ())
+    if not texts:
         raise ServerError("the model answered without text_output, so it is none for texts")
+    nothing = (None,) * len(texts)
     get = values.get
-    finish_reason, stop_reason, logprobs = get("finish_reason"), get("stop_reason"), get("logprobs")
-    prompt_logprobs = get("prompt_logprobs")
-    return Delta(
-        values["text_output"],
-        None if finish_reason == _UNFINISHED else finish_reason,
-        json.loads(stop_reason) if stop_reason else None,
-        get("num_input_tokens"),
-        get("num_output_tokens"),
-        get("num_cached_tokens"),
-        tuple(map(_position, json.loads(logprobs))) if logprobs else (),
-        get("cumulative_logprob"),
-        _times(values) if "arrival_time_ns" in values else None,
-        tuple(one and _position(one) for one in json.loads(prompt_logprobs))
-        if prompt_logprobs
-        else (),
-        tuple(get("embedding") or ()),
-    )
+    try:
+        (num_input_tokens,) = get("num_input_tokens", (None,))
+        (num_cached_tokens,) = get("num_cached_tokens", (None,))
+        (prompt_logprobs,) = get("prompt_logprobs", ("[]",))
+        of_prompt = tuple(one and _position(one) for one in json.loads(prompt_logprobs))
+        times = _times(values) if "arrival_time_ns" in values else None
+        return [
+            Delta(
+                text,
+                None if finish_reason == _UNFINISHED else finish_reason,
+                json.loads(stop_reason) if stop_reason else None,
+                num_input_tokens,
+                num_output_tokens,
+                num_cached_tokens,
+                tuple(map(_position, json.loads(logprobs) or ())) if logprobs else (),
+                cumulative_logprob,
+                times,
+                of_prompt,
+                tuple(get("embedding") or ()),
+                sample,
+            )
+            for sample, (
+                text,
+                finish_reason,
+                stop_reason,
+                num_output_tokens,
+                logprobs,
+                cumulative_logprob,
+            ) in enumerate(
+                zip(
+                    texts,
+                    get("finish_reason", nothing),
+                    get("stop_reason", nothing),
+                    get("num_output_tokens", nothing),
+                    get("logprobs", nothing),
+                    get("cumulative_logprob", nothing),
+                    strict=True,
+                )
+            )
+        ]
+    except ValueError:
+        raise ServerError("the model's outputs do not fit each other") from None
 
 
 def _position(table: Mapping[str, Mapping[str, Any]]) -> TokenLogprobs:
@@ -92,12 +139,12 @@ def _position(table: Mapping[str, Mapping[str, Any]]) -> TokenLogprobs:
     return TokenLogprobs(chosen, tuple(others))
 
 
-def _times(values: Mapping[str, int]) -> Times:
+def _times(values: Mapping[str, Sequence[int]]) -> Times:
     return Times(
-        arrival_ns=values["arrival_time_ns"],
-        first_scheduled_ns=values["first_scheduled_time_ns"],
-        first_token_ns=values["first_token_time_ns"],
-        last_token_ns=values["last_token_time_ns"],
+        arrival_ns=values["arrival_time_ns"][0],
+        first_scheduled_ns=values["first_scheduled_time_ns"][0],
+        first_token_ns=values["first_token_time_ns"][0],
+        last_token_ns=values["last_token_time_ns"][0],
     )
 
 
@@ -149,19 +196,6 @@ def _chat_format(fields: Mapping[str, Any] | None) -> ChatFormat | None:
         begins_thinking=fields["begins_thinking"],
         variables=frozenset(fields["variables"]),
     )
-
-
-def _integers(raw: bytes) -> Iterator[int]:
-    return (number for (number,) in struct.iter_unpack("<i", raw))
-
-
-def _strings(raw: bytes) -> Iterator[str]:
-    """Each stands behind its length."""
-    begin = 0
-    while begin < len(raw):
-        end = begin + 4 + int.from_bytes(raw[begin : begin + 4], "little")
-        yield raw[begin + 4 : end].decode()
-        begin = end
 
 
 class EventReader:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 
 from minisgl_client.answer import Delta, Result, add_up
@@ -27,6 +28,8 @@ class _Answer:
         self._request = request
         self._attempts = attempts
         self._deltas: list[Delta] = []
+        self._waiting: deque[Delta] = deque()
+        self._samples_ended: list[bool] = []
         self._first_s: float | None = None
         self._ended_s: float | None = None
 
@@ -44,11 +47,24 @@ class _Answer:
             request_id=self._request.id,
             first_delta_s=None if self._first_s is None else self._first_s - started_s,
             total_s=end_s - started_s,
+            num_samples=max(1, len(self._samples_ended)),
         )
 
-    def _keep(self, delta: Delta) -> Delta:
+    def _take(self, deltas: Sequence[Delta]) -> None:
+        """Take a response in: a delta for each sample, also for those of which it says nothing."""
         if self._first_s is None:
             self._first_s = time.perf_counter()
+        if not self._samples_ended:
+            self._samples_ended = [False] * len(deltas)
+        for delta in deltas:
+            is_over = self._samples_ended[delta.sample]
+            is_end = delta.finish_reason is not None
+            if len(deltas) == 1 or (not is_over and (is_end or _says_something(delta))):
+                self._waiting.append(delta)
+            self._samples_ended[delta.sample] |= is_end
+
+    def _next(self) -> Delta:
+        delta = self._waiting.popleft()
         self._deltas.append(delta)
         return delta
 
@@ -57,14 +73,23 @@ class _Answer:
             self._ended_s = time.perf_counter()
 
     @property
+    def _is_begun(self) -> bool:
+        """Whether a response has come."""
+        return bool(self._samples_ended)
+
+    @property
     def _is_whole(self) -> bool:
         """Whether the last delta has come, though perhaps not the end of the stream behind it."""
-        return bool(self._deltas) and self._deltas[-1].finish_reason is not None
+        return self._is_begun and all(self._samples_ended)
 
     def _check_whole(self) -> None:
         """At the end of the stream; raises ``ConnectionLost``."""
         if "return_finish_reason" in self._request.values and not self._is_whole:
             raise ConnectionLost("the answer ended before it was whole")
+
+
+def _says_something(delta: Delta) -> bool:
+    return bool(delta.text or delta.num_output_tokens or delta.logprobs or delta.prompt_logprobs)
 
 
 class Stream(_Answer):
@@ -88,20 +113,24 @@ class Stream(_Answer):
             raise StopIteration
         try:
             with unless_closed(self._transport):
-                delta = self._call.read() if self._call and self._deltas else self._first()
-                if delta is None:
-                    self._check_whole()
+                while not self._waiting:
+                    begun = self._call if self._is_begun else None
+                    deltas = begun.read() if begun else self._first()
+                    if deltas is None:
+                        self._check_whole()
+                        break
+                    self._take(deltas)
         except BaseException as error:
             if isinstance(error, Exception) and self._ended_s is not None:
                 raise StopIteration from None  # closed by another thread
             self.close()
             raise
-        if delta is None:
+        if not self._waiting:
             self._end()
             raise StopIteration
-        return self._keep(delta)
+        return self._next()
 
-    def _first(self) -> Delta | None:
+    def _first(self) -> Sequence[Delta] | None:
         while True:
             try:
                 self._check_open()
@@ -159,18 +188,24 @@ class AsyncStream(_Answer):
             raise StopAsyncIteration
         try:
             with unless_closed(self._transport):
-                delta = await (self._call.read() if self._call and self._deltas else self._first())
-                if delta is None:
-                    self._check_whole()
+                while not self._waiting:
+                    reading = (
+                        self._call.read() if self._call and self._samples_ended else self._first()
+                    )
+                    deltas = await reading
+                    if deltas is None:
+                        self._check_whole()
+                        break
+                    self._take(deltas)
         except BaseException:
             await self.aclose()
             raise
-        if delta is None:
+        if not self._waiting:
             self._end()
             raise StopAsyncIteration
-        return self._keep(delta)
+        return self._next()
 
-    async def _first(self) -> Delta | None:
+    async def _first(self) -> Sequence[Delta] | None:
         while True:
             try:
                 self._call = await self._transport.start(

@@ -20,6 +20,9 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "add_generation_prompt": "BOOL",
         "input_ids": "INT32",
         "sampling_parameters": "BYTES",
+        "n": "INT32",
+        "num_return_sequences": "INT32",
+        "best_of": "INT32",
         "stream": "BOOL",
         "exclude_input_in_output": "BOOL",
         "skip_special_tokens": "BOOL",
@@ -55,7 +58,6 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "min_chunk_interval_ms": "INT32",
         "stop_request": "BOOL",
         "beam_width": "INT32",
-        "num_return_sequences": "INT32",
         "length_penalty": "FP32",
         "bad_words": "BYTES",
         "pad_id": "INT32",
@@ -94,7 +96,7 @@ OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "last_token_time_ns": "INT64",
     }
 )
-"""Data type by output; each has one element, but for those in ``LISTS``."""
+"""Data type by output; each has one element, or one a sample."""
 
 TOKENIZER: Final = "tokenizer"
 """The model that knows the tokens, which may be asked alone."""
@@ -109,8 +111,5 @@ TOKENIZER_OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Data type by output of the tokenizer; what else it tells is for the engine."""
 
-LISTS: Final = frozenset(
-    {"input_ids", "stop", "stop_words", "stop_token_ids", "bad_words", "output_log_probs"}
-    | {"embedding"}
-)
-"""Inputs and outputs of any number of elements."""
+LISTS: Final = frozenset({"input_ids", "stop", "stop_words", "stop_token_ids", "bad_words"})
+"""Inputs of any number of elements."""

@@ -1,4 +1,4 @@
-"""What is asked of a chat, whichever API it is asked in, and the generations that it takes.
+"""What is asked of a chat, whichever API it is asked in, and the generation that it takes.
 
 Each API reads its own schema and makes a ``Chat`` of it; from there all go one way:
 
@@ -45,7 +45,7 @@ _MOST_TOKENS: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One choice: a prompt in one of three forms, and the parameters.
+    """A prompt in one of three forms, and the parameters, the number of its choices among them.
 
     ``own_stop`` is the one of the stop strings that ends the answer with its first call.
     """
@@ -101,7 +101,7 @@ class Chat:
     ``parameters`` hold what the caller said of sampling, by the engine's names. ``max_tokens`` is
     None if the caller did not say, and ``NO_LIMIT`` for as many as there is room for.
     ``tells_counts``: deltas have the numbers of tokens; ``tells_stop``: the ending has the stop
-    string that matched. ``n`` choices are made; with a seed, each has its own.
+    string that matched. ``n`` choices are made.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -181,8 +181,8 @@ class Chat:
             thoughts = ThinkingReader(template.thinking, template.begins_thinking)
         return AnswerReader(calls, thoughts, own_stop)
 
-    def generations(self, policy: Policy, template: Template) -> list[Generation]:
-        """``n`` of them; raises ``ApiError``."""
+    def generation(self, policy: Policy, template: Template) -> Generation:
+        """What the engine is asked for; raises ``ApiError``."""
         parameters = shared_parameters(
             policy,
             self.max_tokens,
@@ -215,12 +215,9 @@ class Chat:
         keeps_marks = self.offers_tools and dialect.keeps_special_tokens
         if keeps_marks or (self.separates_thoughts and template.thinking is not None):
             parameters["skip_special_tokens"] = False
-        return [
-            Generation(
-                seeded(parameters, choice), messages=messages, tools=tools, own_stop=own_stop
-            )
-            for choice in range(self.n)
-        ]
+        if self.n > 1:
+            parameters["n"] = self.n
+        return Generation(parameters, messages=messages, tools=tools, own_stop=own_stop)
 
     def rendering(self, template: Template) -> Rendering:
         """What makes the prompt, and nothing of what follows it."""
@@ -356,12 +353,6 @@ def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:
     if len(texts) > 1:
         return [{"type": "text", "text": text} for text in texts]
     return texts[0] if texts else ""
-
-
-def seeded(parameters: Parameters, choice: int) -> Parameters:
-    """With a seed, each choice gets its own: choices must differ, but be the same each time."""
-    seed = parameters.get("seed")
-    return parameters if seed is None else {**parameters, "seed": (seed + choice) % 2**64}
 
 
 def common_salt(of_key: str, of_request: str | None) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 from minisgl_client.parameters import Parameters, StructuredOutputs
 
-from minisgl_gateway.chat import Chat, Generation, Policy, seeded, shared_parameters
+from minisgl_gateway.chat import Chat, Generation, Policy, shared_parameters
 from minisgl_gateway.errors import invalid, unsupported
 from minisgl_gateway.form_schema import form_of
 from minisgl_gateway.message_schema import (
@@ -35,7 +35,7 @@ COMPLETION_TOKENS: Final = 16
 
 
 def completion_generations(request: CompletionRequest, policy: Policy) -> list[Generation]:
-    """``n`` generations for each prompt, those of the first prompt first."""
+    """One for each prompt, with its ``n`` choices; raises ``ApiError``."""
     parameters = shared_parameters(
         policy,
         request.max_tokens,
@@ -56,19 +56,37 @@ def completion_generations(request: CompletionRequest, policy: Policy) -> list[G
         parameters["num_prompt_logprobs"] = max(asked)
     single = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
     prompts: list[Any] = [request.prompt] if single else list(request.prompt)
-    if len(prompts) * request.n > MAX_CHOICES:
-        raise invalid(f"n times the number of prompts must be at most {MAX_CHOICES}", "n")
-    generations = []
-    for prompt in prompts:
-        for choice in range(request.n):
-            each = seeded(parameters, choice)
-            if isinstance(prompt, str):
-                if not request.add_special_tokens:
-                    each = {**each, "add_special_tokens": False}
-                generations.append(Generation(each, prompt=prompt))
-            else:
-                generations.append(Generation(each, input_ids=prompt))
-    return generations
+    counted = "n" if request.best_of is None else "best_of"
+    if len(prompts) * num_samples(request) > MAX_CHOICES:
+        raise invalid(
+            f"{counted} times the number of prompts must be at most {MAX_CHOICES}", counted
+        )
+    if request.n > 1:
+        parameters["n"] = request.n
+    if request.best_of is not None:
+        parameters["best_of"] = _best_of(request, request.best_of)
+    of_text = parameters
+    if not request.add_special_tokens:
+        of_text = {**parameters, "add_special_tokens": False}
+    return [
+        Generation(of_text, prompt=prompt)
+        if isinstance(prompt, str)
+        else Generation(parameters, input_ids=prompt)
+        for prompt in prompts
+    ]
+
+
+def num_samples(request: CompletionRequest) -> int:
+    """How many samples of each prompt the engine makes."""
+    return request.n if request.best_of is None else request.best_of
+
+
+def _best_of(request: CompletionRequest, best_of: int) -> int:
+    if best_of < request.n:
+        raise invalid(f"best_of must be >= n {request.n}, got {best_of}", "best_of")
+    if best_of > request.n and request.stream:
+        raise unsupported(f"best_of must be n, {request.n}, with stream", "best_of")
+    return best_of
 
 
 def chat_of(request: ChatCompletionRequest) -> Chat:

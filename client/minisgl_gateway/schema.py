@@ -24,8 +24,9 @@ from minisgl_gateway.message_schema import (
 )
 from minisgl_gateway.strict_schema import Body, Strict, label
 
-MAX_CHOICES: Final = 16
-"""Generations of one request: ``n`` times the number of prompts."""
+MAX_CHOICES: Final = 64
+"""Choices of one request: ``n``, or ``best_of``, times the number of prompts."""
+MAX_PROMPTS: Final = 16
 MAX_LOGPROBS: Final = 20
 MAX_INPUTS: Final = 2048
 """Texts to be embedded, or documents to be ranked, of one request."""
@@ -38,7 +39,6 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 _BOTH: Final[dict[str, tuple[Any, ...]]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "best_of": (1,),
     "detokenize": (True,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
@@ -68,6 +68,7 @@ _BOTH: Final[dict[str, tuple[Any, ...]]] = {
 _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "add_special_tokens": (False,),
     "audio": (),
+    "best_of": (1,),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": (),
@@ -80,6 +81,17 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
 _TOKENIZE: Final[dict[str, tuple[Any, ...]]] = {
     name: _CHAT[name] for name in ("chat_template", "continue_final_message", "mm_processor_kwargs")
 }
+
+
+def _salt() -> Any:
+    """The field ``cache_salt``, by default none."""
+    return Field(
+        None,
+        min_length=1,
+        max_length=64,
+        pattern="^[A-Za-z0-9_-]*$",
+        description="prefixes are shared under equal salts only",
+    )
 
 
 class StreamOptions(Strict):
@@ -133,13 +145,7 @@ class GenerationRequest(FormFields):
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, lt=2**31)
     stop_token_ids: list[TokenId] | None = Field(None, fail_fast=True)
-    cache_salt: str | None = Field(
-        None,
-        min_length=1,
-        max_length=64,
-        pattern="^[A-Za-z0-9_-]*$",
-        description="prefixes are shared under equal salts only",
-    )
+    cache_salt: str | None = _salt()
     priority: int = Field(0, gt=-(2**31), lt=2**31, description="lower goes first")
     prompt_logprobs: int | None = Field(
         None,
@@ -165,9 +171,15 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    )
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="answers to make, of which the n most likely come back; not with stream",
     )
     echo: bool = Field(False, description="the prompt stands before the answer, in logprobs too")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -224,13 +236,7 @@ class RetrievalRequest(Body):
     without_effect = frozenset({"user"})
 
     model: str
-    cache_salt: str | None = Field(
-        None,
-        min_length=1,
-        max_length=64,
-        pattern="^[A-Za-z0-9_-]*$",
-        description="prefixes are shared under equal salts only",
-    )
+    cache_salt: str | None = _salt()
     priority: int = Field(0, gt=-(2**31), lt=2**31, description="lower goes first")
     user: str | None = label()
 

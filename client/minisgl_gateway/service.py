@@ -27,7 +27,7 @@ from minisgl_gateway.admission import Admission
 from minisgl_gateway.answers import Counts, Echo
 from minisgl_gateway.body import received
 from minisgl_gateway.chat import Chat, Generation, Policy
-from minisgl_gateway.conversion import chat_of, completion_generations
+from minisgl_gateway.conversion import chat_of, completion_generations, num_samples
 from minisgl_gateway.errors import GONE, ApiError, api_error, busy
 from minisgl_gateway.event_stream import (
     Disconnected,
@@ -56,10 +56,11 @@ _AT_ONCE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The generations of a request and how their answers are read and told.
+    """The generations of a request, one a prompt, and how their answers are read and told.
 
-    ``of_form`` tells errors about the form of the answer (``errors.api_error``). The first of each
-    ``num_choices`` generations counts the tokens of its prompt.
+    ``of_form`` tells errors about the form of the answer (``errors.api_error``). Each generation
+    has ``num_choices`` choices, for which the engine makes ``num_samples``. There is a reader for
+    each choice, those of the first prompt first.
     """
 
     generations: Sequence[Generation]
@@ -67,9 +68,15 @@ class _Job:
     renderer: Renderer
     of_form: Callable[[str], tuple[str, str]]
     num_choices: int
+    num_samples: int
+
+    @property
+    def num_answers(self) -> int:
+        """Samples that the engine makes, of all prompts."""
+        return len(self.generations) * self.num_samples
 
     def call(self, index: int) -> dict[str, Any]:
-        """The arguments of a call of the engine; choices are told apart in its log."""
+        """The arguments of a call of the engine; prompts are told apart in its log."""
         generation = self.generations[index]
         return {
             "prompt": generation.prompt,
@@ -79,10 +86,6 @@ class _Job:
             "request_id": f"{self.renderer.id}.{index}",
             **generation.parameters,
         }
-
-    def has_prompt(self, index: int) -> bool:
-        """Whether the prompt of this generation is counted."""
-        return index % self.num_choices == 0
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -134,9 +137,16 @@ class Service:
         renderer = CompletionRenderer(request)
         http.scope["state"]["request_id"] = renderer.id
         renderer.echoes = await self._echoes(request, generations)
-        readers = [AnswerReader() for _ in generations]
+        readers = [AnswerReader() for _ in range(len(generations) * request.n)]
         _, param = form_of(request)
-        job = _Job(generations, readers, renderer, lambda message: (param, message), request.n)
+        job = _Job(
+            generations,
+            readers,
+            renderer,
+            lambda message: (param, message),
+            request.n,
+            num_samples(request),
+        )
         return await self._answer(http, job, stream=request.stream)
 
     async def health(self) -> schema.Health:
@@ -177,10 +187,10 @@ class Service:
         template = await self._lookups.template(http, chat, renderer.fields, names)
         known = {names.get(name, name) for name in template.unfulfilled}
         state["without_effect"] = sorted(known.union(state["without_effect"]))
-        generations = chat.generations(self.policy(http), template)
-        readers = [chat.reader(template, one.own_stop) for one in generations]
+        generation = chat.generation(self.policy(http), template)
+        readers = [chat.reader(template, generation.own_stop) for _ in range(chat.n)]
         of_form = partial(chat.complaint, template.dialect)
-        job = _Job(generations, readers, renderer, of_form, chat.n)
+        job = _Job([generation], readers, renderer, of_form, chat.n, chat.n)
         return await self._answer(http, job, stream=chat.stream)
 
     async def results(
@@ -237,11 +247,11 @@ class Service:
     ) -> list[Echo | None]:
         """What stands before each answer, if it is asked for."""
         if not request.echo:
-            return [None] * len(generations)
+            return [None for _ in generations for _ in range(request.n)]
         scored = request.logprobs is not None
         tasks = [
             asyncio.ensure_future(self._lookups.echo(generation, scored=scored))
-            for generation in generations[:: request.n]
+            for generation in generations
         ]
         try:
             return [echo for echo in await asyncio.gather(*tasks) for _ in range(request.n)]
@@ -254,7 +264,7 @@ class Service:
         if stream:
             return self._streamed(http, job)
         caller: Caller = http.scope["state"]["caller"]
-        with self._admission.admit(caller.label, len(job.generations)):
+        with self._admission.admit(caller.label, job.num_answers):
             try:
                 with job.errors():
                     results = await unless_disconnected(http.receive, self._results(job))
@@ -265,13 +275,16 @@ class Service:
                 logger.info("%s: %s", job.renderer.id, error.story)
                 raise
         counts = Counts()
-        for index, result in enumerate(results):
-            counts.add(result, prompt=job.has_prompt(index))
-        pieces = [reader.push(one) for reader, one in zip(job.readers, results, strict=True)]
+        choices: list[Result] = []
+        for result in results:
+            for sample, choice in enumerate(result.samples):
+                counts.add(choice, prompt=sample == 0)
+                choices.append(choice)
+        pieces = [reader.push(one) for reader, one in zip(job.readers, choices, strict=True)]
         return Response(job.renderer.body(pieces, counts), media_type="application/json")
 
     async def _results(self, job: _Job) -> list[Result]:
-        """The results of all generations; the first error ends them all."""
+        """The results of all prompts; the first error ends them all."""
         tasks = [
             asyncio.ensure_future(self._engine.generate(**job.call(index)))
             for index in range(len(job.generations))
@@ -285,20 +298,24 @@ class Service:
         caller: Caller = http.scope["state"]["caller"]
         counts = Counts()
 
-        async def choice(index: int) -> AsyncGenerator[bytes, None]:
-            writer, reader = job.renderer.writer(index), job.readers[index]
-            has_prompt = job.has_prompt(index)
+        async def choices(index: int) -> AsyncGenerator[bytes, None]:
+            """The events of all choices of a prompt."""
+            first = index * job.num_choices
+            places = range(first, first + job.num_choices)
+            writers = [job.renderer.writer(place) for place in places]
+            readers = [job.readers[place] for place in places]
             with job.errors():
                 async with self._engine.stream(**job.call(index)) as stream:
                     async for delta in stream:
-                        counts.add(delta, prompt=has_prompt)
-                        if event := writer.push(reader.push(delta)):
+                        sample = delta.sample
+                        counts.add(delta, prompt=sample == 0)
+                        if event := writers[sample].push(readers[sample].push(delta)):
                             yield event
 
         async def events() -> AsyncGenerator[bytes, None]:
-            with self._admission.admit(caller.label, len(job.generations)):
-                choices = [choice(index) for index in range(len(job.generations))]
-                async with aclosing(merged(choices) if len(choices) > 1 else choices[0]) as merging:
+            with self._admission.admit(caller.label, job.num_answers):
+                sources = [choices(index) for index in range(len(job.generations))]
+                async with aclosing(merged(sources) if len(sources) > 1 else sources[0]) as merging:
                     async for event in merging:
                         yield event
 

@@ -31,7 +31,7 @@ Rules for the caller, which nothing here can verify:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -143,6 +143,21 @@ class KVCache(Protocol):
         time by the number of leases and of groups, not of pages.
         """
 
+    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+        """Number of tokens of ``tokens[:-1]`` whose pages are cached, though perhaps without a
+        snapshot behind them: others have begun in the same way, and more may."""
+
+    def take_snapshot(self) -> int | None:
+        """A number to save recurrent states under, for models that have them; None if there is
+        none to give."""
+
+    def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
+        """Let others begin behind the first ``num_tokens`` published tokens of ``lease``, a whole
+        number of pages, with a snapshot that was taken."""
+
+    def return_snapshot(self, snapshot: int) -> None:
+        """Give back a snapshot that was taken, and is of no use."""
+
     def release(self, lease: Lease) -> None:
         """End the lease: its private pages become free, and its shared pages may be evicted."""
 
@@ -226,6 +241,18 @@ class NaiveCache:
     def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
         return NO_GROUPS
 
+    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+        return self.match_length(tokens, salt)
+
+    def take_snapshot(self) -> int | None:
+        return None
+
+    def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
+        self.return_snapshot(snapshot)
+
+    def return_snapshot(self, snapshot: int) -> None:
+        raise InvariantError("this cache has given no snapshots away")
+
     def release(self, lease: Lease) -> None:
         self._end(lease)
 
@@ -288,10 +315,19 @@ class NaiveCache:
 class RadixCache(NaiveCache):
     """Leases with the same salt and a common prefix of tokens share the pages of the prefix."""
 
-    def __init__(self, num_pages: int, page_size: int, *, is_clean: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        is_clean: bool = True,
+        watch: Callable[[IntArray], None] | None = None,
+    ) -> None:
+        """``watch`` gets the pages that leave the tree, int32[num_pages], whenever some do."""
         super().__init__(num_pages, page_size, is_clean=is_clean)
         self._tree = RadixTree(page_size)
         self._promises = RadixTree(page_size)  # its pages are indices only
+        self._watch = watch
 
     @property
     def num_cached(self) -> int:
@@ -364,7 +400,7 @@ class RadixCache(NaiveCache):
         # [num_shared, len(pages))   freed
         self._end(lease)
         assert lease.node is not None
-        self._pool.free(self._tree.unpin(lease.node))
+        self._free_dropped(self._tree.unpin(lease.node))
 
     def discard(self, lease: Lease) -> None:
         # [0, kept)                 pages that other leases use, too, and that are not suspect
@@ -374,7 +410,10 @@ class RadixCache(NaiveCache):
         assert lease.node is not None
         dropped = self._tree.drop(lease.node, self._pool.has_suspects)
         self._pool.suspect(dropped)
-        self._pool.free(dropped)
+        self._free_dropped(dropped)
+
+    def emptied(self) -> KVCache:
+        return RadixCache(self.num_pages, self.page_size, is_clean=False, watch=self._watch)
 
     def _end(self, lease: Lease, *, is_suspect: bool = False) -> None:
         super()._end(lease, is_suspect=is_suspect)
@@ -414,8 +453,14 @@ class RadixCache(NaiveCache):
         if short > self._tree.num_evictable:
             return False
         if short > 0:
-            self._pool.free(self._tree.evict(short))
+            self._free_dropped(self._tree.evict(short))
         return True
+
+    def _free_dropped(self, pages: IntArray) -> None:
+        """Free pages that have left the tree."""
+        self._pool.free(pages)
+        if self._watch is not None and len(pages):
+            self._watch(pages)
 
 
 def _as_array(pages: array[int]) -> IntArray:

@@ -36,8 +36,6 @@ class SnapshotCache(RadixCache):
         self._num_taken = 0
 
     def cached_length(self, tokens: IntArray, salt: str = "") -> int:
-        """Number of tokens of ``tokens[:-1]`` whose pages are cached, though perhaps without a
-        snapshot behind them: others have begun in the same way, and more may."""
         return self._tree.cached_length(tokens[:-1], salt_key(salt)) * self.page_size
 
     def promised_length(self, tokens: IntArray, salt: str = "") -> int:
@@ -45,10 +43,7 @@ class SnapshotCache(RadixCache):
         return 0
 
     def take_snapshot(self) -> int | None:
-        """A number to save a state under; None if all are taken.
-
-        If none is free, the least recently used prefix loses its own.
-        """
+        """If none is free, the least recently used prefix loses its own."""
         if not self._free_snapshots:
             self._tree.lose_oldest_snapshot()
             self._reclaim()
@@ -58,8 +53,6 @@ class SnapshotCache(RadixCache):
         return self._free_snapshots.pop()
 
     def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
-        """Let others begin behind the first ``num_tokens`` published tokens of ``lease``, a whole
-        number of pages, with a snapshot that was taken."""
         self._require_held(lease)
         assert lease.node is not None
         self._num_taken -= 1
@@ -67,7 +60,6 @@ class SnapshotCache(RadixCache):
             self._free_snapshots.append(snapshot)
 
     def return_snapshot(self, snapshot: int) -> None:
-        """Give back a snapshot that was taken, and is of no use."""
         self._num_taken -= 1
         self._free_snapshots.append(snapshot)
 

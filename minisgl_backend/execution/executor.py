@@ -192,6 +192,8 @@ class ModelExecutor:
         """
         if len(plan.broken_pages):
             self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
+        if len(plan.copy_sources):
+            self._storage.copy(*self.device.upload(_copied_slots(plan, self._storage.page_size)))
         if plan.admissions:
             self.rows.admit(plan.admissions)
             self._sampler.admit(plan.admissions)
@@ -343,6 +345,9 @@ class ModelExecutor:
             grant_rows=empty,
             grant_indices=empty,
             grant_pages=empty,
+            copy_sources=empty,
+            copy_targets=empty,
+            copy_lengths=empty,
             prefill_rows=np.full(len(chunks), row, np.int32),
             prefill_starts=np.zeros(len(chunks), np.int32),
             prefill_lengths=np.array(chunks, np.int32),
@@ -364,3 +369,11 @@ class ModelExecutor:
             score_lengths=empty,
             score_tokens=empty,
         )
+
+
+def _copied_slots(plan: StepPlan, page_size: int) -> HostArray:
+    """The slots that a plan's copies read and write, int64[2, num_positions]."""
+    ends = np.cumsum(plan.copy_lengths)
+    offsets = np.arange(ends[-1]) - np.repeat(ends - plan.copy_lengths, plan.copy_lengths)
+    pages = np.stack([plan.copy_sources, plan.copy_targets]).astype(np.int64)
+    return np.asarray(np.repeat(pages, plan.copy_lengths, axis=1) * page_size + offsets)

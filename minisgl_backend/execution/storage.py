@@ -17,8 +17,10 @@ from torch import Tensor
 from minisgl_backend.attention.base import AttentionShape, KVScale, PagedKV
 from minisgl_backend.errors import ConfigError
 
+_COPIED_AT_ONCE: Final = 256
 _MOST_SLOTS: Final = 2**31
 """Kernels number the positions of all pages by int32."""
+_CACHE_LINE: Final = 64
 
 
 class KVStorage:
@@ -59,9 +61,23 @@ class KVStorage:
         Attention multiplies what lies behind a sequence's end by zero; a NaN left there by another
         sequence would survive that and spread.
         """
-        # a float8 tensor itself cannot be filled, but its bytes can
-        filled = self.pages.view(torch.uint8) if self.pages.itemsize == 1 else self.pages
-        filled.index_fill_(2, pages, 0)
+        self._raw.index_fill_(2, pages, 0)
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy keys and values from slot to slot, both int64[num_positions], in all layers.
+
+        No slot is a target twice, or both. Some positions go at a time, since those of all pages
+        would take as much memory again.
+        """
+        slots = self._raw.flatten(2, 3)  # [num_layers, 2, num_slots, num_kv_heads, head_dim]
+        for begin in range(0, len(sources), _COPIED_AT_ONCE):
+            part = slice(begin, begin + _COPIED_AT_ONCE)
+            slots.index_copy_(2, targets[part], slots.index_select(2, sources[part]))
+
+    @property
+    def _raw(self) -> Tensor:
+        """``pages``, as bytes if of float8, which can be neither filled nor indexed."""
+        return self.pages.view(torch.uint8) if self.pages.itemsize == 1 else self.pages
 
 
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -69,9 +85,12 @@ def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         # float8 has no fill of its own
         filled = torch.uint8 if dtype.itemsize == 1 else dtype
         return torch.zeros(dims, dtype=filled, device=device).view(dtype)
-    # NumPy's zeros take no memory until they are touched: the system maps them page by page
-    raw = np.zeros(math.prod(dims) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(dims)
+    # NumPy's zeros take no memory until they are touched: the system maps them page by page. They
+    # need not begin at a cache line, and vectors that lie across two take longer to read.
+    num_bytes = math.prod(dims) * dtype.itemsize
+    raw = np.zeros(num_bytes + _CACHE_LINE, np.uint8)
+    begin = -raw.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(raw[begin : begin + num_bytes]).view(dtype).view(dims)
 
 
 def _layer(pages: Tensor, scale: KVScale) -> PagedKV:

@@ -1,4 +1,5 @@
-"""The gate of Llama's feed-forward block: silu(gate) * up (arXiv 2002.05202)."""
+"""The gates of feed-forward blocks (arXiv 2002.05202): Llama's silu(gate) * up, and Gemma's with
+GELU as tanh approximates it (arXiv 1606.08415)."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
     """
     if not use_triton(gate_up):
         return silu_mul_reference(gate_up)
-    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_silu_mul
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_gated_mul
 
     num_tokens, width = gate_up.shape
     out = torch.empty((num_tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-    launch_silu_mul(out, gate_up, pdl=pdl)
+    launch_gated_mul(out, gate_up, pdl=pdl)
     return out
 
 
@@ -29,3 +30,21 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
     """The twin of ``silu_mul``; float64 stays so."""
     gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
     return F.silu(gate).mul_(up).to(gate_up.dtype)
+
+
+def gelu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
+    """The same as ``silu_mul`` with gelu(gate), approximated by tanh."""
+    if not use_triton(gate_up):
+        return gelu_mul_reference(gate_up)
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_gated_mul
+
+    num_tokens, width = gate_up.shape
+    out = torch.empty((num_tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    launch_gated_mul(out, gate_up, gelu=True, pdl=pdl)
+    return out
+
+
+def gelu_mul_reference(gate_up: Tensor) -> Tensor:
+    """The twin of ``gelu_mul``; float64 stays so."""
+    gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up).to(gate_up.dtype)

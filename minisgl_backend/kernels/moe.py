@@ -14,9 +14,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels.activation import silu_mul_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """The weights of the experts that a rank holds.
+
+    ``gate_up`` [num_experts, 2 * intermediate_size, hidden_size], gates first; ``down``
+    [num_experts, hidden_size, intermediate_size]; their biases, without the last dimension.
+    ``gate`` None stands for SiLU.
+    """
+
+    gate_up: Tensor | QuantizedWeight
+    down: Tensor | QuantizedWeight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate: ClampedGate | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.down if isinstance(self.down, Tensor) else self.down.codes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choices:
+    """The experts of each token: ``ids`` int and ``weights`` float32, both [num_tokens, top_k].
+
+    An expert's id is its index in ``ExpertWeights``. If ``elsewhere``, other ranks hold some of
+    them: then its id is -1, and this rank adds nothing for it.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +66,31 @@ class Alignment:
     block: int
 
 
+def choose(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> Choices:
+    """The experts that ``rule`` picks by a router's ``logits`` [num_tokens, num_experts].
+
+    ``correction`` [num_experts] if the rule has one. Weights are rounded to the logits' type, as in
+    transformers.
+    """
+    scores = at_least_float32(logits)
+    scores = scores.sigmoid() if rule.sigmoid else scores.softmax(dim=-1)
+    compared = scores if correction is None else scores + correction
+    if rule.limits_groups:
+        shape = len(logits), rule.num_groups, rule.num_experts // rule.num_groups
+        groups = compared.view(shape)  # [num_tokens, groups, experts of a group]
+        of_groups = groups.topk(2, dim=-1).values.sum(dim=-1)
+        best = of_groups.topk(rule.top_groups, dim=-1).indices
+        counts = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, best, True)
+        compared = groups.masked_fill(~counts[:, :, None], -torch.inf).flatten(1)
+    ids = compared.topk(rule.top_k, dim=-1).indices  # [num_tokens, top_k]
+    weights = scores.gather(1, ids)
+    if rule.normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+    return Choices(ids, at_least_float32((weights * rule.scale).to(logits.dtype)))
+
+
 def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
-    """Sort ``expert_ids``, int [num_tokens, top_k], into blocks.
+    """Sort ``expert_ids``, int [num_tokens, top_k], into blocks, those of -1 into none.
 
     By tensor operations that never wait for the device, and of sizes that depend on shapes only, so
     that it may be captured.
@@ -47,59 +104,67 @@ def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
         return Alignment(pairs.flatten(), flat.int(), block)
     num_blocks = min(num_pairs, -(-num_pairs // block) + num_experts)
     device = flat.device
-    counts = torch.zeros(num_experts, dtype=torch.long, device=device)  # pairs of each expert
+    flat = torch.where(flat < 0, num_experts, flat)  # behind all others, and into no block
+    counts = torch.zeros(num_experts + 1, dtype=torch.long, device=device)  # pairs of each expert
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    blocks_of = (counts + block - 1) // block  # [num_experts]
-    last_block = blocks_of.cumsum(0)  # [num_experts], the end of each expert's blocks
-    first_slot = (last_block - blocks_of) * block  # [num_experts], in the blocks
-    first_pair = counts.cumsum(0) - counts  # [num_experts], in the sorted pairs
+    blocks_of = (counts + block - 1) // block  # [num_experts + 1]
+    last_block = blocks_of.cumsum(0)  # [num_experts + 1], the end of each expert's blocks
+    first_slot = (last_block - blocks_of) * block  # [num_experts + 1], in the blocks
+    first_pair = counts.cumsum(0) - counts  # [num_experts + 1], in the sorted pairs
     order = flat.argsort(stable=True)  # [num_pairs]
     expert = flat[order]
     slot = first_slot[expert] + torch.arange(num_pairs, device=device) - first_pair[expert]
-    pairs = torch.full((num_blocks * block,), num_pairs, dtype=torch.int32, device=device)
-    pairs[slot] = order.int()
+    nowhere = num_blocks * block
+    pairs = torch.full((nowhere + 1,), num_pairs, dtype=torch.int32, device=device)
+    pairs[torch.where(expert < num_experts, slot, nowhere)] = order.int()
     index = torch.arange(num_blocks, device=device)
-    experts = torch.searchsorted(last_block, index, right=True)
-    experts = torch.where(index < last_block[-1], experts, -1).int()
-    return Alignment(pairs, experts, block)
+    experts = torch.searchsorted(last_block[:-1], index, right=True)
+    experts = torch.where(experts < num_experts, experts, -1).int()
+    return Alignment(pairs[:-1], experts, block)
 
 
-def fused_experts(
-    x: Tensor,
-    gate_up: Tensor | QuantizedWeight,
-    down: Tensor | QuantizedWeight,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-) -> Tensor:
-    """Sum over a token's experts e of weight_e * down_e(silu(gate_e x) * up_e x).
+def fused_experts(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor:
+    """Sum over a token's experts e of weight_e * down_e(silu(gate_e x) * up_e x), for ``x``
+    [num_tokens, hidden_size] and of that shape.
 
-    ``x`` [num_tokens, hidden_size]; ``gate_up`` [num_experts, 2 * intermediate_size, hidden_size],
-    gates first; ``down`` [num_experts, hidden_size, intermediate_size]; ``expert_ids`` int and
-    ``expert_weights`` float32 [num_tokens, top_k]. Returns [num_tokens, hidden_size]. Weights that
-    are quantized have no kernel, only the twin.
+    Weights that are quantized have no kernel, only the twin, which waits for the device.
     """
+    gate_up, down = experts.gate_up, experts.down
     if not (use_triton(x) and isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
-        return fused_experts_reference(x, gate_up, down, expert_ids, expert_weights)
+        return fused_experts_reference(x, experts, choices)
     from minisgl_backend.kernels.triton_kernels.grouped_linear import launch_grouped_linear
 
     num_tokens, hidden_size = x.shape
-    num_experts, top_k = len(gate_up), expert_ids.shape[1]
+    num_experts, top_k = experts.num_experts, choices.ids.shape[1]
     # small blocks waste less if experts see few tokens
     block = 16 if num_tokens * top_k <= 16 * num_experts else 64
-    alignment = align(expert_ids, num_experts, block)
+    alignment = align(choices.ids, num_experts, block)
     inner = torch.empty((num_tokens * top_k, down.shape[2]), dtype=x.dtype, device=x.device)
-    pairs, experts = alignment.pairs, alignment.experts
+    pairs, held = alignment.pairs, alignment.experts
     launch_grouped_linear(
-        inner, x, gate_up, pairs, experts, None, block=block, top_k=top_k, gated=True
+        inner,
+        x,
+        gate_up,
+        pairs,
+        held,
+        None,
+        bias=experts.gate_up_bias,
+        block=block,
+        top_k=top_k,
+        gated=True,
+        gate=experts.gate,
     )
-    outer = torch.empty((num_tokens * top_k, hidden_size), dtype=x.dtype, device=x.device)
+    # no kernel writes what experts of other ranks would
+    new = torch.zeros if choices.elsewhere else torch.empty
+    outer = new((num_tokens * top_k, hidden_size), dtype=x.dtype, device=x.device)
     launch_grouped_linear(
         outer,
         inner,
         down,
         pairs,
-        experts,
-        expert_weights.flatten(),
+        held,
+        choices.weights.flatten(),
+        bias=experts.down_bias,
         block=block,
         top_k=1,
         gated=False,
@@ -107,28 +172,36 @@ def fused_experts(
     return outer.view(num_tokens, top_k, hidden_size).sum(dim=1)
 
 
-def fused_experts_reference(
-    x: Tensor,
-    gate_up: Tensor | QuantizedWeight,
-    down: Tensor | QuantizedWeight,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-) -> Tensor:
+def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor:
     """The twin of ``fused_experts``: one expert after another, summed in float32 or float64."""
-    top_k = expert_ids.shape[1]
-    experts = expert_ids.flatten()
-    num_experts = len(down) if isinstance(down, Tensor) else len(down.codes)
-    ends = experts.bincount(minlength=num_experts).cumsum(0)
-    by_expert = experts.argsort(stable=True).tensor_split(ends[:-1].cpu())
+    top_k = choices.ids.shape[1]
+    ids, weights = choices.ids.flatten(), choices.weights.flatten()
+    ends = (ids + 1).bincount(minlength=experts.num_experts + 1).cumsum(0)  # first those elsewhere
+    by_expert = ids.argsort(stable=True).tensor_split(ends[:-1].cpu())[1:]
     out = torch.zeros_like(at_least_float32(x))
     for expert, pairs in enumerate(by_expert):  # [count], token * top_k + choice
         if len(pairs):
             tokens = pairs // top_k
-            of_gate_up = _of(gate_up, expert, x.dtype)  # [2 * inner size, hidden_size]
-            inner = silu_mul_reference(F.linear(x[tokens], of_gate_up))  # [count, inner size]
-            share = expert_weights.flatten()[pairs, None]  # [count, 1]
-            out.index_add_(0, tokens, F.linear(inner, _of(down, expert, x.dtype)) * share)
+            of_gate_up = _of(experts.gate_up, expert, x.dtype)  # [2 * inner size, hidden_size]
+            both = F.linear(x[tokens], of_gate_up, _bias(experts.gate_up_bias, expert))
+            inner = _opened(both, experts.gate)  # [count, inner size]
+            of_down = _of(experts.down, expert, x.dtype)  # [hidden_size, inner size]
+            outer = F.linear(inner, of_down, _bias(experts.down_bias, expert))
+            out.index_add_(0, tokens, outer * weights[pairs, None])
     return out.to(x.dtype)
+
+
+def _opened(both: Tensor, rule: ClampedGate | None) -> Tensor:
+    """The gated values of ``both`` [count, 2 * inner size], gates first."""
+    if rule is None:
+        return silu_mul_reference(both)
+    gate, up = at_least_float32(both).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
+    return ((up + 1) * gate * (rule.alpha * gate).sigmoid()).to(both.dtype)
+
+
+def _bias(biases: Tensor | None, expert: int) -> Tensor | None:
+    return None if biases is None else biases[expert]
 
 
 def _of(weights: Tensor | QuantizedWeight, expert: int, dtype: torch.dtype) -> Tensor:

@@ -58,8 +58,7 @@ def qk_norm_rope_store(
     v_cache: Tensor,
     *,
     num_heads: int,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
+    head_weights: Tensor | None = None,
     eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -71,7 +70,8 @@ def qk_norm_rope_store(
     ``qkv`` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, k, v in this order.
     ``k_cache``, ``v_cache`` [num_pages, page_size, num_kv_heads, head_dim], of float8_e4m3fn if
     ``k_scale`` and ``v_scale`` (float32 [1]) are given: then they hold k / k_scale and v / v_scale.
-    ``q_weight``, ``k_weight`` [head_dim], both or none.
+    ``head_weights`` [num_heads + num_kv_heads, head_dim]: the weight of the norm for each head of q
+    and of k; those of q are equal, and those of k.
     """
     if not use_triton(qkv):
         return qk_norm_rope_store_reference(
@@ -80,8 +80,7 @@ def qk_norm_rope_store(
             k_cache,
             v_cache,
             num_heads=num_heads,
-            q_weight=q_weight,
-            k_weight=k_weight,
+            head_weights=head_weights,
             eps=eps,
             k_scale=k_scale,
             v_scale=v_scale,
@@ -96,8 +95,8 @@ def qk_norm_rope_store(
         k_cache,
         v_cache,
         num_heads=num_heads,
-        q_weight=q_weight,
-        k_weight=k_weight,
+        q_weight=None if head_weights is None else head_weights[0],
+        k_weight=None if head_weights is None else head_weights[num_heads],
         eps=eps,
         k_scale=k_scale,
         v_scale=v_scale,
@@ -114,8 +113,7 @@ def qk_norm_rope_store_reference(
     v_cache: Tensor,
     *,
     num_heads: int,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
+    head_weights: Tensor | None = None,
     eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -125,10 +123,8 @@ def qk_norm_rope_store_reference(
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     qk, v = heads.tensor_split([num_heads + num_kv_heads], dim=1)
     qk = at_least_float32(qk)
-    if q_weight is not None and k_weight is not None:
-        qk = F.rms_norm(qk, (head_dim,), None, eps)
-        qk[:, :num_heads].mul_(q_weight)
-        qk[:, num_heads:].mul_(k_weight)
+    if head_weights is not None:
+        qk = F.rms_norm(qk, (head_dim,), None, eps).mul_(head_weights)
     of_own, of_other = places.rotation
     rotary_dim = of_own.shape[-1]
     turned = qk[..., :rotary_dim]

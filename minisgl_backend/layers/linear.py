@@ -104,8 +104,12 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor, *, pdl: bool) -> Tensor:
         """The projection itself, summed over the ranks, [num_tokens, out_features]."""
+        return self.group.all_reduce(self.part(x, pdl=pdl))
+
+    def part(self, x: Tensor, *, pdl: bool) -> Tensor:
+        """This rank's part of that sum."""
         bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(self.matrix.gemm(Normed(x), bias=bias, pdl=pdl))
+        return self.matrix.gemm(Normed(x), bias=bias, pdl=pdl)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         (name,) = self.matrix.parts

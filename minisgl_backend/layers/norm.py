@@ -21,7 +21,7 @@ from minisgl_backend.parallel.group import Group
 class RMSNorm(nn.Module):
     """The weight of x / rms(x) * weight over hidden states; ``kernels.rms_norm`` computes it.
 
-    The weight is the checkpoint's, plus ``offset``, times ``scale``.
+    The weight is (offset + the checkpoint's) * scale.
     """
 
     def __init__(self, size: int, eps: float, *, scale: float = 1.0, offset: float = 0.0):
@@ -31,22 +31,36 @@ class RMSNorm(nn.Module):
         self.scale, self.offset = scale, offset
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
-        yield "weight", whole(self.weight, self.scale, self.offset)
+        yield "weight", whole(self.weight, scale=self.scale, offset=self.offset)
 
 
 class HeadNorm(nn.Module):
-    """The weights of such a norm over each head of queries, and of keys: ``q`` and ``k``
-    [head_dim], the checkpoint's plus ``offset``."""
+    """The weights of such a norm over each head: ``weight`` [num_heads + num_kv_heads, head_dim].
 
-    def __init__(self, head_dim: int, *, offset: float = 0.0):
+    All heads of queries have one weight ``q`` [head_dim], and those of keys ``k``; each is
+    ``offset`` + the checkpoint's.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, *, offset: float = 0.0):
         super().__init__()
-        self.q = nn.Parameter(torch.empty(head_dim), requires_grad=False)
-        self.k = nn.Parameter(torch.empty(head_dim), requires_grad=False)
+        self.num_heads = num_heads
         self.offset = offset
+        weight = torch.empty(num_heads + num_kv_heads, head_dim)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    @property
+    def q(self) -> Tensor:
+        return self.weight[0]
+
+    @property
+    def k(self) -> Tensor:
+        return self.weight[self.num_heads]
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
-        yield "../q_norm.weight", whole(self.q, offset=self.offset)
-        yield "../k_norm.weight", whole(self.k, offset=self.offset)
+        # written to all heads
+        of_q, of_k = self.weight.data.tensor_split([self.num_heads])
+        yield "../q_norm.weight", WeightPlace(of_q, (self.weight.shape[1],), offset=self.offset)
+        yield "../k_norm.weight", WeightPlace(of_k, (self.weight.shape[1],), offset=self.offset)
 
 
 class TokenNorm(nn.Module):

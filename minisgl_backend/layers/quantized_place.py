@@ -66,24 +66,24 @@ class StackedPlace:
         NAME_scales [experts, out, in / 32], exponents
 
     With ``pairs``, gates and ups: their rows alternate, and ``put`` gets the share's gates and then
-    its ups. Its first argument is the expert.
+    its ups. Its first argument is the expert, counted among those that the rank holds.
     """
 
     share: WeightShare
-    num_experts: int
+    experts: Share
     pairs: bool
     device: torch.device
     put: Callable[[int, QuantizedWeight], None]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.num_experts, self.share.outs.total, self.share.ins.total
+        return self.experts.total, self.share.outs.total, self.share.ins.total
 
     def tensors(self, name: str) -> Mapping[str, StoredTensor]:
         self.share.check_bytes(name)
         own, outs, width = name.rpartition(".")[2], self.share.outs, self.share.width
-        shape = self.num_experts, outs.total, width.total
-        region = slice(None), held(outs), held(width)
+        shape = self.experts.total, outs.total, width.total
+        region = held(self.experts), held(outs), held(width)
         return {
             "codes": StoredTensor(
                 names=(f"{own}_blocks",),
@@ -103,7 +103,7 @@ class StackedPlace:
     def fill(self, found: Mapping[str, ReadTensor]) -> None:
         ins = self.share.ins
         begin = ins.start % _MX_GROUP // 2
-        for expert in range(self.num_experts):
+        for expert in range(self.experts.size):
             codes, scales = (
                 found[part].values[expert].to(self.device) for part in ("codes", "scales")
             )
@@ -111,8 +111,9 @@ class StackedPlace:
             self._put(expert, self.share.of(codes, scales))
 
     def draw(self, whole: Tensor) -> None:
-        for expert in range(self.num_experts):
-            self._put(expert, self.share.quantized(whole[expert][self.share.enclosing]))
+        for expert in range(self.experts.size):
+            numbers = whole[self.experts.start + expert]
+            self._put(expert, self.share.quantized(numbers[self.share.enclosing]))
 
     def _put(self, expert: int, weight: QuantizedWeight) -> None:
         codes, scales = weight.codes, weight.scales
@@ -154,11 +155,16 @@ def place_in(
 
 
 def stacked_place(
-    memory: Tensor | StoredWeight, form: WeightFormat, outs: Share, ins: Share, *, pairs: bool
+    memory: Tensor | StoredWeight,
+    form: WeightFormat,
+    experts: Share,
+    outs: Share,
+    ins: Share,
+    *,
+    pairs: bool,
 ) -> Place:
-    """The place of one projection of all experts, which fills ``memory``. With ``pairs``, ``outs``
-    are gates as well as ups."""
-    num_experts = len(memory.codes if isinstance(memory, StoredWeight) else memory)
+    """The place of one projection of all experts, of which ``memory`` takes ``experts``. With
+    ``pairs``, ``outs`` are gates as well as ups."""
     if pairs:
         outs = Share(2 * outs.total, 2 * outs.start, 2 * outs.size)
 
@@ -170,4 +176,4 @@ def stacked_place(
 
     block = memory.block if isinstance(memory, StoredWeight) else block_of(form, [(0, outs)], ins)
     share = WeightShare(form, outs, ins, block)
-    return StackedPlace(share, num_experts, pairs, memory.device, put)
+    return StackedPlace(share, experts, pairs, memory.device, put)

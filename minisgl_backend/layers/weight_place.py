@@ -118,7 +118,7 @@ class WeightPlace:
 
     ``target`` is a view into a parameter. The checkpoint's tensor has ``shape``. If ``dim`` is
     given, only the indices from ``start`` up to ``start + target.shape[dim]`` along it go here.
-    ``offset`` is added to its numbers, then they are multiplied by ``scale``.
+    What is stored is (offset + the checkpoint's number) * scale.
     """
 
     target: Tensor
@@ -156,7 +156,7 @@ class WeightPlace:
         self.target.copy_(values)
 
 
-def whole(parameter: Tensor, scale: float = 1.0, offset: float = 0.0) -> WeightPlace:
+def whole(parameter: Tensor, *, scale: float = 1.0, offset: float = 0.0) -> WeightPlace:
     """The place of a parameter that every rank holds in full (``WeightPlace``)."""
     return WeightPlace(parameter.data, tuple(parameter.shape), scale=scale, offset=offset)
 

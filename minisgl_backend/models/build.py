@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import nn
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels import linear_cut
+from minisgl_backend.layers.experts import ExpertsMLP, Router
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
-from minisgl_backend.models.checkpoint import weight_files
+from minisgl_backend.models.checkpoint import WeightHeader, weight_files
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import is_kv_scale
 from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.tensor_names import StoredAs
 from minisgl_backend.models.token_mixing import SelfAttention
 from minisgl_backend.models.weights import fill_random, load_weights
 from minisgl_backend.packages import import_error
@@ -33,6 +37,8 @@ from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.weight_format import Layout, WeightFormat
 
 logger = logging.getLogger(__name__)
+
+_EXPERT: Final = re.compile(r".+\.experts\.\d+(?=\.)")
 
 
 def build_model(
@@ -47,6 +53,7 @@ def build_model(
     seed: int = 0,
     fused: bool | None = None,
     fused_experts: bool | None = None,
+    whole_experts: bool = False,
     keep_quantized: bool = False,
     progress: Progress = unseen,
 ) -> Decoder:
@@ -55,6 +62,7 @@ def build_model(
     ``load_format`` ``auto`` reads safetensors; ``dummy`` makes random weights from ``seed`` and
     reads none. ``max_sequence_length`` bounds the positions, by default to the model's context.
     ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU.
+    ``whole_experts``: ranks share out the experts of a layer, rather than slices of each.
     ``keep_quantized``: quantized weights stay as they are, and are dequantized for each use; else
     while they are loaded. Raises ``ConfigError`` if the checkpoint does not fit the spec.
     """
@@ -70,6 +78,7 @@ def build_model(
             group,
             matrices=matrices,
             fused_experts=on_gpu if fused_experts is None else fused_experts,
+            whole_experts=whole_experts,
         )
     _cast(model, dtype)
     model.to_empty(device=device)
@@ -79,9 +88,18 @@ def build_model(
     if load_format == "dummy":
         fill_random(collect_places(model), seed, dtype)
     elif load_format == "auto":
+        elsewhere = {
+            expert
+            for module in model.modules()
+            if isinstance(module, ExpertsMLP)
+            for expert in module.elsewhere()
+        }
 
         def is_ignored(name: str) -> bool:
-            return is_kv_scale(name) or (spec.tie_embeddings and name.startswith("lm_head."))
+            if is_kv_scale(name) or (spec.tie_embeddings and name.startswith("lm_head.")):
+                return True
+            expert = _EXPERT.match(name)
+            return expert is not None and expert[0] in elsewhere
 
         load_weights(
             collect_places(model),
@@ -113,18 +131,37 @@ def _format_of(
     weights = spec.weights
     if weights is None:
         return lambda name: None
-    plain: set[str] = set()
+    headers: dict[str, WeightHeader] = {}
     if load_format == "auto":
-        files = weight_files(folder, spec.names).values()
-        plain = {name for held in files for name in held if held[name].dtype in FLOATS}
+        for held in weight_files(folder, spec.names).values():
+            headers |= held
 
     def format_of(name: str) -> WeightFormat | None:
         form = weights.of(name)
         if form is None or form.layout is Layout.CONVERTED:
             return form
-        return None if f"{name}.weight" in plain else form
+        header = headers.get(f"{name}.weight")
+        if header is not None and header.dtype in FLOATS:
+            return None
+        if header is not None and form.layout is Layout.FP8:
+            _check_blocks(form, header.stored)
+        return form
 
     return format_of
+
+
+def _check_blocks(form: WeightFormat, stored: StoredAs) -> None:
+    """Raise ``ConfigError`` if a weight is the lower half of a tensor, a block of scales may reach
+    into it from the upper half, and the number of scales does not tell."""
+    rows = form.block[0]
+    begins = [part.start for part in stored.region if isinstance(part, slice)]
+    for begin in begins if rows else ():
+        of_halves, of_all = 2 * -(-begin // rows), -(-2 * begin // rows)
+        if begin % rows and of_halves == of_all:
+            raise ConfigError(
+                f"{stored.name}: blocks of {rows} rows may lie across row {begin}, which parts "
+                "gates and ups"
+            )
 
 
 def use_tensor_cores(model: Decoder, device: torch.device) -> None:
@@ -166,8 +203,8 @@ def has_fused_layers(spec: ModelSpec) -> bool:
     a model compute; sizes and weight formats, on which they also depend, aside.
 
     They do not know experts, layers without attention, gates of its output, norms of the outputs
-    of a layer's parts or over all heads of a token, nor heads of which a part rotates. Heads that
-    do not rotate at all are no exception to them.
+    of a layer's parts or over all heads of a token, another gate than SiLU, nor heads of which a
+    part rotates. Heads that do not rotate at all are no exception to them.
     """
     ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
     return (
@@ -175,6 +212,7 @@ def has_fused_layers(spec: ModelSpec) -> bool:
         and spec.delta_net is None
         and not spec.gated_attention
         and spec.norms == "before"
+        and not spec.gelu
         and spec.qk_norm != "token"
         and all(rope is None or rope.rotated == 1.0 for rope in ropes)
     )
@@ -182,7 +220,7 @@ def has_fused_layers(spec: ModelSpec) -> bool:
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     """Give the parameters ``dtype``; a matrix decides for itself which of its own have it."""
-    if isinstance(module, (Matrix, StoredWeight)):
+    if isinstance(module, (Matrix, StoredWeight, Router)):
         module.cast(dtype)
         return
     for parameter in module.parameters(recurse=False):

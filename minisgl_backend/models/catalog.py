@@ -7,13 +7,14 @@ checkpoint is never run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.checkpoint import has_head, is_headless
 from minisgl_backend.models.config_json import ConfigReader, common_fields, read_json, read_rope
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
@@ -24,6 +25,7 @@ from minisgl_backend.models.spec import (
     DeltaSpec,
     ModelSpec,
     MoeSpec,
+    RopeSpec,
 )
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
@@ -104,18 +106,68 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     if config.flag("use_sliding_window"):
         fields["windows"] = (config.integer_or_null("sliding_window", 4096),) * num_layers
-    num_experts, top_k = _experts(config, 128, 8)
-    step, plain = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
-    moe = MoeSpec(
-        num_experts=num_experts,
-        top_k=top_k,
+    experts = ExpertsSpec(
+        routing=_routing(config, 128, 8, normalize=config.flag("norm_topk_prob")),
         intermediate_size=config.integer("moe_intermediate_size", 768, maximum=MOST_WIDTH),
-        normalize=config.flag("norm_topk_prob"),
-        layers=frozenset(
-            layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in plain
-        ),
     )
+    moe = MoeSpec(experts=experts, layers=_qwen_expert_layers(config, num_layers))
     return ModelSpec(architecture="Qwen3MoeForCausalLM", moe=moe, **fields)
+
+
+def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
+    """``Qwen2MoeForCausalLM``, Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 with experts beside one that
+    all tokens take, which is gated."""
+    config = config.with_defaults(max_position_embeddings=2**15)
+    fields = common_fields(config)
+    num_layers = fields["num_layers"]
+    if config.flag("use_sliding_window"):
+        raise ConfigError(f"{config.where}: use_sliding_window is not supported with experts")
+    inner = config.integer("shared_expert_intermediate_size", 5632, maximum=MOST_WIDTH)
+    experts = ExpertsSpec(
+        routing=_routing(config, 60, 4, normalize=config.flag("norm_topk_prob")),
+        intermediate_size=config.integer("moe_intermediate_size", 1408, maximum=MOST_WIDTH),
+        shared=SharedExpert(name="shared_expert", intermediate_size=inner, gated=True),
+    )
+    return ModelSpec(
+        architecture="Qwen2MoeForCausalLM",
+        qkv_bias=config.flag("qkv_bias", True),
+        moe=MoeSpec(experts=experts, layers=_qwen_expert_layers(config, num_layers)),
+        **fields,
+    )
+
+
+def read_glm4_moe(config: ConfigReader) -> ModelSpec:
+    """``Glm4MoeForCausalLM``, GLM-4.5 and GLM-4.6: experts by DeepSeek's router above the first
+    layers, heads of which a half rotates, and perhaps norms of queries and keys."""
+    rotated = {"partial_rotary_factor": 0.5, "max_position_embeddings": 2**17}
+    config = config.with_defaults(rms_norm_eps=1e-5, **rotated)
+    fields = common_fields(config, partial=True)
+    num_layers = fields["num_layers"]
+    drafting = config.integer("num_nextn_predict_layers", 1, minimum=0)
+    left_out = tuple(f"model.layers.{num_layers + layer}." for layer in range(drafting))
+    return ModelSpec(
+        architecture="Glm4MoeForCausalLM",
+        qkv_bias=config.flag("attention_bias"),
+        qk_norm="head" if config.flag("use_qk_norm") else None,
+        moe=_deepseek_experts(config, num_layers, first=1),
+        names=TensorNames(left_out=left_out),
+        **fields,
+    )
+
+
+def read_dots1(config: ConfigReader) -> ModelSpec:
+    """``Dots1ForCausalLM``, dots.llm1: Qwen3's attention, and experts by DeepSeek's router."""
+    fields = _qwen3_fields(config)
+    num_layers = fields["num_layers"]
+    window = _window_or_none(config)
+    first = config.integer("max_window_layers", 62, minimum=0)
+    kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
+        "sliding_attention" if window and layer >= first else "full_attention"
+        for layer in range(num_layers)
+    ]
+    fields["windows"] = _windows_by_kind(kinds, window)
+    moe = _deepseek_experts(config, num_layers, first=0)
+    return ModelSpec(architecture="Dots1ForCausalLM", moe=moe, **fields)
 
 
 def read_mixtral(config: ConfigReader) -> ModelSpec:
@@ -126,14 +178,11 @@ def read_mixtral(config: ConfigReader) -> ModelSpec:
     fields = common_fields(config)
     num_layers = fields["num_layers"]
     fields["windows"] = (_window_or_none(config),) * num_layers
-    num_experts, top_k = _experts(config, 8, 2)
-    moe = MoeSpec(
-        num_experts=num_experts,
-        top_k=top_k,
+    experts = ExpertsSpec(
+        routing=_routing(config, 8, 2, normalize=True),
         intermediate_size=fields["intermediate_size"],
-        normalize=True,
-        layers=frozenset(range(num_layers)),
     )
+    moe = MoeSpec(experts=experts, layers=frozenset(range(num_layers)))
     names = TensorNames(
         renamed=(
             (".block_sparse_moe.", ".mlp."),
@@ -152,7 +201,7 @@ def read_ministral(config: ConfigReader) -> ModelSpec:
     window, num_layers = config.integer_or_null("sliding_window", 4096), fields["num_layers"]
     kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers)
     kinds = kinds or ["sliding_attention"] * num_layers
-    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    fields["windows"] = _windows_by_kind(kinds, window)
     return ModelSpec(architecture="MinistralForCausalLM", **fields)
 
 
@@ -220,25 +269,15 @@ def read_olmo3(config: ConfigReader) -> ModelSpec:
     """``Olmo3ForCausalLM``: OLMo 2 with windows on three of four layers, whose rotation is not
     stretched."""
     config = config.with_defaults(rope_theta=5e5)
-    by_kind = {
-        kind: table
-        for kind, table in config.table("rope_parameters").items()
-        if kind in _ATTENTION_KINDS
-    }
-    if by_kind:
-        values = {**config.values, "rope_parameters": by_kind.get("full_attention", {})}
-        fields = _olmo_fields(ConfigReader(values, config.where))
-    else:
-        fields = _olmo_fields(config)
-    num_layers, rope = fields["num_layers"], fields["rope"]
+    by_kind, fields = _ropes_by_kind(config, _olmo_fields)
+    num_layers = fields["num_layers"]
     kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
         "full_attention" if (layer + 1) % 4 == 0 else "sliding_attention"
         for layer in range(num_layers)
     ]
-    local = read_rope(config, rope.max_positions, given=by_kind.get("sliding_attention", {}))
-    window = config.integer("sliding_window", 4096)
-    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    fields["ropes"] = tuple(local if kind == "sliding_attention" else rope for kind in kinds)
+    given = by_kind.get("sliding_attention", {})
+    local = read_rope(config, fields["rope"].max_positions, given=given)
+    _set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
     return ModelSpec(architecture="Olmo3ForCausalLM", **fields)
 
 
@@ -252,6 +291,86 @@ def _olmo_fields(config: ConfigReader) -> dict[str, Any]:
         "qkv_bias": bias,
         "output_bias": bias,
     }
+
+
+def read_gemma3_text(config: ConfigReader) -> ModelSpec:
+    """``Gemma3ForCausalLM``, also the text part of Gemma 3: norms on both sides of attention and
+    feed-forward, windows on five of six layers, which have a rotation of their own."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.values.get(key):
+            raise ConfigError(f"{config.where}: {key} {config.values[key]!r} is not supported")
+    activation = config.word("hidden_activation", "gelu_pytorch_tanh")
+    if activation != "gelu_pytorch_tanh":
+        raise config.error("hidden_activation", "'gelu_pytorch_tanh'", activation)
+    config = config.with_defaults(
+        vocab_size=262_208,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=2**17,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    )
+    by_kind, fields = _ropes_by_kind(config, common_fields)
+    every, num_layers = config.integer("sliding_window_pattern", 6), fields["num_layers"]
+    kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(num_layers)
+    ]
+    theta = config.number("rope_local_base_freq", 10_000.0)
+    given = {"rope_theta": theta, **by_kind.get("sliding_attention", {})}
+    local = read_rope(config, fields["rope"].max_positions, given=given)
+    if fields["rope"].scaling == "linear":
+        # here max_position_embeddings is the context after stretching
+        unstretched = int(fields["rope"].max_positions / fields["rope"].factor)
+        fields["rope"] = replace(fields["rope"], max_positions=unstretched)
+    _set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
+    bias = config.flag("attention_bias")
+    return ModelSpec(
+        architecture="Gemma3ForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+        norms="around",
+        norm_offset=1.0,
+        gelu=True,
+        attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        embedding_scale=fields["hidden_size"] ** 0.5,
+        **fields,
+    )
+
+
+def read_gemma3(config: ConfigReader) -> ModelSpec:
+    """``Gemma3ForConditionalGeneration``, the text part."""
+    spec = read_gemma3_text(_text_config(config, tied=True))
+    return replace(spec, architecture="Gemma3ForConditionalGeneration", names=MULTIMODAL)
+
+
+def _ropes_by_kind(
+    config: ConfigReader, read: Callable[[ConfigReader], dict[str, Any]]
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The tables of ``rope_parameters`` by kinds of attention, if they are told apart, and what
+    ``read`` finds with that of layers without a window in their place."""
+    by_kind = {
+        kind: table
+        for kind, table in config.table("rope_parameters").items()
+        if kind in _ATTENTION_KINDS
+    }
+    if not by_kind:
+        return by_kind, read(config)
+    values = {**config.values, "rope_parameters": by_kind.get("full_attention", {})}
+    return by_kind, read(ConfigReader(values, config.where))
+
+
+def _set_kinds(fields: dict[str, Any], kinds: Sequence[str], window: int, local: RopeSpec) -> None:
+    """Give the layers with a window that, and the rotation ``local``."""
+    rope = fields["rope"]
+    fields["windows"] = _windows_by_kind(kinds, window)
+    fields["ropes"] = tuple(local if kind == "sliding_attention" else rope for kind in kinds)
 
 
 def read_granite(config: ConfigReader) -> ModelSpec:
@@ -292,7 +411,7 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
         kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
             "full_attention" if one else "sliding_attention" for one in rotates[:num_layers]
         ]
-        fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        fields["windows"] = _windows_by_kind(kinds, window)
     return ModelSpec(
         architecture="SmolLM3ForCausalLM",
         qkv_bias=bias,
@@ -355,6 +474,30 @@ def read_qwen3_5_multimodal(config: ConfigReader) -> ModelSpec:
     return replace(spec, architecture="Qwen3_5ForConditionalGeneration", names=names)
 
 
+def read_qwen3_5_moe(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5MoeForCausalLM``: the same with experts in every layer, beside one for all tokens,
+    which is gated."""
+    inner = config.integer("moe_intermediate_size", 512, maximum=MOST_WIDTH)
+    shared = config.integer("shared_expert_intermediate_size", 512, maximum=MOST_WIDTH)
+    experts = ExpertsSpec(
+        routing=_routing(config, 256, 8, normalize=True),
+        intermediate_size=inner,
+        shared=SharedExpert(name="shared_expert", intermediate_size=shared, gated=True),
+    )
+    # no layer has a block of that width, so config.json does not name one
+    defaults = {"intermediate_size": inner, "hidden_size": 2048, "num_key_value_heads": 2}
+    spec = read_qwen3_5(config.with_defaults(**defaults))
+    moe = MoeSpec(experts=experts, layers=frozenset(range(spec.num_layers)))
+    return replace(spec, architecture="Qwen3_5MoeForCausalLM", moe=moe)
+
+
+def read_qwen3_5_moe_multimodal(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5MoeForConditionalGeneration``, the text part."""
+    spec = read_qwen3_5_moe(_text_config(config, tied=False))
+    names = replace(MULTIMODAL, merged=spec.names.merged, left_out=spec.names.left_out)
+    return replace(spec, architecture="Qwen3_5MoeForConditionalGeneration", names=names)
+
+
 def _text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
     """``text_config``, with what checkpoints of this kind say outside of it; ``tied`` is the
     default of tie_word_embeddings."""
@@ -376,15 +519,46 @@ def _qwen3_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[
     return {**fields, "qk_norm": "head", "qkv_bias": bias, "output_bias": bias}
 
 
-def _experts(config: ConfigReader, num_experts: int, top_k: int) -> tuple[int, int]:
-    """How many experts there are, and how many compute a token."""
-    num_experts = config.integer(
-        "num_experts", config.integer("num_local_experts", num_experts), maximum=MOST_EXPERTS
+def _routing(config: ConfigReader, num_experts: int, top_k: int, *, normalize: bool) -> RoutingRule:
+    """A softmax router; by default it takes ``top_k`` of ``num_experts`` experts."""
+    default = config.integer("num_local_experts", num_experts, maximum=MOST_EXPERTS)
+    return RoutingRule(
+        num_experts=config.integer("num_experts", default, maximum=MOST_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", top_k),
+        normalize=normalize,
     )
-    top_k = config.integer("num_experts_per_tok", top_k)
-    if top_k > num_experts:
-        raise config.error("num_experts_per_tok", f"at most num_experts ({num_experts})", top_k)
-    return num_experts, top_k
+
+
+def _qwen_expert_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:
+    """The layers that have experts: every ``decoder_sparse_step``-th one."""
+    step, plain = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
+    return frozenset(
+        layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in plain
+    )
+
+
+def _deepseek_experts(config: ConfigReader, num_layers: int, *, first: int) -> MoeSpec:
+    """The experts of DeepSeek-V3 and of those that took its router over: sigmoids, corrected, in
+    groups; and experts for all tokens, which are one wide one. By default from layer ``first`` on.
+    """
+    inner = config.integer("moe_intermediate_size", 1408, maximum=MOST_WIDTH)
+    rule = RoutingRule(
+        num_experts=config.integer("n_routed_experts", 128, maximum=MOST_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", 8),
+        normalize=config.flag("norm_topk_prob", True),
+        sigmoid=True,
+        corrected=True,
+        scale=config.number("routed_scaling_factor", 1.0),
+        num_groups=config.integer("n_group", 1, maximum=MOST_EXPERTS),
+        top_groups=config.integer("topk_group", 1, maximum=MOST_EXPERTS),
+    )
+    num_shared = config.integer("n_shared_experts", 1, maximum=MOST_EXPERTS)
+    shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
+    dense = config.integer("first_k_dense_replace", first, minimum=0)
+    return MoeSpec(
+        experts=ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared),
+        layers=frozenset(range(dense, num_layers)),
+    )
 
 
 def _window_or_none(config: ConfigReader) -> int | None:
@@ -401,6 +575,11 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
+    return _windows_by_kind(kinds, window)
+
+
+def _windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer: ``window`` of those that slide, none of the others."""
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -413,9 +592,14 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "MistralForCausalLM": read_mistral,
         "Qwen2ForCausalLM": read_qwen2,
         "Qwen3ForCausalLM": read_qwen3,
+        "Qwen2MoeForCausalLM": read_qwen2_moe,
         "Qwen3MoeForCausalLM": read_qwen3_moe,
+        "Glm4MoeForCausalLM": read_glm4_moe,
+        "Dots1ForCausalLM": read_dots1,
         "Qwen3_5ForCausalLM": read_qwen3_5,
         "Qwen3_5ForConditionalGeneration": read_qwen3_5_multimodal,
+        "Qwen3_5MoeForCausalLM": read_qwen3_5_moe,
+        "Qwen3_5MoeForConditionalGeneration": read_qwen3_5_moe_multimodal,
         "MinistralForCausalLM": read_ministral,
         "Ministral3ForCausalLM": read_ministral3,
         "Mistral3ForConditionalGeneration": read_mistral3,
@@ -423,6 +607,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Phi3ForCausalLM": read_phi3,
         "Olmo2ForCausalLM": read_olmo2,
         "Olmo3ForCausalLM": read_olmo3,
+        "Gemma3ForCausalLM": read_gemma3_text,
+        "Gemma3ForConditionalGeneration": read_gemma3,
         "GraniteForCausalLM": read_granite,
         "SmolLM3ForCausalLM": read_smollm3,
     }

@@ -209,9 +209,10 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
     if spec.moe is None or 0 not in spec.moe.layers:
         expected[f"{mlp}.gate_proj"] = {"intermediate_size": spec.intermediate_size}
     else:
-        expected[f"{mlp}.gate"] = {"num_experts": spec.moe.num_experts}
+        experts = spec.moe.experts
+        expected[f"{mlp}.{experts.router}"] = {"num_experts": experts.num_experts}
         expected[f"{mlp}.experts.0.gate_proj"] = {
-            "moe_intermediate_size": spec.moe.intermediate_size
+            "moe_intermediate_size": experts.intermediate_size
         }
     for module, sizes in expected.items():
         header = found.get(f"{module}.weight")

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from minisgl_backend.attention.base import AttentionShape
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.weight_format import WeightFormats
 
@@ -66,15 +67,9 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """The mixture-of-experts blocks; ``layers`` are those that have one in place of the plain MLP.
+    """Mixtures of experts; ``layers`` are those that have one in place of the plain MLP."""
 
-    ``normalize``: whether the chosen experts' weights are scaled to the sum 1.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    normalize: bool
+    experts: ExpertsSpec
     layers: frozenset[int]
 
 
@@ -134,10 +129,11 @@ class ModelSpec:
     ``ropes`` has an entry a layer if not all rotate by ``rope``; None: the layer does not rotate.
     ``qk_norm``: queries and keys are normalized, each head for itself or all heads of a token
     together. ``norms``: of the input of each part of a layer, or of its output before that is added
-    to the residual stream. ``attention_scale`` multiplies the scores, by default
-    head_dim to the power of -1/2. ``embedding_scale`` multiplies the embeddings, ``branch_scale``
-    what each part of a layer adds to the residual stream, ``logit_scale`` the logits.
-    ``norm_offset`` is added to the weights of norms. ``gated_attention``: attention's output is
+    to the residual stream, or of both; ``norm_offset`` is added to all their weights. ``gelu``: the
+    gate of a feed-forward block is GELU, approximated by tanh, instead of SiLU.
+    ``attention_scale`` multiplies the scores, by default head_dim to the power of -1/2.
+    ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
+    to the residual stream, ``logit_scale`` the logits. ``gated_attention``: attention's output is
     multiplied by a gate of its input. ``delta_net`` describes the layers without attention.
     """
 
@@ -158,13 +154,14 @@ class ModelSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["head", "token"] | None = None
-    norms: Literal["before", "after"] = "before"
+    norms: Literal["before", "after", "around"] = "before"
+    norm_offset: float = 0.0
+    gelu: bool = False
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     branch_scale: float = 1.0
     logit_scale: float = 1.0
-    norm_offset: float = 0.0
     gated_attention: bool = False
     delta_net: DeltaSpec | None = None
     generates: bool = True
@@ -237,8 +234,7 @@ class ModelSpec:
         num_plain, experts = self.num_layers, 0
         if self.moe is not None:
             num_plain -= len(self.moe.layers)
-            size = 3 * self.moe.intermediate_size + 1  # one more row for the router
-            experts = len(self.moe.layers) * self.moe.num_experts * size * self.hidden_size
+            experts = len(self.moe.layers) * self.moe.experts.num_rows * self.hidden_size
         mlp = num_plain * 3 * self.intermediate_size * self.hidden_size
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
         return mixers + mlp + experts + embeddings

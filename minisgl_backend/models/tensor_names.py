@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Final
 
 from minisgl_backend.errors import ConfigError
@@ -20,7 +21,11 @@ Region = tuple[int | slice, ...]
 
 _SPLIT_BY_ROWS: Final = ("weight", "bias", "weight_scale", "weight_scale_inv")
 _FOR_ALL_PARTS: Final = ("input_scale",)
-_STACKED: Final = re.compile(r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)")
+_OF_INPUTS: Final = "activation_scale"
+_STACKED: Final = re.compile(
+    r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)"
+    r"(?:_(?P<scale>scale_inv|scale|activation_scale))?"
+)
 BODY: Final = ("embed_tokens.", "layers.", "norm.")
 """How names begin in a checkpoint of the layers alone, without ``model.`` before them."""
 _OTHER_PARTS: Final = re.compile(
@@ -82,7 +87,7 @@ class TensorNames:
         if own.startswith(BODY):
             own = f"model.{own}"
         stacked = _STACKED.fullmatch(own)
-        if stacked is not None and len(shape) == 3:
+        if stacked is not None and len(shape) == (1 if stacked["scale"] == _OF_INPUTS else 3):
             yield from _of_experts(stacked, name, shape)
             return
         module, _, kind = own.rpartition(".")
@@ -123,18 +128,30 @@ MULTIMODAL: Final = TensorNames(
 def _of_experts(
     stacked: re.Match[str], name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, StoredAs]]:
-    """Of the same matrix of all experts, [num_experts, out_features, in_features]: gates lie above
-    ups."""
-    num_experts, height, width = shape
-    for expert in range(num_experts):
-        module = f"{stacked['experts']}.{expert}"
-        if stacked["part"] == "down_proj":
-            yield f"{module}.down_proj.weight", StoredAs(name, (height, width), (expert,))
+    """Of the same matrix of all experts, [num_experts, out_features, in_features], or of its
+    scales, [num_experts, lines, columns]: those of gates lie above those of ups. Scales of inputs
+    have only the first dimension.
+
+    Raises ``ConfigError`` if gates and ups cannot be halves.
+    """
+    num_experts, *size = shape
+    scale = stacked["scale"]
+    kind = (
+        "weight" if scale is None else "input_scale" if scale == _OF_INPUTS else f"weight_{scale}"
+    )
+    parts = ["down_proj"] if stacked["part"] == "down_proj" else ["gate_proj", "up_proj"]
+    if size and size[0] % len(parts):
+        raise ConfigError(
+            f"{name} has the shape {shape}, whose {size[0]} rows are no gates and as many ups"
+        )
+    for expert, (index, part) in product(range(num_experts), enumerate(parts)):
+        weight = f"{stacked['experts']}.{expert}.{part}.{kind}"
+        if not size or len(parts) == 1:
+            yield weight, StoredAs(name, tuple(size), (expert,))
             continue
-        half = height // 2
-        for part, begin, end in (("gate_proj", 0, half), ("up_proj", half, height)):
-            region = (expert, slice(begin, end))
-            yield f"{module}.{part}.weight", StoredAs(name, (end - begin, width), region)
+        half = size[0] // 2
+        region = expert, slice(index * half, (index + 1) * half)
+        yield weight, StoredAs(name, (half, *size[1:]), region)
 
 
 def _of_rows(

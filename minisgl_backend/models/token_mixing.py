@@ -127,7 +127,8 @@ class SelfAttention(nn.Module):
         self.eps = spec.norm_eps
         self.qk_norm: HeadNorm | TokenNorm | None = None
         if spec.qk_norm == "head":
-            self.qk_norm = HeadNorm(spec.head_dim, offset=spec.norm_offset)
+            heads = self.num_heads, self.num_kv_heads, self.head_dim
+            self.qk_norm = HeadNorm(*heads, offset=spec.norm_offset)
         elif spec.qk_norm == "token":
             self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
         self._heads_kernel: HeadsKernel | None = None
@@ -172,7 +173,7 @@ class SelfAttention(nn.Module):
         [num_tokens, num_heads * head_dim], if there is one. Stores keys and values in their pages.
         """
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
-        q_weight, k_weight = (norm.q, norm.k) if isinstance(norm, HeadNorm) else (None, None)
+        head_norm = norm if isinstance(norm, HeadNorm) else None
         places = step.places
         if kernel is not None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
@@ -188,8 +189,8 @@ class SelfAttention(nn.Module):
                 kv.values,
                 squares=squares,
                 eps=x.eps if norm is None else self.eps,  # without head norms, only the input's
-                q_weight=q_weight,
-                k_weight=k_weight,
+                q_weight=None if head_norm is None else head_norm.q,
+                k_weight=None if head_norm is None else head_norm.k,
                 k_scale=kv.k_scale,
                 v_scale=kv.v_scale,
                 bias=self.qkv_proj.bias,
@@ -209,8 +210,7 @@ class SelfAttention(nn.Module):
             kv.keys,
             kv.values,
             num_heads=self.num_heads,
-            q_weight=q_weight,
-            k_weight=k_weight,
+            head_weights=None if head_norm is None else head_norm.weight,
             eps=self.eps,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,

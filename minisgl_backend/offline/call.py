@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Final
 
@@ -29,13 +30,15 @@ from minisgl_backend.request import (
     Generated,
     PromptLogprobs,
     Request,
+    RequestId,
     TokenId,
     TokenLogprobs,
 )
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.vocabulary import Vocabulary
-from minisgl_backend.wire.packets import Packet, StreamStart, Times
+from minisgl_backend.wire.answer import Answer
+from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, Times
 
 _STOP_STRINGS_EVERY: Final = 8
 """A request that is answered at its end is searched for stop strings after this many tokens."""
@@ -43,7 +46,8 @@ _STOP_STRINGS_EVERY: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The output for one prompt: all of it (``generate``), or its new part (``stream``).
+    """One sample of the output for a prompt: all of it (``generate``), or its new part
+    (``stream``).
 
     In a stream, ``text``, ``token_ids``, ``num_output_tokens`` and both kinds of logprobs are those
     since the last output, and add up to the whole; the other fields are about the request so far.
@@ -51,6 +55,8 @@ class Output:
 
     index: int
     """The prompt's place among those of the call."""
+    sample: int
+    """The place among the ``n`` samples of the prompt; with ``best_of`` the most likely is 0."""
     text: str
     """Whole characters, without a stop string."""
     token_ids: list[TokenId]
@@ -67,7 +73,7 @@ class Output:
     """[num_output_tokens], each with ``num_logprobs`` alternatives; empty if not asked for."""
     prompt_logprobs: Sequence[TokenLogprobs | None]
     """[num_input_tokens], each with ``num_prompt_logprobs`` alternatives; None for the first token.
-    Empty if not asked for, and in a stream after the first output."""
+    Empty if not asked for, and in a stream after the sample's first output."""
     cumulative_logprob: float | None
     """The sum over all tokens so far; None if not asked for."""
     times: Times | None
@@ -78,34 +84,37 @@ class Output:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """One prompt of a call: the engine's request, and the data that its text depends on."""
+    """One prompt of a call: the engine's requests, one for each sample of the answer, and the data
+    that its text depends on."""
 
-    request: Request
+    samples: Sequence[Request]
     start: StreamStart
     arrival_time_ns: int
 
 
 class Mailbox:
-    """The sink of one request, and its text so far."""
+    """The sinks of one prompt's samples, and their text so far."""
 
     __slots__ = (
         "_answers",
         "_arrival_ns",
         "_events",
         "_first_token_ns",
+        "_has_begun",
+        "_has_ended",
         "_is_announced",
         "_last_token_ns",
         "_num_cached_tokens",
+        "_num_running",
         "_num_waiting_tokens",
         "_prompt_logprobs",
         "_ready",
         "_room",
         "_scheduled_ns",
-        "_untold_ids",
+        "_told",
         "_wake_after",
-        "has_ended",
         "index",
-        "request",
+        "samples",
     )
 
     def __init__(
@@ -117,18 +126,21 @@ class Mailbox:
         room: Room,
     ) -> None:
         self.index = index
-        self.request = asked.request
-        self.has_ended = False
-        """Whether the engine's last event has been read."""
+        self.samples = asked.samples
+        self._has_ended = [False] * len(asked.samples)  # the engine's last event has been read
+        self._told = [False] * len(asked.samples)  # the caller knows the end
+        self._has_begun = [False] * len(asked.samples)  # the caller has had an output
+        self._num_running = len(asked.samples)  # on the engine's side
         self._answers = AnswerStream(vocabulary, asked.start)
         self._ready = ready
         self._room = room
-        self._num_waiting_tokens = len(asked.request.prompt)
+        self._num_waiting_tokens = len(asked.samples[0].prompt)
         self._wake_after = _tokens_per_wake(asked.start)
-        self._events: deque[PromptLogprobs | Generated | Embedded | Finished | Failed] = deque()
+        self._events: deque[
+            tuple[int, PromptLogprobs | Generated | Embedded | Finished | Failed]
+        ] = deque()
         self._is_announced = False
         self._num_cached_tokens: int | None = None
-        self._untold_ids: list[TokenId] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = []
         if asked.start.wanted.prompt_logprobs:
             self._prompt_logprobs.append(None)
@@ -137,15 +149,16 @@ class Mailbox:
 
     # --- the engine's thread -----------------------------------------------------------------
 
-    def put(self, event: Event) -> None:
-        """Store an event, and wake the caller if it is time."""
+    def put(self, sample: int, event: Event) -> None:
+        """Store an event of a sample, and wake the caller if it is time."""
         if isinstance(event, Admitted):
-            self._scheduled_ns = time.time_ns()
-            self._num_cached_tokens = event.num_cached_tokens
-            self._room.admitted(self._num_waiting_tokens)
-            self._num_waiting_tokens = 0
+            if not sample:
+                self._scheduled_ns = time.time_ns()
+                self._num_cached_tokens = event.num_cached_tokens
+                self._room.admitted(self._num_waiting_tokens)
+                self._num_waiting_tokens = 0
             return
-        self._events.append(event)
+        self._events.append((sample, event))
         if isinstance(event, PromptLogprobs | Embedded):
             return
         if isinstance(event, Generated):
@@ -155,69 +168,96 @@ class Mailbox:
             if self._is_announced or len(self._events) < self._wake_after:
                 return
         else:
-            self._room.left(self._num_waiting_tokens)
+            self._room.left(0 if sample else self._num_waiting_tokens)
+            self._num_running -= 1
+            if self._num_running and isinstance(event, Finished) and self._wake_after > 1:
+                return  # its answer waits for those of the others
         self._is_announced = True
         self._ready.put(self)
 
     # --- the caller's thread -----------------------------------------------------------------
 
-    def read(self) -> Output | None:
-        """The output of the events so far, if any. Raises the error of a failed request."""
-        packet = self._take()
-        self._untold_ids += packet.token_ids
-        answer = self._answers.push(packet)
+    def read(self) -> list[Output]:
+        """The outputs of the events so far. Raises the error of a failed request."""
+        answer = self._answers.push(self._take())
         if answer is None:
-            return None
-        count = answer.num_output_tokens
-        told_ids, self._untold_ids = self._untold_ids[:count], self._untold_ids[count:]
-        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
-        wanted = self._answers.start.wanted
+            return []
+        outputs = [
+            self._output(sample, answer)
+            for sample, one in enumerate(answer.samples)
+            if one.token_ids or one.text or (one.finish is not None and not self._told[sample])
+        ]
+        for output in outputs:
+            self._told[output.sample] = output.finish_reason is not None
+        return outputs
+
+    def _output(self, sample: int, answer: Answer) -> Output:
+        one, wanted = answer.samples[sample], self._answers.start.wanted
+        prompt_logprobs = [] if self._has_begun[sample] else self._prompt_logprobs
+        self._has_begun[sample] = True
         return Output(
             index=self.index,
-            text=answer.text or "",
-            token_ids=told_ids,
-            finish_reason=None if answer.finish is None else answer.finish.value,
-            stop_reason=answer.stop_reason,
+            sample=sample,
+            text=one.text or "",
+            token_ids=list(one.token_ids),
+            finish_reason=None if one.finish is None else one.finish.value,
+            stop_reason=one.stop_reason,
             num_input_tokens=answer.num_input_tokens,
-            num_output_tokens=count,
+            num_output_tokens=len(one.token_ids),
             num_cached_tokens=answer.num_cached_tokens,
-            logprobs=answer.logprobs if wanted.logprobs else (),
+            logprobs=one.logprobs if wanted.logprobs else (),
             prompt_logprobs=prompt_logprobs,
             cumulative_logprob=(
-                answer.cumulative_logprob if wanted.logprobs or wanted.cumulative_logprob else None
+                one.cumulative_logprob if wanted.logprobs or wanted.cumulative_logprob else None
             ),
             times=answer.times,
             embedding=answer.embedding,
         )
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all samples have had their last outputs."""
+        return self._answers.over is not None
+
+    def superfluous(self) -> list[RequestId]:
+        """The samples that stop strings have ended, and that still run in the engine."""
+        return [
+            request.id
+            for sample, request in enumerate(self.samples)
+            if self._answers.stopped >> sample & 1 and not self._has_ended[sample]
+        ]
+
     def _take(self) -> Packet:
         self._is_announced = False  # before the events are taken, or the last might go unnoticed
-        token_ids: list[TokenId] = []
-        logprobs: list[TokenLogprobs] = []
-        finish: Finished | None = None
+        num_samples = len(self.samples)
+        token_ids: list[list[TokenId]] = [[] for _ in range(num_samples)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_samples)]
+        ends: list[Finished | None] = [None] * num_samples
         embedding: FloatArray | None = None
         while self._events:
-            event = self._events.popleft()
+            sample, event = self._events.popleft()
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, Finished):
-                finish, self.has_ended = event, True
+                ends[sample], self._has_ended[sample] = event, True
             elif isinstance(event, PromptLogprobs):
                 self._prompt_logprobs += event.tokens()
             elif isinstance(event, Embedded):
                 embedding = event.vector
             else:
-                token_ids.append(event.token_id)
+                token_ids[sample].append(event.token_id)
                 if event.logprobs is not None:
-                    logprobs.append(event.logprobs)
+                    logprobs[sample].append(event.logprobs)
         return Packet(
             reply_to="",  # this and the key are addresses on the wire
             key=0,
             index=0,
-            token_ids=token_ids,
+            news=[
+                SampleNews(token_ids[sample], logprobs[sample], ends[sample], sample)
+                for sample in range(num_samples)
+            ],
             num_cached_tokens=self._num_cached_tokens,
-            logprobs=tuple(logprobs),
-            terminal=finish,
+            is_last=all(self._has_ended),
             times=self._times(),
             embedding=embedding,
         )
@@ -259,29 +299,32 @@ class Call:
                 box = ready.get()
                 if box.index not in open_:  # ended by a stop string before; now the engine says so
                     continue
-                output = box.read()
-                if output is None:
-                    continue
-                if output.finish_reason is not None:
+                outputs = box.read()
+                for request_id in box.superfluous():
+                    self._engine.abort(request_id)
+                if box.is_over:
                     del open_[box.index]
-                    if not box.has_ended:
-                        self._engine.abort(box.request.id)
-                yield output
+                yield from outputs
         except MiniSGLError:
             self._room.check_open()  # raises Cancelled if that is the cause
             raise
         finally:
             for box in open_.values():
-                self._engine.abort(box.request.id)
+                for request in box.samples:
+                    self._engine.abort(request.id)
 
     def _enter(self, asked: Asked, *, wait: bool) -> bool:
-        return self._room.enter(len(asked.request.prompt), wait=wait)
+        samples = asked.samples
+        return self._room.enter(len(samples[0].prompt), num_requests=len(samples), wait=wait)
 
     def _submit(self, box: Mailbox) -> None:
+        samples = box.samples
         try:
-            self._engine.submit(box.request, box.put)
+            self._engine.submit_samples(
+                samples, [partial(box.put, sample) for sample in range(len(samples))]
+            )
         except Overloaded as error:  # there is room for it, so the engine has broken down
-            self._room.left(len(box.request.prompt))
+            self._room.left(len(samples[0].prompt), num_requests=len(samples))
             raise EngineFailure(str(error)) from None
 
 

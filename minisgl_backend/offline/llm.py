@@ -25,7 +25,7 @@ from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts
 from minisgl_backend.offline.room import Room
 from minisgl_backend.precheck import context_of
 from minisgl_backend.progress import shown, unseen
-from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams
+from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams, samples_of
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats
 from minisgl_backend.text.tokenizer import PromptEncoder
@@ -76,7 +76,8 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Output]:
-        """One whole output for each prompt, in the order of the prompts.
+        """One whole output for each prompt, in the order of the prompts; with ``n`` samples of its
+        answer, that number of outputs, one after the other.
 
         ``params`` are those of every prompt, or a list with one mapping for each; their names and
         values are those of the wire, and JSON may be given as Python objects: ``tools``,
@@ -89,24 +90,26 @@ class LLM:
         closed.
         """
         call = self._call(prompts, params, stream=False)
-        outputs: dict[int, Output] = {}
+        outputs: list[Output] = []
         num_tokens, started_s = 0, time.perf_counter()
         bar = shown if progress else unseen
         with closing(self._outputs(call)) as each, bar("prompts", len(call)) as advance:
             for output in each:
-                outputs[output.index] = output
+                outputs.append(output)
                 num_tokens += output.num_output_tokens
-                advance(f"{num_tokens / (time.perf_counter() - started_s):,.0f} tokens/s")
-        return [outputs[index] for index in range(len(call))]
+                if not output.sample:  # all samples of a prompt come together
+                    advance(f"{num_tokens / (time.perf_counter() - started_s):,.0f} tokens/s")
+        return sorted(outputs, key=lambda output: (output.index, output.sample))
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] | None = None,
     ) -> Generator[Output, None, None]:
-        """Outputs as they come, each with the text that is new for the prompt of its ``index``.
+        """Outputs as they come, each with the text that is new for the prompt of its ``index``, and
+        of the ``sample`` if there are several.
 
-        The last one for a prompt has a ``finish_reason``. Closing the iterator ends the requests.
+        The last one for a sample has a ``finish_reason``. Closing the iterator ends the requests.
         Errors are those of ``generate``; a wrong prompt or parameter raises at the call, before
         the first output is asked for.
         """
@@ -209,7 +212,7 @@ class LLM:
             deadline_s=None if timeout_ms is None else arrived_s + timeout_ms / 1000,
             cache_salt=generation.cache_salt,
         )
-        self._engine.check(request)
+        self._engine.check(request, generation.best_of)
         if not generation.exclude_input_in_output:
             prompt_text = self._encoder.prompt_text(
                 generation.prompt, ids, skip_special_tokens=generation.skip_special_tokens
@@ -220,7 +223,9 @@ class LLM:
             num_input_tokens=len(ids),
             eos_token_ids=self._engine.info.eos_token_ids,
         )
-        return Asked(request, start, generation.arrival_time_ns)
+        others = (self._engine.new_id() for _ in range(generation.best_of - 1))
+        samples = samples_of(request, [request.id, *others])
+        return Asked(samples, start, generation.arrival_time_ns)
 
 
 def _load_encoder(options: EngineOptions, limits: Limits) -> PromptEncoder:

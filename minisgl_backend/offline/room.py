@@ -25,18 +25,21 @@ class Room:
         self._is_closed = False
         self._changed = threading.Condition()
 
-    def enter(self, num_tokens: int, *, wait: bool) -> bool:
-        """Let in a request with a prompt of ``num_tokens``; False if there is no room.
+    def enter(self, num_tokens: int, *, num_requests: int = 1, wait: bool) -> bool:
+        """Let in the ``num_requests`` samples of a prompt of ``num_tokens``; False if there is no
+        room.
 
         With ``wait``, waits for room. Raises ``Cancelled`` once the room is closed.
         """
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self._is_closed or self._fits(num_tokens))
+                self._changed.wait_for(
+                    lambda: self._is_closed or self._fits(num_tokens, num_requests)
+                )
             self._check_open()
-            if not self._fits(num_tokens):
+            if not self._fits(num_tokens, num_requests):
                 return False
-            self._num_requests += 1
+            self._num_requests += num_requests
             self._num_waiting_tokens += num_tokens
             return True
 
@@ -51,10 +54,10 @@ class Room:
             self._num_waiting_tokens -= num_tokens
             self._changed.notify_all()
 
-    def left(self, num_tokens: int) -> None:
-        """A request has ended; ``num_tokens`` is 0 if it had been given a row."""
+    def left(self, num_tokens: int, *, num_requests: int = 1) -> None:
+        """Requests have ended; ``num_tokens`` is 0 if the first of them had been given a row."""
         with self._changed:
-            self._num_requests -= 1
+            self._num_requests -= num_requests
             self._num_waiting_tokens -= num_tokens
             self._changed.notify_all()
 
@@ -68,8 +71,8 @@ class Room:
         if self._is_closed:
             raise Cancelled("this LLM is closed")
 
-    def _fits(self, num_tokens: int) -> bool:
+    def _fits(self, num_tokens: int, num_requests: int) -> bool:
         waiting = self._num_waiting_tokens
-        return self._num_requests < self._most_requests and (
+        return self._num_requests + num_requests <= self._most_requests and (
             not waiting or waiting + num_tokens <= self._most_waiting_tokens
         )

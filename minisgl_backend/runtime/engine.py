@@ -14,6 +14,7 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,26 +128,38 @@ class Engine:
         Raises ``InvalidRequest`` if the request can never be served, and ``Overloaded`` if the
         queue is full or the engine is not serving.
         """
+        self.submit_samples([request], [sink])
+
+    def submit_samples(self, samples: Sequence[Request], sinks: Sequence[Sink]) -> None:
+        """Accept all samples of a prompt (``samples_of``), or none: see ``submit``.
+
+        Each has events and an end of its own, and counts as an open request. The prompt counts
+        once: with the first sample.
+        """
+        first = samples[0]
         try:
-            self.check(request)
+            self.check(first, num_samples=len(samples))
         except InvalidRequest:
             self._recorder.request_rejected("invalid")
             raise
-        num_tokens = len(request.prompt)
+        num_tokens = len(first.prompt)
         with self._changed:
             self._check_open()
-            if complaint := self._queue_complaint(num_tokens):
+            if complaint := self._queue_complaint(num_tokens, len(samples)):
                 self._recorder.request_rejected("queue_full")
                 raise Overloaded(complaint)
-            self._num_open += 1
+            self._num_open += len(samples)
             self._num_waiting_tokens += num_tokens
-            sampling = self._with_eos(request.sampling)
-            accepted = dataclasses.replace(request, sampling=sampling)
-            # inside the lock: the loop's end takes it, too, and then empties the inbox
-            self._loop.inbox.put(OpenRequest(accepted, sink, time.monotonic()))
+            now_s = time.monotonic()
+            for request, sink in zip(samples, sinks, strict=True):
+                sampling = self._with_eos(request.sampling)
+                accepted = dataclasses.replace(request, sampling=sampling)
+                # inside the lock: the loop's end takes it, too, and then empties the inbox
+                self._loop.inbox.put(OpenRequest(accepted, sink, now_s))
 
-    def check(self, request: Request) -> None:
-        """Raise ``InvalidRequest`` if the request can never be served, as ``submit`` does."""
+    def check(self, request: Request, num_samples: int = 1) -> None:
+        """Raise ``InvalidRequest`` if that many samples of the request can never be served, as
+        ``submit_samples`` does."""
         info, sampling = self.info, request.sampling
         prompt = request.prompt
         _check_ids("input_ids", prompt, info.vocab_size)
@@ -157,10 +170,18 @@ class Engine:
             raise InvalidRequest("embed must be true: the checkpoint has no output head")
         if sampling.embed and sampling.max_tokens:
             raise InvalidRequest(f"max_tokens must be 0 with embed, got {sampling.max_tokens}")
+        if sampling.embed and num_samples > 1:
+            raise InvalidRequest(f"n must be 1 with embed, got {num_samples}")
         is_for_prompt = sampling.embed or sampling.num_prompt_logprobs is not None
         if sampling.max_tokens == 0 and not is_for_prompt:
             raise InvalidRequest(
                 "max_tokens must be >= 1 without num_prompt_logprobs or embed, got 0"
+            )
+        if num_samples > self._most_open:
+            raise InvalidRequest(
+                f"at most {self._most_open} samples fit the engine, "
+                f"{info.max_running_requests} running and {info.max_queued_requests} queued, "
+                f"got {num_samples}"
             )
         self._capacity.check(num_prompt_tokens=len(prompt), max_tokens=sampling.max_tokens)
 
@@ -214,7 +235,7 @@ class Engine:
 
     def is_queue_full(self) -> bool:
         """Whether ``submit`` would refuse a request now: a hint to refuse it before other work."""
-        return self._queue_complaint(num_tokens=1) is not None
+        return self._queue_complaint(num_tokens=1, num_samples=1) is not None
 
     def close(self, *, drain_s: float, patience_s: float | None = None) -> bool:
         """Stop the engine: refuse new requests, and give the open ones ``drain_s`` to finish.
@@ -248,13 +269,17 @@ class Engine:
         self._recorder.request_rejected("down")
         raise Overloaded("the engine is down")
 
-    def _queue_complaint(self, num_tokens: int) -> str | None:
-        """Why a request with a prompt of ``num_tokens`` may not be queued now; None if it may."""
+    @property
+    def _most_open(self) -> int:
+        return self.info.max_running_requests + self.info.max_queued_requests
+
+    def _queue_complaint(self, num_tokens: int, num_samples: int) -> str | None:
+        """Why that many samples of a prompt of ``num_tokens`` may not be queued now; None if they
+        may."""
         info = self.info
-        most = info.max_running_requests + info.max_queued_requests
-        if self._num_open >= most:
+        if self._num_open + num_samples > self._most_open:
             return (
-                f"queue full: {self._num_open} requests open of at most {most} "
+                f"queue full: {self._num_open} requests open of at most {self._most_open} "
                 f"({info.max_running_requests} running, {info.max_queued_requests} queued)"
             )
         waiting = self._num_waiting_tokens
@@ -288,13 +313,14 @@ class Engine:
             self._loop.close()
 
     def _forget_waiting(self, request: Request) -> None:
-        with self._changed:
-            self._num_waiting_tokens -= len(request.prompt)
+        if request.leader is None:
+            with self._changed:
+                self._num_waiting_tokens -= len(request.prompt)
 
     def _forget(self, request: Request, admitted: bool) -> None:
         with self._changed:
             self._num_open -= 1
-            if not admitted:
+            if not admitted and request.leader is None:
                 self._num_waiting_tokens -= len(request.prompt)
             if not self._num_open:
                 self._changed.notify_all()

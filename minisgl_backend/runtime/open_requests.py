@@ -97,7 +97,8 @@ class OpenRequests:
             entry.admitted = True
             self._timeouts.begun(request_id)
             self._on_admitted(entry.request)
-            self._recorder.request_admitted(len(entry.request.prompt))
+            if entry.request.leader is None:  # its other samples share the prompt
+                self._recorder.request_admitted(len(entry.request.prompt))
             self._deliver(entry.sink, Admitted(num_cached_tokens))
 
     def deliver(self, result: StepResult, now_s: float) -> None:
@@ -128,7 +129,9 @@ class OpenRequests:
         """The requests whose time is over, each with the terminal event that is due."""
         for request_id in self._timeouts.overdue(now_s):
             entry = self._open[request_id]
-            if entry.tokens:
+            # a sample without a token is empty if others of its request have some, and an error
+            # only if its request's first has none
+            if entry.tokens or entry.request.leader is not None:
                 yield request_id, Finished(FinishReason.TIMEOUT)
             else:
                 waited_ms = math.ceil((now_s - entry.arrived_s) * 1000)

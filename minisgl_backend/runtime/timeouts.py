@@ -28,11 +28,12 @@ class Timeouts:
         """When each request that has not begun arrived, the oldest first."""
 
     def add(self, request: Request, arrived_s: float) -> None:
-        """Take up a request, which arrived after all that were added before."""
+        """Take up a request, which arrived after all that were added before. Of the samples of a
+        prompt the first alone may wait for too long."""
         if request.deadline_s is not None:
             self._deadlines[request.id] = request.deadline_s
             heapq.heappush(self._heap, (request.deadline_s, request.id))
-        if self.max_queue_time_s is not None:
+        if self.max_queue_time_s is not None and request.leader is None:
             self._waiting[request.id] = arrived_s
 
     def begun(self, request_id: RequestId) -> None:

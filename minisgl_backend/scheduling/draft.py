@@ -22,6 +22,7 @@ class Draft:
         self.groups = NO_GROUPS
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
+        self._copies: list[tuple[int, int, int]] = []
         self._chunks: list[tuple[int, int, int, int, int]] = []
         self._tokens: list[IntArray] = []
         self._saved: list[tuple[int, int, int]] = []
@@ -44,6 +45,10 @@ class Draft:
     def grant_row(self, row: int, indices: range, pages: IntArray) -> None:
         """Add grants to one row: page_table[row, indices[i]] = pages[i]."""
         self.grant(np.full(len(indices), row), np.arange(indices.start, indices.stop), pages)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of page ``source`` to page ``target``."""
+        self._copies.append((source, target, length))
 
     def prefill(
         self, row: int, start: int, tokens: IntArray, *, samples: bool, snapshot: int
@@ -80,6 +85,7 @@ class Draft:
         ``masked``, bool[num_rows], says which rows have a grammar.
         """
         chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 5).T
+        copies = np.array(self._copies, dtype=np.int32).reshape(-1, 3).T
         saved = np.array(self._saved, dtype=np.int32).reshape(-1, 3).T
         scores = np.array(self._scores, dtype=np.int32).reshape(-1, 3).T
         grant_rows, grant_indices, grant_pages = (
@@ -96,6 +102,9 @@ class Draft:
             grant_rows=grant_rows,
             grant_indices=grant_indices,
             grant_pages=grant_pages,
+            copy_sources=copies[0],
+            copy_targets=copies[1],
+            copy_lengths=copies[2],
             prefill_rows=chunks[0],
             prefill_starts=chunks[1],
             prefill_lengths=chunks[2],

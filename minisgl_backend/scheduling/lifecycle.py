@@ -4,9 +4,15 @@ Knows the queue, the rows and the cache, and keeps the three consistent. It is t
 leases: it acquires, grows, publishes and releases them. Must not decide which sequence is admitted,
 retracted or decoded: the scheduler does.
 
+A further sample of a prompt (``Request.leader``) is kept out of the queue while its leader still
+has to compute the prompt. When it starts, it leases the cached pages of the prompt. What these lack
+of it is copied from the pages of its leader, if that is still running: mostly the positions of the
+prompt's last, partial page. So one position alone, the last, is computed again for each sample.
+
 Invariants, verified by ``check``:
-- A live sequence is either in the queue or in a row, never both. A retiring sequence that does not
-  return to the queue is in a row, but no longer live.
+- A live sequence is in the queue, behind its leader or in a row, and in one of these only. A
+  retiring sequence that does not return to the queue is in a row, but no longer live.
+- A leader with sequences behind it is live.
 - A row and its lease are given back together, and only when no step in flight can write to them.
 """
 
@@ -18,7 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
-from minisgl_backend.cache.snapshots import SnapshotCache
+from minisgl_backend.cache.pages import num_pages_for
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
@@ -44,20 +50,23 @@ class Lifecycle:
         queue: WaitingQueue,
         *,
         group_cost_tokens: int | None,
+        has_states: bool,
         released_rows: list[int],
     ) -> None:
-        """``group_cost_tokens``: see ``KVCache.groups``; None for no groups."""
+        """``group_cost_tokens``: see ``KVCache.groups``; None for no groups. ``has_states``: see
+        ``SchedulerConfig``."""
         self.cache = cache
-        self.snapshots = cache if isinstance(cache, SnapshotCache) else None
         self.rows = RunningRows(num_rows)
         self.queue = queue
         self._group_cost_tokens = group_cost_tokens
+        self._has_states = has_states
         self.live: dict[RequestId, Sequence] = {}
         self.prefilling: list[Sequence] = []
         self.released_rows = released_rows
         self.changes = 0
         self._num_arrivals = 0
         self._remaps: list[tuple[Sequence, Lease, range]] = []
+        self._followers: dict[RequestId, list[Sequence]] = {}  # by leader; they wait behind it
         self._grouped_rows = EMPTY  # the rows of the last step, whose groups these were ...
         self._groups = NO_GROUPS
         self._are_groups_current = True  # ... unless a lease has got other shared pages since
@@ -67,9 +76,14 @@ class Lifecycle:
         """Pages that can be granted now."""
         return self.cache.num_free + self.cache.num_evictable
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue, or behind their leaders."""
+        return len(self.queue) + sum(map(len, self._followers.values()))
+
     def enqueue(self, request: Request, generated: IntArray, num_scored: int) -> None:
         """Queue a new request, or one that comes back with the tokens ``generated`` so far, and
-        ``num_scored`` log-probabilities of its prompt."""
+        ``num_scored`` log-probabilities of its prompt. It waits for its leader, if it has one."""
         if request.id in self.live:
             raise InvariantError(f"request {request.id} is live already")
         known = np.concatenate([request.prompt, generated]) if len(generated) else request.prompt
@@ -77,8 +91,12 @@ class Lifecycle:
         sequence = Sequence(request, precedence, known, num_scored=num_scored)
         self._num_arrivals += 1
         self.live[request.id] = sequence
-        self.queue.push(sequence)
-        self.changes += 1
+        leader = self._leader_of(sequence)
+        if leader is not None and not self._has_prompt(leader):
+            self._followers.setdefault(leader.request.id, []).append(sequence)
+        else:
+            self.queue.push(sequence)
+            self.changes += 1
 
     def start(self, sequence: Sequence, num_pages: int, room: int) -> int:
         """Give a waiting sequence a row, and pages for all its known tokens, if ``room`` allows.
@@ -113,12 +131,34 @@ class Lifecycle:
         insort(self.prefilling, sequence, key=by_precedence)
         return cost
 
+    def copy_prompt(self, sequence: Sequence, draft: Draft) -> None:
+        """Let a sequence that was just started copy from its leader what is not cached of the
+        prompt, but for the last position, whose logits it needs.
+
+        The leader runs, so its pages stay its own until the step of ``draft`` has copied them. With
+        recurrent states nothing is copied.
+        """
+        leader = None if self._has_states else self._leader_of(sequence)
+        if leader is None or leader.lease is None or leader.phase is Phase.RETIRING:
+            return
+        pages, size = sequence.held().pages, self.cache.page_size
+        begin = int(self.rows.planned[sequence.row])
+        end = min(int(self.rows.computed[leader.row]), len(sequence.request.prompt) - 1)
+        # positions of the prompt:
+        # [0, begin)     cached, in whole pages
+        # [begin, end)   computed by the leader, in committed steps: copied
+        # [end, ...)     computed by this sequence
+        for index in range(begin // size, num_pages_for(end, size)):
+            draft.copy(leader.lease.pages[index], pages[index], min(size, end - index * size))
+        if end > begin:
+            self.rows.skip(sequence.row, end)
+
     def take_snapshots(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
         """Snapshots for the states behind positions of a chunk, with these positions."""
         taken = []
         for position in sequence.saves:
-            if self.snapshots is not None and start < position <= end:
-                number = self.snapshots.take_snapshot()
+            if start < position <= end:
+                number = self.cache.take_snapshot()
                 if number is not None:
                     taken.append((position, number))
         sequence.snapshots += taken
@@ -151,9 +191,11 @@ class Lifecycle:
         """End a request. What it holds is given back at once, or after the steps in flight."""
         del self.live[sequence.request.id]
         sequence.returns = False
+        self._lead(sequence)
         if sequence.phase is Phase.WAITING:
-            self.queue.remove(sequence)
-            self.changes += 1
+            if not self._leave_leader(sequence):
+                self.queue.remove(sequence)
+                self.changes += 1
             sequence.enter(Phase.DONE)
         elif sequence.phase is Phase.RETIRING:
             self.rows.accepting[sequence.row] = False
@@ -174,11 +216,11 @@ class Lifecycle:
             self.publish(sequence, known)
             self.cache.release(sequence.held())
         self.rows.give_back(row)
+        self._are_groups_current = False  # the row may decode for another before it is asked again
         self.changes += 1
         self.released_rows.append(row)
         for _, snapshot in sequence.snapshots:  # of which no token has said that it is finite
-            assert self.snapshots is not None
-            self.snapshots.return_snapshot(snapshot)
+            self.cache.return_snapshot(snapshot)
         sequence.snapshots.clear()
         sequence.lease, sequence.row = None, -1
         if sequence.returns:
@@ -205,10 +247,12 @@ class Lifecycle:
         indices = self.cache.publish(lease, tokens[:computed], verified=verified)
         self.changes += 1
         self._are_groups_current = False
-        if verified is not Verified.NONE and self.snapshots is not None:
+        if verified is not Verified.NONE:
             for position, snapshot in sequence.snapshots:
-                self.snapshots.attach_snapshot(lease, position, snapshot)
+                self.cache.attach_snapshot(lease, position, snapshot)
             sequence.snapshots.clear()
+        if self._has_prompt(sequence):
+            self._lead(sequence)
         if indices:
             sequence.remapped_at = int(self.rows.planned[row])
             self._remaps.append((sequence, lease, indices))
@@ -217,7 +261,8 @@ class Lifecycle:
         """Groups of the decoding ``rows``, int32[num_rows], ascending.
 
         Shared pages are full of committed positions, so they stay the same until a row starts or
-        stops decoding, or ``publish`` gives a lease more of them: a steady step costs nothing here.
+        stops decoding, is given back, or ``publish`` gives a lease more of them: a steady step
+        costs nothing here.
         """
         if not self._are_groups_current or not np.array_equal(rows, self._grouped_rows):
             cost = self._group_cost_tokens
@@ -253,19 +298,48 @@ class Lifecycle:
             if capacity != self.rows.capacity[sequence.row]:
                 raise InvariantError(f"row {sequence.row} has another capacity than its lease")
         live = [s for s in held if s.phase is not Phase.RETIRING or s.returns]
-        if len(live) + len(self.queue) != len(self.live):
-            raise InvariantError("a live request is neither in the queue nor in a row")
+        if len(live) + self.num_waiting != len(self.live):
+            raise InvariantError("a live request is neither waiting nor in a row")
+        if not self._followers.keys() <= self.live.keys():
+            raise InvariantError("a request waits for a leader that has ended")
         prefilling = [s for s in held if s.phase is Phase.PREFILLING]
         if sorted(prefilling, key=by_precedence) != self.prefilling:
             raise InvariantError("not exactly the prefilling sequences are listed as such")
 
+    def _leader_of(self, sequence: Sequence) -> Sequence | None:
+        """The live sequence whose prompt this one shares."""
+        leader = sequence.request.leader
+        return None if leader is None else self.live.get(leader)
+
+    def _has_prompt(self, leader: Sequence) -> bool:
+        """Whether committed steps have computed the prompt; false once it has lost its row."""
+        is_held = leader.lease is not None
+        return is_held and int(self.rows.computed[leader.row]) >= len(leader.request.prompt)
+
+    def _lead(self, leader: Sequence) -> None:
+        """Queue the sequences that wait behind this one."""
+        for follower in self._followers.pop(leader.request.id, ()):
+            self.queue.push(follower)
+            self.changes += 1
+
+    def _leave_leader(self, sequence: Sequence) -> bool:
+        """Stop waiting behind a leader; False if the sequence does not."""
+        leader = sequence.request.leader
+        waiting = [] if leader is None else self._followers.get(leader, [])
+        if leader is None or sequence not in waiting:
+            return False
+        waiting.remove(sequence)
+        if not waiting:
+            del self._followers[leader]
+        return True
+
     def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
         """The positions behind which another request may begin: where this one parts from what
         others have begun with, and the last one that it would find itself if it came again."""
-        if self.snapshots is None:
+        if not self._has_states:
             return ()
         salt = sequence.request.cache_salt
-        parted = self.snapshots.cached_length(sequence.tokens, salt)
+        parted = self.cache.cached_length(sequence.tokens, salt)
         last = (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
         begun = sequence.held().num_shared * self.cache.page_size
         return tuple(sorted({position for position in (parted, last) if position > begun}))

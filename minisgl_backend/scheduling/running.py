@@ -140,6 +140,10 @@ class RunningRows:
         self.planned[row] = end
         self.in_flight[row] += 1
 
+    def skip(self, row: int, end: int) -> None:
+        """Note that the positions up to ``end`` of a row that was just taken need no step."""
+        self.planned[row] = self.computed[row] = end
+
     def start_decoding(self, row: int) -> None:
         """Let the row decode from the next step on, unless the token sampled now is its last."""
         self.decoding[row] = self.planned[row] + 1 < self.limit[row]

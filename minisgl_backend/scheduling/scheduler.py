@@ -63,7 +63,8 @@ class SchedulerConfig:
 
     ``policy`` (fcfs or lpm), ``max_overtaken`` and ``worthwhile_tokens`` are explained in
     ``waiting``, ``reserve_tokens`` in ``admission``. With ``names_groups`` plans have ``Groups``,
-    for which ``group_cost_tokens`` are explained in ``KVCache.groups``.
+    for which ``group_cost_tokens`` are explained in ``KVCache.groups``. ``has_states``: rows have
+    recurrent states, so pages alone do not tell how a prompt was computed.
     """
 
     max_running_requests: int = 256
@@ -74,6 +75,7 @@ class SchedulerConfig:
     names_groups: bool = False
     group_cost_tokens: int = 64
     reserve_tokens: int = 256
+    has_states: bool = False
 
 
 @dataclass(slots=True)
@@ -111,6 +113,7 @@ class Scheduler:
                 worthwhile_tokens=config.worthwhile_tokens,
             ),
             group_cost_tokens=config.group_cost_tokens if config.names_groups else None,
+            has_states=config.has_states,
             released_rows=list(taken_rows),
         )
         self._rows = self._life.rows
@@ -175,7 +178,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Counts, in constant time."""
         return SchedulerStats(
-            num_waiting=len(self._queue),
+            num_waiting=self._life.num_waiting,
             num_running=self._rows.num_used,
             total_pages=self._cache.num_pages,
             free_pages=self._cache.num_free,
@@ -279,15 +282,15 @@ class Scheduler:
     def _announce(self, sequence: Sequence, draft: Draft) -> None:
         """Let the executor know of a sequence that has taken a row, and of its pages."""
         request, lease = sequence.request, sequence.held()
-        num_cached_tokens = lease.num_shared * self._cache.page_size
+        self._life.copy_prompt(sequence, draft)
         self._counters.prefix_queries += len(sequence.reusable)
-        self._counters.prefix_hits += num_cached_tokens
+        self._counters.prefix_hits += lease.num_shared * self._cache.page_size
         draft.admit(
             Admission(
                 request_id=request.id,
                 row=sequence.row,
                 num_prompt_tokens=len(request.prompt),
-                num_cached_tokens=num_cached_tokens,
+                num_cached_tokens=int(self._rows.planned[sequence.row]),
                 sampling=request.sampling,
                 history=sequence.tokens if request.sampling.has_penalties else EMPTY,
             )

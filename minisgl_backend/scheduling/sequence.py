@@ -1,6 +1,6 @@
 """The life of one request inside the planner, as a table of phases.
 
-    WAITING      in the queue; holds no row and no pages
+    WAITING      in the queue, or behind its leader; holds no row and no pages
     PREFILLING   has a row, and pages for all its known tokens; not all of these are planned yet
     DECODING     all known tokens are planned; the sequence grows by one token a step
     RETIRING     nothing more is planned; waits until no step in flight can write to its pages

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
@@ -62,6 +63,12 @@ class TextStream:
         self._num_tokens = 0
         self._state = 0
         self._held = ""  # decoded, but it may be the beginning of a stop string
+
+    def fork(self) -> TextStream:
+        """Another stream, which stands where this one does and goes its own way from here."""
+        other = copy(self)
+        other._decoder = copy(self._decoder)
+        return other
 
     def push(self, token_ids: Sequence[TokenId], *, final: bool = False) -> TextDelta:
         """The next tokens; with ``final`` they are the last, and what was held back comes out."""

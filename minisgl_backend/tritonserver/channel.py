@@ -56,7 +56,10 @@ class AckQueue:
         self._waiting: dict[int, Ack] = {}
 
     def put(self, ack: Ack) -> None:
-        """Add one, in place of earlier ones of its stream. A last verdict is never undone."""
+        """Add one, in place of earlier ones of its stream, whose stopped samples it has, too.
+
+        A last verdict is never undone.
+        """
         earlier = self._waiting.get(ack.key)
         if earlier is not None and earlier.verdict is not Verdict.CONTINUE:
             ack = replace(ack, verdict=earlier.verdict)

@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.request import Failed
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.tokenizer import load_vocabulary
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
@@ -88,7 +87,7 @@ class TritonPythonModel:
                 stream.over = verdict
         # before the answer is sent, so that the engine can make the next packet ready meanwhile;
         # that packet is taken only when this call is over, so they stay in order
-        self._acknowledge(packet, verdict)
+        self._acknowledge(packet, verdict, stream)
         if response is not None:
             responder.send(response, final=True)
         else:
@@ -127,9 +126,9 @@ class TritonPythonModel:
         if self._is_cancelled(stream, responder):
             stream.over = Verdict.CANCELLED
             return stream.over, None
-        if isinstance(packet.terminal, Failed):
+        if packet.error is not None:
             stream.over = Verdict.STOP
-            return stream.over, error_response(packet.terminal.error, responder.label)
+            return stream.over, error_response(packet.error, responder.label)
         answer = stream.push(packet)
         verdict = stream.over or Verdict.CONTINUE
         if answer is None:
@@ -144,12 +143,13 @@ class TritonPythonModel:
         stream.next_poll_s = now_s + _POLL_EVERY_S
         return responder.is_cancelled()
 
-    def _acknowledge(self, packet: Packet, verdict: Verdict) -> None:
-        if packet.terminal is not None:
+    def _acknowledge(self, packet: Packet, verdict: Verdict, stream: AnswerStream | None) -> None:
+        if packet.is_last:
             with self._lock:  # it was the last, which needs no acknowledgement
                 self._streams.pop(packet.key, None)
             return
-        self._channel.acknowledge(packet.reply_to, Ack(packet.key, packet.index, verdict))
+        stopped = stream.stopped if stream is not None and verdict is Verdict.CONTINUE else 0
+        self._channel.acknowledge(packet.reply_to, Ack(packet.key, packet.index, verdict, stopped))
 
     # --- the channel's thread ----------------------------------------------------------------
 

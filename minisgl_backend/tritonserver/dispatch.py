@@ -93,16 +93,23 @@ class Dispatcher:
         """A random 64-bit stream key; knowing it authorizes acknowledgements."""
         return secrets.randbits(64)
 
-    def open(self, stream: ResponseStream) -> Callable[[Event], None]:
-        """Take a stream; its events go to the function returned."""
+    def open(self, stream: ResponseStream) -> Callable[[int, Event], None]:
+        """Take a stream; its events go to the function returned, with the places of the samples."""
         with self._lock:
             self._streams[stream.key] = stream
 
-        def sink(event: Event) -> None:
-            if stream.put(event):
+        def sink(sample: int, event: Event) -> None:
+            if stream.put(sample, event):
                 self._outbox.put(stream, urgent=stream.is_urgent)
 
         return sink
+
+    def abort(
+        self, stream: ResponseStream, why: FinishReason | EngineFailure = FinishReason.CANCELLED
+    ) -> None:
+        """End what still runs of a stream's samples in the engine."""
+        for request_id in stream.sample_ids:
+            self._engine.abort(request_id, why)
 
     def discard(self, stream: ResponseStream) -> None:
         """Drop a stream whose request was refused, and which has answered already."""
@@ -150,7 +157,7 @@ class Dispatcher:
                 )
                 error = EngineFailure("a response could not be sent")
                 stream.mute(error)
-                self._engine.abort(stream.request_id, error)
+                self.abort(stream, error)
                 if stream.release(-1):
                     self._outbox.put(stream, urgent=True)
 
@@ -160,13 +167,14 @@ class Dispatcher:
             stream.end()
             self._forget(stream)
             return
-        final = packet.terminal is not None
-        if stream.is_acknowledged and not final:
+        if stream.is_acknowledged and not packet.is_last:
             self._outbox.sent(stream.key)
-        stream.responder.send(stream.encode(packet), final=final)
-        self._on_packet(len(packet.token_ids))
-        if final:
+        stream.responder.send(stream.encode(packet), final=packet.is_last)
+        self._on_packet(sum(len(news.token_ids) for news in packet.news))
+        if packet.is_last:
             self.discard(stream)
+            if packet.error is not None and len(stream.sample_ids) > 1:
+                self.abort(stream)  # the other samples, whose answer is that error
         elif stream.release(packet.index):
             self._outbox.put(stream, urgent=stream.is_urgent)
 
@@ -189,24 +197,28 @@ class Dispatcher:
             self._settle(ack)
             return
         self._outbox.arrived(ack.key)
-        ready, sent_s = stream.acknowledge(ack.index, ack.verdict)
+        ready, sent_s = stream.acknowledge(ack)
         if sent_s is not None and sent_s > self._newest_acknowledged_s:
             self._newest_acknowledged_s = sent_s
         if ready:
             self._outbox.put(stream, urgent=stream.is_urgent)
         if ack.verdict is Verdict.STOP:
-            self._engine.abort(stream.request_id, FinishReason.STOP)
+            self.abort(stream, FinishReason.STOP)
         elif ack.verdict is Verdict.CANCELLED:
-            self._engine.abort(stream.request_id)
+            self.abort(stream)
         elif ack.verdict is Verdict.FAILED:
-            self._engine.abort(stream.request_id, EngineFailure("the detokenizer failed"))
+            self.abort(stream, EngineFailure("the detokenizer failed"))
+        elif ack.stopped:
+            for sample, request_id in enumerate(stream.sample_ids):
+                if ack.has_stopped(sample):
+                    self._engine.abort(request_id, FinishReason.STOP)
 
     def _settle(self, ack: Ack) -> None:
         lingering = self._lingering.get(ack.key)
         if lingering is None:
             return
         stream, _ = lingering
-        stream.acknowledge(ack.index, ack.verdict)
+        stream.acknowledge(ack)
         if stream.is_settled:
             with self._lock:
                 self._lingering.pop(ack.key, None)
@@ -224,7 +236,7 @@ class Dispatcher:
         error = EngineFailure(why)
         if stream.mute(error):
             self._outbox.put(stream, urgent=True)
-        self._engine.abort(stream.request_id, error)
+        self.abort(stream, error)
 
     # --- the clock ---------------------------------------------------------------------------
 
@@ -255,7 +267,7 @@ class Dispatcher:
             and stream.sweep_is_due(now_s, _SWEEP_EVERY_S)
             and stream.responder.is_cancelled()
         ):
-            self._engine.abort(stream.request_id)
+            self.abort(stream)
 
     def _expire(self, now_s: float) -> None:
         with self._lock:

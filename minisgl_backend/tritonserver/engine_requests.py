@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.request import Failed, IntArray, Request, RequestId, SamplingParams
+from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams, samples_of
 from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.response_stream import ResponseStream
@@ -30,11 +30,13 @@ from minisgl_backend.tritonserver.window import Window
 from minisgl_backend.wire.answer import (
     NO_LOGPROBS,
     Answer,
+    SampleAnswer,
     answer_arrays,
+    most_likely,
     prompt_logprobs_json,
 )
 from minisgl_backend.wire.generation import Generation, Stopped, StopRequest, TokenPrompt
-from minisgl_backend.wire.packets import Packet, StreamStart, encode_packet
+from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, encode_packet
 from minisgl_backend.wire.parameters import CHUNK, INPUT_IDS, REQUEST
 from minisgl_backend.wire.parse import parse_token_generation
 from minisgl_backend.wire.record import decode_record
@@ -98,7 +100,7 @@ class EngineRequests:
         )
         return ResponseStream(
             key=key,
-            request_id=self._engine.new_id(),
+            sample_ids=[self._engine.new_id() for _ in range(generation.best_of)],
             responder=responder,
             start=start,
             reply_to="" if direct else self._reply_to,
@@ -107,15 +109,15 @@ class EngineRequests:
             arrival_time_ns=generation.arrival_time_ns,
         )
 
-    def request(self, generation: Generation, stream: ResponseStream) -> Request:
+    def samples(self, generation: Generation, stream: ResponseStream) -> list[Request]:
         """What the engine is asked for."""
         ids = _prompt_ids(generation)
         seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
         sampling = replace(generation.sampling, seed=seed)
         if generation.fit_max_tokens:
             sampling = self._engine.fitted(sampling, num_prompt_tokens=len(ids))
-        return Request(
-            id=stream.request_id,
+        request = Request(
+            id=stream.sample_ids[0],
             prompt=ids,
             sampling=sampling,
             priority=generation.priority,
@@ -123,6 +125,7 @@ class EngineRequests:
             cache_salt=generation.cache_salt,
             label=stream.responder.label,
         )
+        return samples_of(request, stream.sample_ids)
 
     def _interval_of(self, generation: Generation) -> float:
         """Seconds between two packets with tokens, at least; infinite if all wait for the end."""
@@ -155,36 +158,48 @@ def packet_response(packet: Packet) -> Any:
 
 
 class TokenEncoder:
-    """Responses of one stream for a direct client, which gets token ids."""
+    """Responses of one stream for a direct client, which gets token ids: with several samples those
+    of one after the other, and ``num_output_tokens`` whether it is asked for or not."""
 
     def __init__(self, label: str, start: StreamStart) -> None:
         self._label = label
         self._start = start
+        self._wanted = start.wanted
+        if start.n > 1:
+            self._wanted = replace(start.wanted, num_output_tokens=True)
         self._num_cached_tokens = 0
-        self._cumulative_logprob = 0.0
+        self._samples = [SampleAnswer() for _ in range(start.num_samples)]
         self._prompt_logprobs = [NO_LOGPROBS]
 
     def __call__(self, packet: Packet) -> Any:
-        terminal = packet.terminal
-        if isinstance(terminal, Failed):
-            return error_response(terminal.error, self._label)
+        if packet.error is not None:
+            return error_response(packet.error, self._label)
         if packet.num_cached_tokens is not None:
             self._num_cached_tokens = packet.num_cached_tokens
-        self._cumulative_logprob += sum(one.logprob for one in packet.logprobs)
         if packet.prompt_logprobs is not None:
             self._prompt_logprobs.append(prompt_logprobs_json(packet.prompt_logprobs))
+        self._samples = [replace(one, token_ids=(), logprobs=()) for one in self._samples]
+        for news in packet.news:
+            self._samples[news.sample] = _continued(self._samples[news.sample], news)
         answer = Answer(
-            token_ids=packet.token_ids,
-            finish=terminal.reason if terminal is not None else None,
-            stop_reason=terminal.stop_token_id if terminal is not None else None,
+            samples=most_likely(self._samples, self._start.n),
             num_input_tokens=self._start.num_input_tokens,
-            num_output_tokens=len(packet.token_ids),
             num_cached_tokens=self._num_cached_tokens,
-            logprobs=packet.logprobs,
-            cumulative_logprob=self._cumulative_logprob,
             times=packet.times,
             prompt_logprobs=self._prompt_logprobs,
             embedding=packet.embedding,
         )
         self._prompt_logprobs = []
-        return make_response(answer_arrays(answer, self._start.wanted))
+        return make_response(answer_arrays(answer, self._wanted))
+
+
+def _continued(sample: SampleAnswer, news: SampleNews) -> SampleAnswer:
+    """What the next answer says of a sample, of which the one before said ``sample``."""
+    finish = news.finish
+    return SampleAnswer(
+        token_ids=news.token_ids,
+        finish=None if finish is None else finish.reason,
+        stop_reason=None if finish is None else finish.stop_token_id,
+        logprobs=news.logprobs,
+        cumulative_logprob=sample.cumulative_logprob + sum(one.logprob for one in news.logprobs),
+    )

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
@@ -43,15 +44,16 @@ from minisgl_backend.tritonserver.setup import (
 from minisgl_backend.tritonserver.status import Status, StatusServer
 from minisgl_backend.tritonserver.tensors import make_response
 from minisgl_backend.tritonserver.unload_watcher import UnloadWatcher
-from minisgl_backend.wire.answer import Answer, answer_arrays
+from minisgl_backend.wire.answer import Answer, SampleAnswer, answer_arrays
 from minisgl_backend.wire.generation import Generation, Stopped, StopRequest, Wanted
-from minisgl_backend.wire.packets import Packet, StreamStart
+from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart
 
 logger = logging.getLogger(__name__)
 
 _LAST_STEP_S: Final = 1.0
 """How long the step that runs when the drain is over may still take, until requests end without it:
 on a CPU a step of a long prompt can take minutes."""
+_CANCELLED: Final = Finished(FinishReason.CANCELLED)
 _LAST_FLAGS_S: Final = 10.0
 """Time for the last responses once every request has ended."""
 
@@ -137,30 +139,31 @@ class TritonPythonModel:
             )
         elif isinstance(parsed, Stopped):
             self._engine.count_cancelled()
-            self._answer_cancelled(parsed.wanted, responder, direct=direct)
+            self._answer_cancelled(parsed.wanted, responder, direct=direct, n=parsed.n)
         else:
             self._generate(parsed, responder, direct=direct)
 
     def _generate(self, generation: Generation, responder: Responder, *, direct: bool) -> None:
         key = self._dispatcher.new_key()
         stream = self._requests.stream(generation, responder, key, direct=direct)
-        request = self._requests.request(generation, stream)
+        samples = self._requests.samples(generation, stream)
         deliver = self._dispatcher.open(stream)
 
-        def sink(event: Event) -> None:
+        def sink(sample: int, event: Event) -> None:
             try:
                 if isinstance(event, Finished | Failed):
                     self._show_queue()  # before its client can ask again
             finally:
-                deliver(event)
+                deliver(sample, event)
 
+        sinks = [partial(sink, sample) for sample in range(len(samples))]
         try:
-            self._engine.submit(request, sink)
+            self._engine.submit_samples(samples, sinks)
         except Exception:  # refused as a rule; in any case no event will come for the stream
             self._dispatcher.discard(stream)
             raise
         if stream.is_muted:  # given up before the engine knew its request
-            self._engine.abort(stream.request_id)
+            self._dispatcher.abort(stream)
 
     def _stop(self, responder: Responder) -> None:
         """Cancel the requests that bear the same id."""
@@ -171,20 +174,23 @@ class TritonPythonModel:
             # a stop_request that matches nothing is a probe of health, as the gateway sends it
             raise Overloaded("the engine takes no requests")
         for stream in streams:
-            self._engine.abort(stream.request_id)
+            self._dispatcher.abort(stream)
 
-    def _answer_cancelled(self, wanted: Wanted, responder: Responder, *, direct: bool) -> None:
-        """Answer a request of which the engine does not know: it is cancelled."""
+    def _answer_cancelled(
+        self, wanted: Wanted, responder: Responder, *, direct: bool, n: int = 1
+    ) -> None:
+        """Answer a request for ``n`` samples of which the engine does not know: it is cancelled."""
         if direct:
-            answer = Answer(finish=FinishReason.CANCELLED)
+            answer = Answer(samples=[SampleAnswer(finish=FinishReason.CANCELLED)] * n)
             response = make_response(answer_arrays(answer, wanted))
         else:
             packet = Packet(
                 self._dispatcher.channel.path,
                 self._dispatcher.new_key(),
                 index=0,
-                start=StreamStart(num_input_tokens=0, wanted=wanted),
-                terminal=Finished(FinishReason.CANCELLED),
+                news=[SampleNews(finish=_CANCELLED, sample=sample) for sample in range(n)],
+                start=StreamStart(num_input_tokens=0, wanted=wanted, num_samples=n, n=n),
+                is_last=True,
             )
             response = packet_response(packet)
         responder.send(response, final=True)

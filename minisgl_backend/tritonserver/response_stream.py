@@ -1,16 +1,17 @@
 """The responses of one request: events of the engine come in, packets go out when they may.
 
-Knows events, the window and the responder of one request. Must not know the engine, other requests,
-or what a response looks like: ``encode`` turns a packet into one.
+Knows events, the window and the responder of one request, all of whose samples it serves. Must not
+know the engine, other requests, or what a response looks like: ``encode`` turns a packet into one.
 
 The engine's thread puts events in and never waits: it takes a lock under which nothing blocks. A
 sender thread takes out the next packet, and only one at a time works for a stream (``_claim``), so
 its packets stay in order.
 
-Invariants: the responder gets its final flag as soon as the terminal event has come, or the stream
-is muted: by a verdict, or because it is not acknowledged any more. A muted stream sends nothing
-else. The token with which a request ends is in the packet that says so: no client gets an end
-without one, unless the request ended without one (by its deadline, or cancelled).
+Invariants: the responder gets its final flag as soon as all samples have ended, one has failed, or
+the stream is muted: by a verdict, or because it is not acknowledged any more. A muted stream sends
+nothing else. The token with which a sample ends is in the packet that says so: no client gets an
+end without one, unless the sample ended without one (by its deadline, or cancelled). A sample that
+a stop string has ended sends nothing more, whatever comes from the engine.
 Log-probabilities of the prompt come before all tokens and before the end, at most
 ``_MOST_LOGPROBS`` a packet, so that none takes its reader long, and each packet once the one before
 it is acknowledged. A client that is answered once gets them in the one packet that it gets.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Final
 
@@ -41,7 +42,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.window import Window
-from minisgl_backend.wire.packets import Packet, StreamStart, Times, Verdict
+from minisgl_backend.wire.packets import Ack, Packet, SampleNews, StreamStart, Times, Verdict
 
 _MOST_LOGPROBS: Final = 4096
 """Log-probabilities of a prompt in one packet, the alternatives counted."""
@@ -55,14 +56,51 @@ class Duty(Enum):
     GIVE_UP = auto()
 
 
+class _Sample:
+    """What is to be sent of one sample. ``last`` is its last token until its end is known."""
+
+    __slots__ = ("finish", "has_ended", "last", "logprobs", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: list[TokenId] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.last: Generated | None = None
+        self.finish: Finished | None = None
+        self.has_ended = False
+
+    def append(self, event: Generated) -> None:
+        self.token_ids.append(event.token_id)
+        if event.logprobs is not None:
+            self.logprobs.append(event.logprobs)
+
+    def end(self, event: Finished) -> None:
+        """The engine has ended it."""
+        if self.last is not None:
+            self.append(self.last)
+        self.finish, self.has_ended = event, True
+
+    def stop(self) -> None:
+        """A stop string has ended it: the client has its end."""
+        self.token_ids, self.logprobs, self.last = [], [], None
+        self.finish, self.has_ended = None, True
+
+    def take(self, sample: int) -> SampleNews | None:
+        """What is new, if anything; it counts as sent."""
+        if not self.token_ids and self.finish is None:
+            return None
+        news = SampleNews(self.token_ids, self.logprobs, self.finish, sample)
+        self.token_ids, self.logprobs, self.finish = [], [], None
+        return news
+
+
 class ResponseStream:
-    """Gathers the tokens of one request, and gives them out as packets."""
+    """Gathers the tokens of one request's samples, and gives them out as packets."""
 
     def __init__(
         self,
         *,
         key: int,
-        request_id: RequestId,
+        sample_ids: Sequence[RequestId],
         responder: Responder,
         start: StreamStart,
         reply_to: str,
@@ -70,10 +108,10 @@ class ResponseStream:
         window: Window,
         arrival_time_ns: int,
     ) -> None:
-        """A detokenizer acknowledges the packets at ``reply_to``. If that is empty, each counts as
-        acknowledged once Triton took it."""
+        """``sample_ids`` are the engine's ids of the samples. A detokenizer acknowledges packets at
+        ``reply_to``. If that is empty, each counts as acknowledged once Triton took it."""
         self.key = key
-        self.request_id = request_id
+        self.sample_ids = sample_ids
         self.responder = responder
         self.encode = encode
         self.is_acknowledged = bool(reply_to)
@@ -81,8 +119,9 @@ class ResponseStream:
         self._start = start
         self._lock = threading.Lock()
         self._window = window
-        self._token_ids: list[TokenId] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._samples = [_Sample() for _ in sample_ids]
+        self._num_running = len(sample_ids)
+        self._has_news_of_samples = False
         self._prompt_logprobs: deque[PromptLogprobs] = deque()
         self._is_whole = not self.is_acknowledged and not start.stream
         self._num_cached_tokens: int | None = None
@@ -91,9 +130,8 @@ class ResponseStream:
         self._scheduled_time_ns = 0
         self._first_token_time_ns = 0
         self._last_token_time_ns = 0
-        self._last: Generated | None = None
         self._embedding: FloatArray | None = None
-        self._terminal: Finished | Failed | None = None
+        self._failure: MiniSGLError | None = None
         self._num_sent = 0
         self._has_sent_tokens = False
         self._claimed = False
@@ -113,16 +151,19 @@ class ResponseStream:
         return (
             not self._has_sent_tokens
             or self._muted
-            or self._terminal is not None
-            or not self._token_ids
+            or self._is_complete
+            or not self._has_news_of_samples
             or not self.is_acknowledged
         )
 
     # --- the engine's thread -----------------------------------------------------------------
 
-    def put(self, event: Event) -> bool:
-        """Take an event; True if the caller must hand the stream to a sender."""
+    def put(self, index: int, event: Event) -> bool:
+        """Take an event of a sample; True if the caller must hand the stream to a sender."""
+        sample = self._samples[index]
         with self._lock:
+            if sample.has_ended:
+                return False  # by a stop string, of which the engine learns only now
             if type(event) is Generated:
                 if self._is_timed:
                     self._last_token_time_ns = time.time_ns()
@@ -130,12 +171,15 @@ class ResponseStream:
                         self._first_token_time_ns or self._last_token_time_ns
                     )
                 if event.is_last:
-                    self._last = event  # for the packet with the terminal event
+                    sample.last = event  # for the packet with the terminal event
                     return False
-                self._append(event)
+                sample.append(event)
+                self._has_news_of_samples = True
                 if self._claimed or not self._window.is_open:
                     return False  # the usual case of a busy server, and it comes for every token
             elif isinstance(event, Admitted):
+                if index:
+                    return False  # its prompt is that of the first
                 self._scheduled_time_ns = time.time_ns()
                 self._num_cached_tokens = event.num_cached_tokens
             elif isinstance(event, PromptLogprobs):
@@ -146,28 +190,29 @@ class ResponseStream:
             elif isinstance(event, Embedded):
                 self._embedding = event.vector  # for the packet with the terminal event
                 return False
+            elif isinstance(event, Failed):
+                self._failure = self._failure or event.error
+                self._prompt_logprobs.clear()
             else:
-                assert isinstance(event, Finished | Failed)
-                if self._last is not None:
-                    self._append(self._last)
-                self._terminal = event
-                if isinstance(event, Failed):
-                    self._prompt_logprobs.clear()
+                assert isinstance(event, Finished)
+                sample.end(event)
+                self._num_running -= 1
+                self._has_news_of_samples = True
             return self._claim(time.monotonic())
-
-    def _append(self, event: Generated) -> None:
-        self._token_ids.append(event.token_id)
-        if event.logprobs is not None:
-            self._logprobs.append(event.logprobs)
 
     # --- the channel's thread ----------------------------------------------------------------
 
-    def acknowledge(self, index: int, verdict: Verdict) -> tuple[bool, float | None]:
+    def acknowledge(self, ack: Ack) -> tuple[bool, float | None]:
         """Take an acknowledgement; whether a sender is needed, and when that packet was sent."""
         with self._lock:
-            sent_s = self._window.acknowledged(index)
-            if verdict is not Verdict.CONTINUE:
+            sent_s = self._window.acknowledged(ack.index)
+            if ack.verdict is not Verdict.CONTINUE:
                 self._muted = True
+            if ack.stopped:
+                for index, sample in enumerate(self._samples):
+                    if ack.has_stopped(index):
+                        self._num_running -= not sample.has_ended
+                        sample.stop()
             return self._claim(time.monotonic()), sent_s
 
     def mute(self, error: MiniSGLError | None = None) -> bool:
@@ -222,39 +267,38 @@ class ResponseStream:
         with self._lock:
             if self._muted:
                 return None
-            token_ids: list[TokenId] = []
-            logprobs: list[TokenLogprobs] = []
+            news: list[SampleNews] = []
             prompt_logprobs = self._take_prompt_logprobs()
-            terminal = None if self._prompt_logprobs else self._terminal
-            if not self._prompt_logprobs and (
-                terminal is not None or self._window.may_send_tokens(now_s)
-            ):
-                token_ids, self._token_ids = self._token_ids, token_ids
-                logprobs, self._logprobs = self._logprobs, logprobs
+            is_last = self._is_complete and not self._prompt_logprobs
+            if not self._prompt_logprobs and (is_last or self._window.may_send_tokens(now_s)):
+                taken = [sample.take(index) for index, sample in enumerate(self._samples)]
+                news = [one for one in taken if one is not None]
+                self._has_news_of_samples = False
             num_cached_tokens, self._num_cached_tokens = self._num_cached_tokens, None
             index = self._num_sent
             self._num_sent += 1
-            self._has_sent_tokens |= bool(token_ids)
-            self._window.sent(index, now_s, with_tokens=bool(token_ids))
+            has_tokens = any(one.token_ids for one in news)
+            self._has_sent_tokens |= has_tokens
+            self._window.sent(index, now_s, with_tokens=has_tokens)
             return Packet(
                 self._reply_to,
                 self.key,
                 index,
-                token_ids,
+                news,
                 self._start if index == 0 else None,
                 num_cached_tokens,
-                tuple(logprobs),
-                terminal,
+                is_last,
+                self._failure if is_last else None,
                 self._times() if self._is_timed else None,
                 prompt_logprobs,
-                self._embedding if terminal is not None else None,
+                self._embedding if is_last else None,
             )
 
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:
         """The log-probabilities of the prompt that go out now, if any."""
         waiting = self._prompt_logprobs
         if self._is_whole:
-            if self._terminal is None or not waiting:
+            if not self._is_complete or not waiting:
                 return None
             parts = list(waiting)
             waiting.clear()
@@ -298,9 +342,14 @@ class ResponseStream:
 
     def _has_news(self, now_s: float) -> bool:
         if self._is_whole:
-            return self._terminal is not None
+            return self._is_complete
         if self._prompt_logprobs:
             return self._window.is_open
-        if self._terminal is not None:
+        if self._is_complete:
             return True
-        return bool(self._token_ids) and self._window.may_send_tokens(now_s)
+        return self._has_news_of_samples and self._window.may_send_tokens(now_s)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether there is nothing to wait for: all samples have ended, or one has failed."""
+        return not self._num_running or self._failure is not None

@@ -189,7 +189,7 @@ class TritonPythonModel:
             told = self._told(ids, chat_format) if job.is_lookup else {}
             with job.sending:
                 if job.stopped and isinstance(request, Generation):
-                    outputs = _outputs(_NO_IDS, Stopped(wanted=request.wanted))
+                    outputs = _outputs(_NO_IDS, Stopped(wanted=request.wanted, n=request.n))
                 else:
                     outputs = {**_outputs(ids, request), **told}
                 job.responder.send(make_response(outputs), final=True)

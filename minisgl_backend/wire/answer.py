@@ -29,28 +29,45 @@ _encode: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).enc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One response. ``num_output_tokens``, ``logprobs`` and ``token_ids`` are those since the last.
+class SampleAnswer:
+    """One sample's part of a response. ``token_ids`` and ``logprobs`` are those since the last.
 
-    ``text`` is None for a client of ``llm_engine`` alone, which gets ``token_ids``. ``finish`` is
-    None while the request runs. ``stop_reason`` is the stop string or token id that matched.
-    ``cumulative_logprob`` covers all tokens so far. ``prompt_logprobs`` are parts of a JSON list
-    (``prompt_logprobs_json``), which follow those of the answers before. ``embedding``,
-    float32[hidden_size], is in the last answer, if it was asked for.
+    ``text`` is None for a client of ``llm_engine`` alone. ``finish`` is None while the sample runs,
+    and stays what it became. ``stop_reason`` is the stop string or token id that matched.
+    ``cumulative_logprob`` covers all tokens so far.
     """
 
     text: str | None = None
     token_ids: Sequence[TokenId] = ()
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
-    num_input_tokens: int = 0
-    num_output_tokens: int = 0
-    num_cached_tokens: int = 0
     logprobs: Sequence[TokenLogprobs] = ()
     cumulative_logprob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One response, with each sample in its place: all have a ``text``, or none.
+
+    ``prompt_logprobs`` are parts of a JSON list (``prompt_logprobs_json``), which follow those of
+    the answers before. ``embedding``, float32[hidden_size], is in the last answer, if it was asked
+    for.
+    """
+
+    samples: Sequence[SampleAnswer]
+    num_input_tokens: int = 0
+    num_cached_tokens: int = 0
     times: Times | None = None
     prompt_logprobs: Sequence[str] = ()
     embedding: FloatArray | None = None
+
+
+def most_likely(samples: Sequence[SampleAnswer], n: int) -> Sequence[SampleAnswer]:
+    """The ``n`` of the highest ``cumulative_logprob``, the highest first; of equals the first. If
+    there are no more than ``n``, they stay in their places."""
+    if len(samples) <= n:
+        return samples
+    return sorted(samples, key=lambda sample: -sample.cumulative_logprob)[:n]
 
 
 def answer_arrays(
@@ -58,36 +75,48 @@ def answer_arrays(
     wanted: Wanted = NOTHING,
     token_text: Callable[[TokenId], str] | None = None,
 ) -> dict[str, npt.NDArray[Any]]:
-    """The output tensors of an answer, by name; ``token_text`` decodes a token of ``logprobs``."""
+    """The output tensors of an answer, by name; ``token_text`` decodes a token of ``logprobs``.
+
+    With n samples: [n], or [1] for what they share. ``output_ids`` are those of one sample after
+    the other, and ``output_log_probs`` is [n, num_tokens of the longest].
+    """
+    samples = answer.samples
     arrays: dict[str, npt.NDArray[Any]] = {}
-    if answer.text is not None:
-        arrays["text_output"] = _string(answer.text)
+    if samples[0].text is not None:
+        arrays["text_output"] = _strings([one.text or "" for one in samples])
     else:
-        arrays["output_ids"] = np.asarray(answer.token_ids, dtype=np.int32)
+        ids = [token_id for one in samples for token_id in one.token_ids]
+        arrays["output_ids"] = np.array(ids, dtype=np.int32)
     if wanted is NOTHING:
         return arrays
     if wanted.finish_reason:
-        arrays["finish_reason"] = _string(answer.finish.value if answer.finish else _UNFINISHED)
+        arrays["finish_reason"] = _strings(
+            [one.finish.value if one.finish else _UNFINISHED for one in samples]
+        )
     if wanted.stop_reason:
-        arrays["stop_reason"] = _string(_encode(answer.stop_reason))
+        arrays["stop_reason"] = _strings([_encode(one.stop_reason) for one in samples])
     if wanted.num_input_tokens:
         arrays["num_input_tokens"] = np.array([answer.num_input_tokens], dtype=np.uint32)
     if wanted.num_output_tokens:
-        arrays["num_output_tokens"] = np.array([answer.num_output_tokens], dtype=np.uint32)
+        counts = [len(one.token_ids) for one in samples]
+        arrays["num_output_tokens"] = np.array(counts, dtype=np.uint32)
     if wanted.num_cached_tokens:
         arrays["num_cached_tokens"] = np.array([answer.num_cached_tokens], dtype=np.uint32)
-    if wanted.cumulative_logprob:
-        arrays["cumulative_logprob"] = np.array([answer.cumulative_logprob], dtype=np.float32)
-    if wanted.log_probs:
-        chosen = [_at_least(one.logprob) for one in answer.logprobs]
-        arrays["cum_log_probs"] = np.array([answer.cumulative_logprob], dtype=np.float32)
-        arrays["output_log_probs"] = np.array([chosen], dtype=np.float32)  # [1, num_tokens]
+    if wanted.cumulative_logprob or wanted.log_probs:
+        sums = np.array([one.cumulative_logprob for one in samples], dtype=np.float32)
+        if wanted.cumulative_logprob:
+            arrays["cumulative_logprob"] = sums
+        if wanted.log_probs:
+            arrays["cum_log_probs"] = sums
+            arrays["output_log_probs"] = _rows([one.logprobs for one in samples])
     if wanted.logprobs:
-        arrays["logprobs"] = _string(logprobs_json(answer.token_ids, answer.logprobs, token_text))
+        arrays["logprobs"] = _strings(
+            [logprobs_json(one.token_ids, one.logprobs, token_text) for one in samples]
+        )
     elif wanted.null_logprobs:
-        arrays["logprobs"] = _string("null")
+        arrays["logprobs"] = _strings(["null"] * len(samples))
     if wanted.prompt_logprobs:
-        arrays["prompt_logprobs"] = _string(f"[{','.join(answer.prompt_logprobs)}]")
+        arrays["prompt_logprobs"] = _strings([f"[{','.join(answer.prompt_logprobs)}]"])
     if answer.embedding is not None:
         arrays["embedding"] = answer.embedding
     if wanted.perf_metrics and (times := answer.times) is not None:
@@ -103,7 +132,8 @@ def logprobs_json(
 ) -> str:
     """A JSON list, one object a token: {token id: {logprob, rank, decoded_token}}."""
 
-    tables = zip(token_ids, logprobs, strict=True)
+    # a client that writes packets by itself may leave some out
+    tables = zip(token_ids, logprobs, strict=False)
     return f"[{','.join([_table(*each, token_text) for each in tables])}]"
 
 
@@ -144,5 +174,13 @@ def _at_least(logprob: float) -> float:
     return logprob if LEAST_LOGPROB < logprob < math.inf else LEAST_LOGPROB
 
 
-def _string(text: str) -> npt.NDArray[Any]:
-    return np.array([text.encode()], dtype=np.object_)
+def _rows(logprobs: Sequence[Sequence[TokenLogprobs]]) -> npt.NDArray[Any]:
+    """Those of the chosen tokens, float32[num_samples, num_tokens of the longest]."""
+    rows = np.zeros((len(logprobs), max(map(len, logprobs))), dtype=np.float32)
+    for row, of_sample in zip(rows, logprobs, strict=True):
+        row[: len(of_sample)] = [_at_least(one.logprob) for one in of_sample]
+    return rows
+
+
+def _strings(texts: Sequence[str]) -> npt.NDArray[Any]:
+    return np.array([text.encode() for text in texts], dtype=np.object_)

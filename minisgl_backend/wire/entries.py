@@ -26,7 +26,7 @@ class Kind(Enum):
     NUMBER = auto()
     NUMBERS = auto()
     NUMBER_ROWS = auto()
-    """[num_beams, n]; there is one beam."""
+    """[samples, n]; shorter rows are filled up with zeros."""
     BIASES = auto()
     """A JSON object {token id: bias}, as a string."""
     JSON = auto()
@@ -66,10 +66,11 @@ DIMS: Final[Mapping[Kind, tuple[int, ...]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor as a model without a batch dimension declares it."""
+    """A tensor as a model without a batch dimension declares it; ``each`` as for ``Output``."""
 
     name: str
     kind: Kind
+    each: bool = False
 
     @property
     def data_type(self) -> str:
@@ -77,7 +78,7 @@ class Tensor:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        return DIMS.get(self.kind, (1,))
+        return DIMS.get(self.kind, (-1,) if self.each else (1,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,15 +122,17 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One thing that an answer may hold, and the inputs that ask for it."""
+    """One thing that an answer may hold, and the inputs that ask for it; ``each`` if every sample
+    has its own, in its place."""
 
     name: str
     kind: Kind
     meaning: str
     asked_by: tuple[str, ...] = ()
     text_only: bool = False
+    each: bool = False
 
     @property
     def tensor(self) -> Tensor:
         """The tensor that carries it."""
-        return Tensor(name=self.name, kind=self.kind)
+        return Tensor(name=self.name, kind=self.kind, each=self.each)

@@ -89,7 +89,8 @@ class Generation:
     ``sampling.seed`` is meaningless if ``seed`` is None: then the engine draws one. With
     ``fit_max_tokens``, ``sampling.max_tokens`` is lowered to what there is room for.
     ``min_chunk_interval_ms`` None stands for the engine's option. ``prompt_text`` is set, by the
-    tokenizer, if the answer starts with the prompt.
+    tokenizer, if the answer starts with the prompt. ``best_of`` samples are made, and the ``n``
+    most likely of them are the answer.
     """
 
     prompt: Prompt
@@ -107,6 +108,8 @@ class Generation:
     min_chunk_interval_ms: int | None = None
     wanted: Wanted = NOTHING
     prompt_text: str | None = None
+    n: int = 1
+    best_of: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,8 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """A request that a ``StopRequest`` ended before it reached the engine, which answers it."""
+    """A request that a ``StopRequest`` ended before it reached the engine, which answers it with
+    ``n`` empty samples."""
 
     wanted: Wanted = NOTHING
+    n: int = 1

@@ -9,7 +9,9 @@ A packet is JSON in the tensor ``chunk``:
     "l": [[logprob, rank, [[token id, logprob], ...]], ...]  one a token
     "p": [number of alternatives, base64]    log-probabilities of the next tokens of the prompt
     "v": base64    the embedding: four bytes a number, the least significant first
-    "f": [reason] or [reason, stop token id]                 the last packet
+    "f": [reason] or [reason, stop token id]                 the sample's end
+    "m": [{"n": sample, "o": ..., "l": ..., "f": ...}, ...]  news of other samples than the first
+    "z": 1                                                   the last packet: all samples have ended
     "e": [code, message]                                     the last packet, of a failed request
     "t": [arrival, first scheduled, first token, last token] in ns since 1970, if asked for
 
@@ -19,6 +21,8 @@ of its fields: four bytes a number, the least significant first.
 All of it is one tensor of bytes, and the keys are short, because this is on the path of every
 response: each further tensor, and each string in one, costs more than this text does. A client may
 call the detokenizer by itself, so decoding trusts nothing.
+
+Outside of "m", "o", "l" and "f" are those of the first sample.
 
 Back on a Unix socket (``channel``) go acknowledgements: binary, any number of them in a message. On
 the same socket the engine sends the keys of streams that end without a last packet.
@@ -30,8 +34,8 @@ import base64
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
@@ -46,7 +50,7 @@ from minisgl_backend.errors import (
     Unsupported,
 )
 from minisgl_backend.request import (
-    Failed,
+    MAX_SAMPLES,
     Finished,
     FinishReason,
     FloatArray,
@@ -64,7 +68,7 @@ _ERRORS: Final[Mapping[str, type[MiniSGLError]]] = {
     for error in (InvalidRequest, Unsupported, Overloaded, Cancelled, EngineFailure)
 }
 
-ACK: Final = struct.Struct("<QIB")
+ACK: Final = struct.Struct("<QIBQ")
 _KEY: Final = struct.Struct("<Q")
 
 
@@ -73,7 +77,7 @@ class Verdict(IntEnum):
 
     CONTINUE = 0
     STOP = 1
-    """A stop string matched; the client has its last answer."""
+    """Stop strings matched in all samples that had not ended; the client has its last answer."""
     CANCELLED = 2
     """The client has cancelled, or is gone."""
     FAILED = 3
@@ -83,17 +87,27 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """All packets of a stream up to ``index`` were taken."""
+    """All packets of a stream up to ``index`` were taken.
+
+    ``stopped`` has a bit for each sample, the first in bit 0: those in which a stop string matched,
+    by now. The client gets nothing more of them. It says nothing that a last verdict does not.
+    """
 
     key: int
     index: int
     verdict: Verdict
+    stopped: int = 0
+
+    def has_stopped(self, sample: int) -> bool:
+        """Whether the bit of a sample is set."""
+        return bool(self.stopped >> sample & 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStart:
     """What the detokenizer has to know of a stream.
 
+    It has ``num_samples``, and the ``n`` most likely of them are the answer.
     ``stop_token_ids`` end the request and have no text; other special tokens have theirs unless
     ``skip_special_tokens``. ``prompt_text`` is set if the answer starts with the prompt.
     """
@@ -106,6 +120,8 @@ class StreamStart:
     stop_token_ids: tuple[TokenId, ...] = ()
     prompt_text: str | None = None
     skip_special_tokens: bool = True
+    num_samples: int = 1
+    n: int = 1
 
     @classmethod
     def of(
@@ -128,6 +144,8 @@ class StreamStart:
             stop_token_ids=(*sampling.stop_token_ids, *own),
             prompt_text=generation.prompt_text,
             skip_special_tokens=generation.skip_special_tokens,
+            num_samples=generation.best_of,
+            n=generation.n,
         )
 
 
@@ -142,25 +160,36 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleNews:
+    """New tokens of one sample, and its end, ``finish``, if these are its last. ``logprobs`` has
+    one entry a token, if they were asked for."""
+
+    token_ids: Sequence[TokenId] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    finish: Finished | None = None
+    sample: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Packet:
     """Tokens of a stream, and what belongs to them.
 
     ``reply_to`` is the path of the socket on which to acknowledge; it is empty in a packet for a
     client of ``llm_engine`` alone, which is never encoded. ``key`` names the stream, ``index``
-    counts its packets from 0. ``start`` is set if ``index`` is 0, ``num_cached_tokens`` once, when
-    it became known, ``terminal`` in the last packet. ``logprobs`` has one entry a token, if they
-    were asked for; ``prompt_logprobs`` follow those of the packets before. ``embedding`` is in the
-    last packet, if it was asked for.
+    counts its packets from 0. ``news`` are of different samples. ``start`` is set if ``index`` is
+    0, ``num_cached_tokens`` once, when it became known. ``prompt_logprobs`` follow those of the
+    packets before. In the last packet ``is_last`` is true: all samples have ended, or the request
+    has failed with an ``error``; ``embedding`` is there, too, if it was asked for.
     """
 
     reply_to: str
     key: int
     index: int
-    token_ids: list[TokenId] = field(default_factory=list)
+    news: Sequence[SampleNews] = ()
     start: StreamStart | None = None
     num_cached_tokens: int | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    terminal: Finished | Failed | None = None
+    is_last: bool = False
+    error: MiniSGLError | None = None
     times: Times | None = None
     prompt_logprobs: PromptLogprobs | None = None
     embedding: FloatArray | None = None
@@ -169,24 +198,26 @@ class Packet:
 def encode_packet(packet: Packet) -> bytes:
     """The JSON text of a packet."""
     body: dict[str, Any] = {"r": packet.reply_to, "s": packet.key, "i": packet.index}
-    if packet.token_ids:
-        body["o"] = packet.token_ids
+    others = []
+    for news in packet.news:
+        if news.sample:
+            others.append({"n": news.sample, **_encode_news(news)})
+        else:
+            body |= _encode_news(news)
+    if others:
+        body["m"] = others
     if packet.start is not None:
         body["d"] = _encode_start(packet.start)
     if packet.num_cached_tokens is not None:
         body["c"] = packet.num_cached_tokens
-    if packet.logprobs:
-        body["l"] = [(one.logprob, one.rank, one.alternatives) for one in packet.logprobs]
     if (scored := packet.prompt_logprobs) is not None:
         body["p"] = _encode_prompt_logprobs(scored)
     if packet.embedding is not None:
         body["v"] = base64.b64encode(packet.embedding.astype("<f4").tobytes()).decode()
-    if isinstance(terminal := packet.terminal, Finished):
-        body["f"] = [terminal.reason.value]
-        if terminal.stop_token_id is not None:
-            body["f"].append(terminal.stop_token_id)
-    elif terminal is not None:
-        body["e"] = (terminal.error.code, str(terminal.error))
+    if (error := packet.error) is not None:
+        body["e"] = (error.code, str(error))
+    elif packet.is_last:
+        body["z"] = 1
     if (times := packet.times) is not None:
         body["t"] = (
             times.arrival_time_ns,
@@ -195,6 +226,19 @@ def encode_packet(packet: Packet) -> bytes:
             times.last_token_time_ns,
         )
     return _encode(body).encode()
+
+
+def _encode_news(news: SampleNews) -> dict[str, Any]:
+    body: dict[str, Any] = {}
+    if news.token_ids:
+        body["o"] = news.token_ids
+    if news.logprobs:
+        body["l"] = [(one.logprob, one.rank, one.alternatives) for one in news.logprobs]
+    if (finish := news.finish) is not None:
+        body["f"] = [finish.reason.value]
+        if finish.stop_token_id is not None:
+            body["f"].append(finish.stop_token_id)
+    return body
 
 
 def decode_packet(text: bytes) -> Packet:
@@ -206,7 +250,7 @@ def decode_packet(text: bytes) -> Packet:
                 _str(body["r"]),
                 _unsigned(body["s"], 64),
                 _unsigned(body["i"], 32),
-                _ints(body["o"]),
+                (SampleNews(_ints(body["o"])),),
             )
         return _decode(body)
     except (
@@ -222,23 +266,39 @@ def decode_packet(text: bytes) -> Packet:
 
 
 def _decode(body: dict[str, Any]) -> Packet:
-    token_ids = _ints(body["o"]) if "o" in body else []
-    logprobs = tuple(_decode_logprobs(one) for one in body.get("l", ()))
-    if logprobs and len(logprobs) != len(token_ids):
+    news = [_decode_news(body, 0)] if body.keys() & {"o", "l", "f"} else []
+    news += [_decode_news(one, _sample(one["n"])) for one in body.get("m", ())]
+    if len({one.sample for one in news}) < len(news):
         raise ValueError
+    error = None
+    if "e" in body:
+        code, message = _str(body["e"][0]), _str(body["e"][1])
+        error = _ERRORS.get(code, EngineFailure)(message)
     return Packet(
         reply_to=_str(body["r"]),
         key=_unsigned(body["s"], 64),
         index=_unsigned(body["i"], 32),
-        token_ids=token_ids,
+        news=news,
         start=_decode_start(body["d"]) if "d" in body else None,
         num_cached_tokens=_unsigned(body["c"], 32) if "c" in body else None,
-        logprobs=logprobs,
-        terminal=_decode_terminal(body),
+        is_last=error is not None or "z" in body,
+        error=error,
         times=Times(*(_int(moment) for moment in body["t"])) if "t" in body else None,
         prompt_logprobs=_decode_prompt_logprobs(*body["p"]) if "p" in body else None,
         embedding=_decode_embedding(body["v"]) if "v" in body else None,
     )
+
+
+def _decode_news(body: dict[str, Any], sample: int) -> SampleNews:
+    token_ids = _ints(body["o"]) if "o" in body else []
+    logprobs = [_decode_logprobs(one) for one in body.get("l", ())]
+    if logprobs and len(logprobs) != len(token_ids):
+        raise ValueError
+    finish = None
+    if "f" in body:
+        reason, *stop_token_id = body["f"]
+        finish = Finished(FinishReason(reason), _int(stop_token_id[0]) if stop_token_id else None)
+    return SampleNews(token_ids, logprobs, finish, sample)
 
 
 def _decode_logprobs(one: list[Any]) -> TokenLogprobs:
@@ -282,16 +342,6 @@ def _decode_embedding(text: Any) -> FloatArray:
     return np.frombuffer(base64.b64decode(_str(text), validate=True), "<f4")
 
 
-def _decode_terminal(body: dict[str, Any]) -> Finished | Failed | None:
-    if "e" in body:
-        code, message = _str(body["e"][0]), _str(body["e"][1])
-        return Failed(_ERRORS.get(code, EngineFailure)(message))
-    if "f" in body:
-        reason, *stop_token_id = body["f"]
-        return Finished(FinishReason(reason), _int(stop_token_id[0]) if stop_token_id else None)
-    return None
-
-
 def _encode_start(start: StreamStart) -> dict[str, Any]:
     body: dict[str, Any] = {"n": start.num_input_tokens}
     if start.stream:
@@ -308,11 +358,16 @@ def _encode_start(start: StreamStart) -> dict[str, Any]:
         body["prompt"] = start.prompt_text
     if not start.skip_special_tokens:
         body["special"] = True
+    if start.num_samples != 1:
+        body["samples"] = (start.num_samples, start.n)
     return body
 
 
 def _decode_start(body: dict[str, Any]) -> StreamStart:
     prompt = body.get("prompt")
+    num_samples, n = body.get("samples", (1, 1))
+    if not 1 <= _int(n) <= _int(num_samples) <= MAX_SAMPLES:
+        raise ValueError
     return StreamStart(
         num_input_tokens=_unsigned(body["n"], 32),
         stream=bool(body.get("stream", False)),
@@ -324,6 +379,8 @@ def _decode_start(body: dict[str, Any]) -> StreamStart:
         stop_token_ids=tuple(_int(token_id) for token_id in body.get("ids", ())),
         prompt_text=None if prompt is None else _str(prompt),
         skip_special_tokens=not body.get("special", False),
+        num_samples=num_samples,
+        n=n,
     )
 
 
@@ -337,6 +394,13 @@ def _unsigned(value: Any, num_bits: int) -> int:
     if type(value) is not int or not 0 <= value < 2**num_bits:
         raise TypeError
     return value
+
+
+def _sample(value: Any) -> int:
+    """The place of a sample that is not the first."""
+    if not 0 < _int(value) < MAX_SAMPLES:
+        raise ValueError
+    return int(value)
 
 
 def _logprob(value: Any) -> float:
@@ -361,12 +425,15 @@ def _str(value: Any) -> str:
 
 def encode_acks(acks: Iterable[Ack]) -> bytes:
     """A message of acknowledgements."""
-    return b"".join(ACK.pack(ack.key, ack.index, ack.verdict) for ack in acks)
+    return b"".join(ACK.pack(ack.key, ack.index, ack.verdict, ack.stopped) for ack in acks)
 
 
 def decode_acks(message: bytes) -> list[Ack]:
     """The acknowledgements of a message; raises ``struct.error`` or ``ValueError`` if malformed."""
-    return [Ack(key, index, Verdict(verdict)) for key, index, verdict in ACK.iter_unpack(message)]
+    return [
+        Ack(key, index, Verdict(verdict), stopped)
+        for key, index, verdict, stopped in ACK.iter_unpack(message)
+    ]
 
 
 def encode_keys(keys: Iterable[int]) -> bytes:

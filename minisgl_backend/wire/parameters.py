@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from minisgl_backend.request import MAX_SAMPLES
 from minisgl_backend.wire.entries import Input, Kind, Output, Tensor
 
 
@@ -70,6 +71,22 @@ INPUTS: Final[tuple[Input, ...]] = (
     ),
     Input(name="input_ids", kind=Kind.INTEGERS, meaning="the prompt as token ids", top_level=True),
     _text("sampling_parameters", "a JSON object of the parameters below", top_level=True),
+    _integer(
+        "n",
+        "samples of the answer, 1 .. 64, each in its place of the outputs; sample i has the seed "
+        "seed + i, modulo 2**64",
+        synonyms=("num_return_sequences",),
+        default=1,
+        minimum=1,
+        maximum=MAX_SAMPLES,
+    ),
+    _integer(
+        "best_of",
+        "samples to make, n .. 64; the answer is the n of the highest cumulative_logprob, the "
+        "highest first. n if absent; more than n is refused with stream",
+        minimum=1,
+        maximum=MAX_SAMPLES,
+    ),
     _flag("stream", "false: exactly one response; true: one whenever there is new text"),
     _flag(
         "exclude_input_in_output",
@@ -181,7 +198,6 @@ INPUTS: Final[tuple[Input, ...]] = (
     _integer("min_chunk_interval_ms", "the least time in ms between two responses", minimum=0),
     _flag("stop_request", "cancel all live requests that have this request id"),
     _integer("beam_width", "1; declared for tensorrtllm clients", default=1),
-    _integer("num_return_sequences", "1; declared for tensorrtllm clients", default=1),
     _number("length_penalty", "1; declared for tensorrtllm clients", 1.0),
     Input(
         name="bad_words",
@@ -210,18 +226,21 @@ OUTPUTS: Final[tuple[Output, ...]] = (
         kind=Kind.TEXT,
         meaning="the delta (stream) or the whole text; never half a character",
         text_only=True,
+        each=True,
     ),
     Output(
         name="finish_reason",
         kind=Kind.TEXT,
         meaning="None while running, then stop, length, cancelled or timeout",
         asked_by=("return_finish_reason",),
+        each=True,
     ),
     Output(
         name="stop_reason",
         kind=Kind.TEXT,
         meaning="the stop string or token id that matched, as JSON; else null",
         asked_by=("return_stop_reason",),
+        each=True,
     ),
     Output(
         name="num_input_tokens",
@@ -234,6 +253,7 @@ OUTPUTS: Final[tuple[Output, ...]] = (
         kind=Kind.COUNT,
         meaning="tokens of this response; they add up to the total",
         asked_by=("return_num_output_tokens",),
+        each=True,
     ),
     Output(
         name="num_cached_tokens",
@@ -247,6 +267,7 @@ OUTPUTS: Final[tuple[Output, ...]] = (
         meaning="JSON list, one a token: {token id: {logprob, rank, decoded_token}}, of the chosen "
         "token first; null without num_logprobs",
         asked_by=("return_logprobs",),
+        each=True,
     ),
     Output(
         name="prompt_logprobs",
@@ -267,17 +288,19 @@ OUTPUTS: Final[tuple[Output, ...]] = (
         kind=Kind.NUMBER,
         meaning="sum over the chosen tokens so far",
         asked_by=("return_cumulative_logprob",),
+        each=True,
     ),
     Output(
         name="cum_log_probs",
         kind=Kind.NUMBER,
         meaning="the same, as the TensorRT-LLM backend has it",
         asked_by=("return_log_probs",),
+        each=True,
     ),
     Output(
         name="output_log_probs",
         kind=Kind.NUMBER_ROWS,
-        meaning="the logprobs of this response's chosen tokens",
+        meaning="the logprobs of this response's chosen tokens, a row a sample, filled up with 0",
         asked_by=("return_log_probs",),
     ),
     *(
@@ -314,10 +337,7 @@ CHUNK: Final = Tensor(name="chunk", kind=Kind.BYTES)
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
-        "n": (1,),
-        "best_of": (1,),
         "beam_width": (1,),
-        "num_return_sequences": (1,),
         "length_penalty": (1,),
         "use_beam_search": (False,),
         "early_stopping": (False,),

@@ -145,10 +145,16 @@ def build(
         raise Unsupported("exclude_input_in_output must be true with stream")
     if prompts == ["messages"] and not given["exclude_input_in_output"]:
         raise Unsupported("exclude_input_in_output must be true with messages")
+    n = given["n"]
+    best_of = n if given["best_of"] is None else given["best_of"]
+    if best_of < n:
+        raise InvalidRequest(f"best_of must be >= n {n}, got {best_of}")
+    if best_of > n and given["stream"]:
+        raise Unsupported(f"best_of must be n, {n}, with stream, got {best_of}")
     return Generation(
         prompt=_prompt(given, limits),
         arrival_time_ns=arrival_time_ns,
-        sampling=_sampling(given, wanted),
+        sampling=_sampling(given, wanted, is_ranked=best_of > n),
         fit_max_tokens=given["fit_max_tokens"],
         seed=given["seed"],
         stop_strings=tuple(dict.fromkeys(given["stop"])),
@@ -160,6 +166,8 @@ def build(
         cache_salt=given["cache_salt"],
         min_chunk_interval_ms=given["min_chunk_interval_ms"],
         wanted=wanted,
+        n=n,
+        best_of=best_of,
     )
 
 
@@ -212,7 +220,7 @@ def _prompt(given: Mapping[str, Any], limits: Limits) -> Prompt:
     return TokenPrompt(ids)
 
 
-def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
+def _sampling(given: Mapping[str, Any], wanted: Wanted, *, is_ranked: bool) -> SamplingParams:
     if given["min_tokens"] > given["max_tokens"]:
         raise InvalidRequest(
             f"min_tokens must be <= max_tokens {given['max_tokens']}, got {given['min_tokens']}"
@@ -220,6 +228,8 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
     grammar = grammar_of(given)
     if given["embed"] and given["max_tokens"]:
         raise InvalidRequest(f"max_tokens must be 0 with embed, got {given['max_tokens']}")
+    if given["embed"] and max(given["n"], given["best_of"] or 1) > 1:
+        raise InvalidRequest("n and best_of must be 1 with embed, which generates nothing")
     if given["embed"] and grammar is not None:
         raise InvalidRequest("a form of the answer does not go with embed, which generates nothing")
     is_for_prompt = given["embed"] or given["num_prompt_logprobs"] is not None
@@ -228,7 +238,7 @@ def _sampling(given: Mapping[str, Any], wanted: Wanted) -> SamplingParams:
     num_logprobs: int | None = None
     if wanted.logprobs:
         num_logprobs = given["num_logprobs"]
-    elif wanted.log_probs or wanted.cumulative_logprob:
+    elif wanted.log_probs or wanted.cumulative_logprob or is_ranked:
         num_logprobs = 0
     return SamplingParams(
         max_tokens=given["max_tokens"],

@@ -80,7 +80,7 @@ def decode_record(
         found["input_ids"] = values.token_ids("input_ids", input_ids)
     request = build(found, arrival_time_ns=arrival, limits=limits)
     if is_stopped:
-        return Stopped(wanted=request.wanted)
+        return Stopped(wanted=request.wanted, n=found.get("n", 1))
     if isinstance(request, StopRequest):
         return request
     sampling = _after_thinking(request.sampling, record.get("thinking"))
@@ -104,7 +104,7 @@ def _after_thinking(sampling: SamplingParams, thinking: Any) -> SamplingParams:
 def _given(request: Generation | StopRequest | Stopped) -> dict[str, Any]:
     given: dict[str, Any] = dict.fromkeys(request.wanted.flags(), True)
     if isinstance(request, Stopped):
-        return given
+        return given if request.n == 1 else {**given, "n": request.n}
     if isinstance(request, StopRequest):
         return {**given, "stop_request": True}
     sampling = request.sampling
@@ -121,6 +121,8 @@ def _given(request: Generation | StopRequest | Stopped) -> dict[str, Any]:
         "timeout_ms": request.timeout_ms,
         "cache_salt": request.cache_salt,
         "min_chunk_interval_ms": request.min_chunk_interval_ms,
+        "n": request.n,
+        "best_of": request.best_of if request.best_of != request.n else None,
     }
     given.update((name, value) for name, value in said.items() if value != DEFAULTS[name])
     if sampling.grammar is not None:

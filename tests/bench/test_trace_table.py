@@ -33,17 +33,17 @@ def _event(name: str, begin: float, duration: float, cat: str = "kernel") -> dic
 def test_shares_and_idle_time_add_up_though_kernels_overlap() -> None:
     table = tabulate(
         [
-            Kernel("_silu_mul", 110, 10),
+            Kernel("_gated_mul", 110, 10),
             Kernel("_decode_attention", 0, 60),
             Kernel("_qk_norm_rope_store", 50, 30),  # begins early and waits
-            Kernel("_silu_mul", 55, 5),  # within another
-            Kernel("_silu_mul", 90, 10),
+            Kernel("_gated_mul", 55, 5),  # within another
+            Kernel("_gated_mul", 90, 10),
         ]
     )
     assert table.wall_us == 120
     assert table.idle_us == 20
     assert next(iter(table.lines)) == "_decode_attention"
-    silu = table.lines["_silu_mul"]
+    silu = table.lines["_gated_mul"]
     assert (silu.count, silu.total_us, silu.own_us) == (3, 25, 20)
     assert table.lines["_qk_norm_rope_store"].own_us == 20
     assert sum(table.shares().values()) == pytest.approx(1)

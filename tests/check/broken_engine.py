@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -79,12 +80,12 @@ class _OtherTokens(PendingWrapper):
 class BrokenEngine(Engine):
     _descriptors: tuple[int, ...] = ()
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit_samples(self, samples: Sequence[Request], sinks: Sequence[Sink]) -> None:
         if is_broken(Broken.PATH):
             raise InvalidRequest(f"cannot read {__file__}")
         if is_broken(Broken.DESCRIPTORS):
             self._descriptors = tuple(os.dup(0) for _ in range(10))
-        super().submit(request, sink)
+        super().submit_samples(samples, sinks)
 
     def abort(
         self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED

@@ -201,8 +201,10 @@ PARAMETERS: dict[str, Any] = {
     "guided_decoding_guide_type": "json",
     "guided_decoding_guide": "[a-f]+",
     "sampling_parameters": {"max_tokens": "3"},
-    "beam_width": 1,
+    "n": 1,
     "num_return_sequences": 1,
+    "best_of": 1,
+    "beam_width": 1,
     "length_penalty": 1.0,
     "bad_words": "",
     "return_context_logits": False,
@@ -226,7 +228,7 @@ OF_CHATS: dict[str, Any] = {
 
 
 def test_every_input_is_a_parameter_or_an_argument() -> None:
-    parameters = {*PARAMETERS, *OF_CHATS}
+    parameters = {*PARAMETERS, *OF_CHATS, "embed"}  # whose answer is no text
     assert set(Parameters.__annotations__) == parameters == set(wire.INPUTS) - ARGUMENTS
 
 

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -151,7 +152,7 @@ class Waiting:
         self.is_cancelled = False
         self.is_asked = threading.Event()
         self.may_start = threading.Event()
-        self._deltas = iter([Delta("more")] * 10)
+        self._deltas = iter([[Delta("more")]] * 10)
 
     def start(self, request: Request, timeout_ms: int | None) -> Call:
         self.num_started += 1
@@ -164,7 +165,7 @@ class Waiting:
         self.is_asked.set()
         assert self.may_start.wait(PATIENCE_S)
 
-    def read(self) -> Delta | None:
+    def read(self) -> Sequence[Delta] | None:
         return next(self._deltas, None)
 
     def cancel(self) -> None:

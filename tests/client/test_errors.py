@@ -61,7 +61,9 @@ THERE: list[tuple[dict[str, Any], type[MinisglError], str]] = [
     ),
     ({"prompt": "x", "tempreature": 1.0}, InvalidArgument, "unknown parameter 'tempreature'; did"),
     ({"prompt": "x", "logit_bias": "["}, InvalidArgument, "logit_bias must be valid JSON"),
-    ({"prompt": "x", "n": 2}, Unsupported, "n is not supported, got 2"),
+    ({"prompt": "x", "suffix": "y"}, Unsupported, "suffix is not supported, got 'y'"),
+    ({"prompt": "x", "n": 0}, InvalidArgument, "n must be"),
+    ({"prompt": "x", "n": 3, "best_of": 2}, InvalidArgument, "best_of must be >= n 3, got 2"),
     ({"prompt": "x", "bad_words": ["a", "b"]}, Unsupported, "bad_words is not supported"),
     ({"prompt": "x", "length_penalty": 0.5}, Unsupported, "length_penalty is not supported"),
 ]
@@ -81,7 +83,7 @@ def test_wrong_values(server: TritonServer, way: Way) -> None:
 @all_ways
 def test_neutral_values_of_what_is_not_offered_pass(server: TritonServer, way: Way) -> None:
     neutral: dict[str, Any] = {
-        "n": 1,
+        "suffix": "",
         "use_beam_search": False,
         "length_penalty": 1.0,
         "bad_words": [],

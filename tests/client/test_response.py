@@ -6,7 +6,7 @@ import json
 
 import pytest
 from minisgl_client import Delta, MinisglError, ServerError
-from minisgl_client.response import EventReader, delta_of_event, json_object
+from minisgl_client.response import EventReader, deltas_of_event, json_object
 
 EVENTS = [{"text_output": "a\u2028b\x85c\n"}, {"text_output": "猫", "finish_reason": "stop"}]
 BODY = b"".join(
@@ -21,9 +21,9 @@ def test_events_however_they_are_cut(size: int) -> None:
     pieces = [BODY[begin : begin + size] for begin in range(0, len(BODY), size)]
     found = [json_object(event) for piece in pieces for event in reader.feed(piece)]
     assert found == EVENTS
-    assert [delta_of_event(event) for event in found] == [
-        Delta("a\u2028b\x85c\n"),
-        Delta("猫", "stop"),
+    assert [deltas_of_event(event) for event in found] == [
+        [Delta("a\u2028b\x85c\n")],
+        [Delta("猫", "stop")],
     ]
 
 
@@ -35,9 +35,9 @@ def test_what_is_not_from_triton(data: bytes) -> None:
 
 def test_an_error_inside_a_stream() -> None:
     with pytest.raises(MinisglError, match=r"^queue full$"):
-        delta_of_event({"error": "in ensemble 'minisgl', UNAVAILABLE: queue full"})
+        deltas_of_event({"error": "in ensemble 'minisgl', UNAVAILABLE: queue full"})
 
 
 def test_a_model_that_is_none_for_texts() -> None:
     with pytest.raises(ServerError, match="answered without text_output"):
-        delta_of_event({"model_name": "llm_engine", "output_ids": [5]})
+        deltas_of_event({"model_name": "llm_engine", "output_ids": [5]})

@@ -13,6 +13,14 @@ from typing import Any, Final
 
 import torch
 from transformers import (
+    Dots1Config,
+    Dots1ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -36,9 +44,15 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -122,6 +136,35 @@ def _qwen3_moe(**changes: Any) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**values))
 
 
+def _qwen2_moe(**changes: Any) -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    values = {**_SHAPE, **experts, "shared_expert_intermediate_size": 80, **changes}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**values))
+
+
+def _sigmoid_experts(**changes: Any) -> dict[str, Any]:
+    """Experts by the router of DeepSeek-V3, from the second layer on."""
+    experts = {"moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 3}
+    experts |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True}
+    return {**_SHAPE, **experts, "num_hidden_layers": 3, "routed_scaling_factor": 2.5, **changes}
+
+
+def _glm4_moe(**changes: Any) -> PreTrainedModel:
+    return _corrected(Glm4MoeForCausalLM(Glm4MoeConfig(**_sigmoid_experts(**changes))))
+
+
+def _dots1(**changes: Any) -> PreTrainedModel:
+    return _corrected(Dots1ForCausalLM(Dots1Config(**_sigmoid_experts(**changes))))
+
+
+def _corrected(model: PreTrainedModel) -> PreTrainedModel:
+    """With corrections of the routers that change which experts are taken."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.4, 0.4, len(buffer)))
+    return model
+
+
 def _ministral(**changes: Any) -> PreTrainedModel:
     return MinistralForCausalLM(MinistralConfig(**{**_SHAPE, "head_dim": 32, **changes}))
 
@@ -172,6 +215,29 @@ def _smollm3(**changes: Any) -> PreTrainedModel:
     return SmolLM3ForCausalLM(SmolLM3Config(**values))
 
 
+_GEMMA: Final = MappingProxyType(
+    {
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }
+)
+
+
+def _gemma3(**changes: Any) -> PreTrainedModel:
+    return Gemma3ForCausalLM(Gemma3TextConfig(**{**_SHAPE, **_GEMMA, **changes}))
+
+
+def _gemma3_seeing() -> PreTrainedModel:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = {**_SHAPE, **_GEMMA, "attention_bias": True}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(config)
+
+
 def _longrope(num_frequencies: int) -> dict[str, Any]:
     """Sequences stay within the original context, as they do in the engine."""
     short = [1.0 + 0.3 * index for index in range(num_frequencies)]
@@ -210,8 +276,8 @@ def _qwen3_5(**changes: Any) -> PreTrainedModel:
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**_SHAPE, **_DELTA, **changes}))
 
 
-def _qwen3_5_multimodal(**changes: Any) -> PreTrainedModel:
-    vision = {
+_SIGHT: Final = MappingProxyType(
+    {
         "depth": 1,
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -219,8 +285,28 @@ def _qwen3_5_multimodal(**changes: Any) -> PreTrainedModel:
         "out_hidden_size": _SHAPE["hidden_size"],
         "num_position_embeddings": 16,
     }
-    config = Qwen3_5Config(text_config={**_SHAPE, **_DELTA}, vision_config=vision, **changes)
+)
+
+
+def _qwen3_5_multimodal(**changes: Any) -> PreTrainedModel:
+    text, vision = {**_SHAPE, **_DELTA}, dict(_SIGHT)
+    config = Qwen3_5Config(text_config=text, vision_config=vision, **changes)
     return Qwen3_5ForConditionalGeneration(config)
+
+
+def _qwen3_5_moe_text() -> dict[str, Any]:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    shape = {key: value for key, value in _SHAPE.items() if key != "intermediate_size"}
+    return {**shape, **_DELTA, **experts, "shared_expert_intermediate_size": 80}
+
+
+def _qwen3_5_moe() -> PreTrainedModel:
+    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**_qwen3_5_moe_text()))
+
+
+def _qwen3_5_moe_multimodal() -> PreTrainedModel:
+    config = Qwen3_5MoeConfig(text_config=_qwen3_5_moe_text(), vision_config=dict(_SIGHT))
+    return Qwen3_5MoeForConditionalGeneration(config)
 
 
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
@@ -283,6 +369,15 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             },
             layer_types=["sliding_attention", "full_attention"] * 2,
         ),
+        "gemma3": _gemma3,
+        "gemma3-stretched": lambda: _gemma3(
+            rope_parameters={
+                "full_attention": _linear(8.0),
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            tie_word_embeddings=False,
+        ),
+        "gemma3-seeing": _gemma3_seeing,
         "granite": _granite,
         "granite-tied": lambda: _granite(
             tie_word_embeddings=True, attention_bias=True, mlp_bias=True, logits_scaling=8.0
@@ -305,14 +400,37 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             use_sliding_window=True,
             sliding_window=20,
         ),
+        "qwen3.5-experts": _qwen3_5_moe,
+        "qwen3.5-experts-multimodal": _qwen3_5_moe_multimodal,
+        "qwen2-moe": _qwen2_moe,
+        "qwen2-moe-normalized": lambda: _qwen2_moe(
+            norm_topk_prob=True, decoder_sparse_step=2, num_hidden_layers=4, qkv_bias=False
+        ),
+        "glm4-moe": _glm4_moe,
+        "glm4-moe-groups": lambda: _glm4_moe(
+            n_group=4,
+            topk_group=2,
+            use_qk_norm=True,
+            attention_bias=True,
+            norm_topk_prob=False,
+            n_shared_experts=1,
+        ),
+        "dots1": _dots1,
+        "dots1-window": lambda: _dots1(
+            sliding_window=20, max_window_layers=1, n_group=2, topk_group=1, attention_bias=True
+        ),
     }
 )
+
+
+_SEEDS: Final = MappingProxyType({"dots1": 1001, "glm4-moe-groups": 1002})
+"""Of checkpoints that come near a tie with the seed of their place in ``CASES``."""
 
 
 def write_checkpoint(case: str, folder: Path, *, shard_size: str = "5GB") -> Any:
     """Make the model of ``case`` from a fixed seed and save it; returns it for reference."""
     model: Any = CASES[case]()
-    _draw(model, seed=list(CASES).index(case))
+    _draw(model, seed=_SEEDS.get(case, list(CASES).index(case)))
     model.eval()
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model

@@ -155,7 +155,10 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             ),
         )
         config = SchedulerConfig(
-            max_running_requests=MAX_ROWS, max_prefill_tokens=chunk, reserve_tokens=reserve_tokens
+            max_running_requests=MAX_ROWS,
+            max_prefill_tokens=chunk,
+            reserve_tokens=reserve_tokens,
+            has_states=states is not None,
         )
         cache: KVCache = NaiveCache(num_pages, page_size)
         if radix and states is not None:

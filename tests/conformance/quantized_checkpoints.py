@@ -222,6 +222,11 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             fp8_tensor,
             _compressed("float-quantized", _group("tensor"), _group("tensor", dynamic=False)),
         ),
+        "fp8-blocks-stacked-moe": Case(
+            fp8_blocks,
+            {**_FP8, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]},
+            model="quantized-moe",
+        ),
         "ct-fp8-channel-moe": Case(
             fp8_channel,
             _compressed("float-quantized", _group("channel"), _group("token", dynamic=True)),
@@ -321,7 +326,7 @@ def write_quantized(case: str, folder: Path) -> Any:
         what.pack, folder, model=what.model, projections=projections, plain_in=plain_in
     )
     if "stacked" in case:
-        stack_experts(folder / "model.safetensors")
+        stack_experts(folder / "model.safetensors", in_turn="mxfp4" in case)
     config = json.loads((folder / "config.json").read_text())
     if what.config is not None:
         config["quantization_config"] = dict(what.config)
@@ -331,22 +336,28 @@ def write_quantized(case: str, folder: Path) -> Any:
     return theirs
 
 
-def stack_experts(path: Path) -> None:
-    """One tensor for all experts, as gpt-oss has them; the rows of gates and ups alternate."""
+def stack_experts(path: Path, *, in_turn: bool) -> None:
+    """One tensor for all experts: as gpt-oss has them, the rows of gates and ups ``in_turn``, or as
+    newer versions of transformers do, gates above ups."""
     tensors = load_file(path)
     modules = {match[1] for name in tensors if (match := re.match(r"(.*experts)\.\d", name))}
     for module in modules:
-        for old, new in (("weight_packed", "blocks"), ("weight_scale", "scales")):
+        kinds = {"weight": "", "weight_scale_inv": "_scale_inv"}
+        if in_turn:
+            kinds = {"weight_packed": "_blocks", "weight_scale": "_scales"}
+        for old, new in kinds.items():
             held = [name for name in tensors if name.startswith(module) and name.endswith(old)]
             of = {
                 part: torch.stack([tensors.pop(name) for name in sorted(held) if part in name])
                 for part in ("gate_proj", "up_proj", "down_proj")
             }  # [experts, rows, width] each
-            gate_up = torch.stack([of["gate_proj"], of["up_proj"]], dim=2).flatten(1, 2)
+            gate_up = torch.cat([of["gate_proj"], of["up_proj"]], dim=1)
+            if in_turn:
+                gate_up = torch.stack([of["gate_proj"], of["up_proj"]], dim=2).flatten(1, 2)
             for name, stack in (("gate_up_proj", gate_up), ("down_proj", of["down_proj"])):
-                if new == "blocks":
+                if new == "_blocks":
                     stack = stack.view(*stack.shape[:2], -1, 16)
-                tensors[f"{module}.{name}_{new}"] = stack
+                tensors[f"{module}.{name}{new}"] = stack
     save_file(tensors, path)
 
 

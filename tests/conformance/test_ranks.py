@@ -20,7 +20,8 @@ from minisgl_backend.models.build import build_model
 from minisgl_backend.models.token_mixing import RecurrentRows, Segment
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.precheck import checked_spec
-from tests.conformance.checkpoints import write_checkpoint
+from tests.conformance.checkpoints import CASES, write_checkpoint
+from tests.conformance.quantized_checkpoints import write_quantized
 from tests.parallel.threads import on_ranks
 
 CPU = torch.device("cpu")
@@ -38,8 +39,11 @@ PAGE_SIZE = 16
         "mistral3-tied",
         "phi3-partial",
         "olmo2-biases",
+        "gemma3-seeing",
         "granite-tied",
         "smollm3",
+        "qwen2-moe",
+        "glm4-moe-groups",
         "qwen3.5-tied",
     ],
 )
@@ -57,13 +61,44 @@ def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
         torch.testing.assert_close(logits, whole, atol=atol, rtol=1e-4)
 
 
-def logits_of_prompt(folder: Path, group: Group, quantization: str | None = None) -> Tensor:
-    """Logits of every position of one prompt on a rank of the group; ``quantization`` as the
-    option has it."""
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "case", ["qwen2-moe", "glm4-moe-groups", "awq-64-moe", "mxfp4-stacked-moe"]
+)
+def test_logits_of_whole_experts_are_equal(case: str, size: int, tmp_path: Path) -> None:
+    """Other ranks' experts are not read, in files of one tensor an expert and of one for all."""
+    if case in CASES:
+        write_checkpoint(case, tmp_path)
+    else:
+        write_quantized(case, tmp_path)
+
+    def work(group: Group) -> Tensor:
+        return logits_of_prompt(tmp_path, group, expert_parallel=True)
+
+    whole = logits_of_prompt(tmp_path, OneRank())
+    for logits in on_ranks(size, work):
+        torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
+
+
+def logits_of_prompt(
+    folder: Path,
+    group: Group,
+    quantization: str | None = None,
+    *,
+    expert_parallel: bool = False,
+) -> Tensor:
+    """Logits of every position of one prompt on a rank of the group; ``quantization`` and
+    ``expert_parallel`` as the options have them."""
     spec = checked_spec(EngineOptions(quantization=quantization), folder, None)
     shape = spec.attention_shape(group.size)
     model = build_model(
-        spec, folder, dtype=torch.float32, device=CPU, group=group, max_sequence_length=64
+        spec,
+        folder,
+        dtype=torch.float32,
+        device=CPU,
+        group=group,
+        max_sequence_length=64,
+        whole_experts=expert_parallel,
     )
     length = 40
     setting = AttentionSetting(

@@ -226,6 +226,7 @@ class FakeExecutor:
                 admission, admission.history.tolist(), admission.num_cached_tokens
             )
         self._grant(plan)
+        self._copy(plan)
         self._read_together(plan)
         sampled, start = [], 0
         for chunk, (row, position, length, samples) in enumerate(
@@ -297,6 +298,16 @@ class FakeExecutor:
             self._page_table[row, index] = page
             if index * self.page_size >= self._rows[row].computed:
                 self._kv[page] = _POISON  # granted to be written: what it held is gone
+
+    def _copy(self, plan: StepPlan) -> None:
+        sources, targets = plan.copy_sources.tolist(), plan.copy_targets.tolist()
+        assert len({*sources} | {*targets}) == len({*sources}) + len(targets)
+        for source, target, length in zip(
+            sources, targets, plan.copy_lengths.tolist(), strict=True
+        ):
+            self._kv[target] = _POISON
+            self._kv[target, :length] = self._kv[source, :length]
+            self._is_nan[target, :length] = self._is_nan[source, :length]
 
     def _read_together(self, plan: StepPlan) -> None:
         """Let each row of a group read the group's pages where the first row has them."""

@@ -22,6 +22,7 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     SamplingParams,
+    samples_of,
 )
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.executor import (
@@ -90,6 +91,7 @@ class Harness:
                 names_groups=True,
                 group_cost_tokens=setup.group_cost_tokens,
                 reserve_tokens=setup.reserve_tokens,
+                has_states=setup.num_snapshots is not None,
             ),
         )
         self.executor = FakeExecutor(
@@ -265,12 +267,24 @@ def random_request(rng: random.Random, setup: Setup, number: int) -> Request:
     )
 
 
+def random_requests(rng: random.Random, setup: Setup) -> list[list[Request]]:
+    """Requests, each with its samples."""
+    found: list[list[Request]] = []
+    for _ in range(rng.randint(1, 12)):
+        number = sum(map(len, found))
+        first = random_request(rng, setup, number)
+        count = rng.choice([1, 1, 2, 5]) if first.sampling.max_tokens else 1
+        found.append(samples_of(first, [RequestId(number + index) for index in range(count)]))
+    return found
+
+
 def run_randomly(harness: Harness, rng: random.Random, *, check: bool) -> None:
     """Requests that come, go, and are aborted at any moment; then ``verify``."""
-    todo = [random_request(rng, harness.setup, number) for number in range(rng.randint(1, 12))]
+    todo = random_requests(rng, harness.setup)
     while todo or harness.scheduler.has_work() or harness.num_in_flight:
         if todo and rng.random() < 0.5:
-            harness.add(todo.pop())
+            for request in todo.pop():
+                harness.add(request)
         if harness.records and rng.random() < 0.05:
             harness.abort(rng.choice(list(harness.records)))
         if harness.num_in_flight and rng.random() < 0.2:

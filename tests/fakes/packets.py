@@ -1,17 +1,47 @@
-"""Packets as tests compare them."""
+"""Packets of streams of one sample, and packets as tests compare them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from minisgl_backend.errors import MiniSGLError
-from minisgl_backend.request import Failed
-from minisgl_backend.wire.packets import Packet
+from minisgl_backend.request import Finished, TokenId, TokenLogprobs
+from minisgl_backend.wire.packets import Packet, SampleNews
+
+
+def make_packet(
+    reply_to: str,
+    key: int,
+    index: int,
+    token_ids: Sequence[TokenId] = (),
+    *,
+    logprobs: Sequence[TokenLogprobs] = (),
+    finish: Finished | None = None,
+    **more: Any,
+) -> Packet:
+    """A packet; the last one if it has a ``finish`` or an ``error``."""
+    news = [SampleNews(list(token_ids), tuple(logprobs), finish)] if token_ids or finish else []
+    is_last = finish is not None or more.get("error") is not None
+    return Packet(reply_to, key, index, news, is_last=is_last, **more)
+
+
+def token_ids_of(packet: Packet) -> list[TokenId]:
+    """All tokens of a packet."""
+    return [token_id for news in packet.news for token_id in news.token_ids]
+
+
+def finish_of(packet: Packet) -> Finished | None:
+    """The end that a packet tells, if any."""
+    return next((news.finish for news in packet.news if news.finish is not None), None)
 
 
 def comparable(packet: Packet) -> tuple[Packet, type[MiniSGLError] | None, str]:
     """All that a packet says; two errors of one class and message are not equal by themselves."""
-    if isinstance(packet.terminal, Failed):
-        error = packet.terminal.error
-        return replace(packet, terminal=None), type(error), str(error)
+    packet = replace(
+        packet, news=[replace(one, logprobs=tuple(one.logprobs)) for one in packet.news]
+    )
+    if packet.error is not None:
+        return replace(packet, error=None), type(packet.error), str(packet.error)
     return packet, None, ""

@@ -76,7 +76,7 @@ def test_bodies(gateway: Gateway, body: bytes) -> None:
         ({"guided_json": {"type": "thing"}}, "guided_json"),
         ({"guided_grammar": "start: nothing"}, "guided_grammar"),
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs"),
-        ({"best_of": 2}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

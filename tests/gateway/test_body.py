@@ -147,14 +147,14 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
         ("prompt", ["letters"] * 17, "prompt must have at most 16 items, got an array of 17 items"),
         ("stop", 7, "stop must be a string or an array, got 7"),
         ("stop", ["a", 7], "stop[1] must be a string, got 7"),
-        ("n", 17, "n must be <= 16, got 17"),
+        ("n", 65, "n must be <= 64, got 65"),
         ("top_p", 0, "top_p must be > 0, got 0"),
         ("user", ["x"] * 100, "user must be a string, got an array of 100 items"),
         ("user", {"a": True}, 'user must be a string, got {"a": true}'),
         ("user", {"a": "x" * 100}, "user must be a string, got an object of 1 item"),
         ("user", [chr(7)], 'user must be a string, got ["\\u0007"]'),
         ("n", "x" * 100, "n must be an integer, got a string of 100 characters"),
-        ("n", 10**99, "n must be <= 16, got a number of 100 digits"),
+        ("n", 10**99, "n must be <= 64, got a number of 100 digits"),
         ("temperature", -0.5, "temperature must be >= 0, got -0.5"),
         ("seed", 2**63, "seed must be < 9223372036854775808, got 9223372036854775808"),
         ("stream", "yes", 'stream must be a boolean, got "yes"'),
@@ -203,7 +203,7 @@ def test_what_is_wrong_is_said(name: str, value: Any, message: str) -> None:
         ({"prompt_logprobs": -1}, "invalid_value", "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs"),
         ({"stream_options": {"x": 1}}, "unknown_parameter", "stream_options.x"),
-        ({"best_of": 2}, "unsupported_parameter", "best_of"),
+        ({"repeat_penalty": 2}, "unsupported_parameter", "repeat_penalty"),
     ],
 )
 def test_codes_are_those_of_openai(fields: dict[str, Any], code: str, param: str) -> None:
@@ -264,7 +264,7 @@ def test_what_is_not_offered_is_refused_but_for_neutral_values(
 
 
 def test_a_flag_is_not_a_neutral_number() -> None:
-    assert told(CompletionRequest, best_of=True).code == "unsupported_parameter"
+    assert told(CompletionRequest, mirostat=False).code == "unsupported_parameter"
 
 
 def test_null_is_absent_whether_the_name_is_known_or_not() -> None:
@@ -317,7 +317,7 @@ HARMLESS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", HARMLESS)
 def test_what_changes_nothing_is_taken(fields: dict[str, Any]) -> None:
-    chat_of(chat(**fields)).generations(Policy(timeout_s=1.0, chat_tokens=5), TEMPLATE)
+    chat_of(chat(**fields)).generation(Policy(timeout_s=1.0, chat_tokens=5), TEMPLATE)
 
 
 def test_what_is_taken_without_effect_is_a_field_that_says_so() -> None:
@@ -420,6 +420,6 @@ def test_hints_to_a_cache_do_not_reach_the_template() -> None:
     message = {"role": "user", "content": [part], "cache_control": hint}
     tool = {"type": "function", "function": {"name": "f"}, "cache_control": hint}
     asked = chat_of(chat(messages=[message], tools=[tool]))
-    (generation,) = asked.generations(Policy(timeout_s=1.0, chat_tokens=5), TEMPLATE)
+    generation = asked.generation(Policy(timeout_s=1.0, chat_tokens=5), TEMPLATE)
     assert generation.messages == [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     assert generation.tools == [{"type": "function", "function": {"name": "f"}}]

@@ -25,19 +25,18 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 
 
 def of_chat(policy: Policy = POLICY, /, **fields: Any) -> Generation:
-    (generation,) = told_chat(HERMES, policy, **fields)
-    return generation
+    return told_chat(HERMES, policy, **fields)
 
 
-def told_chat(shown: ChatFormat, policy: Policy = POLICY, /, **fields: Any) -> list[Generation]:
-    """The generations of a chat with a model whose template shows this."""
+def told_chat(shown: ChatFormat, policy: Policy = POLICY, /, **fields: Any) -> Generation:
+    """The generation of a chat with a model whose template shows this."""
     asked = chat_of(chat(**fields))
-    return asked.generations(policy, Template.of(asked, shown))
+    return asked.generation(policy, Template.of(asked, shown))
 
 
 def form_of(shown: ChatFormat = HERMES, **fields: Any) -> Any:
     """The form that the answer to a chat must have."""
-    (generation,) = told_chat(shown, **fields)
+    generation = told_chat(shown, **fields)
     return generation.parameters.get("structured_outputs")
 
 
@@ -159,12 +158,27 @@ def test_fields_that_contradict_each_other(fields: dict[str, Any], param: str) -
     assert caught.value.param == param
 
 
-def test_choices_of_one_seed_differ_and_are_the_same_each_time() -> None:
-    seeds = [
-        generation.parameters.get("seed")
-        for generation in completion_generations(completion(n=3, seed=2**63 - 1), POLICY)
-    ]
-    assert seeds == [2**63 - 1, 2**63, 2**63 + 1]
+def test_the_choices_of_a_prompt_are_samples_of_one_generation() -> None:
+    (generation,) = completion_generations(completion(n=3, best_of=5, seed=7), POLICY)
+    asked = {name: generation.parameters.get(name) for name in ("n", "best_of", "seed")}
+    assert asked == {"n": 3, "best_of": 5, "seed": 7}
+    assert of_chat(n=3).parameters["n"] == 3
+    assert not of_chat().parameters.keys() & {"n", "best_of"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"n": 3, "best_of": 2}, None),
+        ({"n": 3, "best_of": 4, "stream": True}, "unsupported_parameter"),
+        ({"prompt": ["a", "b"], "best_of": 40}, None),
+    ],
+)
+def test_best_of_is_at_least_n_and_not_streamed(fields: dict[str, Any], code: str | None) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion_generations(completion(**fields), POLICY)
+    assert caught.value.param == "best_of"
+    assert code in (None, caught.value.code)
 
 
 def test_what_sdks_add_to_an_answer_does_not_reach_the_model() -> None:
@@ -190,7 +204,8 @@ def test_the_end_of_a_tool_call_is_a_stop_string() -> None:
 
 def test_several_prompts_make_choices_in_order() -> None:
     generations = completion_generations(completion(prompt=["a", "b"], n=2), POLICY)
-    assert [generation.prompt for generation in generations] == ["a", "a", "b", "b"]
+    assert [generation.prompt for generation in generations] == ["a", "b"]
+    assert [generation.parameters.get("n") for generation in generations] == [2, 2]
     generations = completion_generations(completion(prompt=[[1, 2], [3]]), POLICY)
     assert [generation.input_ids for generation in generations] == [[1, 2], [3]]
     assert of_completion(prompt=[1, 2]).input_ids == [1, 2]
@@ -198,7 +213,7 @@ def test_several_prompts_make_choices_in_order() -> None:
 
 def test_too_many_choices() -> None:
     with pytest.raises(ApiError) as caught:
-        completion_generations(completion(prompt=["a", "b", "c"], n=6), POLICY)
+        completion_generations(completion(prompt=["a", "b", "c"], n=22), POLICY)
     assert caught.value.param == "n"
 
 
@@ -379,7 +394,7 @@ def test_tools_that_are_not_allowed_are_not_told() -> None:
         allowed = {"mode": mode, "tools": [NAMED]}
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
         fields: Any = {"tools": TWO, "tool_choice": choice}
-        (generation,) = told_chat(HERMES, **fields)
+        generation = told_chat(HERMES, **fields)
         assert generation.tools is not None
         assert [tool["function"]["name"] for tool in generation.tools] == ["g"]
         form = generation.parameters.get("structured_outputs")
@@ -388,7 +403,7 @@ def test_tools_that_are_not_allowed_are_not_told() -> None:
 
 def test_strict_tools_follow_their_schemas_and_the_template_does_not_know() -> None:
     strict = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}]
-    (generation,) = told_chat(HERMES, tools=strict)
+    generation = told_chat(HERMES, tools=strict)
     assert generation.tools == TWO[:1]
     tag: Any = generation.parameters["structured_outputs"]
     assert tag["structural_tag"]["triggers"] == ["<tool_call>"]
@@ -464,7 +479,7 @@ def test_wishes_about_thinking_go_to_templates_that_know_them(
     asked = chat_of(chat(**fields))
     shown = replace(HERMES, variables=frozenset(known))
     template = Template.of(asked, shown)
-    (generation,) = asked.generations(POLICY, template)
+    generation = asked.generation(POLICY, template)
     assert generation.parameters.get("chat_template_kwargs", {}) == told
     assert template.unfulfilled == unfulfilled
 
@@ -486,7 +501,7 @@ def test_marks_that_are_special_tokens_stay_in_the_text_that_is_read() -> None:
         (thinking, {}, True),
         (thinking, {"separate_reasoning": False}, False),
     ):
-        (generation,) = told_chat(shown, **fields)
+        generation = told_chat(shown, **fields)
         assert generation.parameters.get("skip_special_tokens", True) is not keeps
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from openai.types import Completion
+from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletionChunk
 
 from tests.gateway.conftest import Gateway
@@ -123,6 +123,61 @@ def test_choices_of_a_stream(client: OpenAI) -> None:
     assert chunks[-1].usage is not None and whole.usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_are_samples_of_one_request(client: OpenAI, gateway: Gateway, stream: bool) -> None:
+    """Each is what a request with its seed gets, and the prompt is computed and counted once."""
+    prompt = f"{'Two foxes' if stream else 'A dog'}: tell me {'a long ' * 30}story about them."
+    fields: dict[str, Any] = {"max_tokens": 12, "extra_body": {"ignore_eos": True}}
+    hot = {**asked(prompt, **fields), "temperature": 1.8}
+    if stream:
+        chunks: list[ChatCompletionChunk] = list(
+            client.chat.completions.create(
+                **hot, seed=40, n=4, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        texts: list[str | None] = [text_of(chunks, index) for index in range(4)]
+        ends = [c.choices[0].index for c in chunks if c.choices and c.choices[0].finish_reason]
+        assert sorted(ends) == [0, 1, 2, 3]
+        used = chunks[-1].usage
+    else:
+        answer = client.chat.completions.create(**hot, seed=40, n=4)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        texts = [choice.message.content for choice in answer.choices]
+        used = answer.usage
+    assert used is not None and used.completion_tokens == 48
+    assert used.prompt_tokens_details is not None
+    assert (used.prompt_tokens_details.cached_tokens or 0) <= 16, "what all chats begin with"
+    own = [client.chat.completions.create(**hot, seed=40 + sample) for sample in range(4)]
+    assert texts == [each.choices[0].message.content for each in own]
+    assert own[0].usage is not None and own[0].usage.prompt_tokens == used.prompt_tokens
+    assert len(set(texts)) == 4
+
+
+def test_the_best_of_several_completions(client: OpenAI) -> None:
+    hot: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": FRANCE,
+        "temperature": 1.8,
+        "seed": 5,
+        "max_tokens": 10,
+        "logprobs": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    every = client.completions.create(**hot, n=6).choices
+    best = client.completions.create(**hot, n=2, best_of=6)
+
+    def likelihood(choice: CompletionChoice) -> float:
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+        return sum(choice.logprobs.token_logprobs)
+
+    ranked = sorted(every, key=likelihood, reverse=True)
+    assert [choice.text for choice in best.choices] == [choice.text for choice in ranked[:2]]
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert best.usage is not None and best.usage.completion_tokens == 20
+    with pytest.raises(openai.BadRequestError, match="best_of must be n, 2, with stream"):
+        client.completions.create(**hot, n=2, best_of=6, stream=True)
 
 
 def test_one_seed_makes_one_answer(client: OpenAI) -> None:

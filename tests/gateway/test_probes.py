@@ -202,7 +202,7 @@ def test_a_slash_at_the_end_of_a_route_that_answers(gateway: Gateway) -> None:
         ("POST", "/v1/v1/messages/count_tokens", "POST /v1/messages/count_tokens"),
         ("POST", "/api/chat", "POST /v1/chat/completions"),
         ("GET", "/api/tags", "GET /v1/models"),
-        ("POST", "/v1/embeddings", None),
+        ("POST", "/v1/moderations", None),
         ("POST", "/v1/audio/speech", None),
     ],
 )

@@ -172,11 +172,12 @@ def test_qk_norm_rope_store(
     expected_k, expected_v = k_caches.clone(), v_caches.clone()
     positions = torch.tensor([0, 1, 49, 7, 7, 3], device=device)
     slots = torch.tensor([3, 19, 0, 8, -1, 12], dtype=torch.int32, device=device)
+    of_q, of_k = torch.rand(2, head_dim, device=device).to(dtype)
+    head_weights = torch.stack([of_q] * num_heads + [of_k] * num_kv_heads)
     arguments: dict[str, Any] = {
         "places": rope_store.TokenPlaces(positions, slots, cos_sin),
         "num_heads": num_heads,
-        "q_weight": torch.rand(head_dim, device=device).to(dtype) if norm else None,
-        "k_weight": torch.rand(head_dim, device=device).to(dtype) if norm else None,
+        "head_weights": head_weights if norm else None,
         "k_scale": torch.tensor([0.5], device=device) if fp8 else None,
         "v_scale": torch.tensor([2.0], device=device) if fp8 else None,
     }

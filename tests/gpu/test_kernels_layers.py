@@ -34,6 +34,7 @@ def test_fused_add_rms_norm(device: torch.device, dtype: torch.dtype, size: int)
 def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int) -> None:
     gate_up = torch.randn(7, 2 * size, device=device).to(dtype)
     assert_close(activation.silu_mul(gate_up), activation.silu_mul_reference(gate_up))
+    assert_close(activation.gelu_mul(gate_up), activation.gelu_mul_reference(gate_up))
 
 
 @pytest.mark.parametrize(

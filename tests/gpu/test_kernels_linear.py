@@ -189,7 +189,8 @@ def check_heads(
     slots[1::7] = -1
     angles = torch.rand(500, head_dim // 2, device=device) * 6
     places = TokenPlaces(positions, slots, torch.cat([angles.cos(), angles.sin()], dim=1))
-    of_heads = normal(2, head_dim, device=device) if norms else (None, None)
+    q_weight, k_weight = normal(2, head_dim, device=device)
+    head_weights = torch.stack([q_weight] * num_heads + [k_weight] * num_kv_heads)
     scales = torch.tensor([[0.5], [0.25]], device=device) if fp8 else (None, None)
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     pages = torch.zeros((40, 2, 16, num_kv_heads, head_dim), device=device).to(dtype)
@@ -197,8 +198,7 @@ def check_heads(
     kernel = HeadsKernel(
         num_heads, num_kv_heads, head_dim, 1024, device, page_size=16, fp8=fp8, cuts=cuts
     )
-    shared: dict[str, Any] = {"q_weight": of_heads[0], "k_weight": of_heads[1]}
-    shared |= {"k_scale": scales[0], "v_scale": scales[1]}
+    shared: dict[str, Any] = {"k_scale": scales[0], "v_scale": scales[1]}
     actual = kernel(
         weight=weight,
         positions=positions,
@@ -206,6 +206,8 @@ def check_heads(
         cos_sin=places.cos_sin,
         keys=pages[:, 0],
         values=pages[:, 1],
+        q_weight=q_weight if norms else None,
+        k_weight=k_weight if norms else None,
         **half_way(x, norm),
         **shared,
     )
@@ -216,6 +218,7 @@ def check_heads(
         expected_pages[:, 0],
         expected_pages[:, 1],
         num_heads=num_heads,
+        head_weights=head_weights if norms else None,
         eps=EPS,
         **shared,
     )

@@ -243,8 +243,9 @@ def test_experts_of_a_rank(device: torch.device, num_tokens: int, size: int) -> 
     gate_up, down = gate_up.bfloat16(), down.bfloat16()
     scores = torch.randn(num_tokens, num_experts, device=device).softmax(dim=-1)
     weights, ids = scores.topk(top_k, dim=-1)
-    expected = moe.fused_experts_reference(x, gate_up, down, ids, weights)
-    found = moe.fused_experts(x, gate_up, down, ids, weights)
+    experts, choices = moe.ExpertWeights(gate_up, down), moe.Choices(ids, weights)
+    expected = moe.fused_experts_reference(x, experts, choices)
+    found = moe.fused_experts(x, experts, choices)
     assert_close(found, expected, tolerance=1.5e-2)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.request import SamplingParams
+from minisgl_backend.request import Request, SamplingParams, samples_of
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE
 from tests.parallel.engines import (
     WAIT_S,
@@ -63,11 +63,41 @@ def test_tokens_are_those_of_one_rank(
         check_equal(serve(ranked), of_one_rank(case))
 
 
+def test_tokens_of_whole_experts(
+    checkpoints: Path, of_one_rank: Callable[[str], list[Answer]]
+) -> None:
+    options = {**OPTIONS, "expert_parallel": True}
+    with ranked_engine(2, checkpoints / "qwen3-moe", **options) as ranked:
+        check_equal(serve(ranked), of_one_rank("qwen3-moe"))
+
+
 def test_tokens_of_steps_that_do_not_overlap(
     checkpoints: Path, of_one_rank: Callable[[str], list[Answer]]
 ) -> None:
     with ranked_engine(2, checkpoints / "qwen3", overlap=False, **OPTIONS) as ranked:
         check_equal(serve(ranked), of_one_rank("qwen3"))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", [None, "fp8_e4m3"])
+def test_samples_of_two_ranks(checkpoints: Path, kv_cache_dtype: str | None) -> None:
+    """Each rank copies its share of the prompt's last page."""
+    kind = {"kv_cache_dtype": kv_cache_dtype} if kv_cache_dtype else {}
+    asked = SamplingParams(max_tokens=12, temperature=1.1, seed=5)
+    own, together = [], []
+    for size in (1, 2):
+        with ranked_engine(size, checkpoints / "qwen3", **OPTIONS, **kind) as ranked:
+            for prompt in some_prompts(4, vocab_size=VOCAB_SIZE, seed=3):
+                ids = [ranked.engine.new_id() for _ in range(5)]
+                samples = samples_of(Request(id=ids[0], prompt=prompt, sampling=asked), ids)
+                answers = [Answer(request_id) for request_id in ids]
+                ranked.engine.submit_samples(samples, answers)
+                together += answers
+                if size == 1:
+                    own += [ranked.submit(prompt, sample.sampling) for sample in samples]
+            wait_for_all([*own, *together])
+            wait_until(lambda: _all_pages_back(ranked))
+    assert not any(answer.error for answer in together)
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in own * 2]
 
 
 def test_converted_weights_are_those_of_one_rank(checkpoints: Path) -> None:

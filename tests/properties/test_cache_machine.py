@@ -170,7 +170,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert ends[index] == max(shared, default=0) or self.levels(groups, index) == 4
 
     def levels(self, groups: Groups, member: int) -> int:
-        return groups.members.tolist().count(member)
+        return int(np.count_nonzero(groups.members == member))
 
     @rule(lease=consumes(leases))
     def discard(self, lease: Lease) -> None:

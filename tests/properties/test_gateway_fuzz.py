@@ -100,7 +100,7 @@ def test_fields_of_any_value(kind: Any, given_fields: dict[str, Any]) -> None:
         if kind is CompletionRequest:
             generations = completion_generations(request, POLICY)
         else:
-            generations = _chat(request).generations(POLICY, TEMPLATE)
+            generations = [_chat(request).generation(POLICY, TEMPLATE)]
     except ApiError as error:
         check_refusal(error)
         return

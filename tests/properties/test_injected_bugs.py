@@ -20,6 +20,7 @@ from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import Groups
 from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
@@ -113,6 +114,16 @@ def matched_in_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixCache, "acquire", acquire_all)
 
 
+def copied_in_part(patch: pytest.MonkeyPatch) -> None:
+    """A sample gets its leader's last page without the last position that is copied."""
+    copy = Draft.copy
+    patch.setattr(
+        Draft,
+        "copy",
+        lambda self, source, target, length: copy(self, source, target, length - 1),
+    )
+
+
 def grouped_too_far(patch: pytest.MonkeyPatch) -> None:
     """Rows of a group are said to share one page more than they do."""
     groups = RadixCache.groups
@@ -184,6 +195,7 @@ BUGS: list[Inject] = [
     released_twice,
     wrong_key,
     matched_in_full,
+    copied_in_part,
     grouped_too_far,
     grouped_with_others,
     misplaced_snapshot,

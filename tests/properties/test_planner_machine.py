@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minisgl_backend.request import RequestId
 from tests.fakes.harness import Harness, Setup
 from tests.properties.effort import examples
-from tests.properties.workloads import requests, setups
+from tests.properties.workloads import samples, setups
 
 
 class PlannerMachine(RuleBasedStateMachine):
@@ -22,7 +22,8 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
         number = len(self.harness.records)
-        self.harness.add(data.draw(requests(self.harness.setup, number)))
+        for request in data.draw(samples(self.harness.setup, number)):
+            self.harness.add(request)
 
     @precondition(lambda self: self.harness.records)
     @rule(data=st.data())

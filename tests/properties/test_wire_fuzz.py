@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_backend.config import DEMO_MODEL, Limits
-from minisgl_backend.errors import RequestError
-from minisgl_backend.request import Failed
+from minisgl_backend.errors import InvalidRequest, RequestError
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.tokenizer import PromptEncoder
@@ -154,22 +153,30 @@ def test_records(text: str) -> None:
 
 COUNTS = st.integers(-2, 3) | st.sampled_from([2**31, 2**32, 2**63 - 1])
 LOGPROBS = st.tuples(st.floats(), COUNTS, st.lists(st.tuples(COUNTS, st.floats()), max_size=2))
+NEWS: Final[dict[str, st.SearchStrategy[Any]]] = {
+    "o": st.lists(COUNTS, max_size=3),
+    "l": st.lists(LOGPROBS, max_size=3),
+    "f": st.sampled_from([["length"], ["stop", 1]]),
+}
 PACKETS = st.fixed_dictionaries(
     {
         "r": st.just("/run/acks"),
         "s": st.just(5),
         "i": st.just(0),
-        "d": st.fixed_dictionaries({"n": COUNTS}, optional={"min": COUNTS, "ids": st.just([1])}),
+        "d": st.fixed_dictionaries(
+            {"n": COUNTS},
+            optional={"min": COUNTS, "ids": st.just([1]), "samples": st.tuples(COUNTS, COUNTS)},
+        ),
     },
     optional={
-        "o": st.lists(COUNTS, max_size=3),
+        **NEWS,
+        "m": st.lists(st.fixed_dictionaries({"n": COUNTS}, optional=NEWS), max_size=2),
+        "z": st.just(1),
         "c": COUNTS,
-        "l": st.lists(LOGPROBS, max_size=3),
-        "f": st.sampled_from([["length"], ["stop", 1]]),
         "t": st.lists(COUNTS, max_size=5),
     },
 )
-PACKET_KEYS = st.sampled_from(list("rsiodclfet"))
+PACKET_KEYS = st.sampled_from(list("rsiodclfetmz"))
 ALL_WANTED = Wanted(**{spec.name: True for spec in fields(Wanted)})
 
 
@@ -185,8 +192,12 @@ def test_chunks(text: str) -> None:
         check_sentence(error)
     else:
         assert comparable(decode_packet(encode_packet(packet))) == comparable(packet)
-        if packet.start is not None and not isinstance(packet.terminal, Failed):
-            answer = AnswerStream(ENCODER.vocabulary, packet.start).push(packet)
+        if packet.start is not None and packet.error is None:
+            try:
+                answer = AnswerStream(ENCODER.vocabulary, packet.start).push(packet)
+            except InvalidRequest as error:
+                check_sentence(error)
+                return
             if answer is not None:
                 answer_arrays(answer, ALL_WANTED, ENCODER.vocabulary.token_text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from minisgl_backend.request import Request, RequestId, SamplingParams
+from minisgl_backend.request import Request, RequestId, SamplingParams, samples_of
 from tests.fakes.executor import Model, tokens_of
 from tests.fakes.harness import Setup
 
@@ -67,8 +67,18 @@ def requests(draw: st.DrawFn, setup: Setup, number: int) -> Request:
 
 
 @st.composite
+def samples(draw: st.DrawFn, setup: Setup, number: int) -> list[Request]:
+    """A request, mostly with further samples, numbered from ``number`` on."""
+    first = draw(requests(setup, number))
+    count = draw(st.sampled_from([1, 2, 3, 7])) if first.sampling.max_tokens else 1
+    return samples_of(first, [RequestId(number + index) for index in range(count)])
+
+
+@st.composite
 def workloads(draw: st.DrawFn) -> tuple[Setup, list[Request]]:
     """A planner, and the requests that it gets."""
     setup = draw(setups())
-    count = draw(st.integers(1, 8))
-    return setup, [draw(requests(setup, number)) for number in range(count)]
+    found: list[Request] = []
+    for _ in range(draw(st.integers(1, 6))):
+        found += draw(samples(setup, len(found)))
+    return setup, found

@@ -11,6 +11,7 @@ from tritonclient.utils import InferenceServerException
 
 from minisgl_backend.server.process import TritonServer
 from tests.server.client import generate
+from tests.waiting import wait_until
 
 MODELS = ("tokenizer", "llm_engine", "detokenizer", "minisgl", "minisgl_batched")
 TEXT = np.array([b"Hello"], dtype=np.object_)
@@ -63,7 +64,7 @@ def test_statistics_count_requests(
 
     before = count()
     assert generate(server, text_input="Hello", max_tokens=2)["text_output"]
-    assert count() > before
+    wait_until(lambda: count() > before)
 
 
 @pytest.mark.parametrize(("model", "shape"), [("minisgl", (1,)), ("minisgl_batched", (1, 1))])

@@ -118,14 +118,7 @@ class Driver:
         broken: tuple[int, ...] = (),
     ) -> Pending:
         """Prefill one chunk of a row, admitting it at ``start`` 0, beside decodes of others."""
-        admission = Admission(
-            request_id=RequestId(100 + row),
-            row=row,
-            num_prompt_tokens=start + len(tokens),
-            num_cached_tokens=0,
-            sampling=sampling or SamplingParams(temperature=0.0),
-            history=_ints(),
-        )
+        admission = _admission(row=row, num_prompt_tokens=start + len(tokens), sampling=sampling)
         return self.launch(
             released_rows=_ints(*released),
             broken_pages=_ints(*broken),
@@ -158,6 +151,23 @@ class Driver:
 def _tokens(pending: Pending) -> list[int]:
     tokens: list[int] = pending.tokens().token_ids.tolist()
     return tokens
+
+
+def _admission(
+    *,
+    row: int,
+    num_prompt_tokens: int,
+    num_cached_tokens: int = 0,
+    sampling: SamplingParams | None = None,
+) -> Admission:
+    return Admission(
+        request_id=RequestId(100 + row),
+        row=row,
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=num_cached_tokens,
+        sampling=sampling or SamplingParams(temperature=0.0),
+        history=_ints(),
+    )
 
 
 def _alone(executor: ModelExecutor, count: int) -> list[int]:
@@ -193,14 +203,7 @@ def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
     expected = _alone(executor, 3)
     driver = Driver(executor)
     _tokens(driver.prefill(0, PROMPT[:4], pages=(1,)))
-    admission = Admission(
-        request_id=RequestId(1),
-        row=1,
-        num_prompt_tokens=len(PROMPT),
-        num_cached_tokens=4,
-        sampling=SamplingParams(temperature=0.0),
-        history=_ints(),
-    )
+    admission = _admission(row=1, num_prompt_tokens=len(PROMPT), num_cached_tokens=4)
     tokens = _tokens(
         driver.launch(
             admissions=(admission,),
@@ -212,6 +215,33 @@ def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
             prefill_lengths=_ints(2),
             prefill_samples=_ints(1),
             prefill_tokens=_ints(*PROMPT[4:]),
+        )
+    )
+    tokens += _tokens(driver.decode((1, 6))) + _tokens(driver.decode((1, 7)))
+    assert tokens == expected
+
+
+def test_the_rest_of_a_prompt_is_copied_from_another_row(executor: ModelExecutor) -> None:
+    """Of the page's positions only those that are named: NaN behind them stays where it is."""
+    expected = _alone(executor, 3)
+    driver = Driver(executor)
+    _tokens(driver.prefill(0, PROMPT[:5], pages=(1, 9), samples=False))
+    _tokens(driver.prefill(0, (POISON,), pages=(), start=5))
+    admission = _admission(row=1, num_prompt_tokens=len(PROMPT), num_cached_tokens=5)
+    tokens = _tokens(
+        driver.launch(
+            admissions=(admission,),
+            grant_rows=_ints(1, 1, 1),
+            grant_indices=_ints(0, 1, 2),
+            grant_pages=_ints(5, 6, 7),
+            copy_sources=_ints(1, 9),
+            copy_targets=_ints(5, 6),
+            copy_lengths=_ints(4, 1),
+            prefill_rows=_ints(1),
+            prefill_starts=_ints(5),
+            prefill_lengths=_ints(1),
+            prefill_samples=_ints(1),
+            prefill_tokens=_ints(*PROMPT[5:]),
         )
     )
     tokens += _tokens(driver.decode((1, 6))) + _tokens(driver.decode((1, 7)))

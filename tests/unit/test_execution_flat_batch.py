@@ -87,5 +87,11 @@ def test_groups_name_decoding_rows_by_their_tokens() -> None:
 
 
 def without_chunks(plan: StepPlan) -> StepPlan:
-    names = ("prefill_rows", "prefill_starts", "prefill_lengths", "prefill_samples")
-    return replace(plan, prefill_tokens=EMPTY, **dict.fromkeys(names, EMPTY))
+    return replace(
+        plan,
+        prefill_rows=EMPTY,
+        prefill_starts=EMPTY,
+        prefill_lengths=EMPTY,
+        prefill_samples=EMPTY,
+        prefill_tokens=EMPTY,
+    )

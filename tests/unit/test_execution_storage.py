@@ -69,3 +69,17 @@ def test_no_memory_for_a_page_is_an_error_with_numbers() -> None:
 
 def test_pages_need_not_hold_a_full_sequence() -> None:
     assert _choose(10_000) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_slots_are_copied_in_all_layers(dtype: torch.dtype) -> None:
+    """More than go at a time."""
+    kv = KVStorage(SHAPE, num_pages=300, page_size=4, dtype=dtype, device=torch.device("cpu"))
+    kv.pages.copy_(torch.randn(kv.pages.shape).to(dtype))
+    before = kv.pages.float()
+    sources, targets = torch.arange(600), torch.arange(600, 1200).flip(0)
+    kv.copy(sources, targets)
+    slots, old = kv.pages.float().flatten(2, 3), before.flatten(2, 3)
+    assert torch.equal(slots[:, :, targets], old[:, :, sources])
+    assert torch.equal(slots[:, :, :600], old[:, :, :600])
+    assert torch.equal(slots[:, :, 1200:], old[:, :, 1200:])

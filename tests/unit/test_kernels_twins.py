@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from functools import partial
@@ -96,6 +97,13 @@ def test_norm_and_gate_round_once(dtype: torch.dtype) -> None:
     assert torch.equal(out, rms_norm.rms_norm(total, weight, 1e-6))
 
 
+def test_gelu_mul() -> None:
+    gate, up = torch.randn(2, 5, 40)
+    out = activation.gelu_mul(torch.cat([gate, up], dim=1))
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    torch.testing.assert_close(out, 0.5 * gate * (1 + inner.tanh()) * up)
+
+
 def test_silu_mul() -> None:
     gate, up = torch.randn(3, 5), torch.randn(3, 5)
     out = activation.silu_mul(torch.cat([gate, up], dim=1))
@@ -183,8 +191,7 @@ def test_rope_store_rotates_norms_and_stores(dtype: torch.dtype, is_strided: boo
         k_cache,
         v_cache,
         num_heads=num_heads,
-        q_weight=q_weight,
-        k_weight=k_weight,
+        head_weights=torch.stack([q_weight] * num_heads + [k_weight] * num_kv_heads),
     )
     rounding = 1e-12 if dtype == torch.float64 else 1e-5
     assert_near = partial(torch.testing.assert_close, rtol=rounding, atol=rounding)
@@ -282,7 +289,8 @@ def test_fused_experts_of_equal_experts_is_one_feed_forward() -> None:
     ids = torch.tensor([[0, 1]] * 6)
     weights = torch.tensor([[0.25, 0.75]] * 6)
     expected = F.linear(activation.silu_mul(F.linear(x, gate_up[0])), down[0])
-    torch.testing.assert_close(moe.fused_experts(x, gate_up, down, ids, weights), expected)
+    actual = moe.fused_experts(x, moe.ExpertWeights(gate_up, down), moe.Choices(ids, weights))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -295,6 +303,7 @@ def test_fused_experts_go_token_by_token(dtype: torch.dtype) -> None:
         for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
             expected[token] += weight * (down[expert] @ (gate / (1 + torch.exp(-gate)) * up))
-    actual = moe.fused_experts(x, gate_up, down, ids.int(), weights)
+    experts, choices = moe.ExpertWeights(gate_up, down), moe.Choices(ids.int(), weights)
+    actual = moe.fused_experts(x, experts, choices)
     torch.testing.assert_close(actual, expected)
     assert actual.dtype == dtype

@@ -6,7 +6,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from minisgl_backend.wire.parse import parse_generation
 from minisgl_backend.wire.record import encode_record
 from minisgl_bench.paced import paced_engine
 from tests.fakes import pb_utils
+from tests.fakes.packets import finish_of, token_ids_of
 from tests.waiting import wait_until
 
 STEP_S = 0.002
@@ -129,7 +130,7 @@ class Reader:
         if response is None:
             return None
         packet = packet_of(response)
-        return packet, packet.token_ids
+        return packet, token_ids_of(packet)
 
     def acknowledge(self, packet: Packet, verdict: Verdict = Verdict.CONTINUE) -> None:
         assert self.channel.acknowledge(packet.reply_to, Ack(packet.key, packet.index, verdict))
@@ -171,14 +172,14 @@ def test_tokens_gather_until_the_last_packet_is_acknowledged(model: Model) -> No
         assert second.index == 1 and second.start is None
         assert len(token_ids) + len(more) >= 29  # the last one may still be on its way
         token_ids += more
-        while second.terminal is None:
+        while not second.is_last:
             reader.acknowledge(second)
             item = reader.next()
             assert item is not None
             second, more = item
             token_ids += more
     assert len(token_ids) == 400
-    assert second.terminal == Finished(FinishReason.LENGTH)
+    assert finish_of(second) == Finished(FinishReason.LENGTH)
     assert asked.sender.is_final
     wait_idle(model)
 
@@ -213,7 +214,7 @@ def test_probes_while_nothing_is_to_be_sent(model: Model) -> None:
             item = reader.next()
             assert item is not None
             packet, token_ids = item
-            assert packet.index == index and not token_ids and packet.terminal is None
+            assert packet.index == index and not token_ids and not packet.is_last
             reader.acknowledge(packet)
         item = reader.next()
         assert item is not None
@@ -342,7 +343,7 @@ def test_a_request_that_was_stopped_in_the_tokenizer(model: Model) -> None:
     response, final = stopped.sender.sent.get(timeout=PATIENCE_S)
     assert final and response is not None
     packet = packet_of(response)
-    assert packet.terminal == Finished(FinishReason.CANCELLED)
+    assert finish_of(packet) == Finished(FinishReason.CANCELLED)
     assert packet.start is not None and packet.start.wanted == Wanted(finish_reason=True)
     assert model.stats()["num_cancelled"] == 1
     wait_open(model, 1)
@@ -384,7 +385,7 @@ def test_stop_request(model: Model, acknowledged: bool) -> None:
         response, final = asked.sender.sent.get(timeout=PATIENCE_S)
     assert response is not None
     if acknowledged:
-        assert packet_of(response).terminal == Finished(FinishReason.CANCELLED)
+        assert finish_of(packet_of(response)) == Finished(FinishReason.CANCELLED)
     wait_open(model, 1)
     other.sender.cancelled = True
     wait_idle(model)
@@ -431,21 +432,21 @@ def test_a_request_that_is_given_up_on_its_way_into_the_engine_ends(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine ignores an abort of what it does not know yet."""
-    submit = model.engine.submit
+    submit = model.engine.submit_samples
     asked = request(max_tokens=5000, stream=True)
     earlier = request(max_tokens=5000, stream=True)
 
-    def late(wanted: Request, sink: Sink) -> None:
+    def late(wanted: Sequence[Request], sinks: Sequence[Sink]) -> None:
         reader.channel.close()
         wait_until(lambda: asked.sender.is_final)
-        submit(wanted, sink)
+        submit(wanted, sinks)
 
     reader = Reader(earlier)
     model.execute([earlier])
     item = reader.next()
     assert item is not None
     reader.acknowledge(item[0])  # so that the engine knows a detokenizer that can go
-    monkeypatch.setattr(model.engine, "submit", late)
+    monkeypatch.setattr(model.engine, "submit_samples", late)
     model.execute([asked])
     response, final = asked.sender.sent.get(timeout=PATIENCE_S)
     error = response.error() if response else None
@@ -461,7 +462,7 @@ def test_an_engine_that_breaks_at_its_door_leaves_no_stream(
     def submit(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(model.engine, "submit", submit)
+    monkeypatch.setattr(model.engine, "submit_samples", submit)
     asked = request(acknowledged=acknowledged)
     model.execute([asked])
     response, final = asked.sender.sent.get(timeout=PATIENCE_S)

@@ -17,7 +17,7 @@ import pytest
 from minisgl_backend import runtime_files
 from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import Overloaded
-from minisgl_backend.request import Failed, Finished, FinishReason, IntArray
+from minisgl_backend.request import Finished, FinishReason, IntArray
 from minisgl_backend.runtime_files import QueueMarker
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.tokenizer import PromptEncoder, RenderedPrompt
@@ -42,6 +42,7 @@ from minisgl_backend.wire.packets import (
 )
 from minisgl_backend.wire.record import decode_record
 from tests.fakes import pb_utils
+from tests.fakes.packets import make_packet
 from tests.waiting import wait_until
 
 PATIENCE_S = 20.0
@@ -132,7 +133,7 @@ def test_text_becomes_ids_and_a_record(tokenizer: Tokenizer) -> None:
 def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
     requests = [
         pb_utils.InferenceRequest({}),
-        pb_utils.InferenceRequest({"text_input": text("x")}, parameters={"n": 3}),
+        pb_utils.InferenceRequest({"text_input": text("x")}, parameters={"suffix": "3"}),
         pb_utils.InferenceRequest({"text_input": text(b"\xff")}),
         pb_utils.InferenceRequest({"text_input": text(b"x" * 13_000_000)}),
         pb_utils.InferenceRequest({"input_ids": np.zeros(3_200_000, dtype=np.int32)}),
@@ -142,7 +143,7 @@ def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
     tokenizer.execute(list(requests))
     messages = [message_of(answer_of(request)) for request in requests]
     assert messages[0].startswith("INVALID_ARG: give one of")
-    assert messages[1].startswith("UNSUPPORTED: n is")
+    assert messages[1].startswith("UNSUPPORTED: suffix is")
     assert messages[2].startswith("INVALID_ARG: ")
     assert messages[3].startswith("INVALID_ARG: a request must be at most")
     assert messages[4].startswith("INVALID_ARG: prompt of 3200000 tokens is too long")
@@ -339,7 +340,7 @@ class Engine:
     ) -> pb_utils.InferenceRequest:
         if index == 0:
             more.setdefault("start", StreamStart(num_input_tokens=3, stream=True))
-        packet = Packet(self.channel.path, key, index, token_ids, **more)
+        packet = make_packet(self.channel.path, key, index, token_ids, **more)
         return pb_utils.InferenceRequest({"chunk": bytes_array(encode_packet(packet))})
 
     def ack(self) -> Ack:
@@ -375,7 +376,7 @@ def test_packets_become_text_and_are_acknowledged(detokenizer: Detokenizer, engi
         if response is not None:  # half a character is nothing to say
             said += outputs(response)["text_output"].item().decode()
         assert engine.ack() == Ack(1, index, Verdict.CONTINUE)
-    last = engine.request(len(engine.ids), [], terminal=Finished(FinishReason.LENGTH))
+    last = engine.request(len(engine.ids), [], finish=Finished(FinishReason.LENGTH))
     said += outputs(take(detokenizer, last))["text_output"].item().decode()
     assert said == "Grüße 🙂 and more"
     assert detokenizer.stats()["num_streams"] == 0
@@ -403,7 +404,7 @@ def test_a_cancelled_client(detokenizer: Detokenizer, engine: Engine) -> None:
     request.sender.cancelled = True
     assert take(detokenizer, request) is None
     assert engine.ack() == Ack(1, 0, Verdict.CANCELLED)
-    last = engine.request(1, [], terminal=Finished(FinishReason.CANCELLED))
+    last = engine.request(1, [], finish=Finished(FinishReason.CANCELLED))
     assert take(detokenizer, last) is None
     assert detokenizer.stats()["num_streams"] == 0
 
@@ -415,7 +416,7 @@ def test_a_stream_that_is_not_known(detokenizer: Detokenizer, engine: Engine) ->
 
 def test_an_error_of_the_engine(detokenizer: Detokenizer, engine: Engine) -> None:
     take(detokenizer, engine.request(0, []))
-    failed = engine.request(1, [], terminal=Failed(Overloaded("too late")))
+    failed = engine.request(1, [], error=Overloaded("too late"))
     assert message_of(take(detokenizer, failed)) == "UNAVAILABLE: too late"
     assert detokenizer.stats()["num_streams"] == 0
 
@@ -447,7 +448,7 @@ def test_packets_that_arrive_after_the_end_of_their_engine(detokenizer: Detokeni
     engine.ack()
     late = engine.request(1, engine.ids.tolist())
     probe = engine.request(2, [])
-    last = engine.request(3, [], terminal=Finished(FinishReason.LENGTH))
+    last = engine.request(3, [], finish=Finished(FinishReason.LENGTH))
     engine.channel.close()
     wait_until(lambda: detokenizer.stats()["num_engines"] == 0)
     assert outputs(take(detokenizer, late))["text_output"].item().decode() == "Grüße 🙂 and more"

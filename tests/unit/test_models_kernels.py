@@ -69,7 +69,7 @@ def pages_of(model: Decoder) -> list[PagedKV]:
         for fused in (True, False)
     ]
     + [("broad", True), ("broad", False)]
-    + [(case, True) for case in ("granite-tied", "olmo2", "phi3-partial", "smollm3")],
+    + [(case, True) for case in ("gemma3", "granite-tied", "olmo2", "phi3-partial", "smollm3")],
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
@@ -157,15 +157,27 @@ class TwinCores:
             squares: Tensor | None,
             eps: float,
             bias: Tensor | None,
+            q_weight: Tensor | None,
+            k_weight: Tensor | None,
             pdl: bool,
-            **norms: Any,
+            **scales: Any,
         ) -> Tensor:
             assert weight.shape == ((num_heads + 2 * num_kv_heads) * head_dim, in_features)
             assert page_size == PAGE_SIZE and not fp8
             qkv = self._linear(x, weight, squares, eps, bias)
             places = TokenPlaces(positions, slots, cos_sin)
+            head_weights = None
+            if q_weight is not None and k_weight is not None:
+                head_weights = torch.stack([q_weight] * num_heads + [k_weight] * num_kv_heads)
             return qk_norm_rope_store_reference(
-                qkv, places, keys, values, num_heads=num_heads, eps=eps, **norms
+                qkv,
+                places,
+                keys,
+                values,
+                num_heads=num_heads,
+                head_weights=head_weights,
+                eps=eps,
+                **scales,
             )
 
         return self._kernel(heads)

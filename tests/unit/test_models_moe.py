@@ -1,4 +1,4 @@
-"""The experts' block equals that of transformers."""
+"""The experts' block equals those of transformers, on one rank and as the sum of several."""
 
 from __future__ import annotations
 
@@ -6,48 +6,202 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from torch import Tensor, nn
+from transformers import Dots1Config, GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.models.dots1.modeling_dots1 import Dots1MoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from minisgl_backend.layers.feed_forward import ExpertsMLP
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.parallel.group import OneRank
+from minisgl_backend.layers.weight_place import collect_places
+from minisgl_backend.parallel.group import Group, OneRank
+
+HIDDEN_SIZE, INNER_SIZE, NUM_EXPERTS = 32, 24, 8
+
+
+class RankAlone(OneRank):
+    """One of several ranks, whose parts the test sums up itself."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+
+def block(
+    spec: ExpertsSpec, group: Group, *, fused: bool = False, whole_experts: bool = False
+) -> ExpertsMLP:
+    return ExpertsMLP(
+        "mlp",
+        HIDDEN_SIZE,
+        spec,
+        fused=fused,
+        whole_experts=whole_experts,
+        group=group,
+        matrices=Matrices(lambda name: None, lambda form: False, fused=fused),
+    )
+
+
+def spec_of(top_k: int = 3, **changes: Any) -> ExpertsSpec:
+    rule = {"num_experts": NUM_EXPERTS, "top_k": top_k, "normalize": True, **changes}
+    return ExpertsSpec(routing=RoutingRule(**rule), intermediate_size=INNER_SIZE)
+
+
+def drawn(kind: Any, config: Any) -> nn.Module:
+    """A block of transformers with random weights."""
+    module: nn.Module = kind(config)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.detach().normal_(std=0.3, generator=generator)
+    return module
+
+
+def fill(ours: ExpertsMLP, theirs: Any) -> None:
+    """Give ours the weights of a block of transformers, by the names of checkpoints."""
+    state = theirs.state_dict()
+    gate_up, down = state.pop("experts.gate_up_proj"), state.pop("experts.down_proj")
+    if "router.bias" in state:  # gpt-oss: transposed, gates and ups in turn
+        gate_up = torch.cat([gate_up[:, :, ::2], gate_up[:, :, 1::2]], dim=2).mT
+        down = down.mT
+    for expert in range(NUM_EXPERTS):
+        gate, up = gate_up[expert].chunk(2)
+        for part, weight in (("gate", gate), ("up", up), ("down", down[expert])):
+            state[f"experts.{expert}.{part}_proj.weight"] = weight
+    places = collect_places(ours)
+    for name, place in places.items():
+        place.draw(state[name])
+    left = state.keys() - places.keys()
+    assert all(any(name.startswith(f"{e[4:]}.") for e in ours.elsewhere()) for name in left)
+
+
+def check(theirs: Any, spec: ExpertsSpec, x: Tensor, *, fused: bool = False) -> None:
+    with torch.no_grad():
+        expected = theirs(x.unsqueeze(0))
+        expected = (expected[0] if isinstance(expected, tuple) else expected).reshape(x.shape)
+        ours = block(spec, OneRank(), fused=fused)
+        fill(ours, theirs)
+        torch.testing.assert_close(ours.part(x, pdl=False), expected, atol=1e-5, rtol=1e-5)
+        for whole_experts in (False, True):
+            total = torch.zeros_like(x)
+            for rank in range(4):
+                part = block(spec, RankAlone(rank, 4), fused=fused, whole_experts=whole_experts)
+                fill(part, theirs)
+                total += part.part(x, pdl=False)
+            torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(params=[1, 2, 50], ids="{} tokens".format)
+def x(request: pytest.FixtureRequest) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(request.param, HIDDEN_SIZE, generator=generator)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("top_k", [1, 3, 8])
-@pytest.mark.parametrize("num_tokens", [1, 2, 50])
 @pytest.mark.parametrize("fused", [True, False])
-def test_equal_to_transformers(normalize: bool, top_k: int, num_tokens: int, fused: bool) -> None:
+def test_softmax_router(normalize: bool, top_k: int, x: Tensor, fused: bool) -> None:
     config = Qwen3MoeConfig(
-        hidden_size=32,
-        moe_intermediate_size=24,
-        num_experts=8,
+        hidden_size=HIDDEN_SIZE,
+        moe_intermediate_size=INNER_SIZE,
+        num_experts=NUM_EXPERTS,
         num_experts_per_tok=top_k,
         norm_topk_prob=normalize,
     )
-    theirs: Any = Qwen3MoeSparseMoeBlock(config)
-    ours = ExpertsMLP(
-        "mlp",
-        32,
-        24,
-        num_experts=8,
-        top_k=top_k,
-        normalize=normalize,
-        fused=fused,
-        group=OneRank(),
-        matrices=Matrices(lambda name: None, lambda form: False, fused=fused),
+    theirs = drawn(Qwen3MoeSparseMoeBlock, config)
+    check(theirs, spec_of(top_k, normalize=normalize), x, fused=fused)
+
+
+def test_shared_expert_with_a_gate(x: Tensor) -> None:
+    config = Qwen2MoeConfig(
+        hidden_size=HIDDEN_SIZE,
+        moe_intermediate_size=INNER_SIZE,
+        shared_expert_intermediate_size=40,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=3,
     )
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, other in (
-            ("gate", theirs.gate.weight),
-            ("gate_up", theirs.experts.gate_up_proj),
-            ("down", theirs.experts.down_proj),
-        ):
-            mine = ours.get_parameter(name)
-            mine.normal_(std=0.3, generator=generator)
-            other.copy_(mine)
-        x = torch.randn(num_tokens, 32, generator=generator)
-        expected = theirs(x.unsqueeze(0)).squeeze(0)
-        torch.testing.assert_close(ours.part(x), expected, atol=1e-5, rtol=1e-5)
+    theirs = drawn(Qwen2MoeSparseMoeBlock, config)
+    shared = SharedExpert(name="shared_expert", intermediate_size=40, gated=True)
+    plain = spec_of(normalize=False)
+    spec = ExpertsSpec(routing=plain.routing, intermediate_size=INNER_SIZE, shared=shared)
+    check(theirs, spec, x)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (2, 1)], ids="{0[1]} of {0[0]}".format)
+def test_sigmoid_router_with_groups(normalize: bool, groups: tuple[int, int], x: Tensor) -> None:
+    config = Dots1Config(
+        hidden_size=HIDDEN_SIZE,
+        moe_intermediate_size=INNER_SIZE,
+        n_routed_experts=NUM_EXPERTS,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        n_group=groups[0],
+        topk_group=groups[1],
+        norm_topk_prob=normalize,
+        routed_scaling_factor=2.5,
+    )
+    theirs = drawn(Dots1MoE, config)
+    rule = RoutingRule(
+        num_experts=NUM_EXPERTS,
+        top_k=3,
+        normalize=normalize,
+        sigmoid=True,
+        corrected=True,
+        scale=2.5,
+        num_groups=groups[0],
+        top_groups=groups[1],
+    )
+    shared = SharedExpert(name="shared_experts", intermediate_size=2 * INNER_SIZE)
+    check(theirs, ExpertsSpec(routing=rule, intermediate_size=INNER_SIZE, shared=shared), x)
+
+
+def test_biases_and_a_clamped_gate(x: Tensor) -> None:
+    config = GptOssConfig(
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=INNER_SIZE,
+        num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=3,
+        swiglu_limit=1.5,
+    )
+    theirs = drawn(GptOssMLP, config)
+    spec = ExpertsSpec(
+        routing=spec_of().routing,
+        intermediate_size=INNER_SIZE,
+        gate=ClampedGate(alpha=1.702, limit=1.5),
+        biases=True,
+        router="router",
+    )
+    check(theirs, spec, 3 * x)
+
+
+def test_corrections_keep_the_precision_of_float32() -> None:
+    spec = spec_of(sigmoid=True, corrected=True)
+    router = block(spec, OneRank()).router
+    router.cast(torch.bfloat16)
+    assert router.correction is not None
+    assert router.correction.dtype == router.weight.dtype == torch.float32
+    plain = block(spec_of(), OneRank()).router
+    plain.cast(torch.bfloat16)
+    assert plain.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 9}, "num_experts_per_tok must be at most 8, got 9"),
+        ({"num_groups": 3}, "1 of 3 groups of 8 experts"),
+        ({"num_groups": 2, "top_groups": 3}, "3 of 2 groups of 8 experts"),
+        ({"num_groups": 8}, "groups of a single expert"),
+        ({"num_groups": 4, "top_k": 3}, "num_experts_per_tok must be at most 2, got 3"),
+    ],
+)
+def test_rules_that_choose_nothing_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec_of(**changes)
+
+
+def test_experts_that_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the number of experts \(8\) .* 3 tensor-parallel"):
+        block(spec_of(), RankAlone(0, 3), whole_experts=True)

@@ -11,8 +11,10 @@ from typing import Any, Final
 import pytest
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.catalog import ARCHITECTURES, load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader, read_json
+from minisgl_backend.models.spec import MoeSpec
 
 # As published: the parts of each config.json that matter.
 LLAMA_3_1_8B: Final[dict[str, Any]] = {
@@ -166,18 +168,123 @@ def test_qwen3() -> None:
     assert parse_spec(values).head_dim == 128
 
 
+QWEN_1_5_MOE: Final[dict[str, Any]] = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN_3_5_MOE: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000},
+    "shared_expert_intermediate_size": 512,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 248320,
+}
+GLM_4_5_AIR: Final[dict[str, Any]] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+DOTS_LLM1: Final[dict[str, Any]] = {
+    "architectures": ["Dots1ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 32768,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000000,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 152064,
+}
+
+
 def test_qwen3_moe() -> None:
     spec = parse_spec(QWEN_3_30B_A3B)
     assert spec.moe is not None
-    assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.intermediate_size) == (128, 8, 768)
-    assert spec.moe.normalize and spec.moe.layers == frozenset(range(48))
+    rule = RoutingRule(num_experts=128, top_k=8, normalize=True)
+    assert spec.moe.experts == ExpertsSpec(routing=rule, intermediate_size=768)
+    assert spec.moe.layers == frozenset(range(48))
     sparse = {**QWEN_3_30B_A3B, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": None}
     spec = parse_spec({**sparse, "num_hidden_layers": 6})
     assert spec.moe is not None and spec.moe.layers == {1, 5}
     assert spec.head_dim == 64
     renamed = {**QWEN_3_30B_A3B, "num_experts": None, "num_local_experts": 16}
     found = parse_spec(renamed).moe
-    assert found is not None and found.num_experts == 16
+    assert found is not None and found.experts.num_experts == 16
     with pytest.raises(ConfigError, match="num_experts_per_tok"):
         parse_spec({**renamed, "num_experts_per_tok": 17})
 
@@ -483,6 +590,65 @@ GRANITE_3_3_8B: Final[dict[str, Any]] = {
 }
 
 
+GEMMA_3_4B: Final[dict[str, Any]] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+GEMMA_3_1B: Final[dict[str, Any]] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+
+
+def test_gemma_3_leaves_most_of_its_config_out() -> None:
+    spec = parse_spec(GEMMA_3_4B)
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (34, 8, 4, 256)
+    assert (spec.vocab_size, spec.context, spec.dtype) == (262208, 2**17, "bfloat16")
+    assert spec.eos_token_ids == {1, 106} and spec.tie_embeddings and spec.names.multimodal
+    assert (spec.norms, spec.norm_offset, spec.gelu, spec.qk_norm) == ("around", 1.0, True, "head")
+    assert spec.attention_shape().scale == 256**-0.5 and spec.embedding_scale == 2560**0.5
+    assert spec.windows[:6] == (1024,) * 5 + (None,)
+    local, far = spec.ropes[0], spec.ropes[5]
+    assert local is not None and far is not None
+    assert (local.theta, local.scaling, far.theta, far.scaling) == (1e4, "default", 1e6, "linear")
+
+
+def test_the_smallest_gemma_3_has_text_only() -> None:
+    spec = parse_spec(GEMMA_3_1B)
+    assert not spec.names.multimodal
+    assert {rope.theta for rope in spec.ropes if rope} == {1e4, 1e6}
+    assert spec.context == 32768
+    refused: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    refused |= {"use_bidirectional_attention": True, "hidden_activation": "gelu"}
+    for key, value in refused.items():
+        with pytest.raises(ConfigError, match=key):
+            parse_spec({**GEMMA_3_1B, key: value})
+
+
 def test_mistral_small_is_read_from_its_text_config() -> None:
     spec = parse_spec(MISTRAL_SMALL_3_1)
     assert (spec.num_layers, spec.head_dim, spec.hidden_size) == (40, 128, 5120)
@@ -560,8 +726,9 @@ def test_layers_of_smollm_3_without_rotation() -> None:
 
 def test_mixtral() -> None:
     spec = parse_spec(MIXTRAL_8X7B)
-    assert spec.moe is not None and spec.moe.normalize
-    assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.intermediate_size) == (8, 2, 14336)
+    assert spec.moe is not None
+    rule = RoutingRule(num_experts=8, top_k=2, normalize=True)
+    assert spec.moe.experts == ExpertsSpec(routing=rule, intermediate_size=14336)
     assert spec.moe.layers == frozenset(range(32)) and spec.windows == (None,) * 32
 
 
@@ -580,10 +747,67 @@ def test_multipliers_of_granite() -> None:
     assert parse_spec(LLAMA_3_1_8B).stream_eps == 1e-5
 
 
+def test_shared_expert_of_qwen2_moe() -> None:
+    spec = parse_spec(QWEN_1_5_MOE)
+    rule = RoutingRule(num_experts=60, top_k=4, normalize=False)
+    shared = SharedExpert(name="shared_expert", intermediate_size=5632, gated=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=1408, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(24)))
+    assert spec.qkv_bias and not parse_spec({**QWEN_1_5_MOE, "qkv_bias": False}).qkv_bias
+    assert round(spec.num_parameters / 1e9, 1) == 14.3
+    with pytest.raises(ConfigError, match="use_sliding_window"):
+        parse_spec({**QWEN_1_5_MOE, "use_sliding_window": True})
+
+
+def test_experts_of_qwen3_5() -> None:
+    """Its config.json has no width of a feed-forward block without experts."""
+    spec = parse_spec(QWEN_3_5_MOE)
+    rule = RoutingRule(num_experts=256, top_k=8, normalize=True)
+    shared = SharedExpert(name="shared_expert", intermediate_size=512, gated=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(40)))
+    assert spec.delta_net is not None and 3 not in spec.delta_net.layers
+    assert 34 < spec.num_parameters / 1e9 < 36
+    dense = {**QWEN_3_5_MOE, "architectures": ["Qwen3_5ForCausalLM"], "intermediate_size": 6144}
+    assert parse_spec(dense).moe is None
+    for text in (QWEN_3_5_MOE, dense):
+        (name,) = text["architectures"]
+        outer = name.replace("CausalLM", "ConditionalGeneration")
+        found = parse_spec({"architectures": [outer], "text_config": text})
+        assert found.architecture == outer and found.moe == parse_spec(text).moe
+
+
+def test_router_and_first_layer_of_glm() -> None:
+    spec = parse_spec(GLM_4_5_AIR)
+    rule = RoutingRule(num_experts=128, top_k=8, normalize=True, sigmoid=True, corrected=True)
+    shared = SharedExpert(name="shared_experts", intermediate_size=1408)
+    experts = ExpertsSpec(routing=rule, intermediate_size=1408, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 46)))
+    assert (spec.qkv_bias, spec.output_bias, spec.qk_norm) == (True, False, None)
+    assert spec.rope.rotated == 0.5 and spec.names.left_out == ("model.layers.46.",)
+    assert 104 < spec.num_parameters / 1e9 < 108
+    assert parse_spec({**GLM_4_5_AIR, "use_qk_norm": True}).qk_norm == "head"
+
+
+def test_router_and_windows_of_dots() -> None:
+    spec = parse_spec(DOTS_LLM1)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 62))
+    rule = spec.moe.experts.routing
+    assert (rule.top_k, rule.scale, rule.limits_groups) == (6, 2.5, False)
+    assert spec.moe.experts.shared == SharedExpert(name="shared_experts", intermediate_size=2816)
+    assert spec.qk_norm == "head" and spec.windows == (None,) * 62
+    some = parse_spec({**DOTS_LLM1, "sliding_window": 4096, "max_window_layers": 60})
+    assert some.windows == (*[None] * 60, 4096, 4096)
+    with pytest.raises(ConfigError, match="2 of 3 groups of 128 experts"):
+        parse_spec({**DOTS_LLM1, "n_group": 3, "topk_group": 2})
+
+
 def test_every_architecture_is_tested() -> None:
     configs = (
         *(LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B, MISTRAL_SMALL_3_1),
         *(MIXTRAL_8X7B, MINISTRAL_8B, MINISTRAL_3_8B, PHI_4_MINI, OLMO_2_7B, OLMO_3_7B),
-        *(GRANITE_3_3_8B, SMOLLM_3B),
+        *(GEMMA_3_1B, GEMMA_3_4B, GRANITE_3_3_8B, SMOLLM_3B, QWEN_1_5_MOE, GLM_4_5_AIR, DOTS_LLM1),
     )
-    assert {parse_spec(config).architecture for config in configs} == set(ARCHITECTURES)
+    found = {parse_spec(config).architecture for config in configs}
+    hybrid = {name for name in ARCHITECTURES if name.startswith("Qwen3_5")}
+    assert found | hybrid == set(ARCHITECTURES)  # see ``test_experts_of_qwen3_5``

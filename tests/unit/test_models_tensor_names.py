@@ -127,6 +127,30 @@ def test_stacked_and_single_experts_are_the_same(checkpoints: Path, tmp_path: Pa
     assert_equal(load(tmp_path), load(checkpoints / "mixtral"))
 
 
+def test_scales_of_stacked_experts_are_taken_apart() -> None:
+    names = TensorNames()
+    blocks = dict(names.weights("a.experts.gate_up_proj_scale_inv", (3, 4, 2)))
+    assert len(blocks) == 6
+    up = blocks["a.experts.1.up_proj.weight_scale_inv"]
+    assert (up.shape, up.region) == ((2, 2), (1, slice(2, 4)))
+    down = dict(names.weights("a.experts.down_proj_scale", (3, 4, 2)))
+    assert down["a.experts.2.down_proj.weight_scale"].region == (2,)
+    inputs = dict(names.weights("a.experts.gate_up_proj_activation_scale", (3,)))
+    assert inputs["a.experts.2.up_proj.input_scale"] == StoredAs(
+        "a.experts.gate_up_proj_activation_scale", (), (2,)
+    )
+    with pytest.raises(ConfigError, match="whose 3 rows are no gates and as many ups"):
+        list(names.weights("a.experts.gate_up_proj_scale_inv", (3, 3, 2)))
+    whole = "a.experts.gate_up_proj_bias"
+    assert [own for own, _ in names.weights(whole, (3, 4))] == [whole]
+
+
+def test_layers_that_predict_further_tokens_are_left_out() -> None:
+    names = TensorNames(left_out=("model.layers.46.",))
+    assert not list(names.weights("model.layers.46.eh_proj.weight", (2, 4)))
+    assert [own for own, _ in names.weights("model.layers.4.x.weight", (2,))]
+
+
 def test_a_missing_tensor_has_the_publishers_name(checkpoints: Path, tmp_path: Path) -> None:
     name = "model__layers__1__block_sparse_moe__experts__2__w3__weight"
     with pytest.raises(ConfigError, match=r"lacks .*block_sparse_moe\.experts\.2\.w3\.weight"):

@@ -36,8 +36,8 @@ ADMISSION = st.builds(
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    sizes = (draw(st.integers(0, 4)) for _ in range(9))
-    releases, broken, grants, chunks, tokens, saves, decodes, groups, scores = sizes
+    sizes = (draw(st.integers(0, 4)) for _ in range(10))
+    releases, broken, grants, copies, chunks, tokens, saves, decodes, groups, scores = sizes
     return StepPlan(
         step=draw(st.integers(0, 2**63 - 1)),
         released_rows=draw(arrays(releases)),
@@ -46,6 +46,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
         grant_rows=draw(arrays(grants)),
         grant_indices=draw(arrays(grants)),
         grant_pages=draw(arrays(grants)),
+        copy_sources=draw(arrays(copies)),
+        copy_targets=draw(arrays(copies)),
+        copy_lengths=draw(arrays(copies)),
         prefill_rows=draw(arrays(chunks)),
         prefill_starts=draw(arrays(chunks)),
         prefill_lengths=draw(arrays(chunks)),

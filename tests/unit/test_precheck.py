@@ -39,6 +39,7 @@ def test_the_device_is_known_where_it_is_named() -> None:
     ("given", "device", "message"),
     [
         ({"comm": "gloo"}, None, "comm is for tensor_parallel_size of 2 and more"),
+        ({"expert_parallel": True}, None, "expert_parallel is for tensor_parallel_size of 2"),
         ({"distributed_address": "a:1"}, None, "distributed_address is for tensor_parallel_size"),
         ({"tensor_parallel_size": 2, "distributed_address": "a"}, None, "must be HOST:PORT"),
         ({"tensor_parallel_size": 2, "comm": "nccl"}, "cpu", "comm=nccl does not work on cpu"),

@@ -33,6 +33,7 @@ from minisgl_backend.request import (
     PromptLogprobs,
     Request,
     SamplingParams,
+    samples_of,
 )
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.runtime.loop import Loop, Stop
@@ -196,6 +197,13 @@ class Bench:
         self.engine.submit(request, sink)
         return sink
 
+    def submit_samples(self, request: Request, n: int) -> tuple[list[Request], list[Recording]]:
+        """The samples, and what they get."""
+        samples = samples_of(request, [request.id, *(self.engine.new_id() for _ in range(n - 1))])
+        sinks = [Recording() for _ in samples]
+        self.engine.submit_samples(samples, sinks)
+        return samples, sinks
+
     def wait_until(self, condition: object) -> None:
         assert callable(condition)
         limit = time.monotonic() + WAIT_S
@@ -329,6 +337,78 @@ def test_a_full_queue_refuses_with_the_numbers(bench: Bench) -> None:
     assert all(sink.ending() == Finished(FinishReason.LENGTH) for sink in sinks)
     assert not bench.engine.is_queue_full()
     assert bench.engine.stats().rejected == {"queue_full": 1}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_samples_get_their_tokens_and_share_their_prompt(overlap: bool) -> None:
+    it = Bench(overlap=overlap, max_queued=100)
+    asked = it.request(list(range(30)), seed=2**64 - 2, num_prompt_logprobs=0)
+    samples, sinks = it.submit_samples(asked, 9)
+    assert [one.sampling.seed for one in samples[:4]] == [2**64 - 2, 2**64 - 1, 0, 1]
+    for one, sink in zip(samples, sinks, strict=True):
+        assert sink.ending() == Finished(FinishReason.LENGTH)
+        assert sink.tokens == expected_tokens(one, it.model)
+        scored = [event for event in sink.events if isinstance(event, PromptLogprobs)]
+        assert sum(map(len, scored)) == (29 if one is samples[0] else 0)
+    it.engine.close(drain_s=0)
+    stats = it.engine.stats()
+    assert stats.num_prompt_tokens == 30 and stats.num_open == 0
+    assert stats.scheduler.prefix_hits == 8 * 28
+
+
+def test_samples_are_accepted_all_or_none(bench: Bench) -> None:
+    """Each counts as a request, and the prompt once."""
+    bench.executor.gate.clear()
+    first, sinks = bench.submit_samples(bench.request([1, 2, 3], max_tokens=100), 4)
+    with pytest.raises(Overloaded, match="4 requests open of at most 6"):
+        bench.submit_samples(bench.request([1]), 3)
+    _, others = bench.submit_samples(bench.request([1]), 2)
+    with pytest.raises(InvalidRequest, match="at most 6 samples fit the engine, 4 running and 2"):
+        bench.submit_samples(bench.request([1]), 7)
+    for one in first:
+        bench.engine.abort(one.id)
+    bench.executor.gate.set()
+    assert {sink.ending() for sink in sinks} == {Finished(FinishReason.CANCELLED)}
+    assert {sink.ending() for sink in others} == {Finished(FinishReason.LENGTH)}
+    bench.wait_until(lambda: bench.engine.stats().scheduler.num_running == 0)
+
+
+def test_samples_wait_in_the_queue_with_one_prompt() -> None:
+    it = Bench(max_running=1, max_queued=10, max_queued_tokens=30, max_queue_time_s=0.2)
+    it.executor.gate.clear()
+    _, sinks = it.submit_samples(it.request(list(range(28))), 6)
+    it.wait_until(lambda: any(isinstance(event, Admitted) for event in sinks[0].events))
+    time.sleep(0.3)  # the first has begun, so the others may wait for longer
+    it.executor.gate.set()
+    assert {sink.ending() for sink in sinks} == {Finished(FinishReason.LENGTH)}
+    it.engine.close(drain_s=0)
+
+
+def test_a_deadline_ends_samples_that_have_no_token_yet() -> None:
+    it = Bench(max_running=1, max_queued=10)
+    late = time.monotonic() + 0.3
+    _, sinks = it.submit_samples(it.request([1, 2], deadline_s=late, max_tokens=100), 3)
+    it.wait_until(lambda: bool(sinks[0].tokens))
+    it.executor.gate.clear()
+    time.sleep(0.4)
+    it.executor.gate.set()
+    endings = [sink.ending() for sink in sinks]
+    if endings[0] == Finished(FinishReason.TIMEOUT):
+        assert endings[1:] == [Finished(FinishReason.TIMEOUT)] * 2
+        assert sinks[2].tokens == []
+    it.engine.close(drain_s=0)
+
+
+def test_the_other_samples_go_on_if_the_first_ends_early(bench: Bench) -> None:
+    bench.executor.gate.clear()
+    asked = bench.request(list(range(60)), max_tokens=20)
+    samples, sinks = bench.submit_samples(asked, 4)
+    bench.engine.abort(samples[0].id)
+    bench.executor.gate.set()
+    assert sinks[0].ending() == Finished(FinishReason.CANCELLED)
+    for one, sink in zip(samples[1:], sinks[1:], strict=True):
+        assert sink.ending() == Finished(FinishReason.LENGTH)
+        assert sink.tokens == expected_tokens(one, bench.model)
 
 
 def test_waiting_prompt_tokens_are_bounded() -> None:

@@ -642,7 +642,7 @@ def test_check_sees_books_that_disagree() -> None:
     with pytest.raises(InvariantError, match="prefilling"):
         scheduler.check()
     life.live.clear()
-    with pytest.raises(InvariantError, match="neither in the queue nor in a row"):
+    with pytest.raises(InvariantError, match="neither waiting nor in a row"):
         scheduler.check()
     life.rows.capacity[0] += 4
     with pytest.raises(InvariantError, match="row 0 has another capacity than its lease"):

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import Finished, FinishReason, PromptLogprobs, TokenLogprobs
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -15,13 +17,15 @@ from minisgl_backend.wire.answer import (
     LEAST_LOGPROB,
     NO_LOGPROBS,
     Answer,
+    SampleAnswer,
     answer_arrays,
     logprobs_json,
     prompt_logprobs_json,
 )
 from minisgl_backend.wire.generation import Wanted
-from minisgl_backend.wire.packets import Packet, StreamStart, Times, Verdict
+from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, Times, Verdict
 from minisgl_backend.wire.parameters import output_tensors
+from tests.fakes.packets import make_packet
 from tests.fakes.vocabularies import byte_level
 
 VOCABULARY = Vocabulary.of(byte_level())
@@ -39,13 +43,23 @@ def opened(**start: Any) -> AnswerStream:
 
 
 def packet(token_ids: list[int], **more: Any) -> Packet:
-    return Packet("", 5, 1, token_ids, **more)
+    return make_packet("", 5, 1, token_ids, **more)
 
 
-def told(stream: AnswerStream, text: str, **more: Any) -> Answer:
+def answered(stream: AnswerStream, text: str, **more: Any) -> Answer:
     answer = stream.push(packet(ids(text), **more))
     assert answer is not None
     return answer
+
+
+def told(stream: AnswerStream, text: str, **more: Any) -> SampleAnswer:
+    """What an answer says of its only sample."""
+    return only(answered(stream, text, **more))
+
+
+def only(answer: Answer) -> SampleAnswer:
+    (sample,) = answer.samples
+    return sample
 
 
 def test_a_stream_answers_whenever_there_is_text() -> None:
@@ -53,20 +67,21 @@ def test_a_stream_answers_whenever_there_is_text() -> None:
     assert told(stream, "ab").text == "ab"
     assert stream.push(packet(ids("é")[:1])) is None
     assert stream.push(packet([])) is None  # a probe
-    later = stream.push(packet(ids("é")[1:]))
-    assert later is not None
-    assert (later.text, later.num_output_tokens, later.finish) == ("é", 2, None)
-    last = told(stream, "", terminal=LENGTH)
-    assert (last.text, last.num_output_tokens, last.finish) == ("", 0, FinishReason.LENGTH)
+    rest = stream.push(packet(ids("é")[1:]))
+    assert rest is not None
+    later = only(rest)
+    assert (later.text, len(later.token_ids), later.finish) == ("é", 2, None)
+    last = told(stream, "", finish=LENGTH)
+    assert (last.text, len(last.token_ids), last.finish) == ("", 0, FinishReason.LENGTH)
     assert stream.over is Verdict.STOP
 
 
 def test_without_stream_there_is_one_answer() -> None:
     stream = opened(prompt_text="prompt:")
     assert stream.push(packet(ids("ab"), num_cached_tokens=2)) is None
-    answer = told(stream, "c", terminal=LENGTH, times=Times(1, 2, 3, 4))
-    assert answer.text == "prompt:abc"
-    assert answer.num_output_tokens == 3
+    answer = answered(stream, "c", finish=LENGTH, times=Times(1, 2, 3, 4))
+    assert only(answer).text == "prompt:abc"
+    assert len(only(answer).token_ids) == 3
     assert answer.num_input_tokens == 3
     assert answer.num_cached_tokens == 2
     assert answer.times == Times(1, 2, 3, 4)
@@ -76,9 +91,9 @@ def test_a_stop_string_ends_the_answer_and_its_counts() -> None:
     stream = opened(stream=True, stop_strings=("xy",))
     assert told(stream, "ax").text == "a"
     logprobs = tuple(TokenLogprobs(-1.0, 1) for _ in range(3))
-    answer = told(stream, "ybc", logprobs=logprobs, terminal=LENGTH)
+    answer = told(stream, "ybc", logprobs=logprobs, finish=LENGTH)
     assert (answer.text, answer.finish, answer.stop_reason) == ("", FinishReason.STOP, "xy")
-    assert answer.num_output_tokens == 1
+    assert len(answer.token_ids) == 1
     assert len(answer.logprobs) == len(answer.token_ids) == 1
     assert answer.cumulative_logprob == -1.0
     assert stream.over is Verdict.STOP
@@ -87,8 +102,8 @@ def test_a_stop_string_ends_the_answer_and_its_counts() -> None:
 def test_a_stop_token_counts_but_has_no_text() -> None:
     stream = opened(stream=True)
     finish = Finished(FinishReason.STOP, ids("c")[0])
-    answer = told(stream, "abc", terminal=finish, logprobs=(TokenLogprobs(-1.0, 1),) * 3)
-    assert (answer.text, answer.num_output_tokens) == ("ab", 3)
+    answer = told(stream, "abc", finish=finish, logprobs=(TokenLogprobs(-1.0, 1),) * 3)
+    assert (answer.text, len(answer.token_ids)) == ("ab", 3)
     assert (answer.finish, answer.stop_reason) == (FinishReason.STOP, ids("c")[0])
     assert len(answer.logprobs) == 3
 
@@ -96,13 +111,13 @@ def test_a_stop_token_counts_but_has_no_text() -> None:
 def test_a_stop_token_has_no_text_even_ahead_of_its_finish() -> None:
     stream = opened(stream=True, stop_token_ids=(ids("c")[0],))
     assert told(stream, "abc").text == "ab"
-    answer = told(stream, "", terminal=Finished(FinishReason.STOP, ids("c")[0]))
-    assert (answer.text, answer.num_output_tokens) == ("", 0)
+    answer = told(stream, "", finish=Finished(FinishReason.STOP, ids("c")[0]))
+    assert (answer.text, len(answer.token_ids)) == ("", 0)
 
 
 def test_a_finish_whose_stop_token_came_before_keeps_the_text() -> None:
     stream = opened(stream=True)
-    answer = told(stream, "ab", terminal=Finished(FinishReason.STOP, END))
+    answer = told(stream, "ab", finish=Finished(FinishReason.STOP, END))
     assert answer.text == "ab"
 
 
@@ -110,12 +125,13 @@ def test_logprobs_wait_for_the_answer_that_tells_them() -> None:
     stream = opened(stream=True)
     one = (TokenLogprobs(-0.5, 2),)
     assert stream.push(packet(ids("é")[:1], logprobs=one)) is None
-    answer = stream.push(packet(ids("é")[1:], logprobs=one))
-    assert answer is not None
+    whole = stream.push(packet(ids("é")[1:], logprobs=one))
+    assert whole is not None
+    answer = only(whole)
     assert answer.token_ids == ids("é")
     assert answer.logprobs == [*one, *one]
     assert answer.cumulative_logprob == -1.0
-    later = told(stream, "a", logprobs=one, terminal=LENGTH)
+    later = told(stream, "a", logprobs=one, finish=LENGTH)
     assert len(later.logprobs) == 1
     assert later.cumulative_logprob == -1.5
 
@@ -124,13 +140,15 @@ EVERYTHING = Wanted(**dict.fromkeys(Wanted.__slots__, True))
 
 
 def test_nothing_but_text_unless_asked_for() -> None:
-    arrays = answer_arrays(Answer(text="é", finish=FinishReason.STOP))
+    arrays = answer_arrays(Answer(samples=[SampleAnswer(text="é", finish=FinishReason.STOP)]))
     assert list(arrays) == ["text_output"]
     assert arrays["text_output"].tolist() == ["é".encode()]
-    arrays = answer_arrays(Answer(token_ids=[1, 2]))
+    arrays = answer_arrays(Answer(samples=[SampleAnswer(token_ids=[1, 2])]))
     assert list(arrays) == ["output_ids"]
     assert arrays["output_ids"].dtype == np.int32
-    assert list(answer_arrays(Answer(text=""), Wanted(logprobs=False))) == ["text_output"]
+    assert list(answer_arrays(Answer(samples=[SampleAnswer(text="")]), Wanted(logprobs=False))) == [
+        "text_output"
+    ]
 
 
 def scored(text: str, num_alternatives: int = 0) -> PromptLogprobs:
@@ -162,22 +180,22 @@ def test_a_prompts_logprobs_are_those_of_tokens_without_brackets() -> None:
 def test_a_prompts_logprobs_come_at_once_with_stream_and_at_the_end_without() -> None:
     wanted = Wanted(prompt_logprobs=True)
     stream = opened(stream=True, wanted=wanted)
-    parts = [told(stream, "", prompt_logprobs=scored("ab")), told(stream, "cd")]
-    parts.append(told(stream, "", terminal=LENGTH))
+    parts = [answered(stream, "", prompt_logprobs=scored("ab")), answered(stream, "cd")]
+    parts.append(answered(stream, "", finish=LENGTH))
     assert [len(json.loads(prompt_output(answer))) for answer in parts] == [3, 0, 0]
     assert json.loads(prompt_output(parts[0]))[0] is None
     whole = opened(wanted=wanted)
     assert whole.push(packet([], prompt_logprobs=scored("a"))) is None
     assert whole.push(packet(ids("x"), prompt_logprobs=scored("b"))) is None
-    answer = told(whole, "y", terminal=LENGTH)
-    assert answer.text == "xy"
+    answer = answered(whole, "y", finish=LENGTH)
+    assert only(answer).text == "xy"
     first, *others = json.loads(prompt_output(answer))
     assert first is None
     assert [next(iter(table)) for table in others] == [str(token) for token in ids("ab")]
 
 
 def test_a_prompt_of_one_token_has_one_null() -> None:
-    answer = told(opened(wanted=Wanted(prompt_logprobs=True)), "", terminal=LENGTH)
+    answer = answered(opened(wanted=Wanted(prompt_logprobs=True)), "", finish=LENGTH)
     assert prompt_output(answer) == "[null]"
 
 
@@ -188,16 +206,18 @@ def prompt_output(answer: Answer) -> str:
 
 
 def test_all_outputs_have_the_types_of_the_table() -> None:
-    answer = Answer(
+    sample = SampleAnswer(
         text="ab",
         token_ids=[5, 6],
         finish=FinishReason.STOP,
         stop_reason='a"b',
-        num_input_tokens=1,
-        num_output_tokens=2,
-        num_cached_tokens=3,
         logprobs=[TokenLogprobs(-0.5, 1), TokenLogprobs(float("-inf"), 7)],
         cumulative_logprob=-2.5,
+    )
+    answer = Answer(
+        samples=[sample],
+        num_input_tokens=1,
+        num_cached_tokens=3,
         times=Times(1, 2, 3, 4),
         prompt_logprobs=[NO_LOGPROBS, "{}"],
         embedding=np.array([0.6, 0.8, 0.0], np.float32),
@@ -213,7 +233,9 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
     assert set(arrays) == {tensor.name for tensor in tensors}
     for tensor in tensors:
         assert arrays[tensor.name].dtype == types[tensor.data_type]
-        assert arrays[tensor.name].shape == {(1,): (1,), (-1,): (3,), (-1, -1): (1, 2)}[tensor.dims]
+        several = {"embedding": (3,)}
+        of_one = (1,) if len(tensor.dims) == 1 else (1, 2)
+        assert arrays[tensor.name].shape == several.get(tensor.name, of_one)
     plain = {name: array.tolist() for name, array in arrays.items() if array.shape == (1,)}
     del plain["logprobs"]
     assert plain == {
@@ -235,7 +257,7 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
 
 
 def test_a_running_request_has_no_reasons_yet() -> None:
-    arrays = answer_arrays(Answer(text="a"), EVERYTHING)
+    arrays = answer_arrays(Answer(samples=[SampleAnswer(text="a")]), EVERYTHING)
     assert arrays["finish_reason"].tolist() == [b"None"]
     assert arrays["stop_reason"].tolist() == [b"null"]
     assert arrays["output_log_probs"].shape == (1, 0)
@@ -262,3 +284,67 @@ def test_logprobs_as_json() -> None:
     ]
     without_text = json.loads(logprobs_json([5], [TokenLogprobs(float("nan"), 1)]))
     assert without_text == [{"5": {"logprob": LEAST_LOGPROB, "rank": 1}}]
+
+
+def of_samples(*news: SampleNews, **more: Any) -> Packet:
+    return Packet("", 5, 1, news, **more)
+
+
+def test_samples_have_their_places_in_each_answer() -> None:
+    stream = opened(stream=True, num_samples=3, n=3)
+    answer = stream.push(of_samples(SampleNews(ids("ab"), sample=1)))
+    assert answer is not None
+    arrays = answer_arrays(answer, Wanted(finish_reason=True, num_output_tokens=True))
+    assert arrays["text_output"].tolist() == [b"", b"ab", b""]
+    assert arrays["finish_reason"].tolist() == [b"None"] * 3
+    assert arrays["num_output_tokens"].tolist() == [0, 2, 0]
+    answer = stream.push(of_samples(SampleNews(finish=LENGTH, sample=1), SampleNews(ids("c"))))
+    assert answer is not None and stream.over is None
+    answer = stream.push(of_samples(SampleNews(ids("d"), finish=LENGTH)))
+    assert answer is not None and stream.over is None
+    arrays = answer_arrays(answer, Wanted(finish_reason=True))
+    assert arrays["text_output"].tolist() == [b"d", b"", b""]
+    assert arrays["finish_reason"].tolist() == [b"length", b"length", b"None"], "ends stay"
+    answer = stream.push(of_samples(SampleNews(finish=LENGTH, sample=2), is_last=True))
+    assert answer is not None and stream.over is Verdict.STOP
+
+
+def test_a_stop_string_ends_its_sample() -> None:
+    stream = opened(num_samples=2, n=2, stop_strings=("x",))
+    assert stream.push(of_samples(SampleNews(ids("axb")), SampleNews(ids("c"), sample=1))) is None
+    assert (stream.stopped, stream.over) == (0b1, None)
+    assert stream.push(of_samples(SampleNews(ids("bb")), SampleNews(ids("d"), sample=1))) is None
+    answer = stream.push(of_samples(SampleNews(ids("x"), sample=1)))
+    assert answer is not None and stream.over is Verdict.STOP
+    assert [(one.text, one.stop_reason) for one in answer.samples] == [("a", "x"), ("cd", "x")]
+    assert [len(one.token_ids) for one in answer.samples] == [2, 3]
+
+
+def test_the_best_samples_come_the_likeliest_first() -> None:
+    stream = opened(num_samples=4, n=2, prompt_text="> ")
+    news = [
+        SampleNews(ids(text), [TokenLogprobs(logprob, 1)], LENGTH, sample)
+        for sample, (text, logprob) in enumerate([("a", -3), ("b", -1), ("c", -1), ("d", -2)])
+    ]
+    answer = stream.push(of_samples(*news, is_last=True))
+    assert answer is not None
+    arrays = answer_arrays(answer, Wanted(log_probs=True, null_logprobs=True))
+    assert arrays["text_output"].tolist() == [b"> b", b"> c"]
+    assert arrays["cum_log_probs"].tolist() == [-1, -1]
+    assert arrays["output_log_probs"].tolist() == [[-1], [-1]]
+    assert arrays["logprobs"].tolist() == [b"null"] * 2
+
+
+def test_a_packet_of_a_sample_that_there_is_not() -> None:
+    with pytest.raises(InvalidRequest, match="no sample 1"):
+        opened().push(of_samples(SampleNews(ids("a"), sample=1)))
+
+
+def test_rows_of_log_probabilities_are_filled_up() -> None:
+    samples = [
+        SampleAnswer(token_ids=[1] * count, logprobs=[TokenLogprobs(-1.0, 1)] * count)
+        for count in (2, 0)
+    ]
+    arrays = answer_arrays(Answer(samples=samples), Wanted(log_probs=True))
+    assert arrays["output_log_probs"].tolist() == [[-1, -1], [0, 0]]
+    assert arrays["output_ids"].tolist() == [1, 1]

@@ -13,7 +13,6 @@ import pytest
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
 from minisgl_backend.request import (
-    Failed,
     Finished,
     FinishReason,
     Grammar,
@@ -33,13 +32,14 @@ from minisgl_backend.wire.generation import (
 )
 from minisgl_backend.wire.packets import (
     Packet,
+    SampleNews,
     StreamStart,
     Times,
     decode_packet,
     encode_packet,
 )
 from minisgl_backend.wire.record import decode_record, encode_record
-from tests.fakes.packets import comparable
+from tests.fakes.packets import comparable, make_packet
 
 LIMITS = Limits()
 IDS = np.array([3, 4], dtype=np.int32)
@@ -101,7 +101,10 @@ def test_a_record_carries_the_grammar(grammar: Grammar) -> None:
     assert found == grammar
 
 
-@pytest.mark.parametrize("generation", [PLAIN, FULL, replace(PLAIN, stream=True)])
+SEVERAL = replace(PLAIN, n=2, best_of=5, sampling=SamplingParams(num_logprobs=0))
+
+
+@pytest.mark.parametrize("generation", [PLAIN, FULL, replace(PLAIN, stream=True), SEVERAL])
 def test_a_record_carries_the_generation(generation: Generation) -> None:
     decoded = decode_record(encode_record(generation), IDS, LIMITS)
     assert isinstance(decoded, Generation)
@@ -149,7 +152,7 @@ def test_a_stop_request_has_a_record_too() -> None:
 
 
 def test_a_stopped_request_has_a_record_too() -> None:
-    request = Stopped(wanted=Wanted(finish_reason=True, null_logprobs=True))
+    request = Stopped(wanted=Wanted(finish_reason=True, null_logprobs=True), n=3)
     text = encode_record(request)
     assert decode_record(text, np.array([], dtype=np.int32), LIMITS) == request
 
@@ -193,8 +196,8 @@ def test_a_record_needs_token_ids(ids: npt.NDArray[np.int32]) -> None:
         decode_record(encode_record(PLAIN), ids, LIMITS)
 
 
-COMMON = Packet("/run/x/engine.sock", 2**64 - 1, 7, [5, 6])
-FIRST = Packet(
+COMMON = make_packet("/run/x/engine.sock", 2**64 - 1, 7, [5, 6])
+FIRST = make_packet(
     "/run/x/engine.sock",
     5,
     0,
@@ -217,12 +220,15 @@ PACKETS = [
     COMMON,
     FIRST,
     replace(COMMON, start=StreamStart(num_input_tokens=1)),
-    replace(COMMON, terminal=Finished(FinishReason.LENGTH)),
-    replace(COMMON, terminal=Finished(FinishReason.STOP, 11)),
-    replace(COMMON, terminal=Failed(EngineFailure("no"))),
-    replace(COMMON, terminal=Failed(Overloaded("later"))),
+    make_packet("", 5, 7, [5, 6], finish=Finished(FinishReason.LENGTH)),
+    make_packet("", 5, 7, [5, 6], finish=Finished(FinishReason.STOP, 11)),
+    make_packet("", 5, 7, [5, 6], error=EngineFailure("no")),
+    make_packet("", 5, 7, [5, 6], error=Overloaded("later")),
     replace(COMMON, num_cached_tokens=0),
-    replace(COMMON, token_ids=[]),
+    replace(COMMON, news=[]),
+    replace(FIRST, news=[*FIRST.news, SampleNews([5], sample=2)]),
+    replace(FIRST, news=[SampleNews([5], (), Finished(FinishReason.LENGTH), 63)], is_last=True),
+    replace(FIRST, start=StreamStart(num_input_tokens=1, num_samples=5, n=2)),
 ]
 
 
@@ -334,6 +340,15 @@ def broken(**changes: Any) -> bytes:
         broken(f=[]),
         broken(f=["stop", "5"]),
         broken(e=["INTERNAL"]),
+        broken(m=5),
+        broken(m=[{}]),
+        broken(m=[{"n": 0, "o": [5]}]),
+        broken(m=[{"n": 64, "o": [5]}]),
+        broken(m=[{"n": 1, "o": [5]}, {"n": 1, "o": [6]}]),
+        broken(m=[{"n": 1, "l": [[-0.5, 1, []]]}]),
+        broken(d={"n": 1, "samples": [65, 1]}),
+        broken(d={"n": 1, "samples": [2, 3]}),
+        broken(d={"n": 1, "samples": [1]}),
         broken(t=[1, 2, 3, 4, 5]),
         broken(t=["1"]),
         broken(t=[1, 2, 3, 2**63]),

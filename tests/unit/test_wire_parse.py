@@ -375,10 +375,9 @@ def test_what_is_wrong_is_named(parameters: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("name", "neutral", "other"),
     [
-        ("n", 1, 2),
-        ("n", "1", "2"),
-        ("best_of", 1, True),
         ("beam_width", 1, 4),
+        ("beam_width", "1", "2"),
+        ("beam_width", 1, True),
         ("length_penalty", 1.0, 1.1),
         ("use_beam_search", False, True),
         ("use_beam_search", "False", "true"),

@@ -92,7 +92,7 @@ def _received(pipe: Connection) -> list[_Exchange]:
 
 def _answer(exchange: _Exchange) -> Answer:
     from minisgl_client.errors import MinisglError
-    from minisgl_client.response import delta_of_message
+    from minisgl_client.response import deltas_of_message
     from tritonclient.grpc import service_pb2
 
     sent_s, arrived_s, responses, error = exchange
@@ -101,10 +101,10 @@ def _answer(exchange: _Exchange) -> Answer:
     answer = Answer(sent_s, arrived_s)
     for response in responses:
         try:
-            delta = delta_of_message(service_pb2.ModelStreamInferResponse.FromString(response))
+            deltas = deltas_of_message(service_pb2.ModelStreamInferResponse.FromString(response))
         except MinisglError as refused:
             raise EngineFailure(str(refused)) from refused
-        answer.num_tokens += delta.num_output_tokens or 0
+        answer.num_tokens += sum(delta.num_output_tokens or 0 for delta in deltas)
     return answer
 
 

@@ -8,6 +8,7 @@ bench = LazyGroup(
     "bench",
     {
         "planner": "minisgl_bench.planner:planner",
+        "router": "minisgl_bench.router:router",
         "plan-broadcast": "minisgl_bench.plan_broadcast:plan_broadcast",
         "response-path": "minisgl_bench.response_path:response_path",
         "cancel": "minisgl_bench.cancel:cancel",

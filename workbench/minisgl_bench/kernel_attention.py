@@ -102,7 +102,8 @@ def layer_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Case]:
     lengths = torch.full((batch_size,), context, dtype=torch.int32, device="cuda")
     slots = table[:, -1].long() * PAGE_SIZE + (context - 1) % PAGE_SIZE
     cos_sin = torch.rand(context, shape.head_dim, device="cuda")
-    norm, head = normal(shape.hidden), normal(shape.head_dim)
+    norm = normal(shape.hidden)
+    heads = normal(shape.num_heads + shape.num_kv_heads, shape.head_dim)
     workspace = DecodeWorkspace(batch_size, shape.num_heads, shape.head_dim, norm.device)
     residual = normal(batch_size, shape.hidden)
     width = shape.num_heads * shape.head_dim
@@ -130,8 +131,7 @@ def layer_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Case]:
             k,
             v,
             num_heads=shape.num_heads,
-            q_weight=head,
-            k_weight=head,
+            head_weights=heads,
             pdl=pdl,
         )
         out = decode_attention(q, k, v, table, lengths, workspace, pdl=pdl)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
 from minisgl_backend.kernels.embedding import embedding, embedding_reference
-from minisgl_backend.kernels.moe import fused_experts
+from minisgl_backend.kernels.moe import Choices, ExpertWeights, fused_experts
 from minisgl_backend.kernels.rms_norm import (
     fused_add_rms_norm,
     fused_add_rms_norm_reference,
@@ -151,7 +151,7 @@ def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
     yield Case("silu * up", num_bytes, each(silu_mul, gates), each(silu_mul_reference, gates))
 
     cache = normal(batch_size + 1, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
-    head = normal(shape.head_dim)
+    heads = normal(shape.num_heads + shape.num_kv_heads, shape.head_dim)
     positions = torch.arange(batch_size, device="cuda")
     cos_sin = torch.rand(4096, shape.head_dim, device="cuda")
     fixed = {
@@ -159,8 +159,7 @@ def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
         "k_cache": cache,
         "v_cache": cache.clone(),
         "num_heads": shape.num_heads,
-        "q_weight": head,
-        "k_weight": head,
+        "head_weights": heads,
     }
     num_bytes = 4 * batch_size * shape.qkv
     packed = [(normal(batch_size, shape.qkv),) for _ in copies(num_bytes)]
@@ -214,5 +213,5 @@ def expert_cases(batch_size: int) -> Iterator[Case]:
     scores = torch.rand(batch_size, experts, device="cuda")
     weights, ids = scores.topk(top_k, dim=-1)
     used = len(set(ids.flatten().tolist()))
-    inputs = [(normal(batch_size, hidden), gate_up, down, ids, weights)]
+    inputs = [(normal(batch_size, hidden), ExpertWeights(gate_up, down), Choices(ids, weights))]
     yield Case("experts, 128 x 8", used * 6 * hidden * inner, each(fused_experts, inputs * 4))

@@ -2,7 +2,8 @@
 
 All requests are submitted at once. With `--compare transformers` the same prompts then go, one by
 one, through `transformers.generate` on the same device, in the same dtype and the same run; with
-`--compare NAME=VALUE,...` through an engine of these options.
+`--compare NAME=VALUE,...` through an engine of these options; with `--n 16 --compare requests` each
+of the 16 samples of a prompt is a request of its own.
 """
 
 from __future__ import annotations
@@ -18,29 +19,49 @@ import numpy as np
 
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.request import SamplingParams
+from minisgl_backend.request import MAX_SAMPLES, Request, SamplingParams, samples_of
 from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import compare_option, measure_both
-from minisgl_bench.engines import Collector, engine_facts, running_engine, submitted
+from minisgl_bench.engines import Collector, engine_facts, running_engine
 from minisgl_bench.profiling import nvtx_option, profile_option, profiled
 from minisgl_bench.prompts import Prompt, RandomRequests, request_options
 from minisgl_kit.report import Report, json_option
 
 _TRANSFORMERS: Final = "transformers"
+_REQUESTS: Final = "requests"
 
 
 def run_engine(
-    engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    n: int = 1,
+    apart: bool = False,
 ) -> tuple[list[Collector], float]:
-    """Submit all prompts at once; returns each one's sink, and the seconds for all.
+    """Submit all prompts at once; returns the sinks of their ``n`` samples, and the seconds for
+    all.
 
-    Only seed and number of tokens differ in their sampling.
+    Only seed and number of tokens differ in their sampling. With ``apart`` the samples are requests
+    of their own, which find nothing in the cache that others have left there.
     """
     sinks = []
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
-        own = replace(sampling, max_tokens=prompt.num_output_tokens, seed=index, ignore_eos=True)
-        sinks.append(submitted(engine, prompt.tokens, own))
+        own = replace(
+            sampling, max_tokens=prompt.num_output_tokens, seed=n * index, ignore_eos=True
+        )
+        ids = [engine.new_id() for _ in range(n)]
+        salt = "apart" if apart else ""
+        first = Request(id=ids[0], prompt=prompt.tokens, sampling=own, cache_salt=salt)
+        samples = samples_of(first, ids)
+        collectors = [Collector() for _ in samples]
+        if apart:
+            for sample, sink in zip(samples, collectors, strict=True):
+                engine.submit(replace(sample, leader=None), sink)
+        else:
+            engine.submit_samples(samples, collectors)
+        sinks += collectors
     for sink in sinks:
         sink.wait()
     return sinks, time.perf_counter() - started
@@ -166,6 +187,13 @@ def beside(
     type=click.IntRange(min=0),
     help="alternatives beside each token's log-probability  [default: no logprobs]",
 )
+@click.option(
+    "--n",
+    type=click.IntRange(1, MAX_SAMPLES),
+    default=1,
+    show_default=True,
+    help="samples of each prompt",
+)
 @compare_option
 @nvtx_option
 @profile_option
@@ -177,6 +205,7 @@ def offline(
     top_p: float,
     repetition_penalty: float,
     logprobs: int | None,
+    n: int,
     compare: str | None,
     nvtx: bool,
     profile_path: Path | None,
@@ -184,9 +213,12 @@ def offline(
 ) -> None:
     """Throughput of the engine in this process, all requests submitted at once.
 
-    --compare also takes "transformers": the same prompts there, one by one.
+    --compare also takes "transformers", the same prompts there, one by one, and "requests": each of
+    the --n samples as a request of its own.
     """
-    with_transformers = compare == _TRANSFORMERS
+    with_transformers, with_requests = compare == _TRANSFORMERS, compare == _REQUESTS
+    if with_transformers and n > 1:
+        raise click.UsageError("--compare transformers needs --n 1")
     if with_transformers and (requests.temperature or repetition_penalty != 1):
         raise click.UsageError("--compare transformers needs --temperature 0, and no penalty")
     sampling = SamplingParams(
@@ -203,10 +235,13 @@ def offline(
         with running_engine(options, nvtx=nvtx) as (engine, _):
             vocab_size = engine.info.vocab_size
             prompts, warm_up = requests.prompts(vocab_size), requests.warm_up(vocab_size)
-            run_engine(engine, warm_up, sampling)
+            run_engine(engine, warm_up, sampling, n=n)
             steps = engine.stats().num_steps
-            sinks, seconds = run_engine(engine, prompts, sampling)
+            sinks, seconds = run_engine(engine, prompts, sampling, n=n)
             steps = engine.stats().num_steps - steps
+            apart = (
+                run_engine(engine, prompts, sampling, n=n, apart=True) if with_requests else None
+            )
             facts = engine_facts(engine.info, options)
             asked = {
                 "temperature": sampling.temperature,
@@ -220,9 +255,14 @@ def offline(
             if trace is not None:
                 again = requests.again(vocab_size)
                 with profiled(trace):
-                    run_engine(engine, again, sampling)
+                    run_engine(engine, again, sampling, n=n)
         figures = figures_of(prompts, sinks, seconds)
+        figures["n"] = n
         figures["mean_batch"] = figures["output_tokens"] / steps
+        if apart is not None:
+            expected, apart_seconds = [sink.tokens for sink in apart[0]], apart[1]
+            outputs = [sink.tokens for sink in sinks]
+            figures |= beside(outputs, figures["tokens_per_s"], expected, apart_seconds)
         if with_transformers:
             folder, info = resolve_model(options.model, options.model_source), engine.info
             has_weights = options.load_format != "dummy"
@@ -234,6 +274,6 @@ def offline(
         report.add(**figures)
         return report
 
-    other = None if with_transformers else compare
+    other = None if with_transformers or with_requests else compare
     keys = ("requests", "prompt_tokens", "output_tokens", "longest")
     measure_both(measure, options, other, keys=keys, trace=profile_path, json_path=json_path)

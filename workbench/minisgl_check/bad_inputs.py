@@ -179,6 +179,8 @@ def _numbers(vocab_size: int) -> Iterator[Bad]:
             "1e308",
             "9" * 5000,
         ),
+        "n": ("0", "-1", "65", "1.5", str(2**63)),
+        "best_of": ("0", "65", "true"),
         "top_k": ("1.5", str(INT32)),
         "top_p": ('"nan"', "{}"),
         "repetition_penalty": ("1e308", "-Infinity"),
@@ -198,6 +200,7 @@ def _numbers(vocab_size: int) -> Iterator[Bad]:
         shown = text[:24] or "empty"
         expected = Expected.SURVIVED if text == "" else Expected.INVALID
         yield Bad(f"sampling_parameters {shown}", {**_TEXT, "sampling_parameters": text}, expected)
+    yield Bad("best_of below n", {**_TEXT, "n": 5, "best_of": 2})
     yield Bad("a value given twice", {**_TEXT, "max_tokens": 3, "max_new_tokens": 4})
     yield Bad("an unknown name", {**_TEXT, "tempreature": 1.0})
     yield Bad("a name of 1,000 letters", {**_TEXT, "x" * 1000: 1})
@@ -264,8 +267,6 @@ def _forms() -> Iterator[Bad]:
 
 def _not_offered() -> Iterator[Bad]:
     for name, value in {
-        "n": 2,
-        "best_of": 3,
         "beam_width": 4,
         "use_beam_search": True,
         "length_penalty": 0.5,
@@ -279,6 +280,8 @@ def _not_offered() -> Iterator[Bad]:
         "truncate_prompt_tokens": 3,
     }.items():
         yield Bad(f"not offered: {name}", {**_TEXT, name: value}, Expected.UNSUPPORTED)
+    best = {**_TEXT, "stream": True, "best_of": 2}
+    yield Bad("not offered: the best of a stream", best, Expected.UNSUPPORTED)
     both = {**_TEXT, "stream": True, "exclude_input_in_output": False}
     yield Bad("not offered: the prompt in a stream", both, Expected.UNSUPPORTED)
 

@@ -32,7 +32,7 @@ _FATES: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
     "too late in pieces": ({**_LATE, "stream": True}, "timeout"),
     _STOPPED: ({**_PROMPT, "stream": True, "ignore_eos": True}, "cancelled"),
     "wrong": ({**_PROMPT, "temperature": -1.0}, "INVALID_ARG"),
-    "not offered": ({**_PIECES, "n": 2}, "UNSUPPORTED"),
+    "not offered": ({**_PIECES, "echo": True}, "UNSUPPORTED"),
 }
 """Requests, and how each must end: a reason, or an error's code; a full server refuses."""
 _REFUSED: Final = "UNAVAILABLE"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -110,9 +111,9 @@ class FrailEngine(Engine):
         self._frailty = frailty
         super().__init__(info, scheduler, executor, overlap=overlap, grammars=grammars)
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit_samples(self, samples: Sequence[Request], sinks: Sequence[Sink]) -> None:
         self._frailty.pause()
-        super().submit(request, sink)
+        super().submit_samples(samples, sinks)
 
 
 class FrailCache(CacheWrapper):

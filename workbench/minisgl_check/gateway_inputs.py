@@ -170,7 +170,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "n of 0": {"n": 0},
     "n of -1": {"n": -1},
     "n of 10^9": {"n": 10**9},
-    "best_of above n": {"n": 2, "best_of": 5},
+    "best_of below n": {"n": 5, "best_of": 2},
     "logprobs of -1": {"logprobs": -1},
     "logprobs of 10^6": {"logprobs": 10**6},
     "max_tokens a string": {"max_tokens": "16"},

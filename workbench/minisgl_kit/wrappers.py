@@ -92,6 +92,18 @@ class CacheWrapper:
     def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
         return self.wrapped.groups(leases, cost_tokens)
 
+    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
+        return self.wrapped.cached_length(tokens, salt)
+
+    def take_snapshot(self) -> int | None:
+        return self.wrapped.take_snapshot()
+
+    def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
+        self.wrapped.attach_snapshot(lease, num_tokens, snapshot)
+
+    def return_snapshot(self, snapshot: int) -> None:
+        self.wrapped.return_snapshot(snapshot)
+
     def release(self, lease: Lease) -> None:
         self.wrapped.release(lease)
 

@@ -42,6 +42,9 @@ from minisgl_client.cli.request_options import (
     type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
     help="read the prompt from it; standard input if neither is given",
 )
+@click.option(
+    "-n", "--num-samples", "n", type=int, help="answers to the prompt; lines of --- between them"
+)
 @click.option("--chat", is_flag=True, help="the prompt is a message of a chat")
 @click.option("--system", metavar="TEXT", help="a system message before it; implies --chat")
 @click.option(
@@ -63,6 +66,7 @@ from minisgl_client.cli.request_options import (
 def generate(
     prompt: str | None,
     file: Path | None,
+    n: int | None,
     chat: bool,
     system: str | None,
     jsonl: bool,
@@ -84,6 +88,8 @@ def generate(
     settings = {"url": url, "model": ensemble, "timeout_s": timeout_s}
     form = form_of(json_schema, regex, choice, grammar)
     asked = {"fit_max_tokens": True, **with_form(form, given(**parameters))}
+    if n is not None and asked.setdefault("n", n) != n:
+        raise click.UsageError("-n and --param n have different values")
     template = _Template(asked, chat or system is not None, system)
     try:
         if jsonl:
@@ -148,13 +154,24 @@ def _write(text: str) -> None:
 
 
 def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -> None:
-    """Write the answer as it comes, and a newline."""
-    with client_of(Client, **settings) as client, client.stream(**template.fill(prompt)) as stream:
-        for delta in stream:
-            _write(delta.text)
+    """Write the answer as it comes, and a newline; of several, those after the first at the end."""
+    request = template.fill(prompt)
+    is_ranked = "best_of" in request  # then no answer comes before its end
+    with client_of(Client, **settings) as client:
+        if is_ranked:
+            result = client.generate(**request)
+            _write(result.text)
+        else:
+            with client.stream(**request) as stream:
+                for delta in stream:
+                    if delta.sample == 0:
+                        _write(delta.text)
+            result = stream.result
     _write("\n")
-    if _is_cut(stream.result):
-        raise click.ClickException(f"the answer was cut: {stream.result.finish_reason}")
+    for other in result.others:
+        _write(f"---\n{other.text}\n")
+    if cut := [sample for sample in result.samples if _is_cut(sample)]:
+        raise click.ClickException(f"the answer was cut: {cut[0].finish_reason}")
 
 
 def _is_cut(result: Result) -> bool:
@@ -178,8 +195,8 @@ async def _answer_lines(
             request_id = "" if told.get("id") is None else str(told["id"])
             result = await client.generate(request_id=request_id, **request)
             told |= _shown(result)
-            num_failed += _is_cut(result)
-            advance(result.num_output_tokens or 0)
+            num_failed += any(_is_cut(sample) for sample in result.samples)
+            advance(sum(sample.num_output_tokens or 0 for sample in result.samples))
         except MinisglError as error:
             num_failed += 1
             told["error"] = {"code": error.code, "message": str(error)}
@@ -216,10 +233,12 @@ def _request(line: bytes, template: _Template) -> dict[str, Any]:
 
 
 def _shown(result: Result) -> dict[str, Any]:
-    """What a line of output tells of an answer: what depends on neither clock nor connection."""
-    shown = dataclasses.asdict(result)
+    """What a line of output tells of an answer: what depends on neither clock nor connection. The
+    samples after the first are its ``others``."""
+    shown = dataclasses.asdict(dataclasses.replace(result, others=()))
     for name in ("request_id", "first_delta_s", "total_s"):
         del shown[name]
+    shown["others"] = tuple(_shown(other) for other in result.others)
     return {name: value for name, value in shown.items() if value not in (None, ())}
 
 

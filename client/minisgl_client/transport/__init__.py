@@ -1,7 +1,8 @@
 """One request over one protocol: ``grpc`` and ``http``, each for threads and for asyncio.
 
-A transport holds the connections and starts calls; a call gives deltas until None, and can be
-cancelled. What is shared between the two kinds stands beside them; they hold only what waits.
+A transport holds the connections and starts calls; a call gives the deltas of a response at a time
+until None, and can be cancelled. What is shared between the two kinds stands beside them; they hold
+only what waits.
 
 Invariants: whatever goes wrong before a transport is closed is a ``MinisglError``, and what goes
 wrong later is made one by ``unless_closed``; a cancelled call's connection tells the server, and a
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -24,8 +25,8 @@ from minisgl_client.request import Request
 class Call(Protocol):
     """One request under way."""
 
-    def read(self) -> Delta | None:
-        """The next delta, None at the end."""
+    def read(self) -> Sequence[Delta] | None:
+        """The deltas of the next response, by sample; None at the end."""
 
     def cancel(self) -> None:
         """Give the request up; the server ends it."""
@@ -52,8 +53,8 @@ class Transport(Protocol):
 class AsyncCall(Protocol):
     """One request under way."""
 
-    async def read(self) -> Delta | None:
-        """The next delta, None at the end."""
+    async def read(self) -> Sequence[Delta] | None:
+        """The deltas of the next response, by sample; None at the end."""
 
     async def cancel(self) -> None:
         """Give the request up; the server ends it."""

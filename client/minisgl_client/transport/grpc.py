@@ -29,7 +29,7 @@ from minisgl_client.errors import (
     Timeout,
 )
 from minisgl_client.request import Request
-from minisgl_client.response import delta_of_message, tokens_of_message
+from minisgl_client.response import deltas_of_message, tokens_of_message
 
 _SERVICE: Final = "/inference.GRPCInferenceService"
 _OPTIONS: Final = (
@@ -92,7 +92,7 @@ class GrpcCall:
     def __init__(self, call: Any) -> None:
         self._call = call
 
-    def read(self) -> Delta | None:
+    def read(self) -> Sequence[Delta] | None:
         try:
             message = next(self._call, None)
         except grpc.RpcError as error:
@@ -102,7 +102,7 @@ class GrpcCall:
         if message.error_message:
             with suppress(grpc.RpcError):
                 next(self._call, None)  # the end, which must not be met by a cancel
-        return delta_of_message(message)
+        return deltas_of_message(message)
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -163,7 +163,7 @@ class AsyncGrpcCall:
     def __del__(self) -> None:
         self._call.cancel()  # grpcio's own call would wait for the garbage collector
 
-    async def read(self) -> Delta | None:
+    async def read(self) -> Sequence[Delta] | None:
         try:
             message = await self._call.read()
         except grpc.RpcError as error:
@@ -173,7 +173,7 @@ class AsyncGrpcCall:
         if message.error_message:
             with suppress(grpc.RpcError):
                 await self._call.read()  # the end, which must not be met by a cancel
-        return delta_of_message(message)
+        return deltas_of_message(message)
 
     async def cancel(self) -> None:
         self._call.cancel()

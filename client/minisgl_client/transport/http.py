@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 from urllib.parse import quote
@@ -29,7 +29,7 @@ from minisgl_client.errors import (
     error_from,
 )
 from minisgl_client.request import Request
-from minisgl_client.response import EventReader, delta_of_event, json_object, tokens_of_json
+from minisgl_client.response import EventReader, deltas_of_event, json_object, tokens_of_json
 
 _CONNECT_S: Final = 20.0
 _READY_S: Final = 5.0
@@ -51,9 +51,9 @@ class _Events:
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             raise Timeout("no end in time, and none from the server after it")
 
-    def next(self) -> Delta | None:
+    def next(self) -> list[Delta] | None:
         """The next delta that has come already."""
-        return delta_of_event(json_object(self._waiting.popleft())) if self._waiting else None
+        return deltas_of_event(json_object(self._waiting.popleft())) if self._waiting else None
 
 
 class HttpTransport:
@@ -93,13 +93,13 @@ class HttpCall:
         self._bytes = response.iter_bytes()
         self._events = events
 
-    def read(self) -> Delta | None:
+    def read(self) -> Sequence[Delta] | None:
         with _as_client_errors():
-            while (delta := self._events.next()) is None:
+            while (deltas := self._events.next()) is None:
                 if (data := next(self._bytes, None)) is None:
                     return None
                 self._events.feed(data)
-        return delta
+        return deltas
 
     def cancel(self) -> None:
         self._response.close()
@@ -142,13 +142,13 @@ class AsyncHttpCall:
         self._bytes = response.aiter_bytes()
         self._events = events
 
-    async def read(self) -> Delta | None:
+    async def read(self) -> Sequence[Delta] | None:
         with _as_client_errors():
-            while (delta := self._events.next()) is None:
+            while (deltas := self._events.next()) is None:
                 if (data := await anext(self._bytes, None)) is None:
                     return None
                 self._events.feed(data)
-        return delta
+        return deltas
 
     async def cancel(self) -> None:
         await self._response.aclose()

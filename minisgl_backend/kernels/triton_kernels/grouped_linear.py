@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.experts_spec import ClampedGate
+
 
 @triton.jit
 def _grouped_linear(
@@ -13,6 +15,7 @@ def _grouped_linear(
     pairs_ptr,
     experts_ptr,
     scales_ptr,
+    bias_ptr,
     num_pairs,
     out_features,
     TOP_K: tl.constexpr,  # rows of the output for each row of x
@@ -22,6 +25,9 @@ def _grouped_linear(
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,  # of a clamped gate
+    LIMIT: tl.constexpr,  # of a clamped gate; None for SiLU
     STAGES: tl.constexpr,
 ):
     # neighbours in the grid share the expert's columns, so that these stay in the cache
@@ -49,9 +55,20 @@ def _grouped_linear(
                 w_at + up_offset + start, mask=inside[:, None] & in_columns[None, :], other=0.0
             )
             acc_up = tl.dot(x, u, acc_up)
+    if BIAS:
+        b_at = bias_ptr + expert * height + column
+        acc += tl.load(b_at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            b_up = tl.load(b_at + out_features, mask=in_columns, other=0.0)
+            acc_up += b_up.to(tl.float32)[None, :]
     y = acc
     if GATED:
-        y = acc * tl.sigmoid(acc) * acc_up
+        if LIMIT is None:
+            y = acc * tl.sigmoid(acc) * acc_up
+        else:
+            acc = tl.minimum(acc, LIMIT)
+            acc_up = tl.minimum(tl.maximum(acc_up, -LIMIT), LIMIT)
+            y = (acc_up + 1) * acc * tl.sigmoid(ALPHA * acc)
     if SCALED:
         y = y * tl.load(scales_ptr + pair, mask=held, other=0.0).to(tl.float32)[:, None]
     to = out_ptr + pair.to(tl.int64)[:, None] * out_features + column[None, :]
@@ -66,14 +83,17 @@ def launch_grouped_linear(
     experts: Tensor,
     scales: Tensor | None,
     *,
+    bias: Tensor | None = None,
     block: int,
     top_k: int,
     gated: bool,
+    gate: ClampedGate | None = None,
 ) -> None:
     """``out`` [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
 
     ``weight`` [num_experts, height, in_features]; ``pairs`` and ``experts`` are a
-    ``kernels.moe.Alignment`` in blocks of ``block``; ``scales`` [num_pairs] multiply the rows.
+    ``kernels.moe.Alignment`` in blocks of ``block``; ``scales`` [num_pairs] multiply the rows,
+    after ``bias`` [num_experts, height] is added. ``gate``: of ``gated`` weights, None for SiLU.
     """
     num_pairs, out_features = out.shape
     if num_pairs == 0:
@@ -87,6 +107,7 @@ def launch_grouped_linear(
         pairs,
         experts,
         scales,
+        bias,
         num_pairs,
         out_features,
         TOP_K=top_k,
@@ -96,6 +117,9 @@ def launch_grouped_linear(
         BLOCK=64 if block >= 64 else 128,
         GATED=gated,
         SCALED=scales is not None,
+        BIAS=bias is not None,
+        ALPHA=None if gate is None else gate.alpha,
+        LIMIT=None if gate is None else gate.limit,
         STAGES=4 if block >= 64 else 3,
         num_warps=4,
     )

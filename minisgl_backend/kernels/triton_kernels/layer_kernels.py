@@ -1,5 +1,5 @@
-"""The small kernels of a layer: RMSNorm, silu(gate) * up, and the gather of embeddings; a program
-per token, or per token and block of columns."""
+"""The small kernels of a layer: RMSNorm, the gates of feed-forward blocks, and the gather of
+embeddings; a program per token, or per token and block of columns."""
 
 import triton
 import triton.language as tl
@@ -65,8 +65,14 @@ def launch_rms_norm(
 
 
 @triton.jit
-def _silu_mul(
-    out_ptr, gate_up_ptr, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+def _gated_mul(
+    out_ptr,
+    gate_up_ptr,
+    stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -77,22 +83,26 @@ def _silu_mul(
     row = gate_up_ptr + token * stride
     gate = tl.load(row + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(row + SIZE + i, mask=mask, other=0.0).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up
+    at = gate
+    if GELU:  # (1 + tanh(x)) / 2 = sigmoid(2 x)
+        at = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    y = gate * tl.sigmoid(at) * up
     tl.store(out_ptr + token * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_silu_mul(out: Tensor, gate_up: Tensor, *, pdl: bool) -> None:
-    """``out`` [num_tokens, size] from ``gate_up`` [num_tokens, 2 * size]."""
+def launch_gated_mul(out: Tensor, gate_up: Tensor, *, gelu: bool = False, pdl: bool) -> None:
+    """``out`` [num_tokens, size] from ``gate_up`` [num_tokens, 2 * size]; silu unless ``gelu``."""
     num_tokens, size = out.shape
     if num_tokens == 0:
         return
     block = 1024
-    _silu_mul[(num_tokens, triton.cdiv(size, block))](
+    _gated_mul[(num_tokens, triton.cdiv(size, block))](
         out,
         gate_up,
         gate_up.stride(0),
         SIZE=size,
         BLOCK=block,
+        GELU=gelu,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

@@ -1,0 +1,298 @@
+"""A mixture of experts (``FeedForward``): a router, and gated MLPs of which a token takes a few.
+
+Knows which experts a rank holds and where a checkpoint's tensors go; what is computed with them is
+``kernels.moe``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.kernels.moe import (
+    Choices,
+    ExpertWeights,
+    choose,
+    fused_experts,
+    fused_experts_reference,
+)
+from minisgl_backend.layers.feed_forward import GatedMLP
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
+from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.layers.quantized_place import place_in, stacked_place
+from minisgl_backend.layers.stored_weight import StoredWeight
+from minisgl_backend.layers.weight_place import (
+    Place,
+    ReadTensor,
+    Share,
+    StoredTensor,
+    collect_places,
+    even_share,
+    whole,
+)
+from minisgl_backend.layers.weight_share import block_of, held
+from minisgl_backend.parallel.group import Group
+from minisgl_backend.weight_format import Layout, WeightFormat
+
+
+class Router(nn.Module):
+    """Picks the experts of a token (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv
+    2401.04088). Every rank holds all of it.
+
+    Logits whose sigmoids count are computed in float32, as models with them are trained.
+    """
+
+    correction: nn.Parameter | None
+
+    def __init__(self, name: str, hidden_size: int, spec: ExpertsSpec, matrices: Matrices):
+        """``name`` is the router's in the checkpoint."""
+        super().__init__()
+        self.rule = spec.routing
+        num_experts = spec.num_experts
+        self._format = matrices.format_of(name)
+        self.weight = _parameter(num_experts, hidden_size)
+        self.bias = _parameter(num_experts) if spec.biases else None
+        self.correction = _parameter(num_experts) if spec.routing.corrected else None
+
+    def cast(self, dtype: torch.dtype) -> None:
+        wide = torch.promote_types(dtype, torch.float32)
+        self.to(wide if self.rule.sigmoid else dtype)
+        if self.correction is not None:
+            self.correction.data = self.correction.data.to(wide)
+
+    def forward(self, x: Tensor) -> Choices:
+        """Of all experts, for ``x`` [num_tokens, hidden_size]."""
+        logits = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        return choose(logits, self.rule, self.correction)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        num_experts, hidden_size = self.weight.shape
+        outs, ins = Share(num_experts, 0, num_experts), Share(hidden_size, 0, hidden_size)
+        yield "weight", place_in(self.weight.data, slice(None), self._format, outs, ins)
+        if self.bias is not None:
+            yield "bias", whole(self.bias)
+        if self.correction is not None:
+            yield "e_score_correction_bias", whole(self.correction)
+
+
+class ExpertsMLP(nn.Module):
+    """Gated MLPs behind a router (``FeedForward``), and perhaps one that all tokens take.
+
+    Every rank holds a slice of each expert; or, with ``whole_experts``, as many experts as every
+    other rank. Unless ``fused``, the kernel's twin computes one expert after another, which waits
+    for the device. The weights of all experts are one tensor, or one ``StoredWeight`` if there are
+    kernels for their format.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        spec: ExpertsSpec,
+        *,
+        fused: bool,
+        group: Group,
+        matrices: Matrices,
+        whole_experts: bool = False,
+    ):
+        """``name`` is the module's in the checkpoint. Raises ``ConfigError`` if the experts, or
+        their features, cannot be split over the ranks."""
+        super().__init__()
+        self._name, self.group, self.fused, self.spec = name, group, fused, spec
+        num_experts, inner_size = spec.num_experts, spec.intermediate_size
+        if whole_experts:
+            self.held = even_share(num_experts, group, "the number of experts")
+            self.inner = Share(inner_size, 0, inner_size)
+        else:
+            self.held = Share(num_experts, 0, num_experts)
+            self.inner = even_share(inner_size, group, "moe_intermediate_size")
+        self.outer = Share(hidden_size, 0, hidden_size)
+        self._formats = {
+            (expert, part): matrices.format_of(f"{name}.experts.{expert}.{part}")
+            for expert in range(self.held.start, self.held.end)
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        self.router = Router(f"{name}.{spec.router}", hidden_size, spec, matrices)
+        of_down = [form for (_, part), form in self._formats.items() if part == "down_proj"]
+        of_gate_up = [form for (_, part), form in self._formats.items() if part != "down_proj"]
+        width = 2 * self.inner.size
+        both = [(0, self.inner), (self.inner.size, self.inner)]
+        self.gate_up = _memory_of(matrices, of_gate_up, both, self.outer, width)
+        self.down = _memory_of(matrices, of_down, [(0, self.outer)], self.inner, hidden_size)
+        self.gate_up_bias = _parameter(self.held.size, width) if spec.biases else None
+        self.down_bias = _parameter(self.held.size, hidden_size) if spec.biases else None
+        self.shared: GatedMLP | None = None
+        self.shared_gate: nn.Parameter | None = None
+        if (shared := spec.shared) is not None:
+            self.shared = GatedMLP(
+                f"{name}.{shared.name}",
+                hidden_size,
+                shared.intermediate_size,
+                bias=False,
+                group=group,
+                matrices=matrices,
+            )
+            self._shared_gate_format = matrices.format_of(f"{name}.{shared.name}_gate")
+            self.shared_gate = _parameter(1, hidden_size) if shared.gated else None
+
+    def forward(
+        self, residual: Tensor, x: Normed, norm: RMSNorm, *, pdl: bool
+    ) -> tuple[Tensor, Normed]:
+        part = self.part(x.normalized(pdl=pdl), pdl=pdl)
+        return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
+
+    def part(self, x: Tensor, *, pdl: bool) -> Tensor:
+        """This rank's part of the sum over the ranks, [num_tokens, hidden_size]."""
+        choices = self._held(self.router(x))
+        compute = fused_experts if self.fused else fused_experts_reference
+        part = compute(x, self.weights, choices)
+        if self.shared is not None:
+            of_shared = self.shared.part(Normed(x), pdl=pdl)
+            if self.shared_gate is not None:
+                of_shared = of_shared * F.linear(x, self.shared_gate).sigmoid()
+            part = part + of_shared
+        return part
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """Those of the experts that this rank holds; biases of ``down`` on one of the ranks that
+        share an expert only, to be in their sum once."""
+        gate_up, down = (
+            memory.weight if isinstance(memory, StoredWeight) else memory.data
+            for memory in (self.gate_up, self.down)
+        )
+        is_first = self.inner.start == 0
+        return ExpertWeights(
+            gate_up,
+            down,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias if is_first else None,
+            gate=self.spec.gate,
+        )
+
+    def _held(self, choices: Choices) -> Choices:
+        """``choices`` of all experts as choices of those that this rank holds."""
+        held = self.held
+        if held.size == held.total:
+            return choices
+        is_here = (choices.ids >= held.start) & (choices.ids < held.end)
+        ids = torch.where(is_here, choices.ids - held.start, -1)
+        return Choices(ids, choices.weights, elsewhere=True)
+
+    def elsewhere(self) -> Iterator[str]:
+        """The experts that only other ranks hold, by their names in the checkpoint."""
+        for expert in range(self.spec.num_experts):
+            if not self.held.start <= expert < self.held.end:
+                yield f"{self._name}.experts.{expert}"
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        spec = self.spec
+        for name, place in self.router.places():
+            yield f"{spec.router}.{name}", place
+        if self.shared is not None and spec.shared is not None:
+            yield from collect_places(self.shared, spec.shared.name).items()
+            if self.shared_gate is not None:
+                one, gate = Share(1, 0, 1), self.shared_gate.data
+                yield (
+                    f"{spec.shared.name}_gate.weight",
+                    place_in(gate, slice(None), self._shared_gate_format, one, self.outer),
+                )
+        yield from self._places_of_biases()
+        inner, outer, experts = self.inner, self.outer, self.held
+        gate_up, down = _memory(self.gate_up), _memory(self.down)
+        first = self._formats[experts.start, "down_proj"]
+        if first is not None and first.layout is Layout.MX_STACKED:
+            both = stacked_place(gate_up, first, experts, inner, outer, pairs=True)
+            yield "experts.gate_up_proj", both
+            yield (
+                "experts.down_proj",
+                stacked_place(down, first, experts, outer, inner, pairs=False),
+            )
+            return
+        rows = {"gate_proj": slice(0, inner.size), "up_proj": slice(inner.size, 2 * inner.size)}
+        for (expert, part), form in self._formats.items():
+            name, at = f"experts.{expert}.{part}.weight", expert - experts.start
+            if part == "down_proj":
+                yield name, place_in(down, slice(0, outer.size), form, outer, inner, expert=at)
+            else:
+                yield name, place_in(gate_up, rows[part], form, inner, outer, expert=at)
+
+    def _places_of_biases(self) -> Iterator[tuple[str, Place]]:
+        """As gpt-oss has them: of all experts in one tensor, those of gates and ups in turn."""
+        inner, experts = self.inner, self.held
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            both, down = self.gate_up_bias.data, self.down_bias.data
+            yield "experts.gate_up_proj_bias", StackedBias(both, experts, inner, num_parts=2)
+            yield "experts.down_proj_bias", StackedBias(down, experts, self.outer, num_parts=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedBias:
+    """The place of the biases of all experts (``Place``), those of several parts in turn, as
+    gpt-oss has them; ``target`` [experts.size, num_parts * outs.size] has one part after another.
+    """
+
+    target: Tensor
+    experts: Share
+    outs: Share
+    num_parts: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.experts.total, self.num_parts * self.outs.total
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def tensors(self, name: str) -> Mapping[str, StoredTensor]:
+        own = name.rpartition(".")[2]
+        return {"bias": StoredTensor(names=(own,), shapes=(self.shape,), region=self._region)}
+
+    def fill(self, found: Mapping[str, ReadTensor]) -> None:
+        self._store(found["bias"].values)
+
+    def draw(self, whole: Tensor) -> None:
+        self._store(whole[self._region])
+
+    def _store(self, in_turn: Tensor) -> None:
+        """``in_turn`` [experts.size, outs.size * num_parts]."""
+        apart = in_turn.reshape(self.experts.size, self.outs.size, self.num_parts)
+        self.target.copy_(apart.mT.flatten(1))
+
+    @property
+    def _region(self) -> tuple[slice, slice]:
+        count, outs = self.num_parts, self.outs
+        return held(self.experts), slice(count * outs.start, count * outs.end)
+
+
+def _memory_of(
+    matrices: Matrices,
+    formats: list[WeightFormat | None],
+    parts: list[tuple[int, Share]],
+    ins: Share,
+    out_features: int,
+) -> nn.Parameter | StoredWeight:
+    """Memory for the same matrix of each expert, [num_experts, out_features, ins.size].
+
+    ``formats`` are those of all experts and ``parts``, pairs of a part's first row and its share.
+    """
+    shape = len(formats) // len(parts), out_features, ins.size
+    stored = [form for form in formats if form is not None]
+    if len(stored) < len(formats) or not matrices.kept(stored):
+        return _parameter(*shape)
+    return StoredWeight(stored[0], block_of(stored[0], parts, ins), shape, num_inputs=ins.total)
+
+
+def _memory(weight: nn.Parameter | StoredWeight) -> Tensor | StoredWeight:
+    """What places write to."""
+    return weight if isinstance(weight, StoredWeight) else weight.data
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)

@@ -1,0 +1,262 @@
+"""The router of replicas: the shadow finds what the replicas' own caches would, and the rule keeps
+its bound."""
+
+from __future__ import annotations
+
+import operator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle as Held
+from hypothesis.stateful import RuleBasedStateMachine, consumes, invariant, rule
+
+from minisgl_backend.cache.kv import Lease, RadixCache, Verified
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.request import IntArray
+from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
+from minisgl_backend.routing.shadow import CacheShadow, PrefixKeys
+
+PAGE_SIZE = 2
+NUM_REPLICAS = 3
+NUM_PAGES = 12
+KEYS = PrefixKeys(PAGE_SIZE)
+SALTS = st.sampled_from(["", "a", "b"])
+
+
+def ints(*values: int) -> IntArray:
+    return np.array(values, dtype=np.int32)
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(lambda values: ints(*values))
+
+
+class ReportedCaches(RuleBasedStateMachine):
+    """Real caches that report to a shadow what they publish, and what leaves them."""
+
+    leases: Any = Held("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow = CacheShadow(NUM_REPLICAS, NUM_PAGES)
+        self.caches = [self.cache(replica) for replica in range(NUM_REPLICAS)]
+        self.asked: list[tuple[IntArray, str]] = [(ints(0, 0, 0, 0, 0), "")]
+
+    def cache(self, replica: int) -> RadixCache:
+        return RadixCache(
+            NUM_PAGES, PAGE_SIZE, watch=lambda pages: self.shadow.evict(replica, pages)
+        )
+
+    @rule(target=leases, replica=st.integers(0, NUM_REPLICAS - 1), tokens=PROMPTS, salt=SALTS)
+    def begin(self, replica: int, tokens: IntArray, salt: str) -> tuple[int, IntArray, str, Lease]:
+        self.asked.append((tokens, salt))
+        lease = self.caches[replica].acquire(tokens, salt)
+        return replica, tokens, salt, lease
+
+    @rule(held=leases)
+    def compute(self, held: tuple[int, IntArray, str, Lease]) -> None:
+        replica, tokens, salt, lease = held
+        cache = self.caches[replica]
+        if cache.grow(lease, len(tokens)):
+            cache.publish(lease, tokens, verified=Verified.ALL)
+            keys = KEYS.of(tokens, salt)
+            pages = np.array(lease.pages[: len(keys)], np.int32)
+            self.shadow.publish(replica, keys, pages)
+
+    @rule(held=consumes(leases))
+    def end(self, held: tuple[int, IntArray, str, Lease]) -> None:
+        self.caches[held[0]].release(held[3])
+
+    @invariant()
+    def finds_what_each_cache_finds(self) -> None:
+        for tokens, salt in self.asked[-4:]:
+            found = self.shadow.match_lengths(KEYS.of(tokens[:-1], salt))
+            expected = [cache.match_length(tokens, salt) // PAGE_SIZE for cache in self.caches]
+            assert found == expected
+            longest, holders = self.shadow.longest(KEYS.of(tokens[:-1], salt), 0b111)
+            assert longest == max(expected)
+            assert [holders >> replica & 1 for replica in range(NUM_REPLICAS)] == [
+                int(length >= longest) for length in expected
+            ]
+
+
+TestReportedCaches = ReportedCaches.TestCase
+
+
+def test_a_prefix_that_was_detached_and_published_again_is_still_held() -> None:
+    """Its old pages leave the tree later, when the lease that pinned them ends."""
+    shadow = CacheShadow(1, NUM_PAGES)
+    cache = RadixCache(NUM_PAGES, PAGE_SIZE, watch=lambda pages: shadow.evict(0, pages))
+    tokens = ints(1, 2, 3, 4, 5)
+
+    def published(lease: Lease, verified: Verified) -> Lease:
+        cache.grow(lease, len(tokens))
+        cache.publish(lease, tokens, verified=verified)
+        shadow.publish(0, KEYS.of(tokens), np.array(lease.pages[:2], np.int32))
+        return lease
+
+    first = published(cache.acquire(tokens), Verified.NONE)
+    second = cache.acquire(tokens)
+    cache.discard(first)
+    third = published(cache.acquire(tokens), Verified.ALL)
+    cache.release(second)
+    assert cache.match_length(tokens) == 4
+    assert shadow.match_lengths(KEYS.of(tokens[:-1])) == [2]
+    cache.release(third)
+    shadow.forget(0)
+    assert shadow.num_prefixes == 0
+
+
+def test_a_page_is_not_published_twice() -> None:
+    shadow = CacheShadow(1, NUM_PAGES)
+    shadow.publish(0, KEYS.of(ints(1, 2)), ints(3))
+    shadow.publish(0, KEYS.of(ints(1, 2)), ints(3))
+    with pytest.raises(InvariantError, match="published twice"):
+        shadow.publish(0, KEYS.of(ints(1, 3)), ints(3))
+
+
+def test_keys_tell_tokens_places_and_salts_apart() -> None:
+    keys = [
+        KEYS.of(tokens, salt)[-1]
+        for tokens in (ints(1, 2), ints(2, 1), ints(1, 2, 1, 2), ints(3, 4, 1, 2), ints(1, 2, 3, 4))
+        for salt in ("", "a", "b")
+    ]
+    assert len(set(keys)) == len(keys)
+    assert len(KEYS.of(ints(1))) == 0
+    assert np.array_equal(KEYS.of(ints(1, 2, 3, 4, 5))[:1], KEYS.of(ints(1, 2)))
+
+
+def make_router(num_replicas: int = NUM_REPLICAS, **balance: float) -> Router:
+    return Router(
+        CacheShadow(num_replicas, NUM_PAGES),
+        page_size=PAGE_SIZE,
+        capacity=Capacity(rows=100, prefill_tokens=1000, pages=1000),
+        balance=Balance(**balance),
+    )
+
+
+def routed(router: Router, prompt: IntArray, salt: str = "") -> Placement:
+    placement = router.route(prompt, salt)
+    assert placement is not None
+    return placement
+
+
+def test_a_request_goes_where_its_prefix_is_cached() -> None:
+    router = make_router()
+    prompt = ints(*range(9))
+    router.shadow.publish(1, router.keys.of(prompt[:4]), ints(0, 1))
+    router.shadow.publish(2, router.keys.of(prompt[:6]), ints(5, 6, 7))
+    placement = routed(router, prompt)
+    assert (placement.replica, placement.num_cached) == (2, 6)
+
+
+def test_a_prefix_counts_as_cached_from_the_first_request_on() -> None:
+    """A burst of requests with one prefix computes it once, not once a replica."""
+    router = make_router()
+    prompts = [ints(*range(8), 50 + i) for i in range(4)]
+    placements = [routed(router, prompt) for prompt in prompts]
+    assert len({placement.replica for placement in placements}) == 1
+    assert [placement.num_cached for placement in placements] == [0, 8, 8, 8]
+    router.end(placements[0])  # aborted before it was computed
+    assert routed(router, ints(*range(8), 60)).num_cached == 0
+
+
+def test_without_prefixes_requests_go_round() -> None:
+    router = make_router()
+    chosen = [routed(router, ints(10 * i, 1, 2)).replica for i in range(6)]
+    assert sorted(chosen[:3]) == sorted(chosen[3:]) == [0, 1, 2]
+
+
+def test_beyond_the_bound_a_prefix_spreads_to_one_more_replica() -> None:
+    router = make_router(ratio=1.2, slack=0.02)
+    prompt = ints(*range(9))
+    chosen = [routed(router, prompt).replica for _ in range(60)]
+    first = chosen[0]
+    assert chosen[:3] == [first] * 3
+    assert set(chosen) == {0, 1, 2}
+    counts = np.bincount(chosen)
+    assert counts.max() <= 1.2 * counts.mean() + 0.02 * 100 + 1
+
+
+def test_a_replica_that_left_gets_nothing_and_joins_again() -> None:
+    router = make_router()
+    prompt = ints(*range(9))
+    router.shadow.publish(1, router.keys.of(prompt[:4]), ints(0, 1))
+    router.leave(1)
+    assert {routed(router, prompt).replica for _ in range(12)} == {0, 2}
+    router.leave(0)
+    router.leave(2)
+    assert router.route(prompt) is None
+    router.join(1)
+    assert routed(router, prompt).replica == 1
+
+
+def test_a_placement_ends_once() -> None:
+    router = make_router()
+    placement = routed(router, ints(1, 2, 3))
+    router.end(placement)
+    router.computed(placement)
+    router.grow(placement, 3)
+    assert not router.load.any()
+    with pytest.raises(InvariantError, match="ends twice"):
+        router.end(placement)
+
+
+@pytest.mark.parametrize("balance", [{"ratio": 0.9}, {"slack": -0.1}, {"ratio": float("nan")}])
+def test_a_bound_below_the_mean_is_refused(balance: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="ratio must be at least 1"):
+        Balance(**balance)
+
+
+@settings(deadline=None)
+@given(data=st.data(), ratio=st.integers(64, 128), slack=st.integers(0, 64))
+def test_the_rule_keeps_its_bound(data: st.DataObject, ratio: int, slack: int) -> None:
+    """A request goes to the longest prefix among the replicas in balance, and what it leaves behind
+    is taken back in full. ``ratio`` in 64ths, ``slack`` in 256ths: exact numbers."""
+    num_replicas = data.draw(st.integers(1, 9))
+    router = make_router(num_replicas, ratio=ratio / 64, slack=slack / 256)
+    capacity = np.array([[100], [1000], [1000]])
+    is_up, placements = [True] * num_replicas, list[Placement]()
+    for _ in range(data.draw(st.integers(1, 30))):
+        action = data.draw(st.sampled_from(["route", "route", "route", "computed", "end", "up"]))
+        if action == "route" and any(is_up):
+            before = np.rint(router.load * capacity).astype(int)
+            prompt = data.draw(PROMPTS)
+            held = [
+                router.shadow.longest(router.keys.of(prompt[:-1]), 1 << replica)[0]
+                for replica in range(num_replicas)
+            ]
+            placement = routed(router, prompt)
+            placements.append(placement)
+            mean = [Fraction(int(loads.sum()), sum(is_up)) for loads in before[:, is_up]]
+            limit = [
+                Fraction(ratio, 64) * of_all + Fraction(slack, 256) * int(most)
+                for of_all, (most,) in zip(mean, capacity, strict=True)
+            ]
+            within = [
+                replica
+                for replica in range(num_replicas)
+                if is_up[replica] and all(map(operator.le, before[:, replica].tolist(), limit))
+            ]
+            allowed = within or [replica for replica in range(num_replicas) if is_up[replica]]
+            best = max(held[replica] for replica in allowed)
+            alike = [replica for replica in allowed if held[replica] == best]
+            assert placement.replica in alike
+            busiest = (before / capacity).max(axis=0)
+            assert busiest[placement.replica] == busiest[alike].min()
+            assert placement.num_cached == best * PAGE_SIZE
+        elif action == "up":
+            replica = data.draw(st.integers(0, num_replicas - 1))
+            is_up[replica] = not is_up[replica]
+            (router.join if is_up[replica] else router.leave)(replica)
+        elif placements and action == "computed":
+            router.computed(data.draw(st.sampled_from(placements)))
+        elif placements and action == "end":
+            router.end(placements.pop(data.draw(st.integers(0, len(placements) - 1))))
+        assert (router.load >= 0).all()
+    for placement in placements:
+        router.end(placement)
+    assert not router.load.any()

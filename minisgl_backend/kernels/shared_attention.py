@@ -1,6 +1,6 @@
 """Attention of decoding rows over the pages that they share, in parts that are merged later.
 
-Rows that read the same pages are a *group* (``plan.StepPlan``). Its query heads are tiles of one
+Rows that read the same pages are a *group* (``plan.Groups``). Its query heads are tiles of one
 matrix product, so a shared page is read once for each tile instead of once for each row (Hydragen,
 arXiv 2402.05099; ChunkAttention, arXiv 2402.15220). A tile's positions are cut into *pieces*, so
 that all multiprocessors have work. A piece leaves a *partial* result for each of its rows: what the
@@ -8,7 +8,8 @@ softmax's weights sum up to, not normalized, with their maximum and sum. What el
 the merging of all, is up to the kernel of decode attention (``cuda/decode_attention.cu``).
 
 The host describes the pieces in one table, whose address and size never change, so that a captured
-graph can read it. Must not know requests, plans or how pages are given out.
+graph can read it. It also estimates whether groups pay. Must not know requests, plans or how pages
+are given out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,33 +28,50 @@ MOST_SLOTS: Final = 32
 """Most partial results of a row."""
 MOST_LEVELS: Final = 4
 """Most groups that a row may be in."""
-_HEADER: Final = 8
 PIECE_WORDS: Final = 8
-_MOST_PIECES: Final = 2048
+_HEADER: Final = 8
+
+# What was measured on an H200, in microseconds, bytes and floating-point operations.
+_FIXED_US: Final = 9.0
+"""One more kernel a layer, and the merging of its results."""
+_ONCE_BYTES_A_US: Final = 3.7e6
+"""How fast shared pages are read once, from memory."""
+_AGAIN_BYTES_A_US: Final = 5.0e6
+_CACHED_BYTES_A_US: Final = 9.0e6
+"""How fast each row alone reads them: some of them come from the L2 cache, or nearly all if they
+are not more than ``_CACHED_BYTES``."""
+_CACHED_BYTES: Final = 34e6
+_FLOPS_A_US: Final = 2.6e8
+_FP8_FLOPS_A_US: Final = 2.1e8
+_POSITIONS_A_US: Final = 32
+"""Of a piece, while all multiprocessors are busy."""
+_PIECE_US: Final = 3.0
+_PARTIAL_BYTES_A_US: Final = 5.0e6
+
+_SPLITS: Final = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32])
+"""Into how many pieces the longest tile may be cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How groups are cut: tiles of ``tile`` query heads, iterations of ``block`` positions, and
-    about ``per_processor`` pieces and KV heads for each multiprocessor. A piece has at least
-    ``least`` positions."""
+    ``per_processor`` programs for each multiprocessor, which work at the same time."""
 
     tile: int
     block: int
     num_warps: int
     stages: int
     per_processor: int
-    least: int = 256
 
 
-def cut_of(group: int, kv_dtype: torch.dtype) -> Cut:
-    """What was fastest on an H200 for ``group`` query heads a KV head."""
-    return Cut(tile=64, block=64, num_warps=4, stages=3, per_processor=4)
+FASTEST: Final = Cut(tile=64, block=64, num_warps=4, stages=3, per_processor=2)
+"""On an H200, for all numbers of heads and types of pages that were tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedShape:
-    """What the table and the kernels depend on; ``max_batch`` is the most rows of a step."""
+    """What the table and the kernels depend on; ``max_batch`` is the most rows of a step.
+    ``is_fp8``: pages hold float8, else 16 bits."""
 
     max_batch: int
     page_size: int
@@ -60,11 +79,17 @@ class SharedShape:
     num_kv_heads: int
     head_dim: int
     processors: int
-    cut: Cut
+    is_fp8: bool = False
+    cut: Cut = FASTEST
 
     @property
     def rows_of_tile(self) -> int:
         return self.cut.tile * self.num_kv_heads // self.num_heads
+
+    @property
+    def position_bytes(self) -> int:
+        """A layer's keys and values of a position."""
+        return 2 * self.num_kv_heads * self.head_dim * (1 if self.is_fp8 else 2)
 
 
 class SharedTable:
@@ -73,12 +98,17 @@ class SharedTable:
         number of pieces, padded to 8 words
         starts   [max_batch, 2]             where a row's own part begins; its number of partials
         slots    [max_batch, MOST_SLOTS]    the indices of its partials
-        members  [MOST_LEVELS * max_batch]  the rows of the tiles, one tile after another, numbered
-                                            as in the batch
-        pieces   [.., 8]                    first member, number of members, row of the page table,
+        members  [MOST_LEVELS * max_batch]  the rows of the tiles, one tile after another
+        pieces   [.., 8]                    first member, number of members, a row of the group,
                                             first position, end, index of the first partial, -, -
 
+    Rows are numbered as in the batch.
+
     Rows of the batch without partials have zeros.
+
+    In all methods group i has ``sizes[i]`` members, one group after another; they share the pages
+    from index ``begins[i]`` up to ``ends[i]`` of the page table. All int32. The groups of a row
+    cover its first pages without gaps, in order.
     """
 
     def __init__(self, shape: SharedShape) -> None:
@@ -87,63 +117,117 @@ class SharedTable:
         self.slots_at = self.starts_at + 2 * shape.max_batch
         self.members_at = self.slots_at + MOST_SLOTS * shape.max_batch
         self.pieces_at = self.members_at + MOST_LEVELS * shape.max_batch
-        self.size = self.pieces_at + PIECE_WORDS * _MOST_PIECES
+        # a group has two members at least, and a tile room for eight
+        self.max_pieces = max(3 * shape.max_batch, 2048)
+        self.size = self.pieces_at + PIECE_WORDS * self.max_pieces
         self.max_partials = max(4 * shape.max_batch, 1024)
 
-    def content(
-        self, sizes: IntArray, begins: IntArray, ends: IntArray, members: IntArray, rows: IntArray
-    ) -> IntArray:
-        """The table of a step, int32 [up to size], the end of which may be missing.
+    def saved_us(
+        self, sizes: IntArray, begins: IntArray, ends: IntArray, *, window: int | None
+    ) -> float:
+        """About how much less time a layer takes if the groups' pages are read together; negative
+        if it takes more. With a ``window``, as long as rows see as much of them as they can."""
+        shape = self.shape
+        last = ends * shape.page_size
+        first = begins * shape.page_size
+        spans = last - (first if window is None else np.maximum(first, last - window))
+        tiles = -(-sizes // shape.rows_of_tile)
+        once_bytes = int(spans.sum()) * shape.position_bytes
+        all_bytes = int((spans * sizes).sum()) * shape.position_bytes
+        flops = (
+            4 * int((spans * tiles).sum()) * shape.cut.tile * shape.num_kv_heads * shape.head_dim
+        )
+        together_us = max(
+            once_bytes / _ONCE_BYTES_A_US,
+            flops / (_FP8_FLOPS_A_US if shape.is_fp8 else _FLOPS_A_US),
+        )
+        is_cached = once_bytes <= _CACHED_BYTES
+        alone_us = all_bytes / (_CACHED_BYTES_A_US if is_cached else _AGAIN_BYTES_A_US)
+        return alone_us - together_us - _FIXED_US
 
-        Group i has ``sizes[i]`` of the ``members``, one group after another: indices of ``rows``,
-        the rows of the step. They share the pages from index ``begins[i]`` up to ``ends[i]`` of
-        the page table. All int32. The groups of a row cover its first pages without gaps, in order.
-        """
-        shape, cut = self.shape, self.shape.cut
-        first_members = np.cumsum(sizes) - sizes
-        spans = (ends - begins) * shape.page_size
+    def content(
+        self, sizes: IntArray, begins: IntArray, ends: IntArray, members: IntArray
+    ) -> IntArray:
+        """The table of a step, int32 [up to size], the end of which may be missing."""
+        shape = self.shape
         num_tiles = -(-sizes // shape.rows_of_tile)
-        work = int((spans * num_tiles).sum()) * shape.num_kv_heads
-        length = max(work // (cut.per_processor * shape.processors), cut.least)
-        while True:
-            length = -(-length // cut.block) * cut.block
-            num_splits = -(-spans // length)
-            num_slots = np.zeros(shape.max_batch, np.int64)
-            np.add.at(num_slots, members, np.repeat(num_splits, sizes))
-            if (
-                int(num_slots.max()) <= MOST_SLOTS
-                and int(num_slots.sum()) <= self.max_partials
-                and int((num_splits * num_tiles).sum()) <= _MOST_PIECES
-            ):
-                break
-            length *= 2
-        num_pieces = int((num_splits * num_tiles).sum())
-        out = np.zeros(self.pieces_at + PIECE_WORDS * num_pieces, np.int32)
-        out[0] = num_pieces
+        spans = (ends - begins) * shape.page_size
+        has_levels = bool(begins.any())
+        length = self._length(sizes, spans, num_tiles, has_levels=has_levels)
+        num_splits = -(-spans // length)
+        num_pieces = num_splits * num_tiles
+        firsts = _before(sizes)  # members, partials
+        partials = _before(sizes * num_splits)
+        out = np.zeros(self.pieces_at + PIECE_WORDS * int(num_pieces.sum()), np.int32)
+        out[0] = num_pieces.sum()
+        out[self.members_at : self.members_at + len(members)] = members
+
+        pieces = out[self.pieces_at :].reshape(-1, PIECE_WORDS)
+        group = np.repeat(np.arange(len(sizes)), num_pieces)
+        size, tiles = sizes[group], num_tiles[group]
+        split, tile = np.divmod(np.arange(len(group)) - _before(num_pieces)[group], tiles)
+        low, high = tile * size // tiles, (tile + 1) * size // tiles  # of about the same size
+        start = begins[group] * shape.page_size + split * length
+        pieces[:, 0] = firsts[group] + low
+        pieces[:, 1] = high - low
+        pieces[:, 2] = members[firsts][group]
+        pieces[:, 3] = start
+        pieces[:, 4] = np.minimum(start + length, ends[group] * shape.page_size)
+        pieces[:, 5] = partials[group] + split * size + low
+
         starts = out[self.starts_at : self.slots_at].reshape(-1, 2)
         slots = out[self.slots_at : self.members_at].reshape(-1, MOST_SLOTS)
-        out[self.members_at : self.members_at + len(members)] = members
-        pieces = out[self.pieces_at :].reshape(-1, PIECE_WORDS)
-        partial = piece = 0
-        for group in range(len(sizes)):
-            first, size, tiles = int(first_members[group]), int(sizes[group]), int(num_tiles[group])
-            borders = np.arange(tiles + 1) * size // tiles  # tiles of about the same size
-            of_group = members[first : first + size]
-            begin, end = int(begins[group]) * shape.page_size, int(ends[group]) * shape.page_size
-            starts[of_group, 0] = end
-            for start in range(begin, end, length):
-                slots[of_group, starts[of_group, 1]] = partial + np.arange(size)
-                starts[of_group, 1] += 1
-                of_split = pieces[piece : piece + tiles]
-                of_split[:, 0] = first + borders[:-1]
-                of_split[:, 1] = np.diff(borders)
-                of_split[:, 2] = rows[of_group[0]]
-                of_split[:, 3] = start
-                of_split[:, 4] = min(start + length, end)
-                of_split[:, 5] = partial + borders[:-1]
-                partial += size
-                piece += tiles
+        group = np.repeat(np.arange(len(sizes)), sizes)  # of each member
+        splits = num_splits[group]
+        starts[members, 0] = ends[group] * shape.page_size  # of several groups the last one's
+        starts[:, 1] = np.bincount(members, splits, len(starts))
+        member = np.repeat(np.arange(len(members)), splits)  # of each partial
+        split = np.arange(len(member)) - _before(splits)[member]
+        partial = partials[group] + np.arange(len(members)) - firsts[group]
+        slot = split
+        if has_levels:
+            slot = slot + _before_by(members, splits)[member]
+        slots[members[member], slot] = partial[member] + split * sizes[group][member]
         return out
+
+    def _length(
+        self,
+        sizes: IntArray,
+        spans: IntArray,
+        num_tiles: npt.NDArray[np.int32],
+        *,
+        has_levels: bool,
+    ) -> int:
+        """The positions of a piece with which all pieces are done soonest."""
+        shape, cut = self.shape, self.shape.cut
+        longest = int(spans.max())
+        lengths = -(-longest // (_SPLITS * cut.block)) * cut.block
+        num_splits = -(-spans // lengths[:, None])  # [candidates, groups]
+        num_pieces = num_splits @ num_tiles
+        num_partials = num_splits @ sizes
+        waves = -(-num_pieces * shape.num_kv_heads // (cut.per_processor * shape.processors))
+        partial_bytes = 8 * shape.num_heads * shape.head_dim  # written and read
+        us = waves * (lengths / _POSITIONS_A_US + _PIECE_US)
+        us += num_partials * partial_bytes / _PARTIAL_BYTES_A_US
+        fits = num_splits.max(axis=1) <= (MOST_SLOTS // MOST_LEVELS if has_levels else MOST_SLOTS)
+        fits &= (num_partials <= self.max_partials) & (num_pieces <= self.max_pieces)
+        fits[0] = True
+        return int(lengths[np.where(fits, us, np.inf).argmin()])
+
+
+def _before(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """The sum of all counts before each one."""
+    return np.cumsum(counts, dtype=np.int64) - counts
+
+
+def _before_by(keys: IntArray, counts: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """The sum of the counts before each one that have the same key."""
+    order = np.argsort(keys, kind="stable")
+    ordered, before = keys[order], _before(counts[order])
+    is_first = np.append(True, ordered[1:] != ordered[:-1])
+    found = np.empty_like(before)
+    found[order] = before - np.maximum.accumulate(np.where(is_first, before, 0))
+    return found
 
 
 class SharedAttention:
@@ -164,6 +248,13 @@ class SharedAttention:
         self.values = torch.empty((*partials, shape.head_dim), dtype=torch.float32, device=device)
         self.sums = torch.empty((*partials, 2), dtype=torch.float32, device=device)
 
+    def fill(self, content: IntArray) -> None:
+        """Let the following calls take this content of the table."""
+        host = torch.from_numpy(content)
+        if self.words.is_cuda:
+            host = host.pin_memory()  # so that this does not wait for the GPU
+        self.words[: len(content)].copy_(host, non_blocking=True)
+
     def __call__(
         self,
         q: Tensor,
@@ -172,6 +263,7 @@ class SharedAttention:
         page_table: Tensor,
         lengths: Tensor,
         *,
+        rows: Tensor | None,
         scale: float,
         window: int | None,
         k_scale: Tensor | None,
@@ -192,6 +284,7 @@ class SharedAttention:
             page_table,
             lengths,
             self.words,
+            rows=rows,
             members_at=table.members_at,
             pieces_at=table.pieces_at,
             piece_words=PIECE_WORDS,

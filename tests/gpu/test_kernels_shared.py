@@ -13,11 +13,11 @@ from torch import Tensor
 from minisgl_backend.kernels.decode_attention import decode_attention_reference
 from minisgl_backend.kernels.dispatch import is_interpreted, num_processors
 from minisgl_backend.kernels.shared_attention import (
+    FASTEST,
     MOST_SLOTS,
     Cut,
     SharedAttention,
     SharedShape,
-    cut_of,
 )
 from tests.gpu.compare import assert_close
 from tests.gpu.test_kernels_cuda import FP8, HEADS, Heads, needs_gpu
@@ -59,7 +59,7 @@ class SharedDecoding:
         page_size: int = 16,
         window: int | None = None,
         fp8: bool = False,
-        cut: Cut | None = None,
+        cut: Cut = FASTEST,
     ):
         torch.manual_seed(batch_size)
         kv_dtype = FP8 if fp8 else dtype
@@ -83,7 +83,6 @@ class SharedDecoding:
         self.keys, self.values = (torch.randn(dims, device=device).to(kv_dtype) for _ in "kv")
         self.k_scale = torch.full((1,), 0.5, device=device) if fp8 else None
         self.v_scale = torch.full((1,), 2.0, device=device) if fp8 else None
-        group_size = heads.num_heads // heads.num_kv_heads
         self.heads = heads
         self.shared = SharedAttention(
             SharedShape(
@@ -93,7 +92,8 @@ class SharedDecoding:
                 num_kv_heads=heads.num_kv_heads,
                 head_dim=heads.head_dim,
                 processors=num_processors(device),
-                cut=cut or cut_of(group_size, kv_dtype),
+                is_fp8=fp8,
+                cut=cut,
             ),
             device,
         )
@@ -106,9 +106,8 @@ class SharedDecoding:
             np.array([group.begin for group in groups], np.int32),
             np.array([group.end for group in groups], np.int32),
             np.array([member for group in groups for member in group.members], np.int32),
-            self.rows.cpu().numpy(),
         )
-        self.shared.words[: len(words)] = torch.from_numpy(words)
+        self.shared.fill(words)
         self.shared.values.fill_(float("nan"))
         self.shared.sums.fill_(float("nan"))
 
@@ -119,6 +118,7 @@ class SharedDecoding:
             self.values,
             self.table,
             self.lengths,
+            rows=self.rows,
             scale=self.q.shape[-1] ** -0.5,
             window=self.window,
             k_scale=self.k_scale,
@@ -162,7 +162,7 @@ def test_partial_results_of_shared_positions(
 ) -> None:
     if is_interpreted() and heads != HEADS[4]:
         pytest.skip("slow")
-    cut = Cut(tile=16, block=32, num_warps=4, stages=2, per_processor=50, least=32)
+    cut = Cut(tile=16, block=32, num_warps=4, stages=2, per_processor=50)
     case = SharedDecoding(
         heads, PATTERNS[pattern], device=device, dtype=dtype, page_size=page_size, cut=cut
     )

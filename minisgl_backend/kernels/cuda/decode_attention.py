@@ -256,6 +256,7 @@ class DecodeAttentionKernel:
                 values,
                 page_table,
                 lengths,
+                rows=rows,
                 scale=scale,
                 window=window,
                 k_scale=k_scale,

@@ -15,6 +15,7 @@ from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_option
     do_not_specialize_on_alignment=[
         "table_ptr",
         "lengths_ptr",
+        "rows_ptr",
         "k_scale_ptr",
     ]
 )
@@ -27,6 +28,7 @@ def _shared_attention(
     table_ptr,
     lengths_ptr,
     groups_ptr,
+    rows_ptr,
     k_scale_ptr,
     q_stride,
     table_stride,
@@ -44,6 +46,7 @@ def _shared_attention(
     TILE: tl.constexpr,  # query heads of a tile, of TILE // GROUP rows
     BLOCK: tl.constexpr,  # positions of an iteration
     WINDOW: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     FP8: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -65,6 +68,8 @@ def _shared_attention(
         first = tl.load(piece_ptr)
         inside = member < tl.load(piece_ptr + 1)
         row = tl.load(piece_ptr + 2).to(tl.int64)
+        if HAS_ROWS:
+            row = tl.load(rows_ptr + row).to(tl.int64)
         begin = tl.load(piece_ptr + 3)
         end = tl.load(piece_ptr + 4)
         partial = tl.load(piece_ptr + 5)
@@ -128,6 +133,7 @@ def launch_shared_attention(
     lengths: Tensor,
     tables: Tensor,
     *,
+    rows: Tensor | None,
     members_at: int,
     pieces_at: int,
     piece_words: int,
@@ -141,7 +147,7 @@ def launch_shared_attention(
     k_scale: Tensor | None,
     pdl: bool,
 ) -> None:
-    """See ``minisgl_backend.kernels.shared_attention.shared_attention``."""
+    """See ``minisgl_backend.kernels.shared_attention.SharedAttention``."""
     _, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
@@ -155,6 +161,7 @@ def launch_shared_attention(
         page_table,
         lengths,
         tables,
+        rows,
         k_scale,
         q.stride(0),
         page_table.stride(0),
@@ -172,6 +179,7 @@ def launch_shared_attention(
         TILE=tile,
         BLOCK=block,
         WINDOW=window or 0,
+        HAS_ROWS=rows is not None,
         FP8=k_scale is not None,
         STAGES=stages,
         PDL=pdl,

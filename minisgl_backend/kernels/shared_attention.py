@@ -15,7 +15,7 @@ are given out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.request import IntArray
+
+_Counts: TypeAlias = npt.NDArray[np.int64]
 
 MOST_SLOTS: Final = 32
 """Most partial results of a row."""
@@ -32,12 +34,12 @@ PIECE_WORDS: Final = 8
 _HEADER: Final = 8
 
 # What was measured on an H200, in microseconds, bytes and floating-point operations.
-_FIXED_US: Final = 9.0
+_FIXED_US: Final = 12.0
 """One more kernel a layer, and the merging of its results."""
 _ONCE_BYTES_A_US: Final = 3.7e6
 """How fast shared pages are read once, from memory."""
 _AGAIN_BYTES_A_US: Final = 5.0e6
-_CACHED_BYTES_A_US: Final = 9.0e6
+_CACHED_BYTES_A_US: Final = 9.5e6
 """How fast each row alone reads them: some of them come from the L2 cache, or nearly all if they
 are not more than ``_CACHED_BYTES``."""
 _CACHED_BYTES: Final = 34e6
@@ -128,9 +130,9 @@ class SharedTable:
         """About how much less time a layer takes if the groups' pages are read together; negative
         if it takes more. With a ``window``, as long as rows see as much of them as they can."""
         shape = self.shape
-        last = ends * shape.page_size
-        first = begins * shape.page_size
-        spans = last - (first if window is None else np.maximum(first, last - window))
+        spans = (ends - begins) * np.int64(shape.page_size)
+        if window is not None:
+            spans = np.minimum(spans, window)
         tiles = -(-sizes // shape.rows_of_tile)
         once_bytes = int(spans.sum()) * shape.position_bytes
         all_bytes = int((spans * sizes).sum()) * shape.position_bytes
@@ -150,36 +152,41 @@ class SharedTable:
     ) -> IntArray:
         """The table of a step, int32 [up to size], the end of which may be missing."""
         shape = self.shape
-        num_tiles = -(-sizes // shape.rows_of_tile)
-        spans = (ends - begins) * shape.page_size
+        size_of, num_tiles = (
+            sizes.astype(np.int64),
+            -(-sizes.astype(np.int64) // shape.rows_of_tile),
+        )
+        first = begins.astype(np.int64) * shape.page_size  # position
+        end = ends.astype(np.int64) * shape.page_size
+        spans = end - first
         has_levels = bool(begins.any())
-        length = self._length(sizes, spans, num_tiles, has_levels=has_levels)
+        length = self._length(size_of, spans, num_tiles, has_levels=has_levels)
         num_splits = -(-spans // length)
         num_pieces = num_splits * num_tiles
-        firsts = _before(sizes)  # members, partials
-        partials = _before(sizes * num_splits)
+        firsts = _before(size_of)  # members, partials
+        partials = _before(size_of * num_splits)
         out = np.zeros(self.pieces_at + PIECE_WORDS * int(num_pieces.sum()), np.int32)
         out[0] = num_pieces.sum()
         out[self.members_at : self.members_at + len(members)] = members
 
         pieces = out[self.pieces_at :].reshape(-1, PIECE_WORDS)
         group = np.repeat(np.arange(len(sizes)), num_pieces)
-        size, tiles = sizes[group], num_tiles[group]
+        size, tiles = size_of[group], num_tiles[group]
         split, tile = np.divmod(np.arange(len(group)) - _before(num_pieces)[group], tiles)
         low, high = tile * size // tiles, (tile + 1) * size // tiles  # of about the same size
-        start = begins[group] * shape.page_size + split * length
+        start = first[group] + split * length
         pieces[:, 0] = firsts[group] + low
         pieces[:, 1] = high - low
         pieces[:, 2] = members[firsts][group]
         pieces[:, 3] = start
-        pieces[:, 4] = np.minimum(start + length, ends[group] * shape.page_size)
+        pieces[:, 4] = np.minimum(start + length, end[group])
         pieces[:, 5] = partials[group] + split * size + low
 
         starts = out[self.starts_at : self.slots_at].reshape(-1, 2)
         slots = out[self.slots_at : self.members_at].reshape(-1, MOST_SLOTS)
         group = np.repeat(np.arange(len(sizes)), sizes)  # of each member
         splits = num_splits[group]
-        starts[members, 0] = ends[group] * shape.page_size  # of several groups the last one's
+        starts[members, 0] = end[group]  # of several groups the last one's
         starts[:, 1] = np.bincount(members, splits, len(starts))
         member = np.repeat(np.arange(len(members)), splits)  # of each partial
         split = np.arange(len(member)) - _before(splits)[member]
@@ -187,16 +194,11 @@ class SharedTable:
         slot = split
         if has_levels:
             slot = slot + _before_by(members, splits)[member]
-        slots[members[member], slot] = partial[member] + split * sizes[group][member]
+        slots[members[member], slot] = partial[member] + split * size_of[group][member]
         return out
 
     def _length(
-        self,
-        sizes: IntArray,
-        spans: IntArray,
-        num_tiles: npt.NDArray[np.int32],
-        *,
-        has_levels: bool,
+        self, sizes: _Counts, spans: _Counts, num_tiles: _Counts, *, has_levels: bool
     ) -> int:
         """The positions of a piece with which all pieces are done soonest."""
         shape, cut = self.shape, self.shape.cut
@@ -215,12 +217,12 @@ class SharedTable:
         return int(lengths[np.where(fits, us, np.inf).argmin()])
 
 
-def _before(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+def _before(counts: _Counts) -> _Counts:
     """The sum of all counts before each one."""
-    return np.cumsum(counts, dtype=np.int64) - counts
+    return np.cumsum(counts) - counts
 
 
-def _before_by(keys: IntArray, counts: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+def _before_by(keys: IntArray, counts: _Counts) -> _Counts:
     """The sum of the counts before each one that have the same key."""
     order = np.argsort(keys, kind="stable")
     ordered, before = keys[order], _before(counts[order])

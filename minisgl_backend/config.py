@@ -105,8 +105,8 @@ class EngineOptions:
     )
     group_attention: bool | None = option(
         None,
-        "decoding requests that share pages read them together if that pays; auto: on a CPU, and on "
-        "a GPU with attention_backend cuda",
+        "decoding requests that share pages read them together if that pays; auto: on a CPU, and "
+        "on a GPU with attention_backend cuda",
     )
     cache: str = option(
         "radix",

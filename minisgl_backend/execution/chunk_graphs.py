@@ -163,8 +163,8 @@ class ChunkGraphs:
             )
 
         self.captured = captured("number of tokens", self._sizes, grouped=False)
-        self._take_groups = take_groups
         self._grouped: dict[int, Graph[Tensor]] = {}
+        self._take_groups = take_groups or (lambda groups: False)
         if take_groups is not None:
             larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
             self._grouped = captured("number of tokens, grouped", larger, grouped=True).graphs
@@ -179,13 +179,8 @@ class ChunkGraphs:
         size = fitting(self._sizes, batch)
         assert size is not None
         self._write(size, batch, prefill_tokens)
-        graph = self.captured.graphs[size]
-        if (
-            size in self._grouped
-            and self._take_groups is not None
-            and self._take_groups(batch.groups)
-        ):
-            graph = self._grouped[size]
+        is_grouped = size in self._grouped and self._take_groups(batch.groups)
+        graph = (self._grouped if is_grouped else self.captured.graphs)[size]
         graph.replay()
         return graph.output
 

@@ -105,8 +105,8 @@ class DecodeGraphs:
 
         whole = captured("batch size", lambda size: sample(begin(size)), self._schedule_padding)
         self.captured = whole
-        self._take_groups = take_groups
         self._grouped: dict[int, Graph[StepOutput]] = {}
+        self._take_groups = take_groups or (lambda groups: False)
         if take_groups is not None:
             self._grouped = captured(
                 "batch size, grouped",
@@ -142,9 +142,8 @@ class DecodeGraphs:
         The output's first num_rows entries are those of the rows.
         """
         size = self._prepare(rows, positions, grants)
-        graph = self.captured.graphs[size]
-        if size in self._grouped and self._take_groups is not None and self._take_groups(groups):
-            graph = self._grouped[size]
+        is_grouped = size in self._grouped and self._take_groups(groups)
+        graph = (self._grouped if is_grouped else self.captured.graphs)[size]
         graph.replay()
         return graph.output
 

@@ -31,7 +31,7 @@ from minisgl_backend.text.tokenizer import load_definition
 logger = logging.getLogger(__name__)
 
 _OVERTAKEN_BY_LPM: Final = 64
-_OVERTAKEN: Final = 256
+_OVERTAKEN_BY_PREFIX: Final = 256
 _GROUP_COST_ON_CPU: Final = 64
 _GROUP_COST_ON_GPU: Final = 128
 _READ_AT_ONCE: Final = 32_000
@@ -84,8 +84,8 @@ def build_scheduler(options: EngineOptions, info: EngineInfo, parts: Parts = STA
     on_cpu = info.device == "cpu"
     max_overtaken = options.max_overtaken
     if max_overtaken is None:
-        by_lpm = options.schedule_policy == "lpm"
-        max_overtaken = _OVERTAKEN_BY_LPM if by_lpm else _OVERTAKEN
+        by_prefix = _OVERTAKEN_BY_PREFIX if on_cpu or info.reads_groups else 0
+        max_overtaken = _OVERTAKEN_BY_LPM if options.schedule_policy == "lpm" else by_prefix
     config = SchedulerConfig(
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,

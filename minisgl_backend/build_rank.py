@@ -216,7 +216,7 @@ def _storage(facts: Resolved, num_pages: int) -> KVStorage:
 
 
 def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
-    options = facts.options
+    options, wanted = facts.options, facts.options.group_attention
     attention = choose_attention(
         options.attention_backend,
         AttentionSetting(
@@ -228,10 +228,11 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
             max_batch_size=options.max_running_requests,
             max_captured_batch_size=max_captured_batch_size,
             device=facts.device.torch_device,
-            grouped=options.group_attention is not False and options.cache != "naive",
+            grouped=(facts.device.is_host if wanted is None else wanted)
+            and options.cache != "naive",
         ),
     )
-    if options.group_attention and not attention.reads_groups:
+    if wanted and not attention.reads_groups:
         raise ConfigError(
             f"group_attention=true does not go with attention_backend {attention.name}: on a GPU "
             "it needs cuda for decoding"

@@ -77,7 +77,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
 
 def serve_in_waves(folder: Path, prompts: list[IntArray], **options: Any) -> list[StartedCollector]:
     """Half of the prompts, the others once those have begun; each answer has another length."""
-    chosen = {"max_running_requests": 64, "num_pages": 2048, "max_prefill_tokens": 1024, **options}
+    wanted = {"group_attention": True, **options}
+    chosen = {"max_running_requests": 64, "num_pages": 2048, "max_prefill_tokens": 1024, **wanted}
     engine = build_engine(
         EngineOptions(model=str(folder), device="cuda", max_sequence_length=CONTEXT, **chosen)
     )

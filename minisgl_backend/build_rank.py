@@ -164,6 +164,8 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             seed=facts.options.seed or 0,
             fused_experts=not facts.device.is_host and facts.options.moe_backend != "torch",
             whole_experts=facts.options.expert_parallel,
+            keep_quantized=not facts.device.is_host,
+            keep_quantized_experts=False,
             progress=progress,
         )
         model.pack()

@@ -292,7 +292,7 @@ def _memory_of(
     """
     shape = len(formats) // len(parts), out_features, ins.size
     stored = [form for form in formats if form is not None]
-    if len(stored) < len(formats) or not matrices.kept(stored):
+    if len(stored) < len(formats) or not matrices.experts_kept(stored):
         return _parameter(*shape)
     return StoredWeight(stored[0], block_of(stored[0], parts, ins), shape, num_inputs=ins.total)
 

@@ -5,10 +5,11 @@ Modules are first made on the meta device, so that nothing is allocated or initi
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,8 +21,8 @@ from minisgl_backend.kernels import linear_cut
 from minisgl_backend.layers.experts import ExpertsMLP, Router
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.matrix import DenseMatrix, Matrix
-from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.layers.matrix import Matrix
+from minisgl_backend.layers.quantized_matrix import Matrices, QuantizedMatrix
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
 from minisgl_backend.models.checkpoint import WeightHeader, weight_files
@@ -55,6 +56,7 @@ def build_model(
     fused_experts: bool | None = None,
     whole_experts: bool = False,
     keep_quantized: bool = False,
+    keep_quantized_experts: bool | None = None,
     progress: Progress = unseen,
 ) -> Decoder:
     """This rank's part of the model in ``folder``.
@@ -63,13 +65,17 @@ def build_model(
     reads none. ``max_sequence_length`` bounds the positions, by default to the model's context.
     ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU.
     ``whole_experts``: ranks share out the experts of a layer, rather than slices of each.
-    ``keep_quantized``: quantized weights stay as they are, and are dequantized for each use; else
-    while they are loaded. Raises ``ConfigError`` if the checkpoint does not fit the spec.
+    ``keep_quantized``: quantized weights stay as they are, for this package's kernels on a GPU and
+    to be dequantized for each use on a CPU; else they are dequantized while they are loaded.
+    ``keep_quantized_experts``: those of experts, by default the same. Raises ``ConfigError`` if the
+    checkpoint does not fit the spec.
     """
     on_gpu = device.type == "cuda"
+    keeps_experts = keep_quantized if keep_quantized_experts is None else keep_quantized_experts
     matrices = Matrices(
         _format_of(spec, folder, load_format),
         keeps=lambda form: keep_quantized,
+        keeps_experts=lambda form: keeps_experts,
         fused=on_gpu if fused is None else fused,
     )
     with torch.device("meta"):
@@ -169,33 +175,56 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     kernels for all of them and these are faster. Which models they know is
     decided by ``has_fused_layers`` and here only. Compiles those that are not in the cache.
 
-    A layer is then four GEMMs and attention (``kernels.cuda.linear``): norms, rotation, storing of
-    keys and values, activations and residual adds happen inside the GEMMs. With several ranks the
-    sums over the ranks are launched as well, and include the residual adds and norms that follow
-    them. Pages must be bound.
+    Weights may be plain or quantized. A layer is then four GEMMs and attention
+    (``kernels.cuda.linear``): norms, rotation, storing of keys and values, activations and residual
+    adds happen inside the GEMMs. With several ranks the sums over the ranks are launched as well,
+    and include the residual adds and norms that follow them. Pages must be bound. If some layers do
+    not fit, quantized weights still take the kernels, each for itself.
     """
     if torch.cuda.get_device_capability(device) != (9, 0) or import_error("cuda.bindings"):
         return
     if model.dtype != torch.bfloat16 or model.spec.head_dim not in (64, 128):
         return
-    if not has_fused_layers(model.spec):
+    # imports the CUDA driver's bindings, which only installations for GPUs have
+    make = importlib.import_module("minisgl_backend.kernels.cuda.linear").TensorCores
+    in_layers = list(_matrices(model.model.layers))
+    are_whole = (
+        has_fused_layers(model.spec)
+        and all(
+            isinstance(layer.mixer, SelfAttention) and isinstance(layer.mlp, GatedMLP)
+            for layer in model.layers
+        )
+        and all(matrix.fits_tensor_cores(gated=gated) for matrix, gated in in_layers)
+    )
+    if are_whole:
+        of_layer = [matrix for matrix, _ in _matrices(model.layers[0])]
+        most_tokens = _largest_batch(of_layer)
+        if most_tokens:
+            model.use_tensor_cores(make(device, most_tokens))
         return
-    for layer in model.layers:
-        if not isinstance(layer.mixer, SelfAttention) or not isinstance(layer.mlp, GatedMLP):
-            return
-        matrices = [module for module in layer.modules() if isinstance(module, Matrix)]
-        if not all(
-            isinstance(matrix, DenseMatrix)
-            and linear_cut.why_not(matrix.out_features, matrix.in_features) is None
-            for matrix in matrices
-        ):
-            return
-    num_weights = sum(matrix.out_features * matrix.in_features for matrix in matrices)
-    most_tokens = linear_cut.largest_batch(num_weights)  # a layer's
-    if most_tokens:
-        # imports the CUDA driver's bindings, which only installations for GPUs have
-        module = importlib.import_module("minisgl_backend.kernels.cuda.linear")
-        model.use_tensor_cores(module.TensorCores(device, most_tokens))
+    kernels_for = functools.cache(functools.partial(make, device))
+    for matrix, gated in in_layers:
+        if isinstance(matrix, QuantizedMatrix) and matrix.fits_tensor_cores(gated=gated):
+            matrix.use_tensor_cores(kernels_for(_largest_batch([matrix])), gated=gated)
+
+
+def _largest_batch(matrices: Sequence[Matrix]) -> int:
+    """Up to which batch kernels on tensor cores are the fastest for all of them together."""
+    quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+    return linear_cut.largest_batch(
+        sum(matrix.out_features * matrix.in_features for matrix in matrices),
+        of_codes=bool(quantized),
+        float8=bool(quantized) and all(matrix.takes_float8 for matrix in quantized),
+    )
+
+
+def _matrices(module: nn.Module) -> Iterator[tuple[Matrix, bool]]:
+    """The matrices of the linear layers in ``module``, and whether they are gated."""
+    for child in module.modules():
+        if isinstance(child, MergedColumnLinear):
+            yield child.matrix, child.gated
+        elif isinstance(child, RowLinear):
+            yield child.matrix, False
 
 
 def has_fused_layers(spec: ModelSpec) -> bool:

@@ -257,8 +257,9 @@ class Decoder(nn.Module):
             mixer.bind(of_layer)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only a ``DecoderLayer`` of dense weights, all
-        of the same shapes, each ``SelfAttention`` and ``GatedMLP``; pages must be bound."""
+        """Compute steps that fit them by ``kernels``. Only a ``DecoderLayer`` whose weights fit
+        them, all of the same shapes, each ``SelfAttention`` and ``GatedMLP``; pages must be
+        bound."""
         for layer in self.layers:
             assert isinstance(layer.mixer, SelfAttention) and isinstance(layer.mlp, GatedMLP)
             layer.mixer.use_tensor_cores(kernels)

@@ -18,7 +18,6 @@ from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store, rotated_queries
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm, TokenNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Share, even_share, kv_head_share
@@ -152,8 +151,8 @@ class SelfAttention(nn.Module):
         self.kv = kv
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Dense weights only, heads that rotate in full
-        and have no ``TokenNorm``; pages must be bound."""
+        """Compute steps that fit them by ``kernels``, which the weights fit. Only heads that rotate
+        in full and have no ``TokenNorm``; pages must be bound."""
         self._heads_kernel = kernels.heads(
             self.num_heads,
             self.num_kv_heads,
@@ -161,6 +160,7 @@ class SelfAttention(nn.Module):
             self.qkv_proj.matrix.in_features,
             page_size=self.kv.keys.shape[1],
             fp8=self.kv.k_scale is not None,
+            codes=self.qkv_proj.matrix.arrange(),
         )
         self.o_proj.use_tensor_cores(kernels)
 
@@ -200,11 +200,10 @@ class SelfAttention(nn.Module):
         places = step.places
         if kernel is not None and step.adapted is None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
-            assert isinstance(self.qkv_proj.matrix, DenseMatrix)
             rows, squares = x.unscaled(pdl=step.pdl)
             q = kernel(
                 rows,
-                self.qkv_proj.matrix.weight,
+                self.qkv_proj.matrix.operand,
                 places.positions,
                 places.slots,
                 places.cos_sin,

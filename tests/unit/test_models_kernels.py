@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,17 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.kernels import wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
+from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, dequantize_weight
+from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group, OneRank
+from minisgl_backend.weight_format import Encoding, Layout, Rule, WeightFormat, WeightFormats
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
@@ -39,10 +45,10 @@ PAGE_SIZE = 4
 NUM_PAGES = 32
 
 
-def load(folder: Path, group: Group, *, fused: bool) -> Decoder:
-    """Over pages of its own."""
+def load(folder: Path, group: Group, *, fused: bool, spec: ModelSpec | None = None) -> Decoder:
+    """Over pages of its own; with a ``spec`` of quantized weights, which are kept."""
     model = build_model(
-        load_spec(folder),
+        spec or load_spec(folder),
         folder,
         dtype=torch.float32,
         device=CPU,
@@ -50,6 +56,7 @@ def load(folder: Path, group: Group, *, fused: bool) -> Decoder:
         max_sequence_length=CONTEXT,
         fused=fused,
         fused_experts=fused,
+        keep_quantized=spec is not None,
     )
     model.bind_pages(pages_of(model))
     return model
@@ -102,10 +109,10 @@ class TwinCores:
 
     most_tokens = 20
 
-    def linear(self, shape: Sequence[int], *, gated: bool) -> Any:
+    def linear(self, shape: Sequence[int], *, gated: bool, codes: CodesKind | None) -> Any:
         def gemm(
             x: Tensor,
-            weight: Tensor,
+            weight: Tensor | PackedWeight,
             *,
             squares: Tensor | None,
             eps: float,
@@ -113,15 +120,16 @@ class TwinCores:
             pdl: bool,
         ) -> Tensor:
             assert weight.shape == shape and not pdl  # a CPU starts nothing early
+            assert (codes is not None) == isinstance(weight, PackedWeight)
             y = self._linear(x, weight, squares, eps, bias)
             return silu_mul_reference(y) if gated else y
 
         return self._kernel(gemm)
 
-    def residual(self, shape: Sequence[int]) -> Any:
+    def residual(self, shape: Sequence[int], *, codes: CodesKind | None) -> Any:
         def add(
             x: Tensor,
-            weight: Tensor,
+            weight: Tensor | PackedWeight,
             residual: Tensor,
             norm_weight: Tensor,
             *,
@@ -129,7 +137,7 @@ class TwinCores:
             pdl: bool,
         ) -> tuple[Tensor, Tensor]:
             assert weight.shape == shape
-            residual.add_(F.linear(x, weight, bias))
+            residual.add_(self._linear(x, weight, None, 0.0, bias))
             squares = torch.stack([half.square().sum(1) for half in residual.chunk(2, 1)])
             return residual * norm_weight, squares
 
@@ -144,10 +152,11 @@ class TwinCores:
         *,
         page_size: int,
         fp8: bool,
+        codes: CodesKind | None,
     ) -> Any:
         def heads(
             x: Tensor,
-            weight: Tensor,
+            weight: Tensor | PackedWeight,
             positions: Tensor,
             slots: Tensor,
             cos_sin: Tensor,
@@ -185,13 +194,15 @@ class TwinCores:
     def _linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         squares: Tensor | None,
         eps: float,
         bias: Tensor | None,
     ) -> Tensor:
         if squares is not None:
             x = x * (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
+        if isinstance(weight, PackedWeight):
+            x, weight = weight.ordered(x), dequantize_weight(weight.weight, x.dtype, packed=True)
         return F.linear(x, weight, bias)
 
     def _kernel(self, compute: Any) -> Any:
@@ -210,6 +221,50 @@ def test_a_prompt_then_a_token_on_tensor_cores(
 
     def check(group: Group) -> None:
         model = load(tmp_path, group, fused=True)
+        cores: Any = TwinCores()
+        model.use_tensor_cores(cores)
+        check_prompt_then_token(model, *prompt)
+
+    if size == 1:
+        check(OneRank())
+    else:
+        on_ranks(size, check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("encoding", "block", "symmetric", "length"),
+    [
+        (Encoding.E4M3, (128, 128), True, 15),
+        (Encoding.INT8, (1, None), True, 40),
+        (Encoding.INT4, (1, 64), False, 40),
+        (Encoding.E2M1, (1, 32), True, 40),
+    ],
+)
+def test_packed_weights_are_computed_by_kernels(
+    encoding: Encoding,
+    block: tuple[int, int | None],
+    symmetric: bool,
+    length: int,
+    size: int,
+    tmp_path: Path,
+) -> None:
+    """On tensor cores, and of 40 tokens dequantized."""
+    form = WeightFormat(
+        layout=Layout.CONVERTED, encoding=encoding, block=block, symmetric=symmetric
+    )
+    theirs = write_broad_checkpoint(tmp_path)
+    for name, weight in theirs.named_parameters():
+        if "_proj" in name:
+            cells = block[0], block[1] or weight.shape[1]
+            found = quantize(weight.data, encoding, cells, symmetric=symmetric)
+            weight.data.copy_(dequantized(found, torch.float32))
+    prompt = a_prompt(theirs, length)
+    weights = WeightFormats("test", (Rule(re.compile(r".*_proj"), form),))
+    spec = replace(load_spec(tmp_path), weights=weights)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=True, spec=spec)
         cores: Any = TwinCores()
         model.use_tensor_cores(cores)
         check_prompt_then_token(model, *prompt)

@@ -40,7 +40,7 @@ def block(
         fused=fused,
         whole_experts=whole_experts,
         group=group,
-        matrices=Matrices(lambda name: None, lambda form: False, fused=fused),
+        matrices=Matrices(lambda name: None, lambda form: False, lambda form: False, fused=fused),
     )
 
 

@@ -79,14 +79,49 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 }
 """config.json of each model."""
 
+_PLAIN: Final = ["lm_head"]
+FORMATS: Final[dict[str, dict[str, Any]]] = {
+    "fp8-blocks": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": _PLAIN,
+    },
+    "fp8-channel": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": _PLAIN,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+            }
+        },
+    },
+    "int8-gptq": {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True},
+    "int4-gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+    "int4-awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": _PLAIN,
+    },
+}
+"""The ``quantization_config`` of checkpoints in the formats that are published most."""
+
 _WORD_LENGTHS: Final = (2, 8)
 _COPIED: Final = ("tokenizer_config.json", "generation_config.json")
 
 
-def write_dummy_model(shape: str, folder: Path) -> None:
-    """Write the files of ``shape``, one of ``SHAPES``, into ``folder``, which is made."""
+def write_dummy_model(shape: str, folder: Path, weights: str | None = None) -> None:
+    """Write the files of ``shape``, one of ``SHAPES``, into ``folder``, which is made; ``weights``
+    is one of ``FORMATS``, or None for plain ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    config, demo = SHAPES[shape], Path(DEMO_MODEL)
+    config, demo = dict(SHAPES[shape]), Path(DEMO_MODEL)
+    if weights is not None:
+        config["quantization_config"] = FORMATS[weights]
     for name in _COPIED:
         (folder / name).write_bytes((demo / name).read_bytes())
     tokenizer = json.loads((demo / "tokenizer.json").read_bytes())
@@ -110,10 +145,13 @@ def _write_json(path: Path, content: Any) -> None:
 @click.command("dummy-model")
 @click.argument("shape", type=click.Choice(sorted(SHAPES)))
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-def dummy_model(shape: str, folder: Path) -> None:
+@click.option(
+    "--weights", type=click.Choice(sorted(FORMATS)), help="quantized so  [default: plain]"
+)
+def dummy_model(shape: str, folder: Path, weights: str | None) -> None:
     """Write all but the weights of a model of SHAPE into FOLDER, for --load-format dummy."""
     try:
-        write_dummy_model(shape, folder)
+        write_dummy_model(shape, folder, weights)
     except OSError as error:
         raise click.ClickException(f"cannot write {folder}: {error.strerror}") from None
     click.echo(f"wrote {folder}: serve it with --model {folder} --load-format dummy")

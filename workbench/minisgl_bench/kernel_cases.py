@@ -7,6 +7,7 @@ attention and a whole layer. Must not know how calls are timed.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,7 +18,11 @@ from torch import Tensor
 
 from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
 from minisgl_backend.kernels.embedding import embedding, embedding_reference
+from minisgl_backend.kernels.linear_cut import MAX_TOKENS
 from minisgl_backend.kernels.moe import Choices, ExpertWeights, fused_experts
+from minisgl_backend.kernels.packed_weight import PackedWeight, pack
+from minisgl_backend.kernels.quantized import quantize
+from minisgl_backend.kernels.quantized_linear import Float8Weight, float8_linear
 from minisgl_backend.kernels.rms_norm import (
     fused_add_rms_norm,
     fused_add_rms_norm_reference,
@@ -34,6 +39,8 @@ from minisgl_backend.kernels.small_batch import (
     small_batch_linear,
     small_batch_linear_reference,
 )
+from minisgl_backend.packages import import_error
+from minisgl_backend.weight_format import Encoding
 
 Call: TypeAlias = Callable[[], object]
 
@@ -115,6 +122,53 @@ def linear_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
         ours = each(small_batch_linear, weights, **fused) if batch_size <= MAX_BATCH_SIZE else []
         twin = each(small_batch_linear_reference, weights[:2], **fused)
         yield Case(name, num_bytes, ours, twin, each(F.linear, weights))
+
+
+def quantized_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
+    """A layer's GEMMs with quantized weights: of ours the kernel on tensor cores if there is one,
+    else that with tokens in 8 bits; the library's with plain weights."""
+    sizes = {
+        "qkv": (shape.qkv, shape.hidden),
+        "o": (shape.hidden, shape.num_heads * shape.head_dim),
+        "gate/up": (2 * shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+    }
+    formats = {
+        "fp8": (Encoding.E4M3, (128, 128), True),
+        "int8": (Encoding.INT8, (1, 128), True),
+        "int4": (Encoding.INT4, (1, 128), False),
+    }
+    for (name, (height, width)), (form, how) in itertools.product(sizes.items(), formats.items()):
+        encoding, block, symmetric = how
+        num_bytes = height * width * encoding.bits // 8
+        plain = normal(height, width, scale=width**-0.5)
+        x, found = normal(batch_size, width), []
+        for _ in copies(num_bytes):
+            packed = pack(quantize(plain, encoding, block, symmetric=symmetric))
+            assert packed is not None
+            found.append(packed)
+        ours: list[Call] = []
+        if batch_size <= MAX_TOKENS and has_linear_kernels():
+            ours = each(_linear_kernel(found[0]), [(x, packed) for packed in found])
+        in_8_bits = [weight for packed in found if (weight := Float8Weight.of(packed)) is not None]
+        library = each(F.linear, [(x, plain.clone()) for _ in copies(2 * height * width)])
+        yield Case(f"{form} {name}", num_bytes, ours, (), library)
+        if in_8_bits:
+            calls = each(float8_linear, [(x, weight) for weight in in_8_bits])
+            yield Case(f"{form} {name}, tokens in 8 bits", num_bytes, calls, (), library)
+
+
+def has_linear_kernels() -> bool:
+    """Whether this GPU and installation can run ``cuda/linear.cu``."""
+    return torch.cuda.get_device_capability() == (9, 0) and not import_error("cuda.bindings")
+
+
+def _linear_kernel(packed: PackedWeight) -> Callable[[Tensor, PackedWeight], Tensor]:
+    # needs the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.linear import LinearKernel
+
+    kernel = LinearKernel(packed.shape, torch.device("cuda"), codes=packed.kind)
+    return functools.partial(kernel, pdl=True)  # as in a layer
 
 
 def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:

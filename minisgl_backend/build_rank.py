@@ -160,11 +160,14 @@ def _info(facts: Resolved, attention: PagedAttention, sizes: _CacheSizes) -> Eng
 def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
     options, on_gpu = facts.options, not facts.device.is_host
     fused_experts = on_gpu and options.moe_backend != "torch"
-    on_hopper = on_gpu and has_hopper_kernels(facts.device.torch_device, facts.dtype)
     parts = 1 if options.expert_parallel else group.size
 
     def keeps_experts(form: WeightFormat) -> bool:
-        return on_hopper and fused_experts and has_expert_kernels(form, facts.spec, parts)
+        return (
+            fused_experts
+            and has_expert_kernels(form, facts.spec, parts)
+            and has_hopper_kernels(facts.device.torch_device, facts.dtype)
+        )
 
     try:
         model = build_model(

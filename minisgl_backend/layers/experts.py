@@ -91,7 +91,7 @@ class Router(nn.Module):
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``; if it ``fits_tensor_cores``."""
-        self._kernel = kernels.linear(self.weight.shape, gated=False)
+        self._kernel = kernels.linear(self.weight.shape, gated=False, codes=None)
 
     def logits(self, x: Tensor, *, pdl: bool = False) -> Tensor:
         """[num_tokens, num_experts], for ``x`` [num_tokens, hidden_size]."""

@@ -45,6 +45,7 @@ class TritonPrefill:
             window=self._shape.windows[layer],
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            sinks=kv.sinks,
             out=out,
         )
 
@@ -72,6 +73,7 @@ class TritonDecode:
             window=self._shape.windows[layer],
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            sinks=kv.sinks,
             out=out,
             pdl=rows.pdl,
         )
@@ -133,6 +135,7 @@ class CudaDecode:
             window=window,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            sinks=kv.sinks,
             out=out,
             pdl=rows.pdl,
         )

@@ -134,7 +134,8 @@ class ModelSpec:
     ``attention_scale`` multiplies the scores, by default head_dim to the power of -1/2.
     ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
     to the residual stream, ``logit_scale`` the logits. ``gated_attention``: attention's output is
-    multiplied by a gate of its input. ``delta_net`` describes the layers without attention.
+    multiplied by a gate of its input. ``sinks``: the softmax of each head has one more score, which
+    is learned. ``delta_net`` describes the layers without attention.
     """
 
     architecture: str
@@ -163,6 +164,7 @@ class ModelSpec:
     branch_scale: float = 1.0
     logit_scale: float = 1.0
     gated_attention: bool = False
+    sinks: bool = False
     delta_net: DeltaSpec | None = None
     generates: bool = True
     names: TensorNames = field(default_factory=TensorNames)
@@ -256,4 +258,5 @@ class ModelSpec:
             head_dim=self.head_dim,
             scale=self.attention_scale or self.head_dim**-0.5,
             windows=tuple(self.windows[layer] for layer in self.attention_layers),
+            sinks=self.sinks,
         )

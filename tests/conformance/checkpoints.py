@@ -21,6 +21,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -238,6 +240,33 @@ def _gemma3_seeing() -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(config)
 
 
+_GPT_OSS_ROPE: Final = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    }
+)
+
+
+def _gpt_oss(**changes: Any) -> PreTrainedModel:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3}
+    values = {
+        **_SHAPE,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "sliding_window": 20,
+        "rope_parameters": dict(_GPT_OSS_ROPE),
+        **experts,
+        **changes,
+    }
+    return GptOssForCausalLM(GptOssConfig(**values))
+
+
 def _longrope(num_frequencies: int) -> dict[str, Any]:
     """Sequences stay within the original context, as they do in the engine."""
     short = [1.0 + 0.3 * index for index in range(num_frequencies)]
@@ -419,6 +448,16 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "dots1-window": lambda: _dots1(
             sliding_window=20, max_window_layers=1, n_group=2, topk_group=1, attention_bias=True
         ),
+        "gpt-oss": _gpt_oss,
+        "gpt-oss-listed": lambda: _gpt_oss(
+            num_hidden_layers=3,
+            layer_types=["full_attention", *["sliding_attention"] * 2],
+            num_key_value_heads=1,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            swiglu_limit=0.8,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        ),
     }
 )
 
@@ -475,5 +514,5 @@ def _draw(model: PreTrainedModel, seed: int, spread: float = 0.25) -> None:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
-                std = 0.5 if name.endswith("bias") else spread
+                std = 0.5 if name.endswith("bias") else 2.0 if name.endswith("sinks") else spread
                 parameter.normal_(std=std, generator=generator)

@@ -59,6 +59,7 @@ class _Arguments(ctypes.Structure):
         ("runs", ctypes.c_void_p),
         ("k_scale", ctypes.c_void_p),
         ("v_scale", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("pieces", ctypes.c_void_p),
         ("page_stride", ctypes.c_uint64),
         ("slot_stride", ctypes.c_uint32),
@@ -203,6 +204,7 @@ class DecodeAttentionKernel:
         window: int | None,
         k_scale: Tensor | None,
         v_scale: Tensor | None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
         pdl: bool,
     ) -> Tensor:
@@ -228,6 +230,7 @@ class DecodeAttentionKernel:
             runs=runs.data_ptr(),
             k_scale=address(k_scale),
             v_scale=address(v_scale),
+            sinks=address(sinks),
             pieces=self._pieces.data_ptr(),
             page_stride=keys.stride(0) * item,
             slot_stride=keys.stride(1) * item,

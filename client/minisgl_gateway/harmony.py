@@ -3,8 +3,11 @@
 The prompt ends with ``<|start|>assistant``. The answer is messages, each a header and a text:
 
     <|channel|>analysis<|message|>What it thinks.<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>What it says.<|return|>
+
+or in place of the last one a call:
+
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
 
 The receiver may also stand before the channel. A call and a final message end the answer; their
 last mark is its end token, which has no text. Must not know the engine or any API's JSON.

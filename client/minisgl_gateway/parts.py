@@ -81,7 +81,8 @@ class TextReader(Protocol):
 class AnswerReader:
     """The state between two pieces of one choice; without readers all of it is one text.
 
-    ``reader`` takes the text first; what it leaves as text goes through ``calls``. ``own_stop`` is the stop string that ends an answer with its first call.
+    ``reader`` takes the text first; what it leaves as text goes through ``calls``. ``own_stop`` is
+    the stop string that ends an answer with its first call.
     """
 
     def __init__(

@@ -264,8 +264,8 @@ class SdpaAttention:
     def _with_logarithms(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What ``scaled_dot_product_attention`` computes, [B, heads, L, head_dim], and the logarithms
-        of the sums of weights, [B, heads, L], which that function does not return."""
+        """What ``scaled_dot_product_attention`` computes, [B, heads, L, head_dim], and what that
+        function does not return, the logarithms of the sums of weights, [B, heads, L]."""
         scale = self._shape.scale
         if self._device.type != "cpu":
             scores = (q @ keys.mT).float() * scale  # [B, heads, L, T]

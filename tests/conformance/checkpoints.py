@@ -491,7 +491,7 @@ def write_broad_checkpoint(folder: Path) -> Any:
 
 
 def write_model(name: str, folder: Path) -> None:
-    """A model to be quantized, ``quantized-dense`` or ``quantized-moe``: wide enough for several
+    """A model to be quantized, ``quantized-`` and its kind: wide enough for several
     blocks and groups of 128 numbers, of which the last is not full, and of which two ranks cut
     some."""
     sizes = {"hidden_size": 192, "intermediate_size": 320, "tie_word_embeddings": False}
@@ -499,6 +499,9 @@ def write_model(name: str, folder: Path) -> None:
         "quantized-dense": lambda: _qwen3(**sizes),
         "quantized-moe": lambda: _qwen3_moe(
             **sizes, moe_intermediate_size=192, num_experts=4, decoder_sparse_step=2
+        ),
+        "quantized-gpt-oss": lambda: _gpt_oss(
+            **{**sizes, "intermediate_size": 160}, num_hidden_layers=2, num_local_experts=4
         ),
     }
     model: Any = made[name]()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,7 +64,7 @@ ANSWERS: Final = [
     (f"<|channel|>commentary<|message|>I look.{NEXT}{CALL}{{}}", ("", "I look.", [("look", "{}")])),
     (" to=functions.look<|channel|>commentary json<|message|>{}", ("", "", [("look", "{}")])),
     (
-        f"{THINKS}Hm.{NEXT} to=functions.a b<|channel|>commentary <|constrain|>json<|message|> {{}}",
+        f"{THINKS}Hm.{NEXT} to=functions.a b<|channel|>commentary <|constrain|>json<|message|>{{}}",
         ("Hm.", "", [("a b", "{}")]),
     ),
     (f"{THINKS}A <b> is no <|mark|>{NEXT}", ("A <b> is no <|mark|>", "", [])),
@@ -94,7 +95,7 @@ def test_messages_of_an_answer(text: str, expected: tuple[str, str, list[Any]]) 
 )
 def test_pieces_of_any_size_say_the_same(text: str, cuts: set[int]) -> None:
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    pieces = [text[begin:end] for begin, end in zip(edges, edges[1:], strict=False)]
+    pieces = [text[begin:end] for begin, end in pairwise(edges)]
     assert read(*pieces) == read(text)
 
 

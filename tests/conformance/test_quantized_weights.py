@@ -86,7 +86,7 @@ def test_weights_are_converted_while_they_load(model: str, tmp_path: Path) -> No
 
 def test_experts_in_turn_are_not_converted(tmp_path: Path) -> None:
     write_checkpoint("gpt-oss", tmp_path)
-    with pytest.raises(ConfigError, match="experts in fp8 in blocks .* are not supported"):
+    with pytest.raises(ConfigError, match=r"experts in fp8 in blocks .* are not supported"):
         logits_of_prompt(tmp_path, OneRank(), "fp8")
 
 

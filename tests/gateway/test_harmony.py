@@ -287,7 +287,8 @@ def test_calls_that_must_be_made(served: Served, choice: str) -> None:
     assert ended
     for one in ended:
         assert one.finish_reason == "tool_calls" and not one.message.content
-        (call,) = one.message.tool_calls or ()
+        assert one.message.tool_calls
+        (call,) = one.message.tool_calls
         assert call.type == "function" and call.function.name == "weather"
         jsonschema.validate(json.loads(call.function.arguments), CITY)
 
@@ -295,11 +296,12 @@ def test_calls_that_must_be_made(served: Served, choice: str) -> None:
 @pytest.mark.server
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["form alone", "form or call"])
 def test_the_form_is_that_of_the_final_message(served: Served, tools: list[Any] | None) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    asked: dict[str, Any] = {**ASKED, "response_format": form}
+    if tools is not None:
+        asked["tools"] = tools
     answer = served.client.chat.completions.create(
-        **ASKED,
-        **({} if tools is None else {"tools": tools}),
-        response_format=form,
+        **asked,
         logit_bias={str(served.ids["<|end|>"]): 100},
         max_tokens=200,
         n=6,

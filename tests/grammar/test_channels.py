@@ -51,7 +51,8 @@ class Engine:
         )
 
     def _ids(self, text: str) -> list[int]:
-        return self._encoder.encode(TextPrompt(text, parse_special_tokens=True)).tolist()
+        ids = self._encoder.encode(TextPrompt(text, parse_special_tokens=True))
+        return [int(token) for token in ids]
 
     def takes(self, kind: str, source: Any, text: str) -> bool:
         """Whether the text is a whole answer of that form."""

@@ -36,14 +36,16 @@ class KVHeads:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """Heads of one rank. ``windows`` has an entry a layer: the number of positions that a token
-    sees, its own included; None for all up to its own. ``scale`` multiplies the scores, q k^T.
-    ``by_layer`` has an entry a layer if not all have ``num_kv_heads`` of ``head_dim``."""
+    sees, its own included; None for all up to its own. ``scale`` multiplies the scores, q k^T. With
+    ``sinks`` each layer has some (``PagedKV``). ``by_layer`` has an entry a layer if not all have
+    ``num_kv_heads`` of ``head_dim``."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     windows: tuple[int | None, ...]
+    sinks: bool = False
     by_layer: tuple[KVHeads, ...] = ()
 
     @property
@@ -122,6 +124,10 @@ class PagedKV:
 
     If they are float8, ``k_scale`` and ``v_scale`` (float32 [1]) multiply them; ``scale`` holds
     the same two numbers on the host. Positions beyond a row's end are finite.
+
+    ``sinks`` [num_heads], in the type of the queries, are one more score of each query of a head,
+    behind which there is no value (arXiv 2309.17453): it takes its part of the softmax and adds
+    nothing. So attention to the keys alone is multiplied by sigmoid(log-sum-exp - sink).
     """
 
     keys: Tensor
@@ -129,6 +135,7 @@ class PagedKV:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     scale: KVScale = field(default_factory=KVScale)
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

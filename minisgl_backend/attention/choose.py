@@ -184,6 +184,8 @@ def _why_not_cuda(setting: AttentionSetting) -> str | None:
 def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
     if setting.kv_dtype not in (torch.bfloat16, torch.float16):
         return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
+    if setting.shape.sinks and setting.dtype != torch.bfloat16:
+        return f"needs dtype bfloat16 for attention sinks, not {_name(setting.dtype)}"
     return _why_not_gpu(setting, (9,)) or _why_not_import(
         "sgl_kernel.flash_attn", packages.FLASH_ATTN
     )

@@ -49,6 +49,7 @@ class TritonPrefill:
             window=self._shape.windows[layer],
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            sinks=kv.sinks,
             out=out,
         )
 
@@ -76,6 +77,7 @@ class TritonDecode:
             window=self._shape.windows[layer],
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            sinks=kv.sinks,
             out=out,
             pdl=rows.pdl,
         )
@@ -172,6 +174,7 @@ class CudaDecode:
             window=window,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            sinks=kv.sinks,
             out=out,
             grouped=grouped,
             pdl=rows.pdl,

@@ -6,7 +6,7 @@ Knows which experts a rank holds and where a checkpoint's tensors go; what is co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.adapters import AdaptedTokens
@@ -151,6 +152,8 @@ class ExpertsMLP(nn.Module):
             for expert in range(self.held.start, self.held.end)
             for part in ("gate_proj", "up_proj", "down_proj")
         }
+        if spec.in_turn:
+            _check_in_turn(self._formats.values())
         self.router = Router(f"{name}.{spec.router}", hidden_size, spec, matrices)
         of_down = [form for (_, part), form in self._formats.items() if part == "down_proj"]
         of_gate_up = [form for (_, part), form in self._formats.items() if part != "down_proj"]
@@ -309,8 +312,11 @@ class ExpertsMLP(nn.Module):
                     f"{spec.shared.name}_gate.weight",
                     place_in(gate, slice(None), self._shared_gate_format, one, self.outer),
                 )
-        yield from self._places_of_biases()
         inner, outer, experts = self.inner, self.outer, self.held
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            both_biases, down_bias = self.gate_up_bias.data, self.down_bias.data
+            yield "experts.gate_up_proj_bias", InTurn(both_biases, experts, inner, num_parts=2)
+            yield "experts.down_proj_bias", InTurn(down_bias, experts, outer, num_parts=1)
         gate_up, down = _memory(self.gate_up), _memory(self.down)
         first = self._formats[experts.start, "down_proj"]
         if first is not None and first.layout is Layout.MX_STACKED:
@@ -321,6 +327,11 @@ class ExpertsMLP(nn.Module):
                 stacked_place(down, first, experts, outer, inner, pairs=False),
             )
             return
+        if spec.in_turn:
+            assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # plain, as checked
+            yield "experts.gate_up_proj", InTurn(gate_up, experts, inner, ins=outer, num_parts=2)
+            yield "experts.down_proj", InTurn(down, experts, outer, ins=inner, num_parts=1)
+            return
         rows = {"gate_proj": slice(0, inner.size), "up_proj": slice(inner.size, 2 * inner.size)}
         for (expert, part), form in self._formats.items():
             name, at = f"experts.{expert}.{part}.weight", expert - experts.start
@@ -329,29 +340,28 @@ class ExpertsMLP(nn.Module):
             else:
                 yield name, place_in(gate_up, rows[part], form, inner, outer, expert=at)
 
-    def _places_of_biases(self) -> Iterator[tuple[str, Place]]:
-        """As gpt-oss has them: of all experts in one tensor, those of gates and ups in turn."""
-        inner, experts = self.inner, self.held
-        if self.gate_up_bias is not None and self.down_bias is not None:
-            both, down = self.gate_up_bias.data, self.down_bias.data
-            yield "experts.gate_up_proj_bias", StackedBias(both, experts, inner, num_parts=2)
-            yield "experts.down_proj_bias", StackedBias(down, experts, self.outer, num_parts=1)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StackedBias:
-    """The place of the biases of all experts (``Place``), those of several parts in turn, as
-    gpt-oss has them; ``target`` [experts.size, num_parts * outs.size] has one part after another.
+class InTurn:
+    """The place of the plain weights of one projection of all experts, or of its biases, in the
+    layout of gpt-oss (``Place``):
+
+        weights [experts, ins, outs * num_parts]        biases [experts, outs * num_parts]
+
+    The outputs of several parts come in turn. ``target`` [experts.size, num_parts * outs.size,
+    ins.size] has one part after another; without ``ins`` these are biases.
     """
 
     target: Tensor
     experts: Share
     outs: Share
     num_parts: int
+    ins: Share | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.experts.total, self.num_parts * self.outs.total
+        inputs = () if self.ins is None else (self.ins.total,)
+        return self.experts.total, *inputs, self.num_parts * self.outs.total
 
     @property
     def device(self) -> torch.device:
@@ -359,23 +369,35 @@ class StackedBias:
 
     def tensors(self, name: str) -> Mapping[str, StoredTensor]:
         own = name.rpartition(".")[2]
-        return {"bias": StoredTensor(names=(own,), shapes=(self.shape,), region=self._region)}
+        return {"weight": StoredTensor(names=(own,), shapes=(self.shape,), region=self._region)}
 
     def fill(self, found: Mapping[str, ReadTensor]) -> None:
-        self._store(found["bias"].values)
+        self._store(found["weight"].values)
 
     def draw(self, whole: Tensor) -> None:
         self._store(whole[self._region])
 
     def _store(self, in_turn: Tensor) -> None:
-        """``in_turn`` [experts.size, outs.size * num_parts]."""
-        apart = in_turn.reshape(self.experts.size, self.outs.size, self.num_parts)
-        self.target.copy_(apart.mT.flatten(1))
+        """``in_turn`` [experts.size, ins.size, outs.size * num_parts]."""
+        for target, given in zip(self.target, in_turn, strict=True):  # one expert at a time
+            apart = given.unflatten(-1, (self.outs.size, self.num_parts))
+            target.copy_(apart.permute(*reversed(range(apart.dim()))).flatten(0, 1))
 
     @property
-    def _region(self) -> tuple[slice, slice]:
+    def _region(self) -> tuple[slice, ...]:
         count, outs = self.num_parts, self.outs
-        return held(self.experts), slice(count * outs.start, count * outs.end)
+        inputs = () if self.ins is None else (held(self.ins),)
+        return held(self.experts), *inputs, slice(count * outs.start, count * outs.end)
+
+
+def _check_in_turn(formats: Iterable[WeightFormat | None]) -> None:
+    """Raise ``ConfigError`` for formats that tensors of all experts in turn cannot have."""
+    for form in formats:
+        if form is not None and form.layout is not Layout.MX_STACKED:
+            raise ConfigError(
+                f"experts in {form} are not supported in this architecture, only plain ones and "
+                "those of quant_method mxfp4"
+            )
 
 
 def _are_kept(matrices: Matrices, formats: list[WeightFormat | None]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.checkpoint import has_head, is_headless
 from minisgl_backend.models.config_json import ConfigReader, common_fields, read_json, read_rope
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
@@ -526,6 +526,57 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     )
 
 
+def read_gpt_oss(config: ConfigReader) -> ModelSpec:
+    """``GptOssForCausalLM``: attention with sinks, and with windows on every other layer; experts
+    with biases and a gate of their own. config.json names no dtype: tensors that are not quantized
+    are bfloat16."""
+    config = config.with_defaults(
+        torch_dtype="bfloat16",
+        rms_norm_eps=1e-5,
+        head_dim=64,
+        max_position_embeddings=2**17,
+        rope_theta=150_000.0,
+    )
+    if not config.table("rope_scaling") and not config.table("rope_parameters"):
+        config = config.with_defaults(rope_scaling=dict(_GPT_OSS_ROPE))
+    fields = common_fields(config)
+    num_layers, bias = fields["num_layers"], config.flag("attention_bias", True)
+    kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
+        "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
+    ]
+    fields["windows"] = _windows_by_kind(kinds, config.integer_or_null("sliding_window", 128))
+    gate = ClampedGate(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0))
+    experts = ExpertsSpec(
+        routing=_routing(config, 128, 4, normalize=True),
+        intermediate_size=fields["intermediate_size"],
+        gate=gate,
+        biases=True,
+        router="router",
+        in_turn=True,
+    )
+    return ModelSpec(
+        architecture="GptOssForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        sinks=True,
+        moe=MoeSpec(experts=experts, layers=frozenset(range(num_layers))),
+        names=TensorNames(keeps_stacks=True),
+        **fields,
+    )
+
+
+_GPT_OSS_ROPE: Final = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+)
+
+
 def read_qwen3_5(config: ConfigReader) -> ModelSpec:
     """``Qwen3_5ForCausalLM``: three of four layers are Gated DeltaNet, the others attention whose
     output is gated and of whose heads a quarter rotates."""
@@ -718,6 +769,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Gemma4ForConditionalGeneration": read_gemma4,
         "GraniteForCausalLM": read_granite,
         "SmolLM3ForCausalLM": read_smollm3,
+        "GptOssForCausalLM": read_gpt_oss,
     }
 )
 """By the names of config.json."""

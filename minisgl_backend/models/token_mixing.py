@@ -7,7 +7,8 @@ tokens come in ``StepContext``.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,7 +21,14 @@ from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store, 
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm, TokenNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.layers.weight_place import Share, even_share, kv_head_share
+from minisgl_backend.layers.weight_place import (
+    Place,
+    Share,
+    WeightPlace,
+    collect_places,
+    even_share,
+    kv_head_share,
+)
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group
 
@@ -144,11 +152,22 @@ class SelfAttention(nn.Module):
             )
         elif spec.qk_norm == "token":
             self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
+        self._heads = even_share(spec.num_heads, group, "attention heads")
+        self.sinks: nn.Parameter | None = None
+        if spec.sinks:
+            self.sinks = nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
         self._heads_kernel: HeadsKernel | None = None
 
     def bind(self, kv: PagedKV) -> None:
         """Keep keys and values of the layer's tokens in these pages from now on."""
-        self.kv = kv
+        self.kv = kv if self.sinks is None else replace(kv, sinks=self.sinks.data)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        for name, child in self.named_children():
+            yield from collect_places(child, name).items()
+        if self.sinks is not None:
+            heads = self._heads
+            yield "sinks", WeightPlace(self.sinks.data, (heads.total,), 0, heads.start)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``, which the weights fit. Only heads that rotate

@@ -20,8 +20,8 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(shape: str, tmp_path: Pat
     result = CliRunner().invoke(main, ["bench", "dummy-model", shape, str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
     spec = load_spec(tmp_path / "model")
-    assert spec.vocab_size == 151_936
-    assert (spec.moe is not None) == (shape == "qwen3-30b-a3b")
+    assert spec.vocab_size == (201_088 if shape.startswith("gpt-oss") else 151_936)
+    assert (spec.moe is not None) == (shape in ("qwen3-30b-a3b", "gpt-oss-20b"))
     assert len(load_vocabulary(tmp_path / "model")) == spec.vocab_size
 
 

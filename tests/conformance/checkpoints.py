@@ -25,6 +25,8 @@ from transformers import (
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -240,6 +242,33 @@ def _gemma3_seeing() -> PreTrainedModel:
     text = {**_SHAPE, **_GEMMA, "attention_bias": True}
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     return Gemma3ForConditionalGeneration(config)
+
+
+_GPT_OSS_ROPE: Final = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    }
+)
+
+
+def _gpt_oss(**changes: Any) -> PreTrainedModel:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3}
+    values = {
+        **_SHAPE,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "sliding_window": 20,
+        "rope_parameters": dict(_GPT_OSS_ROPE),
+        **experts,
+        **changes,
+    }
+    return GptOssForCausalLM(GptOssConfig(**values))
 
 
 _GEMMA_4: Final = MappingProxyType(
@@ -473,11 +502,21 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "dots1-window": lambda: _dots1(
             sliding_window=20, max_window_layers=1, n_group=2, topk_group=1, attention_bias=True
         ),
+        "gpt-oss": _gpt_oss,
+        "gpt-oss-listed": lambda: _gpt_oss(
+            num_hidden_layers=3,
+            layer_types=["full_attention", *["sliding_attention"] * 2],
+            num_key_value_heads=1,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            swiglu_limit=0.8,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        ),
     }
 )
 
 
-_SEEDS: Final = MappingProxyType({"dots1": 1001, "glm4-moe-groups": 1002})
+_SEEDS: Final = MappingProxyType({"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004})
 """Of checkpoints that come near a tie with the seed of their place in ``CASES``."""
 
 
@@ -527,7 +566,7 @@ def write_broad_experts_checkpoint(folder: Path) -> Any:
 
 
 def write_model(name: str, folder: Path) -> None:
-    """A model to be quantized, ``quantized-dense`` or ``quantized-moe``: wide enough for several
+    """A model to be quantized, ``quantized-`` and its kind: wide enough for several
     blocks and groups of 128 numbers, of which the last is not full, and of which two ranks cut
     some."""
     sizes = {"hidden_size": 192, "intermediate_size": 320, "tie_word_embeddings": False}
@@ -535,6 +574,9 @@ def write_model(name: str, folder: Path) -> None:
         "quantized-dense": lambda: _qwen3(**sizes),
         "quantized-moe": lambda: _qwen3_moe(
             **sizes, moe_intermediate_size=192, num_experts=4, decoder_sparse_step=2
+        ),
+        "quantized-gpt-oss": lambda: _gpt_oss(
+            **{**sizes, "intermediate_size": 160}, num_hidden_layers=2, num_local_experts=4
         ),
     }
     model: Any = made[name]()
@@ -550,5 +592,5 @@ def _draw(model: PreTrainedModel, seed: int, spread: float = 0.25) -> None:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
-                std = 0.5 if name.endswith("bias") else spread
+                std = 0.5 if name.endswith("bias") else 2.0 if name.endswith("sinks") else spread
                 parameter.normal_(std=std, generator=generator)

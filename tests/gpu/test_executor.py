@@ -6,6 +6,7 @@ held against the fp32 logits of what came before it: it must be the best one wit
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -73,9 +74,10 @@ OTHERS = [
     "dots1-window",
     "glm4-moe-groups",
     "qwen2-moe",
+    "gpt-oss",
 ]
 """Cases with parts that no case above has."""
-EXPERTS = [case for case in CASES + OTHERS if case == "mixtral" or "moe" in case or "dots" in case]
+EXPERTS = [case for case in CASES + OTHERS if re.search("mixtral|moe|dots|oss", case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""
 
 
@@ -294,14 +296,14 @@ def equal_prompts(count: int) -> list[IntArray]:
     return [rng.integers(0, VOCAB_SIZE, 40).astype(np.int32) for _ in range(count)]
 
 
-@pytest.mark.parametrize("has_experts", [False, True])
+@pytest.mark.parametrize("case", ["qwen3", "gpt-oss", "broad experts"])
 @pytest.mark.parametrize("count", [1, 8, 16])
-def test_graphs_give_what_launches_give(count: int, has_experts: bool, tmp_path: Path) -> None:
+def test_graphs_give_what_launches_give(case: str, count: int, tmp_path: Path) -> None:
     """The same kernels over the same batch sizes, so the tokens are equal, drawn ones too."""
-    if has_experts:
+    if case == "broad experts":
         write_broad_experts_checkpoint(tmp_path)
     else:
-        write_checkpoint("qwen3", tmp_path)
+        write_checkpoint(case, tmp_path)
     prompts = equal_prompts(count)
     sampling = [
         SamplingParams(max_tokens=40, temperature=index % 2, seed=index, ignore_eos=True)

@@ -12,10 +12,11 @@ import pytest
 
 from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.catalog import ARCHITECTURES, load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.spec import LayerInputs, MoeSpec
+from minisgl_bench.dummy_model import SHAPES
 
 # As published: the parts of each config.json that matter.
 LLAMA_3_1_8B: Final[dict[str, Any]] = {
@@ -535,6 +536,7 @@ OLMO_3_7B: Final[dict[str, Any]] = {
     "sliding_window": 4096,
     "vocab_size": 100278,
 }
+GPT_OSS_20B: Final = SHAPES["gpt-oss-20b"]
 SMOLLM_3B: Final[dict[str, Any]] = {
     "architectures": ["SmolLM3ForCausalLM"],
     "hidden_size": 2048,
@@ -878,6 +880,30 @@ def test_router_and_windows_of_dots() -> None:
         parse_spec({**DOTS_LLM1, "n_group": 3, "topk_group": 2})
 
 
+def test_experts_windows_and_sinks_of_gpt_oss() -> None:
+    spec = parse_spec(GPT_OSS_20B)
+    rule = RoutingRule(num_experts=32, top_k=4, normalize=True)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(24))
+    assert spec.moe.experts == ExpertsSpec(
+        routing=rule,
+        intermediate_size=2880,
+        gate=ClampedGate(alpha=1.702, limit=7.0),
+        biases=True,
+        router="router",
+        in_turn=True,
+    )
+    assert spec.windows == (128, None) * 12 and spec.dtype == "bfloat16"
+    assert spec.qkv_bias and spec.output_bias and spec.attention_shape(2).sinks
+    assert (spec.rope.scaling, spec.rope.truncate, spec.context) == ("yarn", False, 131072)
+    assert 20 < spec.num_parameters / 1e9 < 22
+    left_out = ("layer_types", "rope_scaling", "swiglu_limit", "rms_norm_eps", "head_dim")
+    assert parse_spec({k: v for k, v in GPT_OSS_20B.items() if k not in left_out}) == spec
+    plain = {**GPT_OSS_20B, "quantization_config": None, "swiglu_limit": 5.0, "dtype": "float32"}
+    changed = parse_spec(plain)
+    assert changed.moe is not None and changed.moe.experts.gate == ClampedGate(1.702, 5.0)
+    assert changed.weights is None and changed.dtype == "float32"
+
+
 def test_every_architecture_is_tested() -> None:
     configs = (
         *(LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B, MISTRAL_SMALL_3_1),
@@ -892,6 +918,7 @@ def test_every_architecture_is_tested() -> None:
             QWEN_1_5_MOE,
             GLM_4_5_AIR,
             DOTS_LLM1,
+            GPT_OSS_20B,
         ),
     )
     found = {parse_spec(config).architecture for config in configs}

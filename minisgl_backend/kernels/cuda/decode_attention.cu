@@ -47,6 +47,7 @@ constexpr int STEPS = HEAD_DIM / 16;                    // MMAs along or across 
 constexpr int SIDES = 4 / COLUMNS;                      // pieces that a warp merges side by side
 constexpr int QUADS = STEPS + 1;                        // float4 of a lane's piece
 #define NOTHING __int_as_float(0xff800000)   // -infinity
+constexpr float LOG2E = 1.4426950408889634f;
 constexpr u32 ALL = 0xffffffffu;
 constexpr u32 EMPTY = 0xffffffffu;           // a NaN, which `written` excludes
 
@@ -64,6 +65,7 @@ struct Arguments {
     const int4* runs;       // [1 + 2 * grid], see `plan_decode_attention`
     const float* k_scale;   // [1], or null
     const float* v_scale;
+    const u16* sinks;       // [KV_HEADS * GROUP]: one more score a head, without a value; or null
     float4* pieces;         // [grid, WARPS, QUADS, COLUMNS, 8], EMPTY between launches
     const int2* starts;     // [batch], if SHARED: where a row's own part begins, its number of partials
     const int* slots;       // [batch, MOST_SLOTS]: the indices of its partials
@@ -674,7 +676,12 @@ decode_attention(const Arguments args) {
         for (int h = 0; h < 2; ++h) {
             const int head = 2 * j + h;
             if (head >= GROUP) continue;
-            const float factor = v_scale / total[h];
+            float sum = total[h];
+            if (args.sinks) {
+                const u16 sink = args.sinks[(at.turn * WARPS + warp) * GROUP + head];
+                sum += exp2_of(unpack(sink) * LOG2E - best[h]);
+            }
+            const float factor = v_scale / sum;
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
                 for (int half = 0; half < 2; ++half)

@@ -243,8 +243,8 @@ def _heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, [num_tokens, their heads, their size]."""
     key_heads, (num_heads, key_dim, value_dim) = weights.num_key_heads, states.shape[1:]
-    sizes = [key_heads * key_dim, key_heads * key_dim, num_heads * value_dim]
-    q, k, v = inputs.channels.split(sizes, dim=1)
+    size = key_heads * key_dim
+    q, k, v = inputs.channels.tensor_split([size, 2 * size], dim=1)
     keys = len(q), key_heads, key_dim
     return q.reshape(keys), k.reshape(keys), v.reshape(len(v), num_heads, value_dim)
 

@@ -20,8 +20,9 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(shape: str, tmp_path: Pat
     result = CliRunner().invoke(main, ["bench", "dummy-model", shape, str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
     spec = load_spec(tmp_path / "model")
-    assert spec.vocab_size == 151_936
-    assert (spec.moe is not None) == (shape == "qwen3-30b-a3b")
+    assert spec.vocab_size == (248_320 if spec.delta_net is not None else 151_936)
+    assert (spec.moe is not None) == shape.endswith("-a3b")
+    assert (spec.delta_net is not None) == shape.startswith("qwen3.6")
     assert len(load_vocabulary(tmp_path / "model")) == spec.vocab_size
 
 

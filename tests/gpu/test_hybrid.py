@@ -26,6 +26,8 @@ from tests.gpu.test_executor import GREEDY, POISON, equal_prompts, serve, shortf
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 
+BROAD = {"attention_backend": "triton"}
+"""Other backends may lack kernels for heads of 256 dimensions."""
 DENSE = ["qwen3.5", "qwen3.5-tied", "qwen3.5-multimodal"]
 EXPERTS = ["qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"]
 
@@ -46,14 +48,23 @@ def prompts() -> list[IntArray]:
 def test_tokens_in_fp32(case: str, prompts: list[IntArray], tmp_path: Path) -> None:
     """In fp32 (attention's GEMMs in tf32), in which rounding moves no token that does not tie."""
     reference = written(case, tmp_path).float()
-    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, dtype="float32")
+    options = BROAD if case == "broad" else {}
+    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, dtype="float32", **options)
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
     assert np.mean(below > 0) < 0.02
     assert below.max() < 0.05
 
 
-@pytest.mark.parametrize("options", [{}, {"cache": "naive"}, {"page_size": 64}], ids=str)
-@pytest.mark.parametrize("case", [*DENSE, "broad"])
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("qwen3.5", {}),
+        ("qwen3.5-tied", {"page_size": 64}),
+        ("qwen3.5-multimodal", {"cache": "naive"}),
+        ("broad", BROAD),
+        ("broad", {**BROAD, "cache": "naive"}),
+    ],
+)
 def test_tokens_in_bf16(
     case: str, options: dict[str, Any], prompts: list[IntArray], tmp_path: Path
 ) -> None:
@@ -66,7 +77,7 @@ def test_tokens_in_bf16(
     assert below.max() < 0.15
 
 
-@pytest.mark.parametrize("count", [1, 8, 16])
+@pytest.mark.parametrize("count", [1, 8])
 def test_graphs_give_what_launches_give(count: int, tmp_path: Path) -> None:
     """The same kernels over the same batch sizes, so the tokens are equal, drawn ones too."""
     write_broad_hybrid_checkpoint(tmp_path)
@@ -82,6 +93,7 @@ def test_graphs_give_what_launches_give(count: int, tmp_path: Path) -> None:
                 sampling,
                 max_sequence_length=CONTEXT,
                 max_prefill_tokens=1024,
+                **BROAD,
                 **options,
             )
         )
@@ -99,7 +111,11 @@ def test_conversations_go_on_from_snapshots(tmp_path: Path) -> None:
     """Turn by turn, each with the whole conversation as its prompt."""
     reference = write_broad_hybrid_checkpoint(tmp_path).bfloat16().float()
     options = EngineOptions(
-        model=str(tmp_path), device="cuda", max_sequence_length=CONTEXT, num_pages=256
+        model=str(tmp_path),
+        device="cuda",
+        max_sequence_length=CONTEXT,
+        num_pages=256,
+        attention_backend=BROAD["attention_backend"],
     )
     engine = build_engine(options)
     rng, history = np.random.default_rng(5), np.empty(0, np.int32)

@@ -187,7 +187,7 @@ def launch_rule_step(
         V=value_dim,
         KP=triton.next_power_of_2(key_dim),
         VP=triton.next_power_of_2(value_dim),
-        num_warps=8 if key_dim * value_dim > 4096 else 4,
+        num_warps=4,
     )
 
 
@@ -230,18 +230,21 @@ def _conv_blocks(
     total = tl.zeros([TOKENS, BLOCK], tl.float32)
     for tap in tl.static_range(WIDTH):
         weight = tl.load(weight_ptr + c * WIDTH + tap, mask=mask, other=0.0).to(tl.float32)
-        s = t - (WIDTH - 1) + tap
-        x = _input_before(
-            x_ptr, state_ptr, s[:, None], first, is_known, x_stride, c[None, :], inside, WIDTH
-        )
+        s = (t - (WIDTH - 1) + tap)[:, None]
+        from_ptr = x_ptr + s.to(tl.int64) * x_stride + c[None, :]
+        x = tl.load(from_ptr, mask=inside & (s >= first), other=0.0)
+        if begin < first + WIDTH - 1 and is_known:
+            old_ptr = state_ptr + c[None, :] * (WIDTH - 1) + (s - first + WIDTH - 1)
+            old = tl.load(old_ptr, mask=inside & (s < first), other=0.0)
+            x = tl.where(s >= first, x, old.to(x.dtype))
         total += x.to(tl.float32) * weight[None, :]
     to = out_ptr + t.to(tl.int64)[:, None] * CHANNELS + c[None, :]
     tl.store(to, _silu(total).to(out_ptr.dtype.element_ty), mask=inside)
     if kept >= 0:
         kept_ptr = states_ptr + (kept * CHANNELS + c) * (WIDTH - 1)
         for tap in tl.static_range(WIDTH - 1):
-            s = end - (WIDTH - 1) + tap + tl.zeros_like(c)
-            last = _input_before(x_ptr, state_ptr, s, first, is_known, x_stride, c, mask, WIDTH)
+            of = end - (WIDTH - 1) + tap + tl.zeros_like(c)
+            last = _input_before(x_ptr, state_ptr, of, first, is_known, x_stride, c, mask, WIDTH)
             tl.store(kept_ptr + tap, last.to(states_ptr.dtype.element_ty), mask=mask)
 
 
@@ -292,7 +295,7 @@ def launch_conv_blocks(
         WIDTH=width,
         TOKENS=64,
         BLOCK=block,
-        num_warps=4,
+        num_warps=8,
     )
     block = 256
     _keep_inputs[(len(runs), triton.cdiv(channels, block))](
@@ -338,7 +341,7 @@ def _inverse(a, PRECISION: tl.constexpr):
     r = tl.arange(0, 16)
     is_one = (r[:, None] == r[None, :])[None, :, :]
     solved = tl.where(is_one, 1.0, tl.zeros_like(own))
-    for row in tl.static_range(1, 16):
+    for row in tl.range(1, 16):
         at = (r == row)[None, :, None]
         factors = tl.sum(tl.where(at, own, 0.0), axis=1)  # of the rows before [4, 16]
         update = tl.sum(tl.expand_dims(factors, 2) * solved, axis=1)  # [4, 16]
@@ -397,30 +400,31 @@ def _solve_blocks(
     b = tl.load(b_ptr + t * b_stride + head, mask=inside, other=0.0)
     rate = tl.where(inside, tl.sigmoid(b.to(tl.float32)), 0.0)
     whole = tl.sum(tl.where(n == TOKENS - 1, g, 0.0))  # over the block
+    base = block * HEADS + head
+    to = (base * TOKENS + n[:, None]) * KP + i[None, :]
+    tl.store(keys_ptr + to, (k * tl.exp(whole - g)[:, None]).to(kind))
+    tl.store(kept_ptr + base, tl.exp(whole))
     # from the column's token to the row's
     causal = n[:, None] >= n[None, :]
     between = tl.exp(tl.where(causal, g[:, None] - g[None, :], float("-inf")))
-    alike = tl.dot(rounded, tl.trans(rounded), input_precision=PRECISION) * between
-    system = tl.where(n[:, None] > n[None, :], alike * rate[:, None], 0.0)
-    inverse = _inverse(system, PRECISION).to(kind)
-
-    base = block * HEADS + head
-    to = (base * TOKENS + n[:, None]) * KP + i[None, :]
-    owing = (k * (rate * tl.exp(g))[:, None]).to(kind)
-    owed = tl.dot(inverse, owing, input_precision=PRECISION)
-    tl.store(owed_ptr + to, owed.to(kind))
-    tl.store(keys_ptr + to, (k * tl.exp(whole - g)[:, None]).to(kind))
     q = tl.load(from_ptr, mask=in_keys, other=0.0).to(tl.float32)
     q *= (tl.rsqrt(tl.sum(q * q, axis=1) + _EPS) * scale)[:, None]
+    tl.store(queries_ptr + to, (q * tl.exp(g)[:, None]).to(kind))
     within = tl.dot(q.to(kind), tl.trans(rounded), input_precision=PRECISION) * between
     to_within = (base * TOKENS + n[:, None]) * TOKENS + n[None, :]
     tl.store(within_ptr + to_within, within.to(kind))
-    tl.store(queries_ptr + to, (q * tl.exp(g)[:, None]).to(kind))
+    alike = tl.dot(rounded, tl.trans(rounded), input_precision=PRECISION) * between
+    system = tl.where(n[:, None] > n[None, :], alike * rate[:, None], 0.0)
+    inverse = _inverse(system, PRECISION).to(kind)
+    # keys again: they would not fit into the registers beside the system
+    k = tl.load(from_ptr + KEY_HEADS * K, mask=in_keys, other=0.0).to(tl.float32)
+    k *= (tl.rsqrt(tl.sum(k * k, axis=1) + _EPS) * rate * tl.exp(g))[:, None]
+    owed = tl.dot(inverse, k.to(kind), input_precision=PRECISION)
+    tl.store(owed_ptr + to, owed.to(kind))
     v_ptr = channels_ptr + t[:, None] * channels_stride + 2 * KEY_HEADS * K + head * V + j[None, :]
     v = tl.load(v_ptr, mask=inside[:, None] & (j < V)[None, :], other=0.0).to(tl.float32)
     written = tl.dot(inverse, (v * rate[:, None]).to(kind), input_precision=PRECISION)
     tl.store(written_ptr + (base * TOKENS + n[:, None]) * VP + j[None, :], written.to(kind))
-    tl.store(kept_ptr + base, tl.exp(whole))
 
 
 @triton.jit(do_not_specialize_on_alignment=["blocks_ptr", "runs_ptr"])
@@ -531,7 +535,8 @@ def launch_rule_blocks(
     assert states.is_contiguous() and out.is_contiguous()
     log_rates, bias, norm = weights
     kp, vp = (max(16, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
-    precision = "tf32x3"  # of what is float32
+    # of the products of float32 numbers: those of 16 bits are rounded to these behind them
+    precision = "tf32x3" if channels.dtype == torch.float32 else "tf32"
     tokens = 64
 
     def scratch(width: int) -> Tensor:

@@ -26,7 +26,7 @@ from tests.gpu.test_executor import GREEDY, POISON, equal_prompts, serve, shortf
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 
-BROAD = {"attention_backend": "triton"}
+BROAD: dict[str, Any] = {"attention_backend": "triton"}
 """Other backends may lack kernels for heads of 256 dimensions."""
 DENSE = ["qwen3.5", "qwen3.5-tied", "qwen3.5-multimodal"]
 EXPERTS = ["qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"]

@@ -142,7 +142,7 @@ class GatedDeltaNet(nn.Module):
         shape = self.local
         if shape.by_key_head:
             by_head = projected.view(len(projected), shape.num_key_heads, 2, -1)
-            b, a = (part.flatten(1) for part in by_head.unbind(2))
+            b, a = (part.flatten(1).contiguous() for part in by_head.unbind(2))
         else:
             b, a = projected.chunk(2, dim=1)
         return b, a

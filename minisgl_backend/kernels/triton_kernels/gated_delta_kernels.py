@@ -166,6 +166,8 @@ def launch_rule_step(
     if num_rows == 0:
         return
     assert states.is_contiguous() and out.is_contiguous()
+    assert a.stride(1) == b.stride(1) == channels.stride(1) == z.stride(2) == 1
+    assert z.stride(1) == value_dim
     _rule_step[(num_rows, num_heads)](
         out,
         channels,
@@ -533,6 +535,8 @@ def launch_rule_blocks(
     num_tokens, num_heads, value_dim = out.shape
     key_dim, num_blocks = states.shape[2], len(blocks)
     assert states.is_contiguous() and out.is_contiguous()
+    assert a.stride(1) == b.stride(1) == channels.stride(1) == z.stride(2) == 1
+    assert z.stride(1) == value_dim
     log_rates, bias, norm = weights
     kp, vp = (max(16, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
     # of the products of float32 numbers: those of 16 bits are rounded to these behind them

@@ -81,7 +81,7 @@ class ForwardPass:
         attend = self._attention.plan(decodes, chunks)
         recurrent = None
         if self._states is not None:
-            recurrent = self._states.of_batch(batch, token_rows[:num_decodes])
+            recurrent = self._states.of_batch(batch, token_rows[:num_decodes], self._device)
         adapted = None if self._adapters is None else self._adapters.of_tokens(batch.rows)
         hidden: Tensor = self._model(tokens, positions, slots, attend, recurrent, adapted)
         return hidden

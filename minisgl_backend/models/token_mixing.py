@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.kernels.adapters import AdaptedTokens
+from minisgl_backend.kernels.gated_delta import Runs
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store, rotated_queries
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm, TokenNorm
@@ -48,30 +49,18 @@ class LayerStates:
     matrices: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The tokens of one row from flat index ``begin`` up to ``end``, which follow each other.
-
-    ``before`` is the slot of the states behind the token before them, None at the start of a
-    sequence; ``after`` are the slots that keep the states behind the last of them.
-    """
-
-    begin: int
-    end: int
-    before: int | None
-    after: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentRows:
     """Which tokens of a step are whose, for layers with recurrent states.
 
     ``decode_slots`` int64 [num_decodes]: the slots of the decoding rows, whose tokens come first.
-    ``segments`` cover the other tokens, those of a row in the order of their positions.
+    ``runs`` are the other tokens. ``begun`` int64 [2, num_begun]: slots of rows that get, before
+    anything else, the states in other slots, those of snapshots.
     """
 
     decode_slots: Tensor
-    segments: tuple[Segment, ...] = ()
+    runs: Runs | None = None
+    begun: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,8 +20,11 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(shape: str, tmp_path: Pat
     result = CliRunner().invoke(main, ["bench", "dummy-model", shape, str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
     spec = load_spec(tmp_path / "model")
-    assert spec.vocab_size == (201_088 if shape.startswith("gpt-oss") else 151_936)
-    assert (spec.moe is not None) == (shape in ("qwen3-30b-a3b", "gpt-oss-20b"))
+    vocab_sizes = {"gpt-oss": 201_088, "qwen3.6": 248_320}
+    family = shape.rpartition("-")[0] if "oss" in shape else shape.partition("-")[0]
+    assert spec.vocab_size == vocab_sizes.get(family, 151_936)
+    assert (spec.moe is not None) == (shape.endswith("-a3b") or family == "gpt-oss")
+    assert (spec.delta_net is not None) == (family == "qwen3.6")
     assert len(load_vocabulary(tmp_path / "model")) == spec.vocab_size
 
 

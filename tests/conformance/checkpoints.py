@@ -64,6 +64,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -386,6 +388,12 @@ def _qwen3_5_moe_multimodal() -> PreTrainedModel:
     return Qwen3_5MoeForConditionalGeneration(config)
 
 
+def _qwen3_next(**changes: Any) -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    values = {**_SHAPE, **_DELTA, **experts, "shared_expert_intermediate_size": 80, **changes}
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**values))
+
+
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
     {
         "llama": _llama,
@@ -512,6 +520,14 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             swiglu_limit=0.8,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         ),
+        "qwen3-next": _qwen3_next,
+        "qwen3-next-sparse": lambda: _qwen3_next(
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            norm_topk_prob=False,
+            tie_word_embeddings=True,
+            linear_num_key_heads=4,
+        ),
     }
 )
 
@@ -560,6 +576,25 @@ def write_broad_experts_checkpoint(folder: Path) -> Any:
     _draw(model, seed=98, spread=0.06)
     for layer in model.model.layers:
         layer.mlp.gate.weight.data *= 4  # in 16 bits others are the last choices, of little weight
+    model.eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def write_broad_hybrid_checkpoint(folder: Path) -> Any:
+    """A Qwen3.5 with the sizes of heads that the publisher's models have."""
+    model: Any = _qwen3_5(
+        hidden_size=512,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    )
+    _draw(model, seed=98, spread=0.06)
     model.eval()
     model.save_pretrained(folder)
     return model

@@ -855,6 +855,23 @@ def test_experts_of_qwen3_5() -> None:
         assert found.architecture == outer and found.moe == parse_spec(text).moe
 
 
+def test_experts_and_projections_of_qwen3_next() -> None:
+    """Of its 80B-A3B, whose config.json has the defaults of its class but for the context."""
+    text = {"architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1}
+    sizes = {"vocab_size": 151936, "num_hidden_layers": 48, "num_attention_heads": 16}
+    spec = parse_spec({**text, **sizes, "rope_theta": 10000000})
+    rule = RoutingRule(num_experts=512, top_k=10, normalize=True)
+    shared = SharedExpert(name="shared_expert", intermediate_size=512, gated=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(48)))
+    assert spec.delta_net is not None and spec.delta_net.by_key_head
+    assert spec.delta_net.layers == frozenset(range(48)) - frozenset(range(3, 48, 4))
+    assert (spec.head_dim, spec.num_kv_heads, spec.rope.rotated) == (256, 2, 0.25)
+    assert 79 < spec.num_parameters / 1e9 < 80.5
+    some = parse_spec({**text, **sizes, "decoder_sparse_step": 2, "mlp_only_layers": [1]})
+    assert some.moe is not None and some.moe.layers == frozenset(range(3, 48, 2))
+
+
 def test_router_and_first_layer_of_glm() -> None:
     spec = parse_spec(GLM_4_5_AIR)
     rule = RoutingRule(num_experts=128, top_k=8, normalize=True, sigmoid=True, corrected=True)
@@ -922,5 +939,5 @@ def test_every_architecture_is_tested() -> None:
         ),
     )
     found = {parse_spec(config).architecture for config in configs}
-    hybrid = {name for name in ARCHITECTURES if name.startswith("Qwen3_5")}
-    assert found | hybrid == set(ARCHITECTURES)  # see ``test_experts_of_qwen3_5``
+    hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}
+    assert found | hybrid == set(ARCHITECTURES)  # see ``test_experts_of_qwen3_5`` and the next

@@ -36,6 +36,36 @@ _QWEN3: Final = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+_QWEN3_5: Final = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "pad_token_id": 0,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+"""The text part of Qwen3.5 and Qwen3.6."""
+
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-0.6b": {
         **_QWEN3,
@@ -119,6 +149,31 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "tie_word_embeddings": False,
         "use_cache": True,
         "vocab_size": 201088,
+    },
+    "qwen3.6-27b": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "linear_num_value_heads": 48,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+    },
+    "qwen3.6-35b-a3b": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "shared_expert_intermediate_size": 512,
     },
 }
 """config.json of each model."""

@@ -46,9 +46,8 @@ class ReportedCaches(RuleBasedStateMachine):
         self.asked: list[tuple[IntArray, str]] = [(ints(0, 0, 0, 0, 0), "")]
 
     def cache(self, replica: int) -> RadixCache:
-        return RadixCache(
-            NUM_PAGES, PAGE_SIZE, watch=lambda pages: self.shadow.evict(replica, pages)
-        )
+        watch = self.shadow.reports(replica, PAGE_SIZE)
+        return RadixCache(NUM_PAGES, PAGE_SIZE, watch=watch)
 
     @rule(target=leases, replica=st.integers(0, NUM_REPLICAS - 1), tokens=PROMPTS, salt=SALTS)
     def begin(self, replica: int, tokens: IntArray, salt: str) -> tuple[int, IntArray, str, Lease]:
@@ -58,13 +57,10 @@ class ReportedCaches(RuleBasedStateMachine):
 
     @rule(held=leases)
     def compute(self, held: tuple[int, IntArray, str, Lease]) -> None:
-        replica, tokens, salt, lease = held
+        replica, tokens, _, lease = held
         cache = self.caches[replica]
         if cache.grow(lease, len(tokens)):
             cache.publish(lease, tokens, verified=Verified.ALL)
-            keys = KEYS.of(tokens, salt)
-            pages = np.array(lease.pages[: len(keys)], np.int32)
-            self.shadow.publish(replica, keys, pages)
 
     @rule(held=consumes(leases))
     def end(self, held: tuple[int, IntArray, str, Lease]) -> None:
@@ -89,13 +85,12 @@ TestReportedCaches = ReportedCaches.TestCase
 def test_a_prefix_that_was_detached_and_published_again_is_still_held() -> None:
     """Its old pages leave the tree later, when the lease that pinned them ends."""
     shadow = CacheShadow(1, NUM_PAGES)
-    cache = RadixCache(NUM_PAGES, PAGE_SIZE, watch=lambda pages: shadow.evict(0, pages))
+    cache = RadixCache(NUM_PAGES, PAGE_SIZE, watch=shadow.reports(0, PAGE_SIZE))
     tokens = ints(1, 2, 3, 4, 5)
 
     def published(lease: Lease, verified: Verified) -> Lease:
         cache.grow(lease, len(tokens))
         cache.publish(lease, tokens, verified=verified)
-        shadow.publish(0, KEYS.of(tokens), np.array(lease.pages[:2], np.int32))
         return lease
 
     first = published(cache.acquire(tokens), Verified.NONE)

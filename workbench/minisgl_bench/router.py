@@ -212,9 +212,7 @@ class Simulation:
         )
         self._engines = [
             _Engine(
-                RadixCache(
-                    num_pages, _PAGE_SIZE, watch=self._shadow.reports(replica, _PAGE_SIZE)
-                ),
+                RadixCache(num_pages, _PAGE_SIZE, watch=self._shadow.reports(replica, _PAGE_SIZE)),
                 _NUM_ROWS * scale,
                 _PREFILL_RATE * scale,
             )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded
+from minisgl_backend.errors import EngineFailure, EngineLost, InvalidRequest, Overloaded
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.request import (
     Failed,
@@ -67,6 +67,16 @@ class EngineInfo:
     num_snapshots: int | None = None
     generates: bool = True
     num_replicas: int = 1
+
+    @property
+    def most_running(self) -> int:
+        """Requests that run at the same time, on all replicas together."""
+        return self.max_running_requests * self.num_replicas
+
+    @property
+    def most_open(self) -> int:
+        """Requests that run or wait."""
+        return self.most_running + self.max_queued_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +223,10 @@ class Door(ABC):
             raise InvalidRequest(
                 "max_tokens must be >= 1 without num_prompt_logprobs or embed, got 0"
             )
-        if num_samples > self._most_open:
+        if num_samples > info.most_open:
             raise InvalidRequest(
-                f"at most {self._most_open} samples fit the engine, "
-                f"{self._most_running} running and {info.max_queued_requests} queued, "
+                f"at most {info.most_open} samples fit the engine, "
+                f"{info.most_running} running and {info.max_queued_requests} queued, "
                 f"got {num_samples}"
             )
         self._capacity.check(num_prompt_tokens=len(prompt), max_tokens=sampling.max_tokens)
@@ -281,22 +291,14 @@ class Door(ABC):
         self._recorder.request_rejected("down")
         raise Overloaded("the engine is down")
 
-    @property
-    def _most_running(self) -> int:
-        return self.info.max_running_requests * self.info.num_replicas
-
-    @property
-    def _most_open(self) -> int:
-        return self._most_running + self.info.max_queued_requests
-
     def _queue_complaint(self, num_tokens: int, num_samples: int) -> str | None:
         """Why that many samples of a prompt of ``num_tokens`` may not be queued now; None if they
         may."""
         info = self.info
-        if self._num_open + num_samples > self._most_open:
+        if self._num_open + num_samples > info.most_open:
             return (
-                f"queue full: {self._num_open} requests open of at most {self._most_open} "
-                f"({self._most_running} running, {info.max_queued_requests} queued)"
+                f"queue full: {self._num_open} requests open of at most {info.most_open} "
+                f"({info.most_running} running, {info.max_queued_requests} queued)"
             )
         waiting = self._num_waiting_tokens
         if waiting and waiting + num_tokens > info.max_queued_tokens:
@@ -387,7 +389,7 @@ class Engine(Door):
         finally:
             with self._changed:
                 self._state = state
-                self._loop.refuse_rest(EngineFailure("the engine is down"))
+                self._loop.refuse_rest(EngineLost("the engine is down"))
                 self._changed.notify_all()
             self._loop.close()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 from minisgl_backend.request import (
     Failed,
@@ -51,6 +52,12 @@ class SchedulerStats:
     """Number of tokens that were looked up in the prefix cache at admissions."""
     prefix_hits: int
     """Number of these that were found."""
+
+    @classmethod
+    def sum(cls, parts: Sequence[SchedulerStats]) -> SchedulerStats:
+        """The counts of several planners together; of none, all are 0."""
+        names = [spec.name for spec in fields(cls)]
+        return cls(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
     @property
     def used_pages(self) -> int:

@@ -294,8 +294,8 @@ class ReportedEngine:
         )
         labels = {
             "block_size": info.page_size,
-            "num_gpu_blocks": info.num_pages,
-            "kv_cache_size_tokens": info.num_pages * info.page_size,
+            "num_gpu_blocks": info.num_pages * info.num_replicas,
+            "kv_cache_size_tokens": info.num_pages * info.num_replicas * info.page_size,
             "cache_dtype": options.kv_cache_dtype or "auto",
             "enable_prefix_caching": options.cache == "radix",
             "gpu_memory_utilization": options.memory_ratio,

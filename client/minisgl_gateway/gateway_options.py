@@ -11,7 +11,8 @@ from minisgl_gateway.tool_dialects import DialectName
 class GatewayOptions:
     """``model`` is the ensemble in Triton, ``model_name`` what callers call it. Limits are those of
     one gateway; a request counts once for each of its answers. With ``servers``, requests are
-    spread over these gRPC addresses, and ``triton`` is not used.
+    spread over these gRPC addresses, and ``triton`` is not used. ``admin_keys`` are API keys, too,
+    and only they may load and unload LoRA adapters.
 
     With ``shorten_max_tokens`` a ``max_tokens`` that the context has no room for is lowered instead
     of refused. ``cors_origins`` are the origins whose web pages may ask and read the answers, "*"
@@ -32,6 +33,7 @@ class GatewayOptions:
     model: str = "minisgl"
     model_name: str = "minisgl"
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     default_max_tokens: int = 1024
     shorten_max_tokens: bool = False

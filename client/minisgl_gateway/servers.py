@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeAlias, TypeVar
 
-from minisgl_client.answer import Delta, Result, Tokens
+from minisgl_client.answer import Delta, LoraAdapter, Result, Tokens
 from minisgl_client.client import AsyncClient
 from minisgl_client.errors import (
     ConnectionFailed,
@@ -24,6 +24,7 @@ from minisgl_client.errors import (
     MinisglError,
     ServerError,
     Unavailable,
+    Unsupported,
 )
 
 from minisgl_gateway.balance import Balance
@@ -98,6 +99,22 @@ class Servers:
         errors = await asyncio.gather(*calls, return_exceptions=True)
         if all(errors):
             raise next(error for error in errors if error is not None)
+
+    async def adapters(self) -> Sequence[LoraAdapter]:
+        """The LoRA adapters, which all servers should have; raises ``MinisglError``."""
+
+        async def ask(client: AsyncClient) -> Sequence[LoraAdapter]:
+            return await client.adapters()
+
+        return await self._asked(ask, b"adapters")
+
+    async def load_adapter(self, name: str, path: str) -> Sequence[LoraAdapter]:
+        """Not offered: raises ``Unsupported``."""
+        raise Unsupported(f"{name} has to be loaded at each of the servers, not through --server")
+
+    async def unload_adapter(self, name: str) -> Sequence[LoraAdapter]:
+        """Not offered: raises ``Unsupported``."""
+        raise Unsupported(f"{name} has to be unloaded at each of the servers, not through --server")
 
     async def aclose(self) -> None:
         """Close all connections."""

@@ -52,11 +52,13 @@ class SchedulerStats:
     """Number of tokens that were looked up in the prefix cache at admissions."""
     prefix_hits: int
     """Number of these that were found."""
+    running_adapters: tuple[int, ...] = ()
+    """The ids of the LoRA adapters that rows have."""
 
     @classmethod
     def sum(cls, parts: Sequence[SchedulerStats]) -> SchedulerStats:
-        """The counts of several planners together; of none, all are 0."""
-        names = [spec.name for spec in fields(cls)]
+        """The counts of several planners without adapters together; of none, all are 0."""
+        names = [spec.name for spec in fields(cls) if spec.name != "running_adapters"]
         return cls(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
     @property

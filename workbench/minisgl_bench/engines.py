@@ -21,6 +21,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, MiniSGLError
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.request import (
+    Adapter,
     Admitted,
     Event,
     Failed,
@@ -119,10 +120,13 @@ class Collector:
             raise self.error
 
 
-def submitted(engine: Door, prompt: IntArray, sampling: SamplingParams) -> Collector:
+def submitted(
+    engine: Door, prompt: IntArray, sampling: SamplingParams, adapter: Adapter | None = None
+) -> Collector:
     """Submit a request; returns its sink."""
     sink = Collector()
-    engine.submit(Request(id=engine.new_id(), prompt=prompt, sampling=sampling), sink)
+    request = Request(id=engine.new_id(), prompt=prompt, sampling=sampling, adapter=adapter)
+    engine.submit(request, sink)
     return sink
 
 

@@ -382,8 +382,9 @@ def _cache_sizes(facts: Resolved, group: Group) -> _CacheSizes:
     device, options = facts.device, facts.options
     free_bytes, cap_bytes = least_free_memory(group, device.free_memory()), device.kv_bytes_cap
     if cap_bytes is not None:  # a CPU's memory, which the ranks of a host share
-        free_bytes //= facts.place.local_size
-        cap_bytes //= facts.place.local_size
+        num_sharing = facts.place.local_size * options.data_parallel_size
+        free_bytes //= num_sharing
+        cap_bytes //= num_sharing
     rows = options.max_running_requests + 1
     reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size)
     num_snapshots = None

@@ -162,6 +162,25 @@ class EngineOptions:
     tensor_parallel_size: int = option(
         1, "ranks of the engine, each on a GPU of its own, or all on a CPU", minimum=1
     )
+    data_parallel_size: int = option(
+        1,
+        "replicas of the engine, each a process with weights, pages and tensor_parallel_size ranks "
+        "of its own; requests go to the one that has most of their prompt cached",
+        minimum=1,
+        maximum=64,
+    )
+    routing_ratio: float | None = option(
+        None,
+        "a replica whose load is above this multiple of the mean, plus routing_slack, gets no "
+        "requests for what it has cached; auto: 1.2",
+        minimum=1,
+    )
+    routing_slack: float | None = option(
+        None,
+        "share of what a replica can hold: see routing_ratio; auto: 0.03",
+        minimum=0,
+        maximum=1,
+    )
     expert_parallel: bool = option(
         False, "ranks share out whole experts; else each holds a slice of every expert"
     )

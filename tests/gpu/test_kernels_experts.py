@@ -14,7 +14,6 @@ from minisgl_backend.kernels import expert_cut, moe
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.expert_cut import ExpertCut
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
-from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
 
@@ -284,6 +283,8 @@ def test_routing_with_the_routers_gemm(
 @pytest.mark.parametrize("num_tokens", [1, 4])
 def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
     """Sizes of which no block is a divisor."""
+    from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
+
     x = torch.randn(num_tokens, 96, device=device).to(dtype)
     gate_up = (torch.randn(NUM_EXPERTS, 84, 96, device=device) / 10).to(dtype)
     ids = chosen(num_tokens, device)

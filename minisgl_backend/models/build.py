@@ -258,11 +258,17 @@ def has_fused_layers(spec: ModelSpec) -> bool:
     """Whether the kernels for whole layers (``use_tensor_cores``) know all that the layers of such
     a model compute; sizes and weight formats, on which they also depend, aside.
 
-    They do not know layers without attention, gates of its output, norms of the outputs
-    of a layer's parts or over all heads of a token, another gate than SiLU, nor heads of which a
-    part rotates. Heads that do not rotate at all are no exception to them.
+    They do not know layers without attention, gates of its output, norms of the outputs of a
+    layer's parts or over all heads of a token, another gate than SiLU, heads of which a part
+    rotates, nor experts that ``expert_cut`` does not know or beside which there is a gated one.
+    Heads that do not rotate at all are no exception to them.
     """
     ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
+    experts = None if spec.moe is None else spec.moe.experts
+    if experts is not None:
+        is_gated = experts.shared is not None and experts.shared.gated
+        if is_gated or not expert_cut.knows(experts):
+            return False
     return (
         spec.delta_net is None
         and not spec.gated_attention

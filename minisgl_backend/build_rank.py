@@ -227,6 +227,7 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
             max_batch_size=options.max_running_requests,
             max_captured_batch_size=max_captured_batch_size,
             device=facts.device.torch_device,
+            batch_invariant=options.batch_invariant,
         ),
     )
 

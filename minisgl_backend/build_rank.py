@@ -25,7 +25,7 @@ from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.states import StateStorage, bytes_per_slot
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.kernels.sampling_table import SamplingTable
-from minisgl_backend.models.build import build_model, use_tensor_cores
+from minisgl_backend.models.build import build_model, use_invariant_kernels, use_tensor_cores
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
 from minisgl_backend.packages import slower_without
@@ -88,7 +88,11 @@ def build_rank(
         max_captured = max_captured_batch_size(facts.options, facts.device.total_memory)
     attention = _attention(facts, max_captured)
     if isinstance(facts.device, CudaDevice):
-        use_tensor_cores(model, facts.device.torch_device)
+        if facts.options.batch_invariant:
+            most_tokens = facts.options.max_prefill_tokens + facts.options.max_running_requests
+            use_invariant_kernels(model, facts.device.torch_device, most_tokens)
+        else:
+            use_tensor_cores(model, facts.device.torch_device)
         facts.device.catch_up()  # wait for the weights, the pages and what kernels keep
     executor = ModelExecutor(
         model,

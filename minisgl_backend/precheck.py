@@ -100,7 +100,7 @@ def _check_batch_invariant(options: EngineOptions) -> None:
             raise ConfigError(f"option batch_invariant does not go with {name}={value}")
 
 
-def _check_invariant_spec(spec: ModelSpec) -> None:
+def check_invariant_spec(spec: ModelSpec) -> None:
     """Raise ``ConfigError`` if layers compute what no kernel of ``batch_invariant`` knows."""
     experts = None if spec.moe is None else spec.moe.experts
     unknown = {
@@ -136,7 +136,7 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     spec.attention_shape(options.tensor_parallel_size)
     _check_experts(options, spec)
     if options.batch_invariant:
-        _check_invariant_spec(spec)
+        check_invariant_spec(spec)
     context_of(options, spec)
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))

@@ -38,6 +38,8 @@ _MOST_STAGES: Final = 8
 _SHARED_BYTES: Final = 227 * 1024
 """Shared memory of a thread block that has a multiprocessor to itself."""
 _MOST_SPLITS: Final = 8
+_MOST_INVARIANT_SPLITS: Final = 4
+"""More would slow large batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,36 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
     return replace(cut, stages=max(stages, -(-cut.finished_bytes // cut.stage_bytes)))
 
 
+def invariant_cuts(
+    height: int, in_features: int, most_tokens: int, *, head_dim: int | None = None
+) -> dict[int, Cut]:
+    """How to multiply any number of tokens up to ``most_tokens``, so that an element has the same
+    bits in all of them; keyed by the largest batch that each cut is for.
+
+    The multiply-adds of an element are in the order of in_features, in ``splits`` parts, as many
+    for all batches; and so are, in tiles of equally many features, a token's parts of a sum of
+    squares. Splits are what suits batches of 256. No parts are even: they depend on the batch.
+    """
+    features = head_dim or (128 if height % 128 == 0 else 64)
+    tiles, splits = height // features * (MAX_TOKENS // 64), 1
+    while (
+        2 * splits * tiles <= _MOST_BLOCKS
+        and splits < _MOST_INVARIANT_SPLITS
+        and in_features % (2 * splits * BLOCK) == 0
+    ):
+        splits *= 2
+    cuts = {}
+    for batch in (*BATCHES, most_tokens):
+        tokens = min(batch, 64)
+        while 64 <= tokens < 128 and height // features * -(-batch // tokens) > _MOST_BLOCKS:
+            tokens += 32
+        cut = Cut(features, tokens, stages=1, splits=splits)
+        steps = in_features // splits // BLOCK
+        stages = max(min(steps, _RING_BYTES // cut.stage_bytes, _MOST_STAGES), 1)
+        cuts[batch] = replace(cut, stages=max(stages, -(-cut.finished_bytes // cut.stage_bytes)))
+    return cuts
+
+
 def largest_batch(elements: int) -> int:
     """The largest batch for which these GEMMs are faster than the library; 0 for none.
 
@@ -147,6 +179,15 @@ def why_not(height: int, in_features: int) -> str | None:
     """Why no kernel can take a weight of these sizes; None if one can."""
     if height % 256:
         return f"needs a multiple of 256 features, not {height}"
+    if in_features % BLOCK:
+        return f"needs a multiple of {BLOCK} in_features, not {in_features}"
+    return None
+
+
+def why_not_invariant(height: int, in_features: int) -> str | None:
+    """Why no kernel with ``invariant_cuts`` can take a weight of these sizes; None if one can."""
+    if height % 64:
+        return f"needs a multiple of 64 features, not {height}"
     if in_features % BLOCK:
         return f"needs a multiple of {BLOCK} in_features, not {in_features}"
     return None

@@ -123,10 +123,13 @@ def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
     return Alignment(pairs[:-1], experts, block)
 
 
-def fused_experts(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor:
+def fused_experts(
+    x: Tensor, experts: ExpertWeights, choices: Choices, *, invariant: bool = False
+) -> Tensor:
     """Sum over a token's experts e of weight_e * down_e(silu(gate_e x) * up_e x), for ``x``
     [num_tokens, hidden_size] and of that shape.
 
+    If ``invariant``, all sums of a token are in an order that does not depend on the others.
     Weights that are quantized have no kernel, only the twin, which waits for the device.
     """
     gate_up, down = experts.gate_up, experts.down
@@ -137,7 +140,8 @@ def fused_experts(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor
     num_tokens, hidden_size = x.shape
     num_experts, top_k = experts.num_experts, choices.ids.shape[1]
     # small blocks waste less if experts see few tokens
-    block = 16 if num_tokens * top_k <= 16 * num_experts else 64
+    is_small = num_tokens * top_k <= 16 * num_experts and not invariant
+    block = 16 if is_small else 64
     alignment = align(choices.ids, num_experts, block)
     inner = torch.empty((num_tokens * top_k, down.shape[2]), dtype=x.dtype, device=x.device)
     pairs, held = alignment.pairs, alignment.experts
@@ -169,7 +173,14 @@ def fused_experts(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor
         top_k=1,
         gated=False,
     )
-    return outer.view(num_tokens, top_k, hidden_size).sum(dim=1)
+    outer = outer.view(num_tokens, top_k, hidden_size)
+    if not invariant:
+        return outer.sum(dim=1)
+    from minisgl_backend.kernels.triton_kernels.grouped_linear import launch_sum_in_order
+
+    out = torch.empty_like(x)
+    launch_sum_in_order(out, outer)
+    return out
 
 
 def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor:

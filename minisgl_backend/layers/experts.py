@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,9 @@ from minisgl_backend.layers.weight_share import block_of, held
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.weight_format import Layout, WeightFormat
 
+if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.linear import LinearKernel, TensorCores
+
 
 class Router(nn.Module):
     """Picks the experts of a token (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv
@@ -58,6 +62,11 @@ class Router(nn.Module):
         self.weight = _parameter(num_experts, hidden_size)
         self.bias = _parameter(num_experts) if spec.biases else None
         self.correction = _parameter(num_experts) if spec.routing.corrected else None
+        self._kernel: LinearKernel | None = None
+
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute logits by ``kernels``, which must take any number of tokens; no bias."""
+        self._kernel = kernels.linear(self.weight.shape)
 
     def cast(self, dtype: torch.dtype) -> None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -67,6 +76,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Choices:
         """Of all experts, for ``x`` [num_tokens, hidden_size]."""
+        if self._kernel is not None:
+            return choose(self._kernel(x, self.weight), self.rule, self.correction)
         logits = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
         return choose(logits, self.rule, self.correction)
 
@@ -104,6 +115,7 @@ class ExpertsMLP(nn.Module):
         their features, cannot be split over the ranks."""
         super().__init__()
         self._name, self.group, self.fused, self.spec = name, group, fused, spec
+        self._is_invariant = False
         num_experts, inner_size = spec.num_experts, spec.intermediate_size
         if whole_experts:
             self.held = even_share(num_experts, group, "the number of experts")
@@ -140,6 +152,14 @@ class ExpertsMLP(nn.Module):
             self._shared_gate_format = matrices.format_of(f"{name}.{shared.name}_gate")
             self.shared_gate = _parameter(1, hidden_size) if shared.gated else None
 
+    def use_invariant_kernels(self, kernels: TensorCores) -> None:
+        """Compute each token in an order that does not depend on the others: the router by
+        ``kernels``, which must take any number of tokens. Not with shared experts or biases of the
+        router."""
+        assert self.fused and self.shared is None and self.router.bias is None
+        self.router.use_tensor_cores(kernels)
+        self._is_invariant = True
+
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, *, pdl: bool
     ) -> tuple[Tensor, Normed]:
@@ -149,8 +169,10 @@ class ExpertsMLP(nn.Module):
     def part(self, x: Tensor, *, pdl: bool) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]."""
         choices = self._held(self.router(x))
-        compute = fused_experts if self.fused else fused_experts_reference
-        part = compute(x, self.weights, choices)
+        if self.fused:
+            part = fused_experts(x, self.weights, choices, invariant=self._is_invariant)
+        else:
+            part = fused_experts_reference(x, self.weights, choices)
         if self.shared is not None:
             of_shared = self.shared.part(Normed(x), pdl=pdl)
             if self.shared_gate is not None:

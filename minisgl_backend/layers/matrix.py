@@ -176,7 +176,7 @@ class DenseMatrix(Matrix):
         kernel = self._gemm_kernel
         if kernel is not None and num_tokens <= kernel.most_tokens:
             rows, squares = x.unscaled(pdl=pdl)
-            return kernel(rows, weight, squares=squares, eps=x.eps, bias=bias, pdl=pdl)
+            return kernel(rows, weight, squares=squares, eps=x.eps, bias=bias, out=out, pdl=pdl)
         if self._fused and small_batch.is_faster(num_tokens, self.in_features, gated=gated):
             return small_batch.small_batch_linear(
                 x.x,

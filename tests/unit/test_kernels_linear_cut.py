@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, Cut, cut_of, largest_batch, why_not
+from minisgl_backend.kernels.linear_cut import (
+    BATCHES,
+    BLOCK,
+    Cut,
+    cut_of,
+    invariant_cuts,
+    largest_batch,
+    why_not,
+    why_not_invariant,
+)
 
 PROCESSORS = 132
 SHARED_BYTES = 227 * 1024
@@ -58,3 +67,34 @@ def test_the_larger_a_layer_the_smaller_the_batches(elements: int, expected: int
 @pytest.mark.parametrize(("height", "in_features"), [(4100, 1024), (1024, 1000)])
 def test_what_cannot_be_taken(height: int, in_features: int) -> None:
     assert "multiple" in str(why_not(height, in_features))
+
+
+@given(
+    height=st.integers(1, 512).map(lambda n: 64 * n),
+    in_features=st.integers(1, 512).map(lambda n: BLOCK * n),
+    head_dim=st.sampled_from([None, 64, 128]),
+    most_tokens=st.sampled_from([32, 257, 8448, 20_000]),
+)
+def test_invariant_cuts_add_up_in_one_order(
+    height: int, in_features: int, head_dim: int | None, most_tokens: int
+) -> None:
+    """And are among what can be compiled."""
+    if head_dim is not None:
+        height *= head_dim
+    assert why_not_invariant(height, in_features) is None
+    cuts = invariant_cuts(height, in_features, most_tokens, head_dim=head_dim)
+    assert max(cuts) >= most_tokens
+    assert len({(cut.features, cut.splits, cut.even) for cut in cuts.values()}) == 1
+    for cut in cuts.values():
+        assert not cut.even and height % cut.features == 0
+        assert cut.tokens in (8, 16, 32, 64, 96, 128, 192)
+        assert in_features % (cut.splits * BLOCK) == 0
+        own_tokens = max(cut.tokens // cut.splits, 8)
+        assert own_tokens % 8 == 0 and cut.tokens % own_tokens == 0
+        assert cut.finished_bytes <= cut.stages * cut.stage_bytes
+        assert cut.shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(("height", "in_features"), [(1000, 1024), (1024, 1000)])
+def test_what_no_invariant_cut_takes(height: int, in_features: int) -> None:
+    assert "multiple" in str(why_not_invariant(height, in_features))

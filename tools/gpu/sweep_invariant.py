@@ -8,20 +8,29 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import triton
-import triton.language as tl
 
-from minisgl_backend.kernels.linear_cut import BATCHES, Cut, cut_of, _RING_BYTES
+from minisgl_backend.kernels.linear_cut import _RING_BYTES, Cut
 from minisgl_backend.kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from minisgl_backend.kernels.triton_kernels.grouped_linear import launch_grouped_linear
-from minisgl_backend.kernels.triton_kernels.invariant_attention_kernel import launch_invariant_attention
+from minisgl_backend.kernels.triton_kernels.invariant_attention_kernel import (
+    launch_invariant_attention,
+)
 from minisgl_backend.kernels.triton_kernels.invariant_linear_kernel import launch_invariant_linear
 
 DEV = torch.device("cuda")
 SHAPES = {
-    "0.6B qkv": (4096, 1024), "0.6B o": (1024, 2048), "0.6B gate_up": (6144, 1024), "0.6B down": (1024, 3072),
-    "14B qkv": (7168, 5120), "14B o": (5120, 5120), "14B gate_up": (34816, 5120), "14B down": (5120, 17408),
-    "30B qkv": (5120, 2048), "30B o": (2048, 4096), "0.6B head": (151936, 1024), "30B router": (128, 2048),
+    "0.6B qkv": (4096, 1024),
+    "0.6B o": (1024, 2048),
+    "0.6B gate_up": (6144, 1024),
+    "0.6B down": (1024, 3072),
+    "14B qkv": (7168, 5120),
+    "14B o": (5120, 5120),
+    "14B gate_up": (34816, 5120),
+    "14B down": (5120, 17408),
+    "30B qkv": (5120, 2048),
+    "30B o": (2048, 4096),
+    "0.6B head": (151936, 1024),
+    "30B router": (128, 2048),
 }
 
 
@@ -40,7 +49,10 @@ def us(f, n=5, reps=7):
         ts = []
         for _ in range(reps):
             a, b = torch.cuda.Event(True), torch.cuda.Event(True)
-            a.record(s); g.replay(); b.record(s); b.synchronize()
+            a.record(s)
+            g.replay()
+            b.record(s)
+            b.synchronize()
             ts.append(a.elapsed_time(b))
     return sorted(ts)[len(ts) // 2] * 1000 / n
 
@@ -49,13 +61,19 @@ def staged(features, tokens, splits, size):
     cut = Cut(features, tokens, 1, splits=splits)
     steps = size // splits // 64
     stages = min(steps, _RING_BYTES // cut.stage_bytes, 8)
-    return Cut(features, tokens, max(stages, -(-cut.finished_bytes // cut.stage_bytes)), splits=splits)
+    return Cut(
+        features, tokens, max(stages, -(-cut.finished_bytes // cut.stage_bytes)), splits=splits
+    )
 
 
 def cuts_for(height, size):
     for tokens in (8, 64, 128, 192):
         for splits in (1, 2, 4):
-            if size % (64 * splits) or max(tokens // splits, 8) % 8 or (tokens == 192 and splits > 2):
+            if (
+                size % (64 * splits)
+                or max(tokens // splits, 8) % 8
+                or (tokens == 192 and splits > 2)
+            ):
                 continue
             for features in (64, 128):
                 if features == 64 and tokens > 64:
@@ -64,11 +82,20 @@ def cuts_for(height, size):
                     yield staged(features, tokens, splits, size)
 
 
-TRITON = [(128, 256, 64, 3, 8), (128, 256, 64, 4, 8), (128, 128, 64, 4, 8), (128, 128, 64, 4, 4), (64, 256, 64, 4, 4), (256, 128, 64, 3, 8), (64, 128, 64, 5, 4)]
+TRITON = [
+    (128, 256, 64, 3, 8),
+    (128, 256, 64, 4, 8),
+    (128, 128, 64, 4, 8),
+    (128, 128, 64, 4, 4),
+    (64, 256, 64, 4, 4),
+    (256, 128, 64, 3, 8),
+    (64, 128, 64, 5, 4),
+]
 
 
 def kernel_of(shape, cut):
     from minisgl_backend.kernels.cuda.linear import LinearKernel
+
     return LinearKernel(shape, DEV, most_tokens=16384, cuts={16384: cut})
 
 
@@ -77,7 +104,8 @@ def prepare():
     seen, todo = set(), []
     for shape, cut in jobs:
         if (shape[1], cut) not in seen:
-            seen.add((shape[1], cut)); todo.append((shape, cut))
+            seen.add((shape[1], cut))
+            todo.append((shape, cut))
     t = time.time()
     with ThreadPoolExecutor(12) as pool:
         for job, result in zip(todo, pool.map(lambda j: attempt(kernel_of, *j), todo)):
@@ -96,7 +124,18 @@ def attempt(f, *args):
 def run_triton(x, w, config, dtype=torch.bfloat16, pdl=False):
     out = torch.empty(len(x), len(w), device=DEV, dtype=dtype)
     rows, columns, block, stages, warps = config
-    launch_invariant_linear(out, x, w, None, rows=rows, columns=columns, block=block, stages=stages, num_warps=warps, pdl=pdl)
+    launch_invariant_linear(
+        out,
+        x,
+        w,
+        None,
+        rows=rows,
+        columns=columns,
+        block=block,
+        stages=stages,
+        num_warps=warps,
+        pdl=pdl,
+    )
     return out
 
 
@@ -107,9 +146,19 @@ def equality():
         x = torch.randn(1024, shape[1], device=DEV).bfloat16()
         w = (torch.randn(shape, device=DEV) / 32).bfloat16()
         base = run_triton(x, w, (128, 128, 64, 4, 8), torch.float32)
-        for config in TRITON[:1] + TRITON[3:5] + [(16, 128, 64, 3, 4), (32, 128, 64, 3, 4), (64, 64, 128, 3, 4), (64, 64, 32, 3, 4)]:
+        for config in (
+            TRITON[:1]
+            + TRITON[3:5]
+            + [(16, 128, 64, 3, 4), (32, 128, 64, 3, 4), (64, 64, 128, 3, 4), (64, 64, 32, 3, 4)]
+        ):
             got = attempt(run_triton, x, w, config, torch.float32)
-            print(shape, "triton", config, got if isinstance(got, str) else int((got != base).sum()), flush=True)
+            print(
+                shape,
+                "triton",
+                config,
+                got if isinstance(got, str) else int((got != base).sum()),
+                flush=True,
+            )
         whole = base.bfloat16()
         first = None
         for tokens in (8, 16, 32, 64, 96, 128, 192):
@@ -117,13 +166,22 @@ def equality():
                 cut = staged(128, tokens, splits, shape[1])
                 got = attempt(lambda: kernel_of(shape, cut)(x, w))
                 if isinstance(got, str):
-                    print(cut, got); continue
+                    print(cut, got)
+                    continue
                 if splits == 1:
                     print(shape, "linear.cu", tokens, "against triton", int((got != whole).sum()))
                     ref = got
                 first = first or {}
                 first.setdefault((shape, splits), got)
-                print(shape, "linear.cu", tokens, splits, "against its first", int((got != first[shape, splits]).sum()), flush=True)
+                print(
+                    shape,
+                    "linear.cu",
+                    tokens,
+                    splits,
+                    "against its first",
+                    int((got != first[shape, splits]).sum()),
+                    flush=True,
+                )
         for m in (1, 16, 64, 100, 256, 512, 1024):
             got = torch.mm(x[:m], w.t())
             print(shape, "library", m, "against triton", int((got != whole[:m]).sum()))
@@ -141,7 +199,11 @@ def gemms(names, ms):
             line = [f"lib {lib:.1f}"]
             found = []
             for cut in cuts_for(*shape):
-                if cut.tokens > 2 * max(m, 8) or (m > 256 and cut.tokens < 128) or (m >= 64 and cut.tokens == 8):
+                if (
+                    cut.tokens > 2 * max(m, 8)
+                    or (m > 256 and cut.tokens < 128)
+                    or (m >= 64 and cut.tokens == 8)
+                ):
                     continue
                 kernel = attempt(kernel_of, shape, cut)
                 if isinstance(kernel, str):
@@ -179,23 +241,71 @@ def attention_equality():
         keys, values, table = paged(lengths, kv, dim)
         total = sum(lengths)
         q = torch.randn(total, heads, dim, device=DEV).bfloat16()
-        offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=DEV, dtype=torch.int32)
+        offsets = torch.tensor(
+            [0, *torch.tensor(lengths).cumsum(0).tolist()], device=DEV, dtype=torch.int32
+        )
         ends = torch.tensor(lengths, device=DEV, dtype=torch.int32)
         rows = torch.arange(len(lengths), device=DEV, dtype=torch.int32)
         for window in (None, 100):
-            fixed = dict(scale=dim**-0.5, window=window, k_scale=None, v_scale=None, block=64, split=512, pdl=False)
+            fixed = dict(
+                scale=dim**-0.5,
+                window=window,
+                k_scale=None,
+                v_scale=None,
+                block=64,
+                split=512,
+                pdl=False,
+            )
             whole = {}
             for tile, warps in ((128, 8), (128, 4), (64, 4), (16, 1), (16, 4)):
                 out = torch.full_like(q, float("nan"))
-                r = attempt(lambda: launch_invariant_attention(out, q, keys, values, table, None, rows=rows, offsets=offsets, ends=ends, tile=tile, programs=1, stages=2, num_warps=warps, **fixed))
+                r = attempt(
+                    lambda: launch_invariant_attention(
+                        out,
+                        q,
+                        keys,
+                        values,
+                        table,
+                        None,
+                        rows=rows,
+                        offsets=offsets,
+                        ends=ends,
+                        tile=tile,
+                        programs=1,
+                        stages=2,
+                        num_warps=warps,
+                        **fixed,
+                    )
+                )
                 if isinstance(r, str):
-                    print(dim, tile, warps, r); continue
+                    print(dim, tile, warps, r)
+                    continue
                 whole[tile, warps] = out
             base = whole[128, 8]
             ref = torch.empty_like(q)
-            prefill_attention_reference(ref, q, keys, values, table, rows=rows, offsets=offsets, ends=ends, scale=dim**-0.5, window=window)
-            print(heads, kv, dim, "window", window, "off the reference", float((base.float() - ref.float()).norm() / ref.float().norm()),
-                  "chunk tiles", {k: int((v != base).sum()) for k, v in whole.items()})
+            prefill_attention_reference(
+                ref,
+                q,
+                keys,
+                values,
+                table,
+                rows=rows,
+                offsets=offsets,
+                ends=ends,
+                scale=dim**-0.5,
+                window=window,
+            )
+            print(
+                heads,
+                kv,
+                dim,
+                "window",
+                window,
+                "off the reference",
+                float((base.float() - ref.float()).norm() / ref.float().norm()),
+                "chunk tiles",
+                {k: int((v != base).sum()) for k, v in whole.items()},
+            )
             # every position of some rows as a decoding row
             table_rows = torch.repeat_interleave(rows, ends.long())
             lens = torch.cat([torch.arange(1, n + 1, device=DEV) for n in lengths]).int()
@@ -203,16 +313,53 @@ def attention_equality():
                 for programs in (1, 3):
                     n = 512
                     pick = torch.randperm(total, device=DEV)[:n]
-                    partial = (torch.empty(n, heads, 32, dim, device=DEV), torch.empty(n, heads, 32, device=DEV), torch.zeros(n, heads, device=DEV, dtype=torch.int32))
-                    out = torch.full((n, heads, dim), float("nan"), device=DEV, dtype=torch.bfloat16)
-                    r = attempt(lambda: launch_invariant_attention(out, q[pick].contiguous(), keys, values, table, partial, rows=table_rows[pick], offsets=None, ends=lens[pick], tile=tile, programs=programs, stages=2, num_warps=warps, **fixed))
-                    print("   decode", tile, warps, programs, r if isinstance(r, str) else int((out != base[pick]).sum()), flush=True)
+                    partial = (
+                        torch.empty(n, heads, 32, dim, device=DEV),
+                        torch.empty(n, heads, 32, device=DEV),
+                        torch.zeros(n, heads, device=DEV, dtype=torch.int32),
+                    )
+                    out = torch.full(
+                        (n, heads, dim), float("nan"), device=DEV, dtype=torch.bfloat16
+                    )
+                    r = attempt(
+                        lambda: launch_invariant_attention(
+                            out,
+                            q[pick].contiguous(),
+                            keys,
+                            values,
+                            table,
+                            partial,
+                            rows=table_rows[pick],
+                            offsets=None,
+                            ends=lens[pick],
+                            tile=tile,
+                            programs=programs,
+                            stages=2,
+                            num_warps=warps,
+                            **fixed,
+                        )
+                    )
+                    print(
+                        "   decode",
+                        tile,
+                        warps,
+                        programs,
+                        r if isinstance(r, str) else int((out != base[pick]).sum()),
+                        flush=True,
+                    )
 
 
 def attention_times():
     from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
+
     print("== decode attention, us")
-    for heads, kv, batch, low, high in ((16, 8, 256, 100, 2048), (40, 8, 256, 100, 2048), (32, 4, 256, 100, 2048), (16, 8, 16, 1000, 2000), (16, 8, 1, 4000, 4000)):
+    for heads, kv, batch, low, high in (
+        (16, 8, 256, 100, 2048),
+        (40, 8, 256, 100, 2048),
+        (32, 4, 256, 100, 2048),
+        (16, 8, 16, 1000, 2000),
+        (16, 8, 1, 4000, 4000),
+    ):
         dim = 128
         torch.manual_seed(0)
         lengths = torch.randint(low, high + 1, (batch,)).tolist()
@@ -220,25 +367,85 @@ def attention_times():
         q = torch.randn(batch, heads, dim, device=DEV).bfloat16()
         rows = torch.arange(batch, device=DEV, dtype=torch.int32)
         lens = torch.tensor(lengths, device=DEV, dtype=torch.int32)
-        kernel = DecodeAttentionKernel(num_heads=heads, num_kv_heads=kv, head_dim=dim, page_size=16, dtype=q.dtype, kv_dtype=q.dtype, max_batch_size=256, device=DEV)
+        kernel = DecodeAttentionKernel(
+            num_heads=heads,
+            num_kv_heads=kv,
+            head_dim=dim,
+            page_size=16,
+            dtype=q.dtype,
+            kv_dtype=q.dtype,
+            max_batch_size=256,
+            device=DEV,
+        )
         runs = kernel.plan(table, lens, rows=rows, window=None, pdl=False)
-        base = us(lambda: kernel(q, keys, values, table, lens, runs, rows=rows, scale=dim**-0.5, window=None, pdl=True))
+        base = us(
+            lambda: kernel(
+                q,
+                keys,
+                values,
+                table,
+                lens,
+                runs,
+                rows=rows,
+                scale=dim**-0.5,
+                window=None,
+                pdl=True,
+            )
+        )
         moved = sum(lengths) * kv * dim * 4
         found = []
-        partial = (torch.empty(batch, heads, 32, dim, device=DEV), torch.empty(batch, heads, 32, device=DEV), torch.zeros(batch, heads, device=DEV, dtype=torch.int32))
+        partial = (
+            torch.empty(batch, heads, 32, dim, device=DEV),
+            torch.empty(batch, heads, 32, device=DEV),
+            torch.zeros(batch, heads, device=DEV, dtype=torch.int32),
+        )
         out = torch.empty_like(q)
-        configs = [(tile, warps, block, stages, split, programs)
-                   for tile, warps in ((64, 4), (16, 1), (16, 2), (16, 4)) for block in (64, 128) for stages in (2, 3)
-                   for split in (512, 1024) for programs in ((1, 2) if batch == 256 else (2, 4) if batch == 16 else (4, 8))]
+        configs = [
+            (tile, warps, block, stages, split, programs)
+            for tile, warps in ((64, 4), (16, 1), (16, 2), (16, 4))
+            for block in (64, 128)
+            for stages in (2, 3)
+            for split in (512, 1024)
+            for programs in ((1, 2) if batch == 256 else (2, 4) if batch == 16 else (4, 8))
+        ]
         for c in configs:
             tile, warps, block, stages, split, programs = c
             if block == 128 and (warps == 1 or (tile == 64 and stages > 2)):
                 continue
-            t = attempt(us, lambda: launch_invariant_attention(out, q, keys, values, table, partial, rows=rows, offsets=None, ends=lens, tile=tile, programs=programs, stages=stages, num_warps=warps, block=block, split=split, scale=dim**-0.5, window=None, k_scale=None, v_scale=None, pdl=True), 3, 3)
+            t = attempt(
+                us,
+                lambda: launch_invariant_attention(
+                    out,
+                    q,
+                    keys,
+                    values,
+                    table,
+                    partial,
+                    rows=rows,
+                    offsets=None,
+                    ends=lens,
+                    tile=tile,
+                    programs=programs,
+                    stages=stages,
+                    num_warps=warps,
+                    block=block,
+                    split=split,
+                    scale=dim**-0.5,
+                    window=None,
+                    k_scale=None,
+                    v_scale=None,
+                    pdl=True,
+                ),
+                3,
+                3,
+            )
             if not isinstance(t, str):
                 found.append((t, c))
         found.sort()
-        print(f"{heads}/{kv} batch {batch} {low}..{high}: today {base:.1f}, {moved / base / 1e6:.2f} TB/s;", "(tile warps block stages split programs)")
+        print(
+            f"{heads}/{kv} batch {batch} {low}..{high}: today {base:.1f}, {moved / base / 1e6:.2f} TB/s;",
+            "(tile warps block stages split programs)",
+        )
         for kind in ((64, 4), (16, 1), (16, 2), (16, 4)):
             print("   ", [f"{c}: {t:.1f}" for t, c in found if c[:2] == kind][:4], flush=True)
     print("== prefill attention of 8192 tokens, us")
@@ -251,10 +458,48 @@ def attention_times():
             offsets = torch.arange(n + 1, device=DEV, dtype=torch.int32) * each
             ends = torch.full((n,), each, device=DEV, dtype=torch.int32)
             out = torch.empty_like(q)
-            line = [f"triton today {us(lambda: prefill_attention(q, keys, values, table, rows=rows, offsets=offsets, ends=ends, max_length=each, scale=dim**-0.5, out=out), 2, 3):.0f}"]
-            for tile, warps, block, stages, split in ((128, 8, 64, 2, 512), (128, 8, 64, 2, 1024), (128, 8, 64, 3, 1024), (128, 8, 128, 2, 1024), (64, 4, 64, 2, 1024), (64, 4, 64, 3, 1024), (128, 4, 64, 2, 1024)):
-                t = attempt(us, lambda: launch_invariant_attention(out, q, keys, values, table, None, rows=rows, offsets=offsets, ends=ends, tile=tile, programs=1, stages=stages, num_warps=warps, block=block, split=split, scale=dim**-0.5, window=None, k_scale=None, v_scale=None, pdl=False), 2, 3)
-                line.append(f"{tile, warps, block, stages, split}: {t if isinstance(t, str) else round(t)}")
+            line = [
+                f"triton today {us(lambda: prefill_attention(q, keys, values, table, rows=rows, offsets=offsets, ends=ends, max_length=each, scale=dim**-0.5, out=out), 2, 3):.0f}"
+            ]
+            for tile, warps, block, stages, split in (
+                (128, 8, 64, 2, 512),
+                (128, 8, 64, 2, 1024),
+                (128, 8, 64, 3, 1024),
+                (128, 8, 128, 2, 1024),
+                (64, 4, 64, 2, 1024),
+                (64, 4, 64, 3, 1024),
+                (128, 4, 64, 2, 1024),
+            ):
+                t = attempt(
+                    us,
+                    lambda: launch_invariant_attention(
+                        out,
+                        q,
+                        keys,
+                        values,
+                        table,
+                        None,
+                        rows=rows,
+                        offsets=offsets,
+                        ends=ends,
+                        tile=tile,
+                        programs=1,
+                        stages=stages,
+                        num_warps=warps,
+                        block=block,
+                        split=split,
+                        scale=dim**-0.5,
+                        window=None,
+                        k_scale=None,
+                        v_scale=None,
+                        pdl=False,
+                    ),
+                    2,
+                    3,
+                )
+                line.append(
+                    f"{tile, warps, block, stages, split}: {t if isinstance(t, str) else round(t)}"
+                )
             print(heads, kv, n, "x", each, " | ".join(line), flush=True)
 
 
@@ -275,8 +520,27 @@ def grouped():
 
 for part in sys.argv[1:]:
     try:
-        {"prepare": prepare, "equality": equality, "attention_equality": attention_equality, "attention_times": attention_times, "grouped": grouped,
-         "small": lambda: gemms(["0.6B qkv", "0.6B o", "0.6B gate_up", "0.6B down", "30B qkv", "30B o", "30B router"], (8, 64, 256, 8192)),
-         "large": lambda: gemms(["14B qkv", "14B o", "14B gate_up", "14B down", "0.6B head"], (64, 128, 256, 8192))}[part]()
+        {
+            "prepare": prepare,
+            "equality": equality,
+            "attention_equality": attention_equality,
+            "attention_times": attention_times,
+            "grouped": grouped,
+            "small": lambda: gemms(
+                [
+                    "0.6B qkv",
+                    "0.6B o",
+                    "0.6B gate_up",
+                    "0.6B down",
+                    "30B qkv",
+                    "30B o",
+                    "30B router",
+                ],
+                (8, 64, 256, 8192),
+            ),
+            "large": lambda: gemms(
+                ["14B qkv", "14B o", "14B gate_up", "14B down", "0.6B head"], (64, 128, 256, 8192)
+            ),
+        }[part]()
     except Exception:
         traceback.print_exc()

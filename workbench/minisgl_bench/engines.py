@@ -20,6 +20,7 @@ from minisgl_backend.cli.serve import options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.execution.ranks import RankExecutor
+from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.request import (
     Admitted,
     Event,
@@ -38,21 +39,22 @@ from minisgl_bench.profiling import marked, nvtx_range
 
 @contextmanager
 def running_engine(
-    options: EngineOptions, *, nvtx: bool = False
+    options: EngineOptions, *, nvtx: bool = False, parts: Parts = STANDARD
 ) -> Iterator[tuple[Engine, RankExecutor]]:
     """An engine and the executor of its rank 0, closed when the block ends.
 
-    ``nvtx`` marks its phases.
+    ``nvtx`` marks its phases; then ``parts`` must be the standard ones.
     """
     import torch
 
     from minisgl_backend.build import build_engine
-    from minisgl_backend.parts import STANDARD
 
     if torch.cuda.is_available():  # free the memory of an engine before this one
         gc.collect()
         torch.cuda.empty_cache()
-    parts = marked(nvtx_range()) if nvtx else STANDARD
+    if nvtx:
+        assert parts is STANDARD
+        parts = marked(nvtx_range())
     built: list[RankExecutor] = []
 
     def executor(of_rank: RankExecutor) -> RankExecutor:

@@ -123,3 +123,26 @@ def launch_grouped_linear(
         STAGES=4 if block >= 64 else 3,
         num_warps=4,
     )
+
+
+@triton.jit
+def _sum_in_order(out_ptr, parts_ptr, SIZE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < SIZE
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(COUNT):
+        at = parts_ptr + (token * COUNT + part) * SIZE + i
+        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * SIZE + i, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_sum_in_order(out: Tensor, parts: Tensor) -> None:
+    """``out`` [num_tokens, size]: the sum of ``parts`` [num_tokens, count, size], in float32."""
+    num_tokens, count, size = parts.shape
+    if num_tokens == 0:
+        return
+    assert out.is_contiguous() and parts.is_contiguous()
+    block = min(triton.next_power_of_2(size), 1024)
+    grid = (num_tokens, triton.cdiv(size, block))
+    _sum_in_order[grid](out, parts, SIZE=size, COUNT=count, BLOCK=block, num_warps=4)

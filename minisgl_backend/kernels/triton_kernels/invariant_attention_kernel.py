@@ -215,9 +215,7 @@ def _invariant_attention(
             WINDOW,
             STAGES,
         )
-        if PROGRAMS == 1:
-            best, total, acc = _merged(best, total, acc, lse, value)
-        elif num_splits == 1:
+        if PROGRAMS == 1 or num_splits == 1:
             best, total, acc = _merged(best, total, acc, lse, value)
         else:
             part = out_heads * partial_splits + split

@@ -1,4 +1,4 @@
-"""The backends ``triton`` and ``cuda``, and that of ``batch_invariant``: this package's own kernels.
+"""This package's own kernels: the backends ``triton`` and ``cuda``, and that of batch invariance.
 
 Those in Triton take every page size, window and KV dtype; those in CUDA C++ only decode.
 """

@@ -51,8 +51,8 @@ def invariant_prefill_attention(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``kernels.prefill_attention.prefill_attention``, with the bits that ``invariant_decode_attention``
-    gives the same positions; ``split`` positions are a split."""
+    """``kernels.prefill_attention.prefill_attention``, with the bits that
+    ``invariant_decode_attention`` gives the same positions; ``split`` positions are a split."""
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_triton(q):

@@ -38,8 +38,6 @@ _MOST_STAGES: Final = 8
 _SHARED_BYTES: Final = 227 * 1024
 """Shared memory of a thread block that has a multiprocessor to itself."""
 _MOST_SPLITS: Final = 8
-_MOST_INVARIANT_SPLITS: Final = 4
-"""More would slow large batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,33 +132,28 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
     return replace(cut, stages=max(stages, -(-cut.finished_bytes // cut.stage_bytes)))
 
 
-def invariant_cuts(
-    height: int, in_features: int, most_tokens: int, *, head_dim: int | None = None
-) -> dict[int, Cut]:
-    """How to multiply any number of tokens up to ``most_tokens``, so that an element has the same
-    bits in all of them; keyed by the largest batch that each cut is for.
+def invariant_cuts(height: int, in_features: int, most_tokens: int) -> dict[int, Cut]:
+    """How to multiply any number of tokens up to ``most_tokens``, keyed by the largest batch that
+    each cut is for, so that an element has the same bits in all of them: nothing is split, and no
+    parts are even.
 
-    The multiply-adds of an element are in the order of in_features, in ``splits`` parts, as many
-    for all batches; and so are, in tiles of equally many features, a token's parts of a sum of
-    squares. Splits are what suits batches of 256. No parts are even: they depend on the batch.
+    A tile is the smallest of which there are no more than multiprocessors, or the largest.
     """
-    features = head_dim or (128 if height % 128 == 0 else 64)
-    tiles, splits = height // features * (MAX_TOKENS // 64), 1
-    while (
-        2 * splits * tiles <= _MOST_BLOCKS
-        and splits < _MOST_INVARIANT_SPLITS
-        and in_features % (2 * splits * BLOCK) == 0
-    ):
-        splits *= 2
     cuts = {}
-    for batch in (*BATCHES, most_tokens):
-        tokens = min(batch, 64)
-        while 64 <= tokens < 128 and height // features * -(-batch // tokens) > _MOST_BLOCKS:
-            tokens += 32
-        cut = Cut(features, tokens, stages=1, splits=splits)
-        steps = in_features // splits // BLOCK
-        stages = max(min(steps, _RING_BYTES // cut.stage_bytes, _MOST_STAGES), 1)
-        cuts[batch] = replace(cut, stages=max(stages, -(-cut.finished_bytes // cut.stage_bytes)))
+    for batch in (*BATCHES, max(most_tokens, MAX_TOKENS + 1)):
+        few, many = min(batch, 64), min(batch, 128)
+        tiles = [(64, few), (128, few), (128, many)]
+        tiles = [tile for tile in tiles if height % tile[0] == 0]
+        fitting = (
+            (features, tokens)
+            for features, tokens in tiles
+            if height // features * -(-batch // tokens) <= _MOST_BLOCKS
+        )
+        features, tokens = next(fitting, tiles[-1])
+        cut = Cut(features, tokens, stages=1)
+        stages = min(in_features // BLOCK, _RING_BYTES // cut.stage_bytes, _MOST_STAGES)
+        least = -(-cut.finished_bytes // cut.stage_bytes)
+        cuts[batch] = replace(cut, stages=max(stages, least))
     return cuts
 
 

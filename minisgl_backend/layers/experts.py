@@ -41,7 +41,7 @@ from minisgl_backend.parallel.group import Group
 from minisgl_backend.weight_format import Layout, WeightFormat
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
-    from minisgl_backend.kernels.cuda.linear import LinearKernel, TensorCores
+    from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels, InvariantLinear
 
 
 class Router(nn.Module):
@@ -62,11 +62,11 @@ class Router(nn.Module):
         self.weight = _parameter(num_experts, hidden_size)
         self.bias = _parameter(num_experts) if spec.biases else None
         self.correction = _parameter(num_experts) if spec.routing.corrected else None
-        self._kernel: LinearKernel | None = None
+        self._kernel: InvariantLinear | None = None
 
-    def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute logits by ``kernels``, which must take any number of tokens; no bias."""
-        self._kernel = kernels.linear(self.weight.shape)
+    def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
+        """Compute logits by ``kernels``; they have no bias."""
+        self._kernel = kernels.linear(tuple(self.weight.shape))
 
     def cast(self, dtype: torch.dtype) -> None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -152,12 +152,11 @@ class ExpertsMLP(nn.Module):
             self._shared_gate_format = matrices.format_of(f"{name}.{shared.name}_gate")
             self.shared_gate = _parameter(1, hidden_size) if shared.gated else None
 
-    def use_invariant_kernels(self, kernels: TensorCores) -> None:
-        """Compute each token in an order that does not depend on the others: the router by
-        ``kernels``, which must take any number of tokens. Not with shared experts or biases of the
-        router."""
+    def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
+        """Compute each token in an order that does not depend on the others, the router by
+        ``kernels``. Not with shared experts or biases of the router."""
         assert self.fused and self.shared is None and self.router.bias is None
-        self.router.use_tensor_cores(kernels)
+        self.router.use_invariant_kernels(kernels)
         self._is_invariant = True
 
     def forward(

@@ -87,11 +87,10 @@ class RowLinear(nn.Module):
         self.matrix = matrices.make({name: Share(out_features, 0, out_features)}, inputs)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
-    def use_tensor_cores(self, kernels: TensorCores, *, adds: bool = True) -> None:
-        """Compute steps that fit them by ``kernels``. Only with a dense weight. Unless ``adds``, or
-        with several ranks, the residual add is left to a kernel of its own."""
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute steps that fit them by ``kernels``. Only with a dense weight."""
         assert isinstance(self.matrix, DenseMatrix)
-        self.matrix.use_tensor_cores(kernels, adds=adds and self.group.size == 1)
+        self.matrix.use_tensor_cores(kernels, adds=self.group.size == 1)
 
     def add_to(
         self, residual: Tensor, x: Tensor, norm: RMSNorm, *, pdl: bool

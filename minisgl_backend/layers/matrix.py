@@ -30,6 +30,7 @@ from minisgl_backend.parallel.group import Group
 from minisgl_backend.weight_format import WeightFormat
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels, InvariantLinear
     from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel, TensorCores
 
 
@@ -119,6 +120,8 @@ class DenseMatrix(Matrix):
         wide           up to a few hundred, for weights of a few million elements: the norm is in
                        one kernel with the residual add before it
         library        all else
+
+    After ``use_invariant_kernels`` it does not: then nothing is fused but a bias.
     """
 
     def __init__(
@@ -138,6 +141,11 @@ class DenseMatrix(Matrix):
         self._packed: Tensor | None = None
         self._gemm_kernel: LinearKernel | None = None
         self._add_kernel: ResidualKernel | None = None
+        self._invariant: InvariantLinear | None = None
+
+    def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
+        """Compute every number of tokens by ``kernels``, whose results do not depend on it."""
+        self._invariant = kernels.linear(tuple(self.weight.shape))
 
     def use_tensor_cores(
         self, kernels: TensorCores, *, gated: bool = False, adds: bool = False
@@ -173,10 +181,13 @@ class DenseMatrix(Matrix):
         pdl: bool = False,
     ) -> Tensor:
         weight, num_tokens = self.weight, x.x.shape[0]
+        if self._invariant is not None:
+            y = self._invariant(x.normalized(pdl=pdl), weight, bias=bias, out=out, pdl=pdl)
+            return silu_mul(y, pdl=pdl) if gated else y
         kernel = self._gemm_kernel
         if kernel is not None and num_tokens <= kernel.most_tokens:
             rows, squares = x.unscaled(pdl=pdl)
-            return kernel(rows, weight, squares=squares, eps=x.eps, bias=bias, out=out, pdl=pdl)
+            return kernel(rows, weight, squares=squares, eps=x.eps, bias=bias, pdl=pdl)
         if self._fused and small_batch.is_faster(num_tokens, self.in_features, gated=gated):
             return small_batch.small_batch_linear(
                 x.x,
@@ -211,6 +222,8 @@ class DenseMatrix(Matrix):
         group: Group,
         pdl: bool,
     ) -> tuple[Tensor, Normed]:
+        if self._invariant is not None:
+            return super().add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
         weight, num_tokens = self.weight, x.shape[0]
         add, gemm = self._add_kernel, self._gemm_kernel
         if add is not None and num_tokens <= add.most_tokens:

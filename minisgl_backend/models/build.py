@@ -201,12 +201,10 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
 def use_invariant_kernels(model: Decoder, device: torch.device, most_tokens: int) -> None:
     """Let every step of up to ``most_tokens`` be computed so that a token's values do not depend on
     the other tokens of the step (the option ``batch_invariant``). Compiles kernels that are not in
-    the cache. Pages must be bound.
+    the cache.
 
-    GEMMs are those of ``kernels.cuda.linear`` for any number of tokens, with the norms, rotations
-    and adds around them; experts are computed in blocks of one size. Raises ``ConfigError`` if
-    there are no such kernels for a weight, the dtype or the device; what layers may have is
-    checked by ``precheck``.
+    Raises ``ConfigError`` if there are no such kernels for a weight, the dtype or the device; what
+    layers may consist of is checked by ``precheck``.
     """
     if torch.cuda.get_device_capability(device) != (9, 0):
         raise ConfigError("option batch_invariant needs a GPU of compute capability 9.0 (Hopper)")
@@ -220,21 +218,19 @@ def use_invariant_kernels(model: Decoder, device: torch.device, most_tokens: int
         raise ConfigError(
             f"option batch_invariant needs heads of 64 or 128 elements, not {model.spec.head_dim}"
         )
-    sizes = {(matrix.out_features, matrix.in_features) for matrix in _matrices(model)}
-    sizes |= {module.weight.shape for module in model.modules() if isinstance(module, Router)}
+    modules = [module for layer in model.layers for module in layer.modules()]
+    matrices = [module for module in modules if isinstance(module, Matrix)] + [model.head.matrix]
+    sizes = [(matrix.out_features, matrix.in_features) for matrix in matrices]
+    sizes += [(len(of.weight), of.weight.shape[1]) for of in modules if isinstance(of, Router)]
     for height, in_features in sizes:
         reason = linear_cut.why_not_invariant(height, in_features)
         if reason is not None:
             raise ConfigError(
                 f"option batch_invariant: a weight of {height} x {in_features} {reason}"
             )
-    module = importlib.import_module("minisgl_backend.kernels.cuda.linear")
-    model.use_invariant_kernels(module.InvariantCores(device, most_tokens))
-
-
-def _matrices(model: Decoder) -> list[Matrix]:
-    of_layers = [module for layer in model.layers for module in layer.modules()]
-    return [*(module for module in of_layers if isinstance(module, Matrix)), model.head.matrix]
+    # imports the CUDA driver's bindings, which only installations for GPUs have
+    module = importlib.import_module("minisgl_backend.kernels.cuda.invariant_linear")
+    model.use_invariant_kernels(module.InvariantKernels(device, most_tokens))
 
 
 def has_fused_layers(spec: ModelSpec) -> bool:

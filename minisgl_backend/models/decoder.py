@@ -44,7 +44,8 @@ from minisgl_backend.models.token_mixing import (
 from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
-    from minisgl_backend.kernels.cuda.linear import InvariantCores, TensorCores
+    from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels
+    from minisgl_backend.kernels.cuda.linear import TensorCores
 
 _PDL_HIDDEN_SIZE: Final = 2048
 _PDL_TOKENS: Final = 256
@@ -257,20 +258,16 @@ class Decoder(nn.Module):
             layer.mlp.use_tensor_cores(kernels)
         self._most_tensor_core_tokens = kernels.most_tokens
 
-    def use_invariant_kernels(self, kernels: InvariantCores) -> None:
+    def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
         """Compute each token in an order that does not depend on the others. Only what
-        ``models.build.use_invariant_kernels`` knows; pages must be bound."""
+        ``models.build.use_invariant_kernels`` knows, with dense weights."""
         for layer in self.layers:
-            mixer, mlp = layer.mixer, layer.mlp
-            assert isinstance(mixer, SelfAttention)
-            mixer.use_tensor_cores(kernels, adds=isinstance(mlp, GatedMLP))
-            if isinstance(mlp, GatedMLP):
-                mlp.use_tensor_cores(kernels)
-            else:
-                mlp.use_invariant_kernels(kernels)
+            for module in layer.modules():
+                if isinstance(module, (DenseMatrix, ExpertsMLP)):
+                    module.use_invariant_kernels(kernels)
         assert isinstance(self.head.matrix, DenseMatrix)
-        self.head.matrix.use_tensor_cores(kernels)
-        self._most_tensor_core_tokens = min(kernels.most_tokens, MAX_TOKENS)
+        self.head.matrix.use_invariant_kernels(kernels)
+        self._most_tensor_core_tokens = MAX_TOKENS
 
     def forward(
         self,

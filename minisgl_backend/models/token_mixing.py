@@ -137,9 +137,9 @@ class SelfAttention(nn.Module):
         """Keep keys and values of the layer's tokens in these pages from now on."""
         self.kv = kv
 
-    def use_tensor_cores(self, kernels: TensorCores, *, adds: bool = True) -> None:
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``. Dense weights only, heads that rotate in full
-        and have no ``TokenNorm``; pages must be bound. ``adds``: see ``RowLinear``."""
+        and have no ``TokenNorm``; pages must be bound."""
         self._heads_kernel = kernels.heads(
             self.num_heads,
             self.num_kv_heads,
@@ -148,7 +148,7 @@ class SelfAttention(nn.Module):
             page_size=self.kv.keys.shape[1],
             fp8=self.kv.k_scale is not None,
         )
-        self.o_proj.use_tensor_cores(kernels, adds=adds)
+        self.o_proj.use_tensor_cores(kernels)
 
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,101 +27,39 @@ needs_gpu = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 MOST = 3000
 SPANS = [(0, 1), (7, 8), (0, 8), (5, 14), (60, 93), (100, 164), (1, 130), (300, 556), (40, 1500)]
 """Of the rows of a batch of ``MOST``: batches that they are in, too."""
-SHAPES_OF_GEMMS = [(4096, 1024), (1024, 2048), (1024, 3072), (5120, 5120), (128, 2048), (192, 512)]
+SHAPES_OF_GEMMS = [
+    (4096, 1024),
+    (1024, 3072),
+    (7168, 5120),
+    (5120, 17408),
+    (128, 2048),
+    (192, 512),
+]
 
 
 def normal(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device=device) * scale).bfloat16()
 
 
-def check_spans(compute: Callable[[int, int], tuple[Tensor, ...]]) -> None:
-    """``compute`` gives the results of the rows from the first number to the second."""
-    whole = compute(0, MOST)
-    for begin, end in SPANS:
-        for part, of_whole in zip(compute(begin, end), whole, strict=True):
-            torch.testing.assert_close(part, of_whole[begin:end], rtol=0, atol=0)
-
-
 @needs_gpu
 @pytest.mark.parametrize("shape", SHAPES_OF_GEMMS)
-def test_gemms(device: torch.device, shape: tuple[int, int]) -> None:
-    from minisgl_backend.kernels.cuda.linear import InvariantCores
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gemms(device: torch.device, shape: tuple[int, int], has_bias: bool) -> None:
+    """All rows by one kernel, and spans of them by others."""
+    from minisgl_backend.kernels.cuda.invariant_linear import InvariantLinear
 
     x, bias = normal(MOST, shape[1], device=device), normal(shape[0], device=device)
     weight = normal(*shape, device=device, scale=shape[1] ** -0.5)
-    kernel = InvariantCores(device, MOST).linear(shape)
-    check_spans(lambda a, b: (kernel(x[a:b], weight, bias=bias),))
-    assert_close(kernel(x, weight), (x.float() @ weight.float().t()).bfloat16())
+    kernel = InvariantLinear(shape, device, most_tokens=MOST)
 
+    def compute(begin: int, end: int) -> Tensor:
+        return kernel(x[begin:end], weight, bias=bias if has_bias else None)
 
-@needs_gpu
-def test_gated_gemms_of_rows_to_be_normalized(device: torch.device) -> None:
-    from minisgl_backend.kernels.cuda.linear import InvariantCores
-
-    x = normal(MOST, 1024, device=device)
-    squares = torch.rand(8, MOST, device=device) * 200
-    weight = normal(6144, 1024, device=device, scale=1 / 32)
-    kernel = InvariantCores(device, MOST).linear((6144, 1024), gated=True)
-
-    def compute(a: int, b: int) -> tuple[Tensor, ...]:
-        return (kernel(x[a:b], weight, squares=squares[:, a:b].contiguous(), eps=1e-6),)
-
-    check_spans(compute)
-
-
-@needs_gpu
-@pytest.mark.parametrize("shape", [(1024, 3072), (5120, 5120)])
-def test_gemms_added_to_the_residual_stream(device: torch.device, shape: tuple[int, int]) -> None:
-    from minisgl_backend.kernels.cuda.linear import InvariantCores
-
-    x, stream = normal(MOST, shape[1], device=device), normal(MOST, shape[0], device=device)
-    weight, norm = (
-        normal(*shape, device=device, scale=shape[1] ** -0.5),
-        normal(shape[0], device=device),
-    )
-    kernel = InvariantCores(device, MOST).residual(shape)
-
-    def compute(a: int, b: int) -> tuple[Tensor, ...]:
-        residual = stream[a:b].clone()
-        scaled, squares = kernel(x[a:b], weight, residual, norm)
-        return residual, scaled, squares.t()
-
-    check_spans(compute)
-
-
-@needs_gpu
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (32, 4, 64)])
-def test_heads(device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    from minisgl_backend.kernels.cuda.linear import InvariantCores
-
-    x = normal(MOST, 1024, device=device)
-    squares = torch.rand(8, MOST, device=device) * 200
-    weight = normal((num_heads + 2 * num_kv_heads) * head_dim, 1024, device=device, scale=1 / 32)
-    q_weight, k_weight = normal(2, head_dim, device=device)
-    positions = torch.arange(MOST, device=device, dtype=torch.int32)
-    angles = torch.rand(MOST, head_dim // 2, device=device) * 6
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    sizes = num_heads, num_kv_heads, head_dim, 1024
-    kernel = InvariantCores(device, MOST).heads(*sizes, page_size=1, fp8=False)
-
-    def compute(a: int, b: int) -> tuple[Tensor, ...]:
-        pages = torch.zeros(2, MOST, 1, num_kv_heads, head_dim, device=device).bfloat16()
-        q = kernel(
-            x[a:b],
-            weight,
-            positions[a:b].clone(),
-            positions[a:b].clone(),
-            cos_sin,
-            pages[0],
-            pages[1],
-            squares=squares[:, a:b].contiguous(),
-            eps=1e-6,
-            q_weight=q_weight,
-            k_weight=k_weight,
-        )
-        return q, pages[0, a:b], pages[1, a:b]
-
-    check_spans(compute)
+    whole = compute(0, MOST)
+    expected = x.float() @ weight.float().t() + (bias.float() if has_bias else 0)
+    assert_close(whole, expected.bfloat16())
+    for begin, end in SPANS:
+        torch.testing.assert_close(compute(begin, end), whole[begin:end], rtol=0, atol=0)
 
 
 ATTENTION = [

@@ -351,15 +351,9 @@ def attention_equality():
 
 def attention_times():
     from minisgl_backend.kernels.cuda.decode_attention import DecodeAttentionKernel
-
     print("== decode attention, us")
-    for heads, kv, batch, low, high in (
-        (16, 8, 256, 100, 2048),
-        (40, 8, 256, 100, 2048),
-        (32, 4, 256, 100, 2048),
-        (16, 8, 16, 1000, 2000),
-        (16, 8, 1, 4000, 4000),
-    ):
+    kinds = ((64, 4, 0), (16, 1, 0), (16, 2, 1), (16, 4, 1))
+    for heads, kv, batch, low, high in ((16, 8, 256, 100, 2048), (40, 8, 256, 100, 2048), (16, 8, 16, 1000, 2000), (16, 8, 1, 4000, 4000)):
         dim = 128
         torch.manual_seed(0)
         lengths = torch.randint(low, high + 1, (batch,)).tolist()
@@ -367,87 +361,34 @@ def attention_times():
         q = torch.randn(batch, heads, dim, device=DEV).bfloat16()
         rows = torch.arange(batch, device=DEV, dtype=torch.int32)
         lens = torch.tensor(lengths, device=DEV, dtype=torch.int32)
-        kernel = DecodeAttentionKernel(
-            num_heads=heads,
-            num_kv_heads=kv,
-            head_dim=dim,
-            page_size=16,
-            dtype=q.dtype,
-            kv_dtype=q.dtype,
-            max_batch_size=256,
-            device=DEV,
-        )
+        kernel = DecodeAttentionKernel(num_heads=heads, num_kv_heads=kv, head_dim=dim, page_size=16, dtype=q.dtype, kv_dtype=q.dtype, max_batch_size=256, device=DEV)
         runs = kernel.plan(table, lens, rows=rows, window=None, pdl=False)
-        base = us(
-            lambda: kernel(
-                q,
-                keys,
-                values,
-                table,
-                lens,
-                runs,
-                rows=rows,
-                scale=dim**-0.5,
-                window=None,
-                pdl=True,
-            )
-        )
+        base = us(lambda: kernel(q, keys, values, table, lens, runs, rows=rows, scale=dim**-0.5, window=None, k_scale=None, v_scale=None, pdl=True))
         moved = sum(lengths) * kv * dim * 4
         found = []
-        partial = (
-            torch.empty(batch, heads, 32, dim, device=DEV),
-            torch.empty(batch, heads, 32, device=DEV),
-            torch.zeros(batch, heads, device=DEV, dtype=torch.int32),
-        )
+        partial = (torch.empty(batch, heads, 32, dim, device=DEV), torch.empty(batch, heads, 32, device=DEV), torch.zeros(batch, heads, device=DEV, dtype=torch.int32))
         out = torch.empty_like(q)
-        configs = [
-            (tile, warps, block, stages, split, programs)
-            for tile, warps in ((64, 4), (16, 1), (16, 2), (16, 4))
-            for block in (64, 128)
-            for stages in (2, 3)
-            for split in (512, 1024)
-            for programs in ((1, 2) if batch == 256 else (2, 4) if batch == 16 else (4, 8))
-        ]
+        many = batch == 256
+        configs = [(*kind, block, stages, split, programs)
+                   for kind in kinds for block in (64, 128) for stages in (2, 3, 4)
+                   for split in (512, 1024) for programs in ((1, 2) if many else (4,) if batch == 16 else (8,))]
         for c in configs:
-            tile, warps, block, stages, split, programs = c
+            tile, warps, dot, block, stages, split, programs = c
             if block == 128 and (warps == 1 or (tile == 64 and stages > 2)):
                 continue
-            t = attempt(
-                us,
-                lambda: launch_invariant_attention(
-                    out,
-                    q,
-                    keys,
-                    values,
-                    table,
-                    partial,
-                    rows=rows,
-                    offsets=None,
-                    ends=lens,
-                    tile=tile,
-                    programs=programs,
-                    stages=stages,
-                    num_warps=warps,
-                    block=block,
-                    split=split,
-                    scale=dim**-0.5,
-                    window=None,
-                    k_scale=None,
-                    v_scale=None,
-                    pdl=True,
-                ),
-                3,
-                3,
-            )
+            if stages == 4 and (block == 128 or tile == 64):
+                continue
+            if not many and (split == 1024 or stages == 4):
+                continue
+            if heads == 40 and split == 512:
+                continue
+            t = attempt(us, lambda: launch_invariant_attention(out, q, keys, values, table, partial, rows=rows, offsets=None, ends=lens, tile=tile, programs=programs, stages=stages, num_warps=warps, block=block, split=split, by_dot=bool(dot), scale=dim**-0.5, window=None, k_scale=None, v_scale=None, pdl=True), 3, 3)
             if not isinstance(t, str):
                 found.append((t, c))
         found.sort()
-        print(
-            f"{heads}/{kv} batch {batch} {low}..{high}: today {base:.1f}, {moved / base / 1e6:.2f} TB/s;",
-            "(tile warps block stages split programs)",
-        )
-        for kind in ((64, 4), (16, 1), (16, 2), (16, 4)):
-            print("   ", [f"{c}: {t:.1f}" for t, c in found if c[:2] == kind][:4], flush=True)
+        print(f"{heads}/{kv} batch {batch} {low}..{high}: today {base:.1f}, {moved / base / 1e6:.2f} TB/s;", "(tile warps dot block stages split programs)")
+        for kind in kinds:
+            print("   ", [f"{c}: {t:.1f}" for t, c in found if c[:3] == kind][:4], flush=True)
     print("== prefill attention of 8192 tokens, us")
     for heads, kv in ((16, 8), (40, 8)):
         for n, each in ((8, 1024), (1, 8192)):
@@ -458,49 +399,60 @@ def attention_times():
             offsets = torch.arange(n + 1, device=DEV, dtype=torch.int32) * each
             ends = torch.full((n,), each, device=DEV, dtype=torch.int32)
             out = torch.empty_like(q)
-            line = [
-                f"triton today {us(lambda: prefill_attention(q, keys, values, table, rows=rows, offsets=offsets, ends=ends, max_length=each, scale=dim**-0.5, out=out), 2, 3):.0f}"
-            ]
-            for tile, warps, block, stages, split in (
-                (128, 8, 64, 2, 512),
-                (128, 8, 64, 2, 1024),
-                (128, 8, 64, 3, 1024),
-                (128, 8, 128, 2, 1024),
-                (64, 4, 64, 2, 1024),
-                (64, 4, 64, 3, 1024),
-                (128, 4, 64, 2, 1024),
-            ):
-                t = attempt(
-                    us,
-                    lambda: launch_invariant_attention(
-                        out,
-                        q,
-                        keys,
-                        values,
-                        table,
-                        None,
-                        rows=rows,
-                        offsets=offsets,
-                        ends=ends,
-                        tile=tile,
-                        programs=1,
-                        stages=stages,
-                        num_warps=warps,
-                        block=block,
-                        split=split,
-                        scale=dim**-0.5,
-                        window=None,
-                        k_scale=None,
-                        v_scale=None,
-                        pdl=False,
-                    ),
-                    2,
-                    3,
-                )
-                line.append(
-                    f"{tile, warps, block, stages, split}: {t if isinstance(t, str) else round(t)}"
-                )
+            line = [f"triton today {us(lambda: prefill_attention(q, keys, values, table, rows=rows, offsets=offsets, ends=ends, max_length=each, scale=dim**-0.5, out=out), 2, 3):.0f}"]
+            for tile, warps, block, stages, split, dot in ((128, 8, 64, 2, 512, 0), (128, 8, 64, 2, 1024, 0), (128, 8, 64, 2, 1024, 1), (128, 8, 64, 3, 1024, 0), (128, 8, 128, 2, 1024, 0), (128, 8, 128, 2, 1024, 1), (64, 4, 64, 2, 1024, 0), (64, 4, 64, 3, 1024, 0)):
+                t = attempt(us, lambda: launch_invariant_attention(out, q, keys, values, table, None, rows=rows, offsets=offsets, ends=ends, tile=tile, programs=1, stages=stages, num_warps=warps, block=block, split=split, by_dot=bool(dot), scale=dim**-0.5, window=None, k_scale=None, v_scale=None, pdl=False), 2, 3)
+                line.append(f"{tile, warps, block, stages, split, dot}: {t if isinstance(t, str) else round(t)}")
             print(heads, kv, n, "x", each, " | ".join(line), flush=True)
+
+
+def dot_equality():
+    print("== sums by dot: elements that differ from chunks of 128 rows")
+    heads, kv, dim = 16, 8, 128
+    lengths = [7, 64, 129, 700, 1500, 2048]
+    keys, values, table = paged(lengths, kv, dim)
+    total = sum(lengths)
+    q = torch.randn(total, heads, dim, device=DEV).bfloat16()
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=DEV, dtype=torch.int32)
+    ends = torch.tensor(lengths, device=DEV, dtype=torch.int32)
+    rows = torch.arange(len(lengths), device=DEV, dtype=torch.int32)
+    table_rows = torch.repeat_interleave(rows, ends.long())
+    lens = torch.cat([torch.arange(1, n + 1, device=DEV) for n in lengths]).int()
+    for block in (64, 128):
+        fixed = dict(scale=dim**-0.5, window=None, k_scale=None, v_scale=None, block=block, split=512, pdl=False, by_dot=True)
+        base = torch.full_like(q, float("nan"))
+        launch_invariant_attention(base, q, keys, values, table, None, rows=rows, offsets=offsets, ends=ends, tile=128, programs=1, stages=2, num_warps=8, **fixed)
+        for tile, warps in ((64, 4), (16, 1), (16, 2), (16, 4)):
+            partial = (torch.empty(total, heads, 32, dim, device=DEV), torch.empty(total, heads, 32, device=DEV), torch.zeros(total, heads, device=DEV, dtype=torch.int32))
+            out = torch.full_like(q, float("nan"))
+            r = attempt(lambda: launch_invariant_attention(out, q, keys, values, table, partial, rows=table_rows, offsets=None, ends=lens, tile=tile, programs=2, stages=2, num_warps=warps, **fixed))
+            print(block, tile, warps, r if isinstance(r, str) else int((out != base).sum()), flush=True)
+
+
+def library():
+    """The library without split-K, whatever the number of rows."""
+    import warnings
+    from minisgl_backend.kernels.cuda.invariant_linear import InvariantLinear
+    print("== library without split-K, elements that differ")
+    matmul = torch.backends.cuda.matmul
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+        torch.mm(torch.randn(64, 64, device=DEV).bfloat16(), torch.randn(64, 64, device=DEV).bfloat16())
+    print("warnings:", [str(w.message)[:100] for w in seen])
+    for name in ("0.6B qkv", "0.6B o", "0.6B gate_up", "0.6B down", "14B o", "14B down", "30B o"):
+        shape = SHAPES[name]
+        w = (torch.randn(shape, device=DEV) / 32).bfloat16()
+        x = torch.randn(8448, shape[1], device=DEV).bfloat16()
+        base = InvariantLinear(shape, DEV, most_tokens=8448)(x, w)
+        bad = {}
+        for m in [1, 2, 7, 8, 16, 33, 64, 65, 100, 128, 160, 192, 200, 256, 257, 300, 384, 512, 700, 1000, 1024, 1500, 2048, 3000, 4096, 5000, 8192, 8448]:
+            n = int((torch.mm(x[:m], w.t()) != base[:m]).sum())
+            if n:
+                bad[m] = n
+        times = {m: (round(us(lambda: torch.mm(x[:m], w.t()), 3, 3), 1)) for m in (64, 256, 8192)}
+        print(name, "differ at", bad, "us", times, flush=True)
 
 
 def grouped():
@@ -525,7 +477,7 @@ for part in sys.argv[1:]:
             "equality": equality,
             "attention_equality": attention_equality,
             "attention_times": attention_times,
-            "grouped": grouped,
+            "grouped": grouped, "library": library, "dot_equality": dot_equality,
             "small": lambda: gemms(
                 [
                     "0.6B qkv",

@@ -431,10 +431,10 @@ __device__ __forceinline__ void add_splits(float* sums, const float (&c)[TOKENS 
 #pragma unroll
         for (int i = 0; i < OWN / 8; ++i) {
             const int at = (split * (OWN / 8) + i) * THREADS + threadIdx.x;
-            float4 of[SPLITS];   // in an order that does not depend on the token
+            float4 of[SPLITS] = {parts[at]};
 #pragma unroll
-            for (int other = 0; other < SPLITS; ++other)
-                of[other] = load_from(shared_address(parts + at), other);
+            for (int other = 1; other < SPLITS; ++other)
+                of[other] = load_from(shared_address(parts + at), (split + other) % SPLITS);
             float* const sum = sums + 4 * i;
             sum[0] = of[0].x, sum[1] = of[0].y, sum[2] = of[0].z, sum[3] = of[0].w;
 #pragma unroll

@@ -24,14 +24,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address, checked
 from minisgl_backend.kernels.dispatch import num_processors
-from minisgl_backend.kernels.linear_cut import (
-    BATCHES,
-    BLOCK,
-    MAX_TOKENS,
-    Cut,
-    cut_of,
-    invariant_cuts,
-)
+from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, MAX_TOKENS, Cut, cut_of
 
 _ITEM: Final = 2
 _RESERVED_BYTES: Final = 1024
@@ -362,34 +355,6 @@ class TensorCores:
         self.linear = cache(partial(LinearKernel, device=device, most_tokens=most_tokens))
         self.residual = cache(partial(ResidualKernel, device=device, most_tokens=most_tokens))
         self.heads = cache(partial(HeadsKernel, device=device, most_tokens=most_tokens))
-
-
-class InvariantCores(TensorCores):
-    """``TensorCores`` whose results for a row have the same bits in any number of rows, up to
-    ``most_tokens``: their cuts are those of ``linear_cut.invariant_cuts``."""
-
-    def __init__(self, device: torch.device, most_tokens: int) -> None:
-        self.most_tokens = most_tokens
-
-        def linear(shape: Sequence[int], **kind: Any) -> LinearKernel:
-            cuts = invariant_cuts(*shape, most_tokens)
-            return LinearKernel(shape, device, most_tokens=most_tokens, cuts=cuts, **kind)
-
-        def residual(shape: Sequence[int], **kind: Any) -> ResidualKernel:
-            cuts = invariant_cuts(*shape, most_tokens)
-            return ResidualKernel(shape, device, most_tokens=most_tokens, cuts=cuts, **kind)
-
-        def heads(
-            num_heads: int, num_kv_heads: int, head_dim: int, in_features: int, **kind: Any
-        ) -> HeadsKernel:
-            height = (num_heads + 2 * num_kv_heads) * head_dim
-            cuts = invariant_cuts(height, in_features, most_tokens, head_dim=head_dim)
-            sizes = num_heads, num_kv_heads, head_dim, in_features
-            return HeadsKernel(*sizes, device, most_tokens=most_tokens, cuts=cuts, **kind)
-
-        self.linear = cache(linear)
-        self.residual = cache(residual)
-        self.heads = cache(heads)
 
 
 _PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}

@@ -57,12 +57,17 @@ def _attend_split(
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
+    BY_DOT: tl.constexpr,
 ):
     """Values [TILE, HEAD_DIM] and log-sum-exps [TILE] over the positions [begin, end) of a split;
     -inf for a query that sees none of them."""
     n = tl.arange(0, BLOCK)
     best = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
+    if BY_DOT:
+        total = tl.zeros([TILE, 16], tl.float32)
+        ones = tl.full([BLOCK, 16], 1.0, q.dtype)
+    else:
+        total = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, HEAD_DIM], tl.float32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         at = start + n
@@ -79,10 +84,15 @@ def _attend_split(
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
         shrink = tl.exp2(best - base)
         p = tl.exp2(tl.fma(scores, scale_log2, -base[:, None]))
-        total = tl.fma(total, shrink, tl.sum(p, axis=1))
+        if BY_DOT:
+            total = tl.dot(p.to(q.dtype), ones, total * shrink[:, None])
+        else:
+            total = tl.fma(total, shrink, tl.sum(p, axis=1))
         v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
         best = new_best
+    if BY_DOT:
+        total = tl.max(total, axis=1)
     total = tl.where(total == 0, 1.0, total)
     return acc / total[:, None], best + tl.log2(total)
 
@@ -144,6 +154,7 @@ def _invariant_attention(
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
     STAGES: tl.constexpr,
+    BY_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
@@ -170,7 +181,7 @@ def _invariant_attention(
     first_split = begin // SPLIT
     num_splits = tl.cdiv(last, SPLIT) - first_split
     program = tl.program_id(2)
-    if PROGRAMS > 1:
+    if PROGRAMS > 1:  # noqa: SIM102  (known when compiled)
         if program >= num_splits:
             return
 
@@ -214,18 +225,22 @@ def _invariant_attention(
             BLOCK,
             WINDOW,
             STAGES,
+            BY_DOT,
         )
-        if PROGRAMS == 1 or num_splits == 1:
+        if PROGRAMS == 1:  # noqa: SIM114  (known when compiled)
+            best, total, acc = _merged(best, total, acc, lse, value)
+        elif num_splits == 1:
             best, total, acc = _merged(best, total, acc, lse, value)
         else:
             part = out_heads * partial_splits + split
             part_at = partial_ptr + part[:, None] * HEAD_DIM + d[None, :]
             tl.store(part_at, value, mask=inside[:, None])
             tl.store(lse_ptr + part, lse, mask=inside)
-    if PROGRAMS > 1:
+    if PROGRAMS > 1:  # noqa: SIM102  (known when compiled)
         if num_splits > 1:
-            # Every thread's stores come before the barrier, the barrier before the release, and the
-            # loads below bypass the first-level cache: the last program sees what all others wrote.
+            # Every thread's stores come before the barrier, the barrier before the release, and
+            # the loads below bypass the first-level cache: the last program sees all that others
+            # wrote.
             tl.debug_barrier()
             counter = counter_ptr + chunk * NUM_KV_HEADS + kv_head
             finished = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
@@ -268,6 +283,7 @@ def launch_invariant_attention(
     stages: int,
     num_warps: int,
     pdl: bool,
+    by_dot: bool = False,
 ) -> None:
     """See ``minisgl_backend.kernels.invariant_attention``; ``offsets`` None for decoding rows."""
     num_tokens, num_heads, head_dim = q.shape
@@ -313,6 +329,7 @@ def launch_invariant_attention(
         WINDOW=window or 0,
         FP8=k_scale is not None,
         STAGES=stages,
+        BY_DOT=by_dot,
         PDL=pdl,
         num_warps=num_warps,
         **launch_options(pdl),

@@ -106,6 +106,8 @@ def check_invariant_spec(spec: ModelSpec) -> None:
     unknown = {
         "quantized weights": spec.weights is not None,
         "recurrent layers": spec.delta_net is not None,
+        "layers that differ in their heads": bool(spec.kv_heads),
+        "layers with inputs of their own": spec.layer_inputs is not None or spec.scaled_layers,
         "gated attention": spec.gated_attention,
         "norms of the outputs of a layer's parts": spec.norms != "before",
         "norms over all heads of a token": spec.qk_norm == "token",
@@ -175,7 +177,7 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     context, num_ranks = context_of(options, spec), options.tensor_parallel_size
     item_bytes = _ITEM_BYTES[options.dtype or default_dtype(spec.dtype, spec.num_parameters)]
     page_size, num_pages = options.page_size, options.num_pages or 1
-    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item_bytes
+    kv_bytes = 2 * spec.attention_shape().numbers_per_position * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)
     needs = {
         f"the weights, as config.json has them ({spec.num_parameters:,} numbers),": (

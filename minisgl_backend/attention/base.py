@@ -12,8 +12,8 @@ Knows positions, pages and shapes. Must not know requests, plans or how pages ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -25,20 +25,57 @@ if TYPE_CHECKING:  # ``models.spec`` imports this module and needs no torch
     from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class KVHeads:
+    """Of a layer: the number of its key-value heads, and the dimensions of all its heads."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """Heads of one rank. ``windows`` has an entry a layer: the number of positions that a token
-    sees, its own included; None for all up to its own. ``scale`` multiplies the scores, q k^T."""
+    sees, its own included; None for all up to its own. ``scale`` multiplies the scores, q k^T.
+    ``by_layer`` has an entry a layer if not all have ``num_kv_heads`` of ``head_dim``."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     windows: tuple[int | None, ...]
+    by_layer: tuple[KVHeads, ...] = ()
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def numbers_per_position(self) -> int:
+        """Of the keys of all layers together, and as many of the values."""
+        return sum(len(own) * kind.num_kv_heads * kind.head_dim for kind, own in self.kinds)
+
+    @property
+    def kinds(self) -> tuple[tuple[AttentionShape, tuple[int, ...]], ...]:
+        """Shapes whose layers are all alike, each with the indices of its layers."""
+        if not self.by_layer:
+            return ((self, tuple(range(self.num_layers))),)
+        found: dict[KVHeads, list[int]] = {}
+        for layer, heads in enumerate(self.by_layer):
+            found.setdefault(heads, []).append(layer)
+        return tuple(
+            (
+                replace(
+                    self,
+                    num_kv_heads=heads.num_kv_heads,
+                    head_dim=heads.head_dim,
+                    windows=tuple(self.windows[layer] for layer in layers),
+                    by_layer=(),
+                ),
+                tuple(layers),
+            )
+            for heads, layers in found.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +217,28 @@ class ScheduledDecode(DecodeAttention, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionByLayer:
+    """``PrefillAttention`` and ``DecodeAttention`` of layers whose heads differ: of each layer
+    the index of the backend that computes it, and its index among the layers of that one."""
+
+    backends: Sequence[PagedAttention]
+    layers: Sequence[tuple[int, int]]
+
+    def plan_chunks(self, chunks: Chunks) -> LayerAttention:
+        return self._by_layer([backend.prefill.plan_chunks(chunks) for backend in self.backends])
+
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
+        return self._by_layer([backend.decode.plan_rows(rows) for backend in self.backends])
+
+    def _by_layer(self, planned: Sequence[LayerAttention]) -> LayerAttention:
+        def attend(out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
+            backend, own_index = self.layers[layer]
+            planned[backend](out, q, kv, own_index)
+
+        return attend
+
+
+@dataclass(frozen=True, slots=True)
 class PagedAttention:
     """A backend: ``name`` is the option that chooses it.
 
@@ -205,14 +264,14 @@ class PagedAttention:
         attend_chunks = self.prefill.plan_chunks(chunks)
         attend_rows = None if decodes is None else self.decode.plan_rows(decodes)
         num_decodes = 0 if decodes is None else len(decodes.rows)
-        out: Tensor | None = None
+        outs: dict[int, Tensor] = {}  # by head_dim
 
         def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
-            nonlocal out
+            out = outs.get(q.shape[-1])
             if out is None:
                 # Padding behind the chunks is attended as decodes of the dummy row, or not at all:
                 # then it stays 0 in all layers. So what it stores in the dummy page is finite.
-                out = q.new_zeros(q.shape)
+                out = outs[q.shape[-1]] = q.new_zeros(q.shape)
             if attend_rows is not None:
                 attend_rows(out[:num_decodes], q[:num_decodes], kv, layer)
             attend_chunks(out, q, kv, layer)

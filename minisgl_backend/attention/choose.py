@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType, ModuleType
 from typing import Final, Generic, TypeVar
 
@@ -19,6 +19,7 @@ import torch
 from minisgl_backend import packages
 from minisgl_backend.attention import flash_infer
 from minisgl_backend.attention.base import (
+    AttentionByLayer,
     AttentionSetting,
     DecodeAttention,
     PagedAttention,
@@ -45,6 +46,9 @@ from minisgl_backend.kernels.dispatch import has_triton
 
 logger = logging.getLogger(__name__)
 
+_MOST_HEAD_DIM: Final = 256
+"""Of the kernels for GPUs; ``sdpa`` takes larger heads, too."""
+
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -70,6 +74,8 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     if setting.batch_invariant:
         attention = InvariantAttention(setting)
         return PagedAttention("invariant", attention, attention)
+    if setting.shape.by_layer:
+        return _by_layer(option, setting)
     prefill_name, decode_name = _auto(setting) if option is None else _parse(option, setting)
     of_prefill, of_decode = _PREFILL[prefill_name], _DECODE[decode_name]
     prefill = _made(of_prefill, prefill_name, setting)
@@ -82,9 +88,34 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     return PagedAttention(name, prefill, decode, can_capture, captures_chunks)
 
 
+def _by_layer(option: str | None, setting: AttentionSetting) -> PagedAttention:
+    """A backend for layers whose heads differ, made of one for each kind of them."""
+    kinds = setting.shape.kinds
+    backends = [choose_attention(option, replace(setting, shape=kind)) for kind, _ in kinds]
+    for backend in backends:
+        if isinstance(backend.decode, ScheduledDecode):
+            raise ConfigError(
+                f"attention_backend {backend.name} is not offered for models whose layers have "
+                "heads of different sizes"
+            )
+    places = {
+        layer: (kind, own_index)
+        for kind, (_, layers) in enumerate(kinds)
+        for own_index, layer in enumerate(layers)
+    }
+    both = AttentionByLayer(backends, [places[layer] for layer in sorted(places)])
+    return PagedAttention(
+        "+".join(dict.fromkeys(backend.name for backend in backends)),
+        both,
+        both,
+        can_capture=all(backend.can_capture for backend in backends),
+        captures_chunks=all(backend.captures_chunks for backend in backends),
+    )
+
+
 def _auto(setting: AttentionSetting) -> tuple[str, str]:
     """The names for prefill and for decode."""
-    if setting.device.type == "cpu":
+    if setting.device.type == "cpu" or setting.shape.head_dim > _MOST_HEAD_DIM:
         return "sdpa", "sdpa"
     return (
         "fa" if _why_not_flash_attn(setting) is None else "triton",

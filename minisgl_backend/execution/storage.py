@@ -7,7 +7,7 @@ the *dummy page*: padding is stored there, and no request reads it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -26,10 +26,10 @@ _CACHE_LINE: Final = 64
 class KVStorage:
     """Keys and values of all layers.
 
-    ``pages`` is [num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim]; the 2 are keys
-    and values, and the last page is the dummy page. All of it starts as zero: attention may
-    multiply positions that were never written by zero, so they must be finite. ``layers`` has the
-    pages of each layer.
+    ``pages`` has a tensor for the layers of each of the shape's ``kinds``, [num_layers, 2,
+    num_pages + 1, page_size, num_kv_heads, head_dim]; the 2 are keys and values, and the last page
+    is the dummy page. All of it starts as zero: attention may multiply positions that were never
+    written by zero, so they must be finite. ``layers`` has the pages of each layer.
     """
 
     def __init__(
@@ -46,14 +46,16 @@ class KVStorage:
         self.num_pages = num_pages
         self.page_size = page_size
         self.dummy_page = num_pages
-        dims = (shape.num_layers, 2, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
-        self.pages = _zeros(dims, dtype, device)
-        self.layers = [
-            _layer(pages, scale)
-            for pages, scale in zip(
-                self.pages, scales or [KVScale()] * shape.num_layers, strict=True
-            )
-        ]
+        scales = scales or [KVScale()] * shape.num_layers
+        self.pages: list[Tensor] = []
+        by_layer: dict[int, PagedKV] = {}
+        for kind, layers in shape.kinds:
+            dims = (len(layers), 2, num_pages + 1, page_size, kind.num_kv_heads, kind.head_dim)
+            pages = _zeros(dims, dtype, device)
+            self.pages.append(pages)
+            for layer, of_layer in zip(layers, pages, strict=True):
+                by_layer[layer] = _layer(of_layer, scales[layer])
+        self.layers = [by_layer[layer] for layer in range(shape.num_layers)]
 
     def clear(self, pages: Tensor) -> None:
         """Zero these pages, int64[n], in all layers.
@@ -61,7 +63,8 @@ class KVStorage:
         Attention multiplies what lies behind a sequence's end by zero; a NaN left there by another
         sequence would survive that and spread.
         """
-        self._raw.index_fill_(2, pages, 0)
+        for raw in self._raw:
+            raw.index_fill_(2, pages, 0)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy keys and values from slot to slot, both int64[num_positions], in all layers.
@@ -69,15 +72,17 @@ class KVStorage:
         No slot is a target twice, or both. Some positions go at a time, since those of all pages
         would take as much memory again.
         """
-        slots = self._raw.flatten(2, 3)  # [num_layers, 2, num_slots, num_kv_heads, head_dim]
-        for begin in range(0, len(sources), _COPIED_AT_ONCE):
-            part = slice(begin, begin + _COPIED_AT_ONCE)
-            slots.index_copy_(2, targets[part], slots.index_select(2, sources[part]))
+        for raw in self._raw:
+            slots = raw.flatten(2, 3)  # [num_layers, 2, num_slots, num_kv_heads, head_dim]
+            for begin in range(0, len(sources), _COPIED_AT_ONCE):
+                part = slice(begin, begin + _COPIED_AT_ONCE)
+                slots.index_copy_(2, targets[part], slots.index_select(2, sources[part]))
 
     @property
-    def _raw(self) -> Tensor:
+    def _raw(self) -> Iterator[Tensor]:
         """``pages``, as bytes if of float8, which can be neither filled nor indexed."""
-        return self.pages.view(torch.uint8) if self.pages.itemsize == 1 else self.pages
+        for pages in self.pages:
+            yield pages.view(torch.uint8) if pages.itemsize == 1 else pages
 
 
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -104,8 +109,7 @@ def _layer(pages: Tensor, scale: KVScale) -> PagedKV:
 
 def bytes_per_page(shape: AttentionShape, page_size: int, dtype: torch.dtype) -> int:
     """How many bytes one page takes in all layers together, on one rank."""
-    per_position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
-    return per_position * page_size * dtype.itemsize
+    return 2 * shape.numbers_per_position * page_size * dtype.itemsize
 
 
 def choose_num_pages(

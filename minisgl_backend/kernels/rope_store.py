@@ -125,16 +125,32 @@ def qk_norm_rope_store_reference(
     qk = at_least_float32(qk)
     if head_weights is not None:
         qk = F.rms_norm(qk, (head_dim,), None, eps).mul_(head_weights)
-    of_own, of_other = places.rotation
-    rotary_dim = of_own.shape[-1]
-    turned = qk[..., :rotary_dim]
-    rotated = torch.addcmul(turned * of_own, turned.roll(rotary_dim // 2, dims=-1), of_other)
-    if rotary_dim < head_dim:
-        rotated = torch.cat([rotated, qk[..., rotary_dim:]], dim=-1)
-    q, k = rotated.tensor_split([num_heads], dim=1)
+    q, k = _rotated(qk, places).tensor_split([num_heads], dim=1)
     _store(k_cache, places, k, k_scale)
     _store(v_cache, places, v, v_scale)
     return q.to(qkv.dtype)
+
+
+def rotated_queries(
+    q: Tensor, places: TokenPlaces, num_heads: int, head_weights: Tensor | None, eps: float
+) -> Tensor:
+    """Norm and rotate queries alone, [num_tokens, num_heads * head_dim], as ``qk_norm_rope_store``
+    does: [num_tokens, num_heads, head_dim]. PyTorch's operations on every device."""
+    heads = at_least_float32(q.view(len(q), num_heads, -1))
+    if head_weights is not None:
+        heads = F.rms_norm(heads, heads.shape[-1:], None, eps).mul_(head_weights)
+    return _rotated(heads, places).to(q.dtype)
+
+
+def _rotated(heads: Tensor, places: TokenPlaces) -> Tensor:
+    """``heads`` [num_tokens, num_heads, head_dim] at their positions."""
+    of_own, of_other = places.rotation
+    rotary_dim = of_own.shape[-1]
+    turned = heads[..., :rotary_dim]
+    rotated = torch.addcmul(turned * of_own, turned.roll(rotary_dim // 2, dims=-1), of_other)
+    if rotary_dim == heads.shape[-1]:
+        return rotated
+    return torch.cat([rotated, heads[..., rotary_dim:]], dim=-1)
 
 
 def _store(cache: Tensor, places: TokenPlaces, x: Tensor, scale: Tensor | None) -> None:

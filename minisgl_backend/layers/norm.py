@@ -44,6 +44,7 @@ class HeadNorm(nn.Module):
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, *, offset: float = 0.0):
         super().__init__()
         self.num_heads = num_heads
+        self.has_keys = num_kv_heads > 0
         self.offset = offset
         weight = torch.empty(num_heads + num_kv_heads, head_dim)
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -60,7 +61,8 @@ class HeadNorm(nn.Module):
         # written to all heads
         of_q, of_k = self.weight.data.tensor_split([self.num_heads])
         yield "../q_norm.weight", WeightPlace(of_q, (self.weight.shape[1],), offset=self.offset)
-        yield "../k_norm.weight", WeightPlace(of_k, (self.weight.shape[1],), offset=self.offset)
+        if self.has_keys:
+            yield "../k_norm.weight", WeightPlace(of_k, (self.weight.shape[1],), offset=self.offset)
 
 
 class TokenNorm(nn.Module):

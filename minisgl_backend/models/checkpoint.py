@@ -191,13 +191,14 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
         "model.embed_tokens": {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
     }
     for layer in spec.attention_layers[:1]:
+        heads = spec.kv_heads_of(layer)
         attention, times = f"model.layers.{layer}.self_attn", 2 if spec.gated_attention else 1
         expected[f"{attention}.q_proj"] = {
-            "num_attention_heads x head_dim": times * spec.num_heads * spec.head_dim,
+            "num_attention_heads x head_dim": times * spec.num_heads * heads.head_dim,
             "hidden_size": spec.hidden_size,
         }
         expected[f"{attention}.k_proj"] = {
-            "num_key_value_heads x head_dim": spec.num_kv_heads * spec.head_dim,
+            "num_key_value_heads x head_dim": heads.num_kv_heads * heads.head_dim,
             "hidden_size": spec.hidden_size,
         }
     if spec.delta_net is not None:

@@ -205,7 +205,7 @@ def read_rope(
     rope = ConfigReader({"rope_theta": theta, **given}, f"{config.where}: rope_parameters")
     scaling = rope.word("rope_type", rope.word("type", "default"))
     rotated = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    if rotated != 1.0 and not partial:
+    if rotated != 1.0 and not partial and scaling != "proportional":
         raise ConfigError(f"{config.where}: partial_rotary_factor {rotated:g} is not supported")
     theta = rope.number("rope_theta")
     if theta <= 1:
@@ -218,6 +218,8 @@ def read_rope(
     }
     if scaling == "default":
         return RopeSpec(**common)
+    if scaling == "proportional":
+        return RopeSpec(**common, factor=rope.number("factor", 1.0, maximum=MOST_POSITIONS))
     if scaling in ("linear", "dynamic"):
         return RopeSpec(**common, factor=rope.number("factor", maximum=MOST_POSITIONS))
     # A key beside the table wins over the same key inside it, as in transformers.
@@ -262,7 +264,7 @@ def read_rope(
         )
     raise ConfigError(
         f"{config.where}: rope type {scaling!r} is not supported; supported are default, linear, "
-        "dynamic, llama3, yarn and longrope"
+        "dynamic, llama3, yarn, longrope and proportional"
     )
 
 

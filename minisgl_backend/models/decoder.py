@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed, is_sum_fused
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.per_layer import Gemma4Layer, LayerInputsMaker
 from minisgl_backend.models.rope import query_scales, rotary_table
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import (
@@ -131,6 +132,9 @@ class PostNormLayer(nn.Module):
         return residual, add_normed(residual, part, after, next_norm, pdl=step.pdl)
 
 
+Layer: TypeAlias = DecoderLayer | PostNormLayer | Gemma4Layer
+
+
 class _Body(nn.Module):
     """The modules whose names in the checkpoint begin with ``model.``."""
 
@@ -146,11 +150,11 @@ class _Body(nn.Module):
             "model.embed_tokens", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, layer, group, matrices, experts)
-            if spec.norms == "before"
-            else PostNormLayer(spec, layer, group, matrices)
-            for layer in range(spec.num_layers)
+            _layer(spec, layer, group, matrices, experts) for layer in range(spec.num_layers)
         )
+        self.layer_inputs: LayerInputsMaker | None = None
+        if spec.layer_inputs is not None:
+            self.layer_inputs = LayerInputsMaker(spec, spec.layer_inputs, group, matrices)
         self.norm = RMSNorm(
             spec.hidden_size, spec.stream_eps, scale=spec.logit_scale, offset=spec.norm_offset
         )
@@ -206,8 +210,8 @@ class Decoder(nn.Module):
         return self.model.norm.weight.dtype
 
     @property
-    def layers(self) -> list[DecoderLayer | PostNormLayer]:
-        return cast("list[DecoderLayer | PostNormLayer]", list(self.model.layers))
+    def layers(self) -> list[Layer]:
+        return cast("list[Layer]", list(self.model.layers))
 
     @property
     def head(self) -> OutputHead:
@@ -229,10 +233,13 @@ class Decoder(nn.Module):
     def set_positions(self, num_positions: int, device: torch.device) -> None:
         """Compute the tables of positions for sequences of up to ``num_positions`` tokens."""
         spec = self.spec
-        ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
+        ropes = [
+            (spec.rope_of(layer), spec.kv_heads_of(layer).head_dim)
+            for layer in range(spec.num_layers)
+        ]
         kinds = list(dict.fromkeys(ropes))
         self._rotary_tables = [
-            rotary_table(rope, spec.head_dim, num_positions, device) for rope in kinds
+            rotary_table(rope, head_dim, num_positions, device) for rope, head_dim in kinds
         ]
         self._rotation_of = [kinds.index(rope) for rope in ropes]
         self._query_scales = query_scales(spec.rope, num_positions, device)
@@ -240,8 +247,8 @@ class Decoder(nn.Module):
     def bind_pages(self, pages: Sequence[PagedKV]) -> None:
         """Give each layer with attention the pages of its keys and values."""
         mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, SelfAttention)]
-        for mixer, kv in zip(mixers, pages, strict=True):
-            mixer.bind(kv)
+        for mixer in mixers:
+            mixer.bind(pages[mixer.layer])
 
     def bind_states(self, states: Sequence[LayerStates]) -> None:
         """Give each recurrent layer the states of rows."""
@@ -286,12 +293,22 @@ class Decoder(nn.Module):
         residual: Tensor = self.model.embed_tokens(tokens)  # [num_tokens, hidden_size]
         if (scale := spec.embedding_scale / spec.branch_scale) != 1.0:
             residual.mul_(scale)
+        layer_inputs: Tensor | None = None
+        if self.model.layer_inputs is not None:
+            layer_inputs = self.model.layer_inputs(tokens, residual)
         layers, pdl = self.layers, self._starts_early(len(tokens))
         query_scale: Tensor | None = None
         if self._query_scales is not None:
             query_scale = self._query_scales[positions, None, None].to(residual.dtype)
         steps = [
-            StepContext(TokenPlaces(positions, slots, table), attend, pdl, query_scale, recurrent)
+            StepContext(
+                TokenPlaces(positions, slots, table),
+                attend,
+                pdl,
+                query_scale,
+                recurrent,
+                layer_inputs,
+            )
             for table in self._rotary_tables
         ]
         x = Normed(residual, layers[0].first_norm)
@@ -310,7 +327,10 @@ class Decoder(nn.Module):
 
         ``out``, of that shape, takes the result if that saves memory.
         """
-        return self.head.logits(Normed(hidden, self.model.norm), out)
+        logits = self.head.logits(Normed(hidden, self.model.norm), out)
+        if cap := self.spec.logit_cap:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def attention_starts_early(self, num_tokens: int) -> bool:
         """Whether decode attention may start before its predecessor ends, in captured steps of this
@@ -335,6 +355,20 @@ class Decoder(nn.Module):
         if self.group.size > 1 or self.spec.hidden_size > _PDL_HIDDEN_SIZE:
             return False
         return num_tokens == 1 or MAX_BATCH_SIZE < num_tokens <= _PDL_TOKENS
+
+
+def _layer(
+    spec: ModelSpec,
+    layer: int,
+    group: Group,
+    matrices: Matrices,
+    experts: Callable[[str, int, ExpertsSpec], ExpertsMLP],
+) -> Layer:
+    if spec.scaled_layers:
+        return Gemma4Layer(spec, layer, group, matrices)
+    if spec.norms == "before":
+        return DecoderLayer(spec, layer, group, matrices, experts)
+    return PostNormLayer(spec, layer, group, matrices)
 
 
 def _gated_mlp(spec: ModelSpec, layer: int, group: Group, matrices: Matrices) -> GatedMLP:

@@ -53,6 +53,9 @@ def inverse_frequencies(spec: RopeSpec, rotary_dim: int) -> Tensor:
     """Radians per position, float32[rotary_dim / 2], for sequences up to ``max_positions``."""
     exponents = torch.arange(0, rotary_dim, 2).float() / rotary_dim
     frequencies = 1.0 / (spec.theta**exponents)
+    if spec.scaling == "proportional":
+        frequencies[int(spec.rotated * rotary_dim // 2) :] = 0
+        return frequencies / spec.factor
     if spec.scaling == "linear":
         return frequencies / spec.factor
     if spec.scaling == "llama3":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from minisgl_backend.attention.base import AttentionShape
+from minisgl_backend.attention.base import AttentionShape, KVHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.models.tensor_names import TensorNames
@@ -35,6 +35,8 @@ class RopeSpec:
     - ``llama3``: low frequencies are divided by ``factor``, high ones kept, those between blended;
     - ``yarn``: the same idea by dimension, and cos and sin are multiplied by ``attention_factor``
       (arXiv 2309.00071);
+    - ``proportional``: only the first ``rotated`` of the pairs of dimensions rotate, with the
+      frequencies that they have in a head that rotates as a whole (Gemma 4);
     - ``longrope``: each frequency is divided by one of ``short_factors``, as sequences up to
       ``original_max_positions`` are rotated (arXiv 2402.13753). Longer ones have other frequencies
       at all positions, which keys in shared pages cannot have: they are not offered.
@@ -61,8 +63,8 @@ class RopeSpec:
     query_growth: float = 0.0
 
     def dims(self, head_dim: int) -> int:
-        """How many dimensions of a head rotate."""
-        return int(head_dim * self.rotated)
+        """How many dimensions of a head the table of angles covers; some of them may be 0."""
+        return head_dim if self.scaling == "proportional" else int(head_dim * self.rotated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,15 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """What each layer reads of a token beside the residual stream (Gemma 4): ``size`` numbers, of
+    an embedding of ``vocab_size`` ids."""
+
+    size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only language model.
 
@@ -135,6 +146,14 @@ class ModelSpec:
     ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
     to the residual stream, ``logit_scale`` the logits. ``gated_attention``: attention's output is
     multiplied by a gate of its input. ``delta_net`` describes the layers without attention.
+
+    ``kv_heads`` has an entry a layer if not all have ``num_kv_heads`` of ``head_dim``, and
+    ``intermediate_sizes`` if not all feed-forward blocks have one width. The last layers may have
+    no keys and values of their own: ``kv_sources`` has of each layer the one whose it reads. With
+    ``value_norm`` values are normalized by head, without weights, and layers of
+    ``keys_are_values`` normalize the projections of keys for that. ``layer_inputs`` describes what
+    layers read beside the residual stream; ``scaled_layers``: each multiplies that by a number.
+    ``logit_cap`` c bounds logits x as c tanh(x / c), if it is not 0.
     """
 
     architecture: str
@@ -164,6 +183,14 @@ class ModelSpec:
     logit_scale: float = 1.0
     gated_attention: bool = False
     delta_net: DeltaSpec | None = None
+    kv_heads: tuple[KVHeads, ...] = ()
+    intermediate_sizes: tuple[int, ...] = ()
+    kv_sources: tuple[int, ...] = ()
+    value_norm: bool = False
+    keys_are_values: frozenset[int] = frozenset()
+    layer_inputs: LayerInputs | None = None
+    scaled_layers: bool = False
+    logit_cap: float = 0.0
     generates: bool = True
     names: TensorNames = field(default_factory=TensorNames)
     weights: WeightFormats | None = None
@@ -215,7 +242,24 @@ class ModelSpec:
     def attention_layers(self) -> tuple[int, ...]:
         """The layers whose keys and values are kept in pages."""
         others = frozenset() if self.delta_net is None else self.delta_net.layers
-        return tuple(layer for layer in range(self.num_layers) if layer not in others)
+        return tuple(
+            layer
+            for layer in range(self.num_layers)
+            if layer not in others and self.kv_source(layer) == layer
+        )
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer with attention reads, mostly itself."""
+        return self.kv_sources[layer] if self.kv_sources else layer
+
+    def kv_heads_of(self, layer: int) -> KVHeads:
+        if self.kv_heads:
+            return self.kv_heads[layer]
+        return KVHeads(self.num_kv_heads, self.head_dim)
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """The width of a layer's feed-forward block."""
+        return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
 
     def rope_of(self, layer: int) -> RopeSpec | None:
         """How a layer rotates; None if it does not."""
@@ -224,18 +268,32 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Number of weights, without biases and norms."""
-        # queries and their gates, outputs; keys, values
-        heads = (2 + self.gated_attention) * self.num_heads + 2 * self.num_kv_heads
-        mixers = len(self.attention_layers) * heads * self.head_dim * self.hidden_size
-        if self.delta_net is not None:
-            delta = self.delta_net
+        mixers = 0
+        delta = self.delta_net
+        for layer in range(self.num_layers):
+            if delta is not None and layer in delta.layers:
+                continue
+            # queries and their gates, outputs; keys, values
+            own, heads = self.kv_heads_of(layer), (2 + self.gated_attention) * self.num_heads
+            if self.kv_source(layer) == layer:
+                heads += (1 if layer in self.keys_are_values else 2) * own.num_kv_heads
+            mixers += heads * own.head_dim * self.hidden_size
+        if delta is not None:
             width = delta.num_channels + 2 * delta.value_size + 2 * delta.num_heads
             mixers += len(delta.layers) * width * self.hidden_size
-        num_plain, experts = self.num_layers, 0
+        with_experts, experts = frozenset[int](), 0
         if self.moe is not None:
-            num_plain -= len(self.moe.layers)
+            with_experts = self.moe.layers
             experts = len(self.moe.layers) * self.moe.experts.num_rows * self.hidden_size
-        mlp = num_plain * 3 * self.intermediate_size * self.hidden_size
+        widths = (
+            self.intermediate_size_of(layer)
+            for layer in range(self.num_layers)
+            if layer not in with_experts
+        )
+        mlp = 3 * sum(widths) * self.hidden_size
+        if (inputs := self.layer_inputs) is not None:
+            per_layer = inputs.vocab_size + 3 * self.hidden_size
+            mlp += self.num_layers * inputs.size * per_layer
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
         return mixers + mlp + experts + embeddings
 
@@ -244,16 +302,22 @@ class ModelSpec:
 
         If there are more ranks than key-value heads, several ranks hold the same one.
         """
-        kv_heads, ranks = self.num_kv_heads, num_ranks
-        if self.num_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-            raise ConfigError(
-                f"{self.num_heads} attention heads and {kv_heads} key-value heads cannot be split "
-                f"evenly over {ranks} tensor-parallel ranks"
-            )
+        ranks = num_ranks
+        of_layers = {layer: self.kv_heads_of(layer) for layer in self.attention_layers}
+        for kv_heads in {self.num_kv_heads, *(own.num_kv_heads for own in of_layers.values())}:
+            if self.num_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+                raise ConfigError(
+                    f"{self.num_heads} attention heads and {kv_heads} key-value heads cannot be "
+                    f"split evenly over {ranks} tensor-parallel ranks"
+                )
+        by_layer = tuple(
+            KVHeads(max(1, own.num_kv_heads // ranks), own.head_dim) for own in of_layers.values()
+        )
         return AttentionShape(
             num_heads=self.num_heads // ranks,
-            num_kv_heads=max(1, kv_heads // ranks),
+            num_kv_heads=max(1, self.num_kv_heads // ranks),
             head_dim=self.head_dim,
             scale=self.attention_scale or self.head_dim**-0.5,
             windows=tuple(self.windows[layer] for layer in self.attention_layers),
+            by_layer=by_layer if len(set(by_layer)) > 1 else (),
         )

@@ -11,10 +11,11 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
-from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store
+from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store, rotated_queries
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm, TokenNorm
@@ -72,7 +73,8 @@ class StepContext:
     ``places``: positions of the tokens, and slots of their keys and values. ``pdl``: kernels may
     start before their predecessors have ended (``kernels``). ``query_scale`` [num_tokens, 1, 1]
     multiplies the rotated queries, in their type, if it is given. ``recurrent`` is None if no layer
-    has recurrent states.
+    has recurrent states. ``layer_inputs`` [num_tokens, num_layers, size] are what layers read
+    beside the residual stream, if they do.
 
     Layers that rotate in different ways have one each.
     """
@@ -82,6 +84,7 @@ class StepContext:
     pdl: bool
     query_scale: Tensor | None = None
     recurrent: RecurrentRows | None = None
+    layer_inputs: Tensor | None = None
 
 
 class TokenMixer(Protocol):
@@ -102,16 +105,23 @@ class SelfAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
-        self.layer = spec.attention_layers.index(layer)
-        shape = spec.attention_shape(group.size)
-        self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
-        self.head_dim = spec.head_dim
-        queries = even_share(spec.num_heads * spec.head_dim, group, "the attention heads' outputs")
-        keys = kv_head_share(spec.num_kv_heads, spec.head_dim, group)
+        source, of_layer = spec.kv_source(layer), spec.kv_heads_of(layer)
+        self.layer = spec.attention_layers.index(source)
+        self.num_heads = spec.attention_shape(group.size).num_heads
+        self.num_kv_heads = max(1, of_layer.num_kv_heads // group.size)
+        self.head_dim = head_dim = of_layer.head_dim
+        queries = even_share(spec.num_heads * head_dim, group, "the attention heads' outputs")
+        keys = kv_head_share(of_layer.num_kv_heads, head_dim, group)
         self.is_gated = spec.gated_attention
         # of each head the query, then the gate of its output
         asked = Share(*(2 * n for n in astuple(queries))) if self.is_gated else queries
-        parts = {"q_proj": asked, "k_proj": keys, "v_proj": keys}
+        parts = {"q_proj": asked}
+        self.has_own_kv = source == layer
+        if self.has_own_kv:
+            parts["k_proj"] = keys
+            if layer not in spec.keys_are_values:
+                parts["v_proj"] = keys
+        self.value_norm = spec.value_norm
         hidden_size, name = spec.hidden_size, f"model.layers.{layer}.self_attn"
         self.qkv_proj = MergedColumnLinear(
             name, hidden_size, parts, bias=spec.qkv_bias, matrices=matrices
@@ -127,8 +137,10 @@ class SelfAttention(nn.Module):
         self.eps = spec.norm_eps
         self.qk_norm: HeadNorm | TokenNorm | None = None
         if spec.qk_norm == "head":
-            heads = self.num_heads, self.num_kv_heads, self.head_dim
-            self.qk_norm = HeadNorm(*heads, offset=spec.norm_offset)
+            num_keys = self.num_kv_heads if self.has_own_kv else 0
+            self.qk_norm = HeadNorm(
+                self.num_heads, num_keys, self.head_dim, offset=spec.norm_offset
+            )
         elif spec.qk_norm == "token":
             self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
         self._heads_kernel: HeadsKernel | None = None
@@ -168,6 +180,14 @@ class SelfAttention(nn.Module):
         attended = step.attend(q, self.kv, self.layer).flatten(1)
         return attended if gate is None else attended * gate.sigmoid()
 
+    def _with_normed_values(self, qkv: Tensor) -> Tensor:
+        """Queries, keys and normalized values, which may be those of keys, [num_tokens, width]."""
+        begin = self.num_heads * self.head_dim
+        num_keys = self.num_kv_heads * self.head_dim
+        heads = qkv[:, -num_keys:].reshape(len(qkv), -1, self.head_dim)
+        values = F.rms_norm(heads, (self.head_dim,), eps=self.eps).flatten(1)
+        return torch.cat([qkv[:, : begin + num_keys], values], dim=1)
+
     def _queries(self, x: Normed, step: StepContext) -> tuple[Tensor, Tensor | None]:
         """The rotated queries, [num_tokens, num_heads, head_dim], and the gate of what they read,
         [num_tokens, num_heads * head_dim], if there is one. Stores keys and values in their pages.
@@ -198,6 +218,11 @@ class SelfAttention(nn.Module):
             )
             return q, None
         qkv, gate = self.qkv_proj(x, pdl=step.pdl), None
+        if not self.has_own_kv:
+            weights = None if head_norm is None else head_norm.weight
+            return rotated_queries(qkv, places, self.num_heads, weights, self.eps), None
+        if self.value_norm:
+            qkv = self._with_normed_values(qkv)
         if self.is_gated:
             asked, keys = qkv.tensor_split([2 * self.num_heads * self.head_dim], dim=1)
             q, gate = asked.view(-1, self.num_heads, 2, self.head_dim).unbind(2)

@@ -19,6 +19,10 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GraniteConfig,
@@ -238,6 +242,50 @@ def _gemma3_seeing() -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(config)
 
 
+_GEMMA_4: Final = MappingProxyType(
+    {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "final_logit_softcapping": 5.0,
+        "hidden_size_per_layer_input": 0,
+    }
+)
+_PER_LAYER: Final = MappingProxyType(
+    {
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": _SHAPE["vocab_size"],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    }
+)
+
+
+def _gemma4(**changes: Any) -> PreTrainedModel:
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**{**_SHAPE, **_GEMMA_4, **changes}))
+    _draw_scalars(model)
+    return model
+
+
+def _gemma4_multimodal() -> PreTrainedModel:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    text = {**_SHAPE, **_GEMMA_4, **_PER_LAYER, "pad_token_id": 0}
+    config = Gemma4Config(text_config=text, vision_config=vision)
+    model = Gemma4ForConditionalGeneration(config)
+    _draw_scalars(model)
+    return model
+
+
+def _draw_scalars(model: PreTrainedModel) -> None:
+    """They are ones in a new model."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.5 + 0.1 * len(name))
+
+
 def _longrope(num_frequencies: int) -> dict[str, Any]:
     """Sequences stay within the original context, as they do in the engine."""
     short = [1.0 + 0.3 * index for index in range(num_frequencies)]
@@ -378,6 +426,12 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             tie_word_embeddings=False,
         ),
         "gemma3-seeing": _gemma3_seeing,
+        "gemma4": _gemma4,
+        "gemma4-merged": lambda: _gemma4(
+            attention_k_eq_v=True, num_global_key_value_heads=1, tie_word_embeddings=False
+        ),
+        "gemma4-per-layer": lambda: _gemma4(**_PER_LAYER),
+        "gemma4-multimodal": _gemma4_multimodal,
         "granite": _granite,
         "granite-tied": lambda: _granite(
             tie_word_embeddings=True, attention_bias=True, mlp_bias=True, logits_scaling=8.0

@@ -112,7 +112,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         )
         # What was never written must have no weight, whatever it is.
         unwritten = torch.full((), 1e4 if kv_dtype.itemsize > 1 else FP8_MAX).to(kv_dtype)
-        self.storage.pages[:, :, :num_pages].copy_(unwritten)
+        for pages in self.storage.pages:
+            pages[:, :, :num_pages].copy_(unwritten)
         model.bind_pages(self.storage.layers)
         num_snapshots = 0
         states: StateStorage | None = None

@@ -102,7 +102,7 @@ class World:
         self.kv = KVStorage(
             self.shape, num_pages=self.num_pages, page_size=page_size, dtype=dtype, device=CPU
         )
-        self.kv.pages[:, :, : self.num_pages] = 1e4  # loud if it is read by mistake
+        self.kv.pages[0][:, :, : self.num_pages] = 1e4  # loud if it is read by mistake
         self.random = torch.Generator().manual_seed(0)
         self.free = torch.randperm(self.num_pages, generator=self.random).tolist()
         self.sequences: list[Sequence] = []

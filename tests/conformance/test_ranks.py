@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minisgl_backend.attention.base import AttentionSetting, Chunks, PagedKV
-from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
@@ -40,6 +40,8 @@ PAGE_SIZE = 16
         "phi3-partial",
         "olmo2-biases",
         "gemma3-seeing",
+        "gemma4-merged",
+        "gemma4-per-layer",
         "granite-tied",
         "smollm3",
         "qwen2-moe",
@@ -122,7 +124,7 @@ def logits_of_prompt(
         segments = (Segment(0, 15, None, (0,)), Segment(15, length, 0, (0,)))
         recurrent = RecurrentRows(torch.empty(0, dtype=torch.int64), segments)
     offsets, ends = np.array([0, length], np.int32), np.array([length], np.int32)
-    attend_chunks = SdpaAttention(setting).plan_chunks(
+    attend_chunks = choose_attention(None, setting).prefill.plan_chunks(
         Chunks(
             rows=torch.zeros(1, dtype=torch.int32),
             offsets=torch.from_numpy(offsets),

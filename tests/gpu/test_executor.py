@@ -57,6 +57,8 @@ CASES = [
 
 OTHERS = [
     "gemma3",
+    "gemma4-merged",
+    "gemma4-per-layer",
     "granite-tied",
     "ministral3",
     "mistral3-tied",
@@ -478,7 +480,7 @@ def test_pages_of_a_failed_request_are_cleared(tmp_path: Path) -> None:
         assert poisoned.done.wait(120)
         assert poisoned.error is not None
         torch.cuda.synchronize()
-        pages = executor._storage.pages
+        pages = executor._storage.pages[0]
         assert not pages.float().isfinite().all()
         healthy = submitted(
             engine, np.arange(10, 14, dtype=np.int32), replace(GREEDY, max_tokens=1)

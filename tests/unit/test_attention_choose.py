@@ -13,7 +13,7 @@ import torch
 
 from minisgl_backend import packages
 from minisgl_backend.attention import choose, flash_infer
-from minisgl_backend.attention.base import AttentionSetting, AttentionShape, PagedAttention
+from minisgl_backend.attention.base import AttentionSetting, AttentionShape, KVHeads, PagedAttention
 from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.errors import ConfigError
@@ -51,6 +51,15 @@ def test_own_kernels_need_nothing(option: str | None) -> None:
     assert attention.captures_chunks
     assert isinstance(attention.prefill, TritonPrefill)
     assert isinstance(attention.decode, TritonDecode)
+
+
+def test_each_kind_of_heads_has_a_backend_of_its_own() -> None:
+    narrow, wide = KVHeads(2, 64), KVHeads(1, 512)
+    shape = replace(SETTING.shape, windows=(None, 8, None), by_layer=(narrow, wide, narrow))
+    attention = choice(None, shape=shape, device=ACCELERATOR)
+    assert attention.name == "triton+sdpa"  # heads of 512 are too large for the kernels
+    assert not attention.can_capture and not attention.captures_chunks
+    assert choice("sdpa", shape=shape).name == "sdpa"
 
 
 def test_a_cpu_takes_the_reference() -> None:

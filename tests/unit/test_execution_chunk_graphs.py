@@ -236,20 +236,20 @@ def test_padding_changes_nothing(
     layers.over_batch(with_tokens(plan_of([(0, 0, 30, 1), (3, 0, 9, 1), (1, 0, 21, 0)], [])))
     layers.rows.table.tokens[:4] = torch.tensor([11, 99, 98, 13], dtype=torch.int32)
     plan = with_tokens(plan_of([(1, 21, 7, 1), (2, 0, 13, 0)], [(3, 9), (0, 30)]))
-    before = layers.storage.pages.clone()
+    before = layers.storage.pages[0].clone()
     expected = layers.over_batch(plan)
     assert expected.shape[0] == plan.num_tokens == 22
-    pages = layers.storage.pages.clone()
+    pages = layers.storage.pages[0].clone()
     assert not torch.equal(pages, before)
     for size in (22, 32, 100):
-        layers.storage.pages.copy_(before)
+        layers.storage.pages[0].copy_(before)
         hidden = layers.over_inputs(size, plan)
         assert hidden.shape == (size, expected.shape[1])
         torch.testing.assert_close(hidden[:22], expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(
-            layers.storage.pages[:, :, :NUM_PAGES], pages[:, :, :NUM_PAGES], atol=1e-4, rtol=1e-4
+            layers.storage.pages[0][:, :, :NUM_PAGES], pages[:, :, :NUM_PAGES], atol=1e-4, rtol=1e-4
         )
-        assert layers.storage.pages.isfinite().all()
+        assert layers.storage.pages[0].isfinite().all()
         assert hidden.isfinite().all()
 
 

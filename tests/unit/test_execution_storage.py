@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from minisgl_backend.attention.base import AttentionShape
+from minisgl_backend.attention.base import AttentionShape, KVHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 
@@ -20,10 +22,10 @@ def test_storage_has_a_page_of_its_own(dtype: torch.dtype) -> None:
     keys, values = kv.layers[1].keys, kv.layers[1].values
     assert keys.shape == values.shape == (6, 4, 2, 8)
     assert kv.dummy_page == 5
-    assert not kv.pages.float().any()
-    kv.pages.copy_(torch.full(kv.pages.shape, float("nan")))
+    assert not kv.pages[0].float().any()
+    kv.pages[0].copy_(torch.full(kv.pages[0].shape, float("nan")))
     kv.clear(torch.tensor([1, 3]))
-    finite = kv.pages.float().isfinite().transpose(0, 2).flatten(1).all(dim=1)
+    finite = kv.pages[0].float().isfinite().transpose(0, 2).flatten(1).all(dim=1)
     assert finite.tolist() == [False, True, False, True, False, False]
 
 
@@ -33,7 +35,26 @@ def test_bytes_of_a_page() -> None:
     kv = KVStorage(
         SHAPE, num_pages=7, page_size=16, dtype=torch.float32, device=torch.device("cpu")
     )
-    assert kv.pages.nbytes == 8 * bytes_per_page(SHAPE, 16, torch.float32)
+    assert kv.pages[0].nbytes == 8 * bytes_per_page(SHAPE, 16, torch.float32)
+
+
+def test_layers_may_differ_in_their_heads() -> None:
+    wide, narrow = KVHeads(1, 16), KVHeads(2, 8)
+    shape = replace(SHAPE, by_layer=(narrow, wide, narrow), windows=(5, None, 7))
+    kv = KVStorage(shape, num_pages=3, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    heads = [layer.keys.shape[2:] for layer in kv.layers]
+    assert heads == [(2, 8), (1, 16), (2, 8)]
+    assert bytes_per_page(shape, 4, torch.float32) == 2 * 4 * 4 * (16 + 16 + 16)
+    (of_narrow, own), (of_wide, other) = shape.kinds
+    assert (of_narrow.windows, own, of_wide.windows, other) == ((5, 7), (0, 2), (None,), (1,))
+    for number, layer in enumerate(kv.layers):
+        layer.keys.fill_(number)
+        layer.values.fill_(number + 10)
+    kv.clear(torch.tensor([1]))
+    kv.copy(torch.tensor([0]), torch.tensor([8]))
+    for number, layer in enumerate(kv.layers):
+        assert layer.keys[:, 0, 0, 0].tolist() == [number, 0, number, number]
+        assert not layer.values[1].any() and (layer.values[2] == number + 10).all()
 
 
 def _choose(
@@ -75,11 +96,11 @@ def test_pages_need_not_hold_a_full_sequence() -> None:
 def test_slots_are_copied_in_all_layers(dtype: torch.dtype) -> None:
     """More than go at a time."""
     kv = KVStorage(SHAPE, num_pages=300, page_size=4, dtype=dtype, device=torch.device("cpu"))
-    kv.pages.copy_(torch.randn(kv.pages.shape).to(dtype))
-    before = kv.pages.float()
+    kv.pages[0].copy_(torch.randn(kv.pages[0].shape).to(dtype))
+    before = kv.pages[0].float()
     sources, targets = torch.arange(600), torch.arange(600, 1200).flip(0)
     kv.copy(sources, targets)
-    slots, old = kv.pages.float().flatten(2, 3), before.flatten(2, 3)
+    slots, old = kv.pages[0].float().flatten(2, 3), before.flatten(2, 3)
     assert torch.equal(slots[:, :, targets], old[:, :, sources])
     assert torch.equal(slots[:, :, :600], old[:, :, :600])
     assert torch.equal(slots[:, :, 1200:], old[:, :, 1200:])

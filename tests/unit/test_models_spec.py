@@ -10,11 +10,12 @@ from typing import Any, Final
 
 import pytest
 
+from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.catalog import ARCHITECTURES, load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader, read_json
-from minisgl_backend.models.spec import MoeSpec
+from minisgl_backend.models.spec import LayerInputs, MoeSpec
 
 # As published: the parts of each config.json that matter.
 LLAMA_3_1_8B: Final[dict[str, Any]] = {
@@ -637,6 +638,81 @@ def test_gemma_3_leaves_most_of_its_config_out() -> None:
     assert (local.theta, local.scaling, far.theta, far.scaling) == (1e4, "default", 1e6, "linear")
 
 
+GEMMA_4_31B: Final[dict[str, Any]] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "eos_token_id": [1, 106],
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "sliding_window": 1024,
+    },
+    "vision_config": {"model_type": "gemma4_vision"},
+}
+GEMMA_4_E2B: Final[dict[str, Any]] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "final_logit_softcapping": 30.0,
+    "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 6144,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+}
+
+
+def test_gemma_4_has_wider_heads_in_layers_without_a_window() -> None:
+    spec = parse_spec(GEMMA_4_31B)
+    assert spec.windows[:6] == (1024,) * 5 + (None,)
+    assert spec.kv_heads[:6] == (KVHeads(16, 256),) * 5 + (KVHeads(4, 512),)
+    assert spec.keys_are_values == set(range(5, 60, 6)) and spec.value_norm
+    local, wide = spec.ropes[0], spec.ropes[5]
+    assert local is not None and (local.theta, local.scaling) == (1e4, "default")
+    assert wide is not None and (wide.theta, wide.rotated, wide.dims(512)) == (1e6, 0.25, 512)
+    assert spec.attention_shape().scale == 1.0 and spec.logit_cap == 30.0
+    assert spec.layer_inputs is None and spec.kv_sources == tuple(range(60))
+    assert 30e9 < spec.num_parameters < 32e9
+    kinds = spec.attention_shape(2).kinds
+    assert [(kind.num_kv_heads, kind.head_dim, len(own)) for kind, own in kinds] == [
+        (8, 256, 50),
+        (2, 512, 10),
+    ]
+
+
+def test_small_gemma_4_reads_keys_of_other_layers_and_inputs_of_each_layer() -> None:
+    spec = parse_spec(GEMMA_4_E2B)
+    assert spec.attention_layers == tuple(range(15))
+    assert {spec.kv_source(layer) for layer in range(15, 35)} == {13, 14}
+    assert spec.kv_source(19) == 14 and spec.kv_source(20) == 13
+    assert spec.intermediate_sizes == (6144,) * 15 + (12288,) * 20
+    assert spec.layer_inputs == LayerInputs(size=256, vocab_size=262_144)
+    assert "model.layers.15.self_attn.k_proj." in spec.names.left_out
+    refused: dict[str, Any] = {
+        "enable_moe_block": True,
+        "num_kv_shared_layers": 33,
+        "vocab_size_per_layer_input": 100,
+        "use_bidirectional_attention": "all",
+    }
+    for key, value in refused.items():
+        with pytest.raises(ConfigError, match=key):
+            parse_spec({**GEMMA_4_E2B, key: value})
+
+
 def test_the_smallest_gemma_3_has_text_only() -> None:
     spec = parse_spec(GEMMA_3_1B)
     assert not spec.names.multimodal
@@ -806,7 +882,17 @@ def test_every_architecture_is_tested() -> None:
     configs = (
         *(LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B, MISTRAL_SMALL_3_1),
         *(MIXTRAL_8X7B, MINISTRAL_8B, MINISTRAL_3_8B, PHI_4_MINI, OLMO_2_7B, OLMO_3_7B),
-        *(GEMMA_3_1B, GEMMA_3_4B, GRANITE_3_3_8B, SMOLLM_3B, QWEN_1_5_MOE, GLM_4_5_AIR, DOTS_LLM1),
+        *(
+            GEMMA_3_1B,
+            GEMMA_3_4B,
+            GEMMA_4_31B,
+            GEMMA_4_E2B,
+            GRANITE_3_3_8B,
+            SMOLLM_3B,
+            QWEN_1_5_MOE,
+            GLM_4_5_AIR,
+            DOTS_LLM1,
+        ),
     )
     found = {parse_spec(config).architecture for config in configs}
     hybrid = {name for name in ARCHITECTURES if name.startswith("Qwen3_5")}

@@ -1,0 +1,148 @@
+"""Gemma 4's layer: that of Gemma 3 with a scale of its own, and perhaps an input of its own.
+
+Smaller models of this family have a second embedding, with a part for each layer. Together with a
+projection of the first embedding it makes the *layer inputs* of a token, which the layers read
+through a gate of the residual stream. Every rank computes all of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl_backend.layers.embedding import VocabEmbedding
+from minisgl_backend.layers.feed_forward import GatedMLP
+from minisgl_backend.layers.linear import MergedColumnLinear
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
+from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.layers.weight_place import Place, Share, whole
+from minisgl_backend.models.spec import LayerInputs, ModelSpec
+from minisgl_backend.models.token_mixing import SelfAttention, StepContext
+from minisgl_backend.parallel.group import Group
+
+
+class Gemma4Layer(nn.Module):
+    """Attention and feed-forward, each between two norms; then, if the model has them, the layer's
+    inputs; and the residual stream times a number of the layer."""
+
+    def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
+        super().__init__()
+
+        def norm() -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.norm_eps)
+
+        name = f"model.layers.{layer}"
+        self.layer = layer
+        self.input_layernorm = norm()
+        self.self_attn = SelfAttention(spec, layer, group, matrices)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
+        self.mlp = GatedMLP(
+            f"{name}.mlp",
+            spec.hidden_size,
+            spec.intermediate_size_of(layer),
+            bias=False,
+            group=group,
+            matrices=matrices,
+            gelu=True,
+        )
+        self.post_feedforward_layernorm = norm()
+        self.has_inputs = spec.layer_inputs is not None
+        if spec.layer_inputs is not None:
+            size = spec.layer_inputs.size
+            self.gate = _replicated(name, "per_layer_input_gate", spec.hidden_size, size, matrices)
+            self.projection = _replicated(
+                name, "per_layer_projection", size, spec.hidden_size, matrices
+            )
+            self.post_per_layer_input_norm = norm()
+        self.layer_scalar = _Scalar()
+
+    @property
+    def mixer(self) -> SelfAttention:
+        return self.self_attn
+
+    @property
+    def first_norm(self) -> RMSNorm:
+        """The norm of the layer's input."""
+        return self.input_layernorm
+
+    def forward(
+        self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
+    ) -> tuple[Tensor, Normed]:
+        """``x`` is ``residual`` under this layer's norm; so is the result under the next one's."""
+        part, after = self.self_attn.output(x, step), self.post_attention_layernorm
+        x = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
+        part, after = self.mlp.output(x, pdl=step.pdl), self.post_feedforward_layernorm
+        add_normed(residual, part, after, None, pdl=step.pdl)
+        if self.has_inputs:
+            assert step.layer_inputs is not None
+            gate = F.gelu(self.gate(Normed(residual), pdl=step.pdl), approximate="tanh")
+            gated = Normed(gate * step.layer_inputs[:, self.layer])  # [num_tokens, size]
+            part = self.projection(gated, pdl=step.pdl)
+            add_normed(residual, part, self.post_per_layer_input_norm, None, pdl=step.pdl)
+        residual.mul_(self.layer_scalar.value)
+        return residual, Normed(residual, next_norm)
+
+
+class LayerInputsMaker(nn.Module):
+    """Makes the layer inputs of tokens; its parts have their names in the checkpoint's ``model``.
+
+    The result is (norm(projection of the embedding) + second embedding) / sqrt(2).
+    """
+
+    def __init__(self, spec: ModelSpec, inputs: LayerInputs, group: Group, matrices: Matrices):
+        super().__init__()
+        width = spec.num_layers * inputs.size
+        self.num_layers = spec.num_layers
+        self.hidden_scale = spec.hidden_size**-0.5
+        self.embedding_scale = inputs.size**0.5
+        self.embedding = VocabEmbedding(
+            "model.embed_tokens_per_layer",
+            inputs.vocab_size,
+            width,
+            group=group,
+            matrices=matrices,
+        )
+        self.projection = _replicated(
+            "model", "per_layer_model_projection", spec.hidden_size, width, matrices
+        )
+        self.norm = RMSNorm(inputs.size, spec.norm_eps)
+
+    def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
+        """[num_tokens, num_layers, size]; ``embedded`` [num_tokens, hidden_size] are the tokens'
+        embeddings, scaled."""
+        projected = self.projection(Normed(embedded), pdl=False) * self.hidden_scale
+        projected = projected.view(len(tokens), self.num_layers, -1)
+        normed = F.rms_norm(projected, projected.shape[-1:], self.norm.weight, self.norm.eps)
+        own = self.embedding(tokens).view_as(normed) * self.embedding_scale
+        inputs: Tensor = (normed + own) * 2**-0.5
+        return inputs
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        for name, place in self.embedding.places():
+            yield f"../embed_tokens_per_layer.{name}", place
+        yield from self.projection.places()
+        for name, place in self.norm.places():
+            yield f"../per_layer_projection_norm.{name}", place
+
+
+class _Scalar(nn.Module):
+    """A number of its parent's, of this module's name in the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        yield "../layer_scalar", whole(self.value)
+
+
+def _replicated(
+    name: str, part: str, in_features: int, out_features: int, matrices: Matrices
+) -> MergedColumnLinear:
+    """A projection that all ranks compute in full."""
+    parts = {part: Share(out_features, 0, out_features)}
+    return MergedColumnLinear(name, in_features, parts, bias=False, matrices=matrices)

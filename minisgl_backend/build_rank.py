@@ -89,8 +89,7 @@ def build_rank(
     attention = _attention(facts, max_captured)
     if isinstance(facts.device, CudaDevice):
         if facts.options.batch_invariant:
-            most_tokens = facts.options.max_prefill_tokens + facts.options.max_running_requests
-            use_invariant_kernels(model, facts.device.torch_device, most_tokens)
+            use_invariant_kernels(model, facts.device.torch_device)
         else:
             use_tensor_cores(model, facts.device.torch_device)
         facts.device.catch_up()  # wait for the weights, the pages and what kernels keep

@@ -23,7 +23,7 @@ from minisgl_backend.kernels.dispatch import num_processors, use_triton
 from minisgl_backend.kernels.prefill_attention import prefill_attention_reference
 
 _LEAST_SPLIT: Final = 512
-_BLOCK: Final = 64
+_BLOCK: Final = 128
 
 
 def split_size(max_length: int) -> int:
@@ -153,11 +153,11 @@ def invariant_decode_attention(
         window=window,
         k_scale=k_scale,
         v_scale=v_scale,
-        tile=64,
+        tile=16,
         block=_BLOCK,
         split=split,
         programs=_num_programs(len(q) * k_cache.shape[2], num_processors(q.device)),
-        stages=2,
+        stages=3,
         num_warps=4,
         pdl=pdl,
     )

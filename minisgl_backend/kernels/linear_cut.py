@@ -13,6 +13,7 @@ BATCHES: Final = (8, 16, 32, 64, 96, 128, 192, 256)
 """The kernels' largest batches: a batch is taken by the first kernel that it fits."""
 
 MAX_TOKENS: Final = BATCHES[-1]
+ANY_BATCH: Final = 2**31 - 1
 BLOCK: Final = 64
 """in_features in a stage of the ring."""
 
@@ -132,15 +133,14 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
     return replace(cut, stages=max(stages, -(-cut.finished_bytes // cut.stage_bytes)))
 
 
-def invariant_cuts(height: int, in_features: int, most_tokens: int) -> dict[int, Cut]:
-    """How to multiply any number of tokens up to ``most_tokens``, keyed by the largest batch that
-    each cut is for, so that an element has the same bits in all of them: nothing is split, and no
-    parts are even.
+def invariant_cuts(height: int, in_features: int) -> dict[int, Cut]:
+    """How to multiply any number of tokens, keyed by the largest batch that each cut is for, so
+    that an element has the same bits in all of them: nothing is split, and no parts are even.
 
     A tile is the smallest of which there are no more than multiprocessors, or the largest.
     """
     cuts = {}
-    for batch in (*BATCHES, max(most_tokens, MAX_TOKENS + 1)):
+    for batch in (*BATCHES, ANY_BATCH):
         few, many = min(batch, 64), min(batch, 128)
         tiles = [(64, few), (128, few), (128, many)]
         tiles = [tile for tile in tiles if height % tile[0] == 0]

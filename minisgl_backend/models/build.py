@@ -198,10 +198,9 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
         model.use_tensor_cores(module.TensorCores(device, most_tokens))
 
 
-def use_invariant_kernels(model: Decoder, device: torch.device, most_tokens: int) -> None:
-    """Let every step of up to ``most_tokens`` be computed so that a token's values do not depend on
-    the other tokens of the step (the option ``batch_invariant``). Compiles kernels that are not in
-    the cache.
+def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
+    """Compute every step so that a token's values do not depend on its other tokens (the option
+    ``batch_invariant``). Compiles kernels that are not in the cache.
 
     Raises ``ConfigError`` if there are no such kernels for a weight, the dtype or the device; what
     layers may consist of is checked by ``precheck``.
@@ -230,7 +229,7 @@ def use_invariant_kernels(model: Decoder, device: torch.device, most_tokens: int
             )
     # imports the CUDA driver's bindings, which only installations for GPUs have
     module = importlib.import_module("minisgl_backend.kernels.cuda.invariant_linear")
-    model.use_invariant_kernels(module.InvariantKernels(device, most_tokens))
+    model.use_invariant_kernels(module.InvariantKernels(device))
 
 
 def has_fused_layers(spec: ModelSpec) -> bool:

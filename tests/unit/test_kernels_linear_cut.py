@@ -72,13 +72,12 @@ def test_what_cannot_be_taken(height: int, in_features: int) -> None:
 @given(
     height=st.integers(1, 512).map(lambda n: 64 * n),
     in_features=st.integers(1, 512).map(lambda n: BLOCK * n),
-    most_tokens=st.sampled_from([32, 257, 8448, 20_000]),
 )
-def test_invariant_cuts_add_up_in_one_part(height: int, in_features: int, most_tokens: int) -> None:
+def test_invariant_cuts_add_up_in_one_part(height: int, in_features: int) -> None:
     """And are among what can be compiled."""
     assert why_not_invariant(height, in_features) is None
-    cuts = invariant_cuts(height, in_features, most_tokens)
-    assert max(cuts) >= most_tokens
+    cuts = invariant_cuts(height, in_features)
+    assert set(cuts) > set(BATCHES)
     for cut in cuts.values():
         assert cut.splits == 1 and not cut.even
         assert cut.features in (64, 128) and height % cut.features == 0
@@ -89,10 +88,10 @@ def test_invariant_cuts_add_up_in_one_part(height: int, in_features: int, most_t
 
 def test_what_was_measured_of_invariant_cuts() -> None:
     """GEMMs of Qwen3-0.6B and 14B."""
-    cuts = invariant_cuts(4096, 1024, 8448)
+    cuts = invariant_cuts(4096, 1024)
     assert (cuts[64].features, cuts[64].tokens) == (64, 64)
     assert (cuts[256].features, cuts[256].tokens) == (128, 64)
-    cuts = invariant_cuts(34816, 5120, 8448)
+    cuts = invariant_cuts(34816, 5120)
     assert (cuts[64].features, cuts[64].tokens) == (128, 64)
     assert (cuts[256].features, cuts[256].tokens) == (128, 128)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.cuda.linear import LinearKernel
 from minisgl_backend.kernels.dispatch import num_processors
-from minisgl_backend.kernels.linear_cut import MAX_TOKENS, invariant_cuts
+from minisgl_backend.kernels.linear_cut import ANY_BATCH, MAX_TOKENS, invariant_cuts
 from minisgl_backend.kernels.triton_kernels.invariant_linear_kernel import launch_invariant_linear
 
 _ROWS: Final = 128
@@ -30,12 +30,11 @@ class InvariantLinear:
     """x W^T for a weight of one ``shape``, [out_features, in_features], of sizes for which
     ``linear_cut.why_not_invariant`` has no reason. Bfloat16."""
 
-    def __init__(self, shape: Sequence[int], device: torch.device, *, most_tokens: int) -> None:
-        """``most_tokens``: the most rows of x."""
+    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
         self._out_features = shape[0]
         self._least_tiles = num_processors(device)
-        cuts = invariant_cuts(shape[0], shape[1], most_tokens)
-        self._kernel = LinearKernel(shape, device, most_tokens=most_tokens, cuts=cuts)
+        cuts = invariant_cuts(*shape)
+        self._kernel = LinearKernel(shape, device, most_tokens=ANY_BATCH, cuts=cuts)
 
     def __call__(
         self,
@@ -69,8 +68,7 @@ class InvariantLinear:
 
 
 class InvariantKernels:
-    """Makes the kernels of a model's matrices for up to ``most_tokens`` rows; those for the same
-    shape are one."""
+    """Makes the kernels of a model's matrices; those for the same shape are one."""
 
-    def __init__(self, device: torch.device, most_tokens: int) -> None:
-        self.linear = cache(partial(InvariantLinear, device=device, most_tokens=most_tokens))
+    def __init__(self, device: torch.device) -> None:
+        self.linear = cache(partial(InvariantLinear, device=device))

@@ -57,17 +57,15 @@ def _attend_split(
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
-    BY_DOT: tl.constexpr,
 ):
     """Values [TILE, HEAD_DIM] and log-sum-exps [TILE] over the positions [begin, end) of a split;
     -inf for a query that sees none of them."""
     n = tl.arange(0, BLOCK)
     best = tl.full([TILE], float("-inf"), tl.float32)
-    if BY_DOT:
-        total = tl.zeros([TILE, 16], tl.float32)
-        ones = tl.full([BLOCK, 16], 1.0, q.dtype)
-    else:
-        total = tl.zeros([TILE], tl.float32)
+    # weights are added up by the tensor cores, in the order of positions: a plain sum's order would
+    # depend on how the tile lies in the warps
+    ones = tl.full([BLOCK, 16], 1.0, q.dtype)
+    totals = tl.zeros([TILE, 16], tl.float32)  # of equal columns
     acc = tl.zeros([TILE, HEAD_DIM], tl.float32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         at = start + n
@@ -84,15 +82,12 @@ def _attend_split(
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
         shrink = tl.exp2(best - base)
         p = tl.exp2(tl.fma(scores, scale_log2, -base[:, None]))
-        if BY_DOT:
-            total = tl.dot(p.to(q.dtype), ones, total * shrink[:, None])
-        else:
-            total = tl.fma(total, shrink, tl.sum(p, axis=1))
+        p = p.to(q.dtype)
+        totals = tl.dot(p, ones, totals * shrink[:, None])
         v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+        acc = tl.dot(p, v.to(q.dtype), acc * shrink[:, None])
         best = new_best
-    if BY_DOT:
-        total = tl.max(total, axis=1)
+    total = tl.max(totals, axis=1)
     total = tl.where(total == 0, 1.0, total)
     return acc / total[:, None], best + tl.log2(total)
 
@@ -154,7 +149,6 @@ def _invariant_attention(
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
     STAGES: tl.constexpr,
-    BY_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
@@ -225,7 +219,6 @@ def _invariant_attention(
             BLOCK,
             WINDOW,
             STAGES,
-            BY_DOT,
         )
         if PROGRAMS == 1:  # noqa: SIM114  (known when compiled)
             best, total, acc = _merged(best, total, acc, lse, value)
@@ -283,7 +276,6 @@ def launch_invariant_attention(
     stages: int,
     num_warps: int,
     pdl: bool,
-    by_dot: bool = False,
 ) -> None:
     """See ``minisgl_backend.kernels.invariant_attention``; ``offsets`` None for decoding rows."""
     num_tokens, num_heads, head_dim = q.shape
@@ -292,6 +284,7 @@ def launch_invariant_attention(
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
     block_group = triton.next_power_of_2(group)
+    tile = max(tile, block_group)
     tiles = len(rows) if offsets is None else num_tokens // (tile // block_group) + len(rows)
     outputs, lses, counters = (None, None, None) if partial is None else partial
     _invariant_attention[(tiles, num_kv_heads, programs)](
@@ -329,7 +322,6 @@ def launch_invariant_attention(
         WINDOW=window or 0,
         FP8=k_scale is not None,
         STAGES=stages,
-        BY_DOT=by_dot,
         PDL=pdl,
         num_warps=num_warps,
         **launch_options(pdl),

@@ -16,12 +16,16 @@ from minisgl_backend.build_rank import build_rank
 from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError, InvalidRequest
+from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.parts import STANDARD, Parts
+from minisgl_backend.precheck import adapter_paths, adapter_tasks
 from minisgl_backend.resolve import resolve
+from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.scheduling.scheduler import SchedulerConfig
@@ -39,7 +43,7 @@ _READ_AT_ONCE: Final = 32_000
 
 def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Engine:
     """Load the model and start the engine. ``ConfigError`` says what the operator can correct."""
-    info, executor = build_executor(options, parts)
+    info, executor, store = _build_executor(options, parts)
     logger.info("engine: %s", info)
     num_positions = info.num_pages * info.page_size
     if num_positions + 1 < info.max_sequence_length:  # a last token needs no position
@@ -50,7 +54,14 @@ def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Engine:
         )
     scheduler = build_scheduler(options, info, parts)
     grammars = build_grammars(options, info)
-    engine = parts.engine(info, scheduler, executor, overlap=options.overlap, grammars=grammars)
+    try:
+        adapters = build_adapters(options, store)
+    except ConfigError:
+        executor.close()
+        raise
+    engine = parts.engine(
+        info, scheduler, executor, overlap=options.overlap, grammars=grammars, adapters=adapters
+    )
     if isinstance(executor, LeadingExecutor):
         executor.on_lost(engine.fail)
     return engine
@@ -62,12 +73,20 @@ def build_executor(options: EngineOptions, parts: Parts = STANDARD) -> tuple[Eng
     With tensor parallelism this process is rank 0, and the executor owns the processes of the other
     ranks. Raises ``ConfigError``.
     """
+    info, executor, _ = _build_executor(options, parts)
+    return info, executor
+
+
+def _build_executor(
+    options: EngineOptions, parts: Parts
+) -> tuple[EngineInfo, Executor, AdapterStore | None]:
+    """The same, and the main memory for adapters, if requests may name any."""
     place = Place.first(options.tensor_parallel_size, options.distributed_address)
     facts = resolve(options, place)
     if place.size > 1:
         return lead(facts, parts)
     rank = build_rank(facts, OneRank, lambda: None, parts)
-    return rank.info, rank.executor
+    return rank.info, rank.executor, rank.adapters
 
 
 def build_scheduler(options: EngineOptions, info: EngineInfo, parts: Parts = STANDARD) -> Scheduler:
@@ -91,8 +110,27 @@ def build_scheduler(options: EngineOptions, info: EngineInfo, parts: Parts = STA
         max_overtaken=max_overtaken,
         names_groups=on_cpu and options.group_attention is not False,
         has_states=info.num_snapshots is not None,
+        num_adapter_slots=options.max_loras if options.enable_lora else 0,
     )
     return parts.scheduler(cache, config)
+
+
+def build_adapters(options: EngineOptions, store: AdapterStore | None) -> Adapters | None:
+    """The adapters that requests may name, with those of the options; None without a ``store``.
+
+    Raises ``ConfigError`` for one that does not fit the model.
+    """
+    if store is None:
+        return None
+    most = options.max_cpu_loras or 2 * options.max_loras
+    adapters = Adapters(store, most_in_memory=most, tasks=adapter_tasks(options))
+    try:
+        for name, path in adapter_paths(options).items():
+            adapters.load(name, path)
+    except InvalidRequest as error:
+        adapters.close()
+        raise ConfigError(str(error)) from error
+    return adapters
 
 
 def build_grammars(options: EngineOptions, info: EngineInfo) -> Grammars | None:

@@ -17,6 +17,7 @@ from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.chunk_graphs import token_counts
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
@@ -25,6 +26,7 @@ from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.states import StateStorage, bytes_per_slot
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.kernels.sampling_table import SamplingTable
+from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import build_model, use_invariant_kernels, use_tensor_cores
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
@@ -48,11 +50,13 @@ launch its kernels (some 20 ms)."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rank:
-    """One rank's part of an engine."""
+    """One rank's part of an engine. ``adapters`` are those that rank 0 has in main memory, if
+    requests may name any."""
 
     info: EngineInfo
     executor: RankExecutor
     group: Group
+    adapters: AdapterStore | None = None
 
 
 def build_rank(
@@ -73,6 +77,9 @@ def build_rank(
     _log_free_memory(facts, "before loading")
     model = _model(facts, group, progress)
     _log_free_memory(facts, "after loading the weights")
+    slots, store = _adapter_slots(facts, model), None
+    if slots is not None and group.rank == 0:
+        store = AdapterStore(slots, pinned=not facts.device.is_host)
     meet()
     sizes = _cache_sizes(facts, group)
     states = _states(facts, sizes)
@@ -100,12 +107,14 @@ def build_rank(
         attention=attention,
         device=facts.device,
         limits=_limits(facts, attention, model, max_captured),
+        adapter_slots=slots,
+        adapter_store=store,
         watch_logits=parts.watch_logits,
         progress=progress,
     )
     meet()
     info = _info(facts, attention.name, sizes)
-    return Rank(info, parts.executor(executor), group)
+    return Rank(info, parts.executor(executor), group, store)
 
 
 def _log_free_memory(facts: Resolved, when: str) -> None:
@@ -171,6 +180,27 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             f"{num_bytes:,} bytes of {gpu}, which has {free_bytes:,} free: use more GPUs "
             "(tensor_parallel_size), or end other processes on it"
         ) from error
+
+
+def _adapter_slots(facts: Resolved, model: Decoder) -> AdapterSlots | None:
+    """Memory for adapters in the model's layers, if requests may name any."""
+    options, gpu = facts.options, facts.device.torch_device
+    if not options.enable_lora:
+        return None
+    try:
+        slots = AdapterSlots(model, options.max_loras, options.max_lora_rank, gpu)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"max_loras={options.max_loras} adapters of max_lora_rank={options.max_lora_rank} do "
+            f"not fit {gpu} beside the weights"
+        ) from error
+    logger.info(
+        "%d slots for adapters of rank %d take %.2f GiB",
+        slots.num_slots,
+        slots.max_rank,
+        slots.num_bytes / 2**30,
+    )
+    return slots
 
 
 def _states(facts: Resolved, sizes: _CacheSizes) -> StateStorage | None:

@@ -133,6 +133,27 @@ class EngineOptions:
     structured_outputs: bool = option(
         True, "let requests ask for output that follows a schema, a regular expression or a grammar"
     )
+    enable_lora: bool = option(False, "let requests name LoRA adapters")
+    max_loras: int = option(
+        8, "adapters that the requests of one step may have between them", minimum=1, maximum=1024
+    )
+    max_cpu_loras: int | None = option(
+        None, "adapters that main memory holds; auto: twice max_loras", minimum=1
+    )
+    max_lora_rank: int = option(16, "largest rank of an adapter", minimum=1, maximum=512)
+    lora_modules: str | None = option(
+        None,
+        "adapters by name, NAME=PATH,NAME=PATH",
+    )
+    multi_lora: str | None = option(
+        None,
+        "JSON file {name: path} of adapters; auto: multi_lora.json in the engine's folder of the "
+        "model repository, 1/, if it is there",
+    )
+    lora_task_ids: str | None = option(
+        None, "adapters by the number that lora_task_id gives, NUMBER=NAME,NUMBER=NAME"
+    )
+    lora_updates: bool = option(False, "let requests load and unload adapters at run time")
     moe_backend: str | None = option(
         None, "how experts are computed; auto: fused on a GPU", choices=("torch", "fused")
     )

@@ -15,6 +15,7 @@ from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.execution.executor import WatchLogits
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.grammar.matchers import Grammars
+from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.runtime.ports import Executor
 from minisgl_backend.runtime.ports import Scheduler as SchedulerPort
@@ -32,6 +33,7 @@ class MakeEngine(Protocol):
         *,
         overlap: bool,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> Engine: ...
 
 

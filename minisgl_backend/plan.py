@@ -112,6 +112,11 @@ class StepPlan:
     rows whose pages are worth being read together. Results are the same without.
     ``masked_rows``: those of the rows that get a token whose request has a grammar. If there are
     any, the step samples once it has masks for them (``Pending.mask``).
+    ``load_slots``, ``load_adapters``, ``load_ranks``, ``load_targets`` [L]: before anything is
+    computed, each slot takes an adapter, by its id, with its rank and targets
+    (``request.Adapter``). No row of a step in flight has what the slot held.
+    ``adapter_rows``, ``adapter_slots`` [A]: after that, these rows have the adapters in these
+    slots; 0 is none. Each row that is admitted is among them, if there are slots.
     """
 
     step: int
@@ -144,6 +149,12 @@ class StepPlan:
     score_starts: IntArray
     score_lengths: IntArray
     score_tokens: IntArray
+    load_slots: IntArray = field(default_factory=lambda: EMPTY)
+    load_adapters: IntArray = field(default_factory=lambda: EMPTY)
+    load_ranks: IntArray = field(default_factory=lambda: EMPTY)
+    load_targets: IntArray = field(default_factory=lambda: EMPTY)
+    adapter_rows: IntArray = field(default_factory=lambda: EMPTY)
+    adapter_slots: IntArray = field(default_factory=lambda: EMPTY)
 
     @property
     def sample_rows(self) -> IntArray:

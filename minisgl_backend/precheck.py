@@ -20,6 +20,7 @@ from minisgl_backend.device.processor import default_dtype
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, weight_files
+from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.place import Place, check_address, check_comm
 from minisgl_backend.weight_format import CONVERT_TO_FP8
@@ -57,6 +58,21 @@ def check_options(options: EngineOptions, device: str | None) -> None:
         for name in ("comm", "distributed_address", "expert_parallel"):
             if getattr(options, name):
                 raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
+    if not options.enable_lora:
+        for name in (
+            "lora_modules",
+            "multi_lora",
+            "lora_task_ids",
+            "max_cpu_loras",
+            "lora_updates",
+        ):
+            if getattr(options, name):
+                raise ConfigError(f"option {name} needs enable_lora")
+    most = options.max_cpu_loras
+    if most is not None and most < options.max_loras:
+        raise ConfigError(f"max_cpu_loras {most} must be at least max_loras {options.max_loras}")
+    adapter_paths(options)
+    adapter_tasks(options)
     if device is not None:
         check_comm(options.comm, device)
     if options.batch_invariant:
@@ -93,6 +109,7 @@ def _check_batch_invariant(options: EngineOptions) -> None:
         "attention_backend": options.attention_backend is not None,
         "moe_backend": options.moe_backend == "torch",
         "group_attention": bool(options.group_attention),
+        "enable_lora": options.enable_lora,
     }
     for name, is_given in asked.items():
         if is_given:
@@ -119,6 +136,38 @@ def check_invariant_spec(spec: ModelSpec) -> None:
     for what, is_there in unknown.items():
         if is_there:
             raise ConfigError(f"option batch_invariant: there are no kernels for {what}")
+
+
+def adapter_paths(options: EngineOptions) -> dict[str, str]:
+    """The adapters that ``multi_lora`` and ``lora_modules`` name. Raises ``ConfigError``."""
+    paths: dict[str, str] = {}
+    if options.multi_lora is not None:
+        file = Path(options.multi_lora)
+        listed = read_json(file)
+        if not all(isinstance(path, str) for path in listed.values()):
+            raise ConfigError(f"{file} must hold an object of names and paths")
+        paths = {name: str(file.parent / path) for name, path in listed.items()}
+    given = options.lora_modules
+    for entry in given.split(",") if given else ():
+        name, _, path = entry.partition("=")
+        if not (name.strip() and path.strip()):
+            raise ConfigError(f"option lora_modules must be NAME=PATH,NAME=PATH, got {given!r}")
+        paths[name.strip()] = path.strip()
+    return paths
+
+
+def adapter_tasks(options: EngineOptions) -> dict[int, str]:
+    """The names of adapters by ``lora_task_id``. Raises ``ConfigError``."""
+    given = options.lora_task_ids
+    tasks = {}
+    for entry in given.split(",") if given else ():
+        number, _, name = entry.partition("=")
+        if not (number.strip().isdecimal() and name.strip()):
+            raise ConfigError(
+                f"option lora_task_ids must be NUMBER=NAME,NUMBER=NAME, got {given!r}"
+            )
+        tasks[int(number)] = name.strip()
+    return tasks
 
 
 def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> ModelSpec:

@@ -120,14 +120,31 @@ class SamplingParams:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that requests may name.
+
+    ``id`` is the engine's own number, from 1 and never reused: an adapter that is loaded again
+    under the same name has another one. ``rank`` is the largest of its projections, ``targets`` has
+    a bit for each kind of projection that it adds to.
+    """
+
+    id: int
+    name: str
+    path: str
+    rank: int
+    targets: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """One prompt to be continued.
 
     ``prompt`` is int32[num_prompt_tokens] and has at least one token. A request of higher
     ``priority`` is served first. ``deadline_s`` is the reading of ``time.monotonic`` at which the
-    request ends; the planner does not look at it. Only requests with the same ``cache_salt`` share
-    cached prefixes. ``label`` is the client's own id, logged next to the engine's.
+    request ends; the planner does not look at it. Only requests with the same ``cache_salt`` and
+    the same ``adapter`` share cached prefixes. ``label`` is the client's own id, logged next to the
+    engine's.
 
     A request with a ``leader`` is a further sample of that request's prompt (``samples_of``): it
     begins once the prompt of its leader is computed, or the leader has ended.
@@ -139,8 +156,14 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    adapter: Adapter | None = None
     label: str = ""
     leader: RequestId | None = None
+
+    @property
+    def cache_key(self) -> str:
+        """What requests that share cached prefixes have in common. No salt has a space."""
+        return self.cache_salt if self.adapter is None else f"{self.cache_salt} {self.adapter.id}"
 
 
 def samples_of(request: Request, ids: Sequence[RequestId]) -> list[Request]:

@@ -34,6 +34,7 @@ from minisgl_backend.build_rank import build_rank
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.death_signal import end_with
 from minisgl_backend.errors import ConfigError, MiniSGLError
+from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.followers import Followers
 from minisgl_backend.execution.rank_channel import FollowerEnd
 from minisgl_backend.execution.ranks import Follower, LeadingExecutor
@@ -47,8 +48,9 @@ from minisgl_backend.runtime.engine import EngineInfo
 logger = logging.getLogger(__name__)
 
 
-def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor]:
-    """Start the processes of the other ranks, and build rank 0 together with them.
+def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, AdapterStore | None]:
+    """Start the processes of the other ranks, and build rank 0 together with them. The third result
+    is rank 0's main memory for adapters, if requests may name any.
 
     Raises ``ConfigError`` if a rank cannot start, with its cause.
     """
@@ -86,7 +88,7 @@ def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor]:
             raise ConfigError(report) from error
         raise
     logger.info("%d tensor-parallel ranks, processes %s", place.size, followers.pids)
-    return rank.info, leader
+    return rank.info, leader, rank.adapters
 
 
 def follow(channel: FollowerEnd, parts: Parts = STANDARD) -> int:

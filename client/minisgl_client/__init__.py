@@ -7,6 +7,7 @@ in ``errors``, answers in ``answer``, and what a request may say in ``parameters
 from minisgl_client.answer import (
     ChatFormat,
     Delta,
+    LoraAdapter,
     Result,
     Times,
     TokenLogprob,
@@ -40,6 +41,7 @@ __all__ = [
     "ConnectionLost",
     "Delta",
     "InvalidArgument",
+    "LoraAdapter",
     "MinisglError",
     "Parameters",
     "Result",

@@ -138,6 +138,14 @@ class Tokens:
     """Of the answer to ``messages``; None for another prompt."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """A LoRA adapter that requests may name, and its folder on the server's machine."""
+
+    name: str
+    path: str
+
+
 def add_up(
     deltas: Sequence[Delta],
     *,

@@ -27,13 +27,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from minisgl_client.answer import Result, Tokens
+from minisgl_client.answer import LoraAdapter, Result, Tokens
 from minisgl_client.attempts import Attempts
 from minisgl_client.errors import InvalidArgument, MinisglError, short
 from minisgl_client.request import Request, build, check_text
 from minisgl_client.stream import AsyncStream, Stream
 from minisgl_client.transport import AsyncTransport, Transport, unless_closed
-from minisgl_client.wire import TOKENIZER
+from minisgl_client.wire import ADAPTER_ORDER, ENGINE, TOKENIZER
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -170,6 +170,26 @@ class Client(_Caller):
                 pause_s = attempts.pause_after(error)
             time.sleep(pause_s)
 
+    def adapters(self) -> tuple[LoraAdapter, ...]:
+        """The LoRA adapters that ``lora_name`` may be; raises ``MinisglError``."""
+        return self._order({})
+
+    def load_adapter(self, name: str, path: str) -> tuple[LoraAdapter, ...]:
+        """Let requests name the adapter in a folder of the server's machine; all that there are
+        then. Raises ``MinisglError``: ``InvalidArgument`` names the tensor that does not fit."""
+        return self._order({"load": {"name": name, "path": path}})
+
+    def unload_adapter(self, name: str) -> tuple[LoraAdapter, ...]:
+        """Let no more requests name an adapter; those that have it go on. Raises
+        ``MinisglError``."""
+        return self._order({"unload": name})
+
+    def _order(self, order: Mapping[str, Any]) -> tuple[LoraAdapter, ...]:
+        request = build(ENGINE, "", {ADAPTER_ORDER: order}, asked={})
+        attempts = self._attempts(request)
+        with unless_closed(self._transport):
+            return self._transport.order(request, attempts.remaining_ms())
+
     def cancel(self, request_id: str) -> None:
         """Cancel all requests of that id, those of other clients too; raises ``MinisglError``."""
         with self._open(request_id, {"stop_request": True}) as stream:
@@ -263,6 +283,26 @@ class AsyncClient(_Caller):
             except MinisglError as error:
                 pause_s = attempts.pause_after(error)
             await asyncio.sleep(pause_s)
+
+    async def adapters(self) -> tuple[LoraAdapter, ...]:
+        """The LoRA adapters that ``lora_name`` may be; raises ``MinisglError``."""
+        return await self._order({})
+
+    async def load_adapter(self, name: str, path: str) -> tuple[LoraAdapter, ...]:
+        """Let requests name the adapter in a folder of the server's machine; all that there are
+        then. Raises ``MinisglError``: ``InvalidArgument`` names the tensor that does not fit."""
+        return await self._order({"load": {"name": name, "path": path}})
+
+    async def unload_adapter(self, name: str) -> tuple[LoraAdapter, ...]:
+        """Let no more requests name an adapter; those that have it go on. Raises
+        ``MinisglError``."""
+        return await self._order({"unload": name})
+
+    async def _order(self, order: Mapping[str, Any]) -> tuple[LoraAdapter, ...]:
+        request = build(ENGINE, "", {ADAPTER_ORDER: order}, asked={})
+        attempts = self._attempts(request)
+        with unless_closed(self._transport):
+            return await self._transport.order(request, attempts.remaining_ms())
 
     async def cancel(self, request_id: str) -> None:
         """Cancel all requests of that id, those of other clients too; raises ``MinisglError``."""

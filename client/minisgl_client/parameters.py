@@ -98,6 +98,9 @@ class Parameters(TypedDict, total=False):
     """Deadline for the whole request; the client's ``timeout_s`` if absent."""
     cache_salt: str | None
     """The prefix cache is shared only among requests with the same salt."""
+    lora_name: str | None
+    """The LoRA adapter to answer with; ``lora_task_id`` names one by its number."""
+    lora_task_id: int | None
     min_chunk_interval_ms: int | None
     """The least time in ms between two deltas."""
     chat_template_kwargs: Mapping[str, Any] | str | None

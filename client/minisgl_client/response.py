@@ -14,13 +14,14 @@ from typing import Any, Final
 from minisgl_client.answer import (
     ChatFormat,
     Delta,
+    LoraAdapter,
     Times,
     TokenLogprob,
     TokenLogprobs,
     Tokens,
 )
 from minisgl_client.errors import ServerError, error_from
-from minisgl_client.wire import OUTPUTS, TOKENIZER_OUTPUTS
+from minisgl_client.wire import ADAPTER_LIST, OUTPUTS, TOKENIZER_OUTPUTS
 
 
 def deltas_of_message(message: Any) -> list[Delta]:
@@ -171,6 +172,30 @@ def tokens_of_json(fields: Mapping[str, Any]) -> Tokens:
             if name in TOKENIZER_OUTPUTS
         }
     )
+
+
+def adapters_of_message(message: Any) -> tuple[LoraAdapter, ...]:
+    """What the engine answers to an order about adapters in a ``ModelStreamInferResponse``."""
+    if message.error_message:
+        raise error_from(message.error_message)
+    response = message.infer_response
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.name == ADAPTER_LIST:
+            return _adapters(_strings(raw)[0])
+    return _adapters(None)
+
+
+def adapters_of_json(fields: Mapping[str, Any]) -> tuple[LoraAdapter, ...]:
+    """The same in the answer of ``/generate``."""
+    if "error" in fields:
+        raise error_from(str(fields["error"]))
+    return _adapters(fields.get(ADAPTER_LIST))
+
+
+def _adapters(text: str | None) -> tuple[LoraAdapter, ...]:
+    if text is None:
+        raise ServerError("the model that was asked for adapters is no engine of this version")
+    return tuple(LoraAdapter(entry["name"], entry["path"]) for entry in json.loads(text))
 
 
 def _tokens(found: Mapping[str, list[Any]]) -> Tokens:

@@ -55,6 +55,8 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "priority_level": "INT32",
         "timeout_ms": "INT32",
         "cache_salt": "BYTES",
+        "lora_name": "BYTES",
+        "lora_task_id": "UINT64",
         "min_chunk_interval_ms": "INT32",
         "stop_request": "BOOL",
         "beam_width": "INT32",
@@ -110,6 +112,12 @@ TOKENIZER_OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Data type by output of the tokenizer; what else it tells is for the engine."""
+
+ENGINE: Final = "llm_engine"
+"""The model that knows the LoRA adapters; only orders about these are sent to it."""
+ADAPTER_ORDER: Final = "lora_order"
+ADAPTER_LIST: Final = "lora_adapters"
+"""What such an order is called, and its answer; both are JSON in a string."""
 
 LISTS: Final = frozenset({"input_ids", "stop", "stop_words", "stop_token_ids", "bad_words"})
 """Inputs of any number of elements."""

@@ -168,6 +168,8 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["minisgl"] = "minisgl"
+    root: str = Field(description="the base model's name, or the folder of a LoRA adapter")
+    parent: str | None = Field(description="the base model of a LoRA adapter")
     max_model_len: int | None = Field(
         description="tokens of a prompt and its answer; null while the engine does not answer"
     )

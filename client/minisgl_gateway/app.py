@@ -15,10 +15,11 @@ from fastapi.routing import APIRoute
 from minisgl_client.client import AsyncClient
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from minisgl_gateway import answer_schema as schema
+from minisgl_gateway.adapters import Adapters, LoadAdapterRequest, UnloadAdapterRequest
 from minisgl_gateway.description import answer_of, body_of, describe, page_of
 from minisgl_gateway.errors import ApiError, error_response, internal, shown
 from minisgl_gateway.gate import (
@@ -68,8 +69,9 @@ _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
     """A gateway as an ASGI application; it connects to Triton when it is first asked."""
     engine = AsyncClient(options.triton, protocol="grpc", model=options.model, retries=0)
-    lookups = Lookups(options, engine)
-    service = Service(options, engine, lookups, telemetry)
+    adapters = Adapters(options, engine)
+    lookups = Lookups(options, engine, adapters)
+    service = Service(options, engine, lookups, adapters, telemetry)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -96,12 +98,13 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
     _add_messages(app, MessagesRoutes(service, lookups))
     _add_retrieval(app, RetrievalRoutes(service, lookups))
     _add_probes(app, service, lookups)
+    _add_adapters(app, adapters)
     _add_page(app)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
     describe(app)
-    gate = Gate(app, options, Keys(options.api_keys, options.cors_origins), telemetry)
+    gate = Gate(app, options, _keys(options), telemetry)
     if not options.cors_origins:
         return gate
     return CORSMiddleware(
@@ -111,6 +114,12 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
         allow_headers=("*",),  # OpenAI's client for browsers sends a dozen of its own
         expose_headers=(REQUEST_ID, ANTHROPIC_REQUEST_ID, WITHOUT_EFFECT, "Retry-After"),
     )
+
+
+def _keys(options: GatewayOptions) -> Keys:
+    """Those of callers; an operator is one, too."""
+    own = (*options.api_keys, *options.admin_keys) if options.api_keys else ()
+    return Keys(own, options.cors_origins)
 
 
 def _add_api(app: FastAPI, service: Service, telemetry: Telemetry) -> None:
@@ -189,6 +198,22 @@ def _add_probes(app: FastAPI, service: Service, lookups: Lookups) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return HTMLResponse(page_of(app.openapi()), headers=_PAGE_HEADERS)
+
+
+def _add_adapters(app: FastAPI, adapters: Adapters) -> None:
+    """LoRA adapters by vLLM's names."""
+    app.post(
+        "/v1/load_lora_adapter",
+        response_class=PlainTextResponse,
+        responses={403: {"model": schema.ErrorAnswer}},
+        openapi_extra=body_of(LoadAdapterRequest),
+    )(adapters.load)
+    app.post(
+        "/v1/unload_lora_adapter",
+        response_class=PlainTextResponse,
+        responses={403: {"model": schema.ErrorAnswer}},
+        openapi_extra=body_of(UnloadAdapterRequest),
+    )(adapters.unload)
 
 
 def _add_page(app: FastAPI) -> None:

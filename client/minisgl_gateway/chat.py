@@ -64,13 +64,15 @@ class Policy:
 
     ``chat_tokens`` is the ``max_tokens`` of a chat that does not say. With ``shortens``, one that
     the context has no room for is lowered instead of refused. ``salt`` keeps the prefixes of one
-    key apart from those of others.
+    key apart from those of others. ``adapter`` is the LoRA adapter that the request's model stands
+    for.
     """
 
     timeout_s: float
     chat_tokens: int
     shortens: bool = False
     salt: str = ""
+    adapter: str | None = None
 
 
 class Rendering(NamedTuple):
@@ -336,7 +338,9 @@ def shared_parameters(
     is_bounded = max_tokens is not None and max_tokens != NO_LIMIT
     if max_tokens is None:
         max_tokens = default_tokens
+    adapter = Parameters() if policy.adapter is None else Parameters(lora_name=policy.adapter)
     return Parameters(
+        **adapter,
         max_tokens=_MOST_TOKENS if max_tokens == NO_LIMIT else max_tokens,
         fit_max_tokens=policy.shortens or not is_bounded,
         cache_salt=common_salt(policy.salt, cache_salt),

@@ -71,6 +71,11 @@ _SECONDS: Final = _Seconds(min=0.1, max=86_400)
     help="one key a line; # begins a comment",
 )
 @click.option(
+    "--admin-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="the same for keys that may also load and unload LoRA adapters",
+)
+@click.option(
     "--default-max-tokens",
     type=_POSITIVE,
     default=_DEFAULTS.default_max_tokens,
@@ -159,6 +164,7 @@ def gateway(
     model_name: str | None,
     api_keys: tuple[str, ...],
     api_key_file: Path | None,
+    admin_key_file: Path | None,
     default_max_tokens: int,
     shorten_max_tokens: bool,
     tool_dialect: str,
@@ -183,6 +189,7 @@ def gateway(
         model=model,
         model_name=model_name or model,
         api_keys=keys,
+        admin_keys=_keys_of((), None, admin_key_file),
         cors_origins=cors_origins,
         default_max_tokens=default_max_tokens,
         shorten_max_tokens=shorten_max_tokens,

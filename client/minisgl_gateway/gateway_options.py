@@ -10,7 +10,8 @@ from minisgl_gateway.tool_dialects import DialectName
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
     """``model`` is the ensemble in Triton, ``model_name`` what callers call it. Limits are those of
-    one gateway; a request counts once for each of its answers.
+    one gateway; a request counts once for each of its answers. ``admin_keys`` are API keys, too,
+    and only they may load and unload LoRA adapters.
 
     With ``shorten_max_tokens`` a ``max_tokens`` that the context has no room for is lowered instead
     of refused. ``cors_origins`` are the origins whose web pages may ask and read the answers, "*"
@@ -30,6 +31,7 @@ class GatewayOptions:
     model: str = "minisgl"
     model_name: str = "minisgl"
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     default_max_tokens: int = 1024
     shorten_max_tokens: bool = False

@@ -20,11 +20,12 @@ from minisgl_client.client import AsyncClient
 from minisgl_client.errors import InvalidArgument, MinisglError
 
 from minisgl_gateway import answer_schema as schema
+from minisgl_gateway.adapters import Adapters
 from minisgl_gateway.answers import Echo
 from minisgl_gateway.body import received
 from minisgl_gateway.chat import Chat, Generation, Template
 from minisgl_gateway.conversion import lookup_of
-from minisgl_gateway.errors import ApiError, api_error, deadline_passed, shown
+from minisgl_gateway.errors import api_error, deadline_passed
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.schema import DetokenizeRequest, TokenizeRequest
 
@@ -48,8 +49,9 @@ class _Format:
 class Lookups:
     """The lookups of one gateway."""
 
-    def __init__(self, options: GatewayOptions, engine: AsyncClient) -> None:
+    def __init__(self, options: GatewayOptions, engine: AsyncClient, adapters: Adapters) -> None:
         self._options = options
+        self._adapters = adapters
         self._engine = engine
         self._started = int(time.time())
         self._asking = asyncio.Lock()
@@ -59,23 +61,28 @@ class Lookups:
         """By what decides them, those asked for last at the end."""
 
     async def models(self) -> schema.ModelList:
-        """GET /v1/models."""
-        model = schema.Model(
-            id=self._options.model_name,
-            created=self._started,
-            max_model_len=await self._max_model_len(),
+        """GET /v1/models: the base model, and each LoRA adapter with it as the parent."""
+        base, most = self._options.model_name, await self._max_model_len()
+        adapters = await self._adapters.known()
+        models = [(base, base, None), *((name, path, base) for name, path in adapters.items())]
+        return schema.ModelList(
+            data=[
+                schema.Model(
+                    id=name, created=self._started, root=root, parent=parent, max_model_len=most
+                )
+                for name, root, parent in models
+            ]
         )
-        return schema.ModelList(data=[model])
 
     async def model(self, name: str) -> schema.Model:
         """GET /v1/models/{name}; raises ``ApiError`` 404."""
-        self.check_model(name)
-        return (await self.models()).data[0]
+        await self._adapters.of_model(name)
+        return next(model for model in (await self.models()).data if model.id == name)
 
     async def tokenize(self, http: Request) -> schema.Tokenized:
         """POST /tokenize; raises ``ApiError``."""
         request = await received(TokenizeRequest, http)
-        self.check_model(request.model)
+        await self._adapters.of_model(request.model)
         asked, fields = lookup_of(request), TokenizeRequest.model_fields
         if isinstance(asked, Chat):
             tokens = await self.chat_tokens(http, asked, fields)
@@ -91,7 +98,7 @@ class Lookups:
     async def detokenize(self, http: Request) -> schema.Detokenized:
         """POST /detokenize; raises ``ApiError``."""
         request = await received(DetokenizeRequest, http)
-        self.check_model(request.model)
+        await self._adapters.of_model(request.model)
         if not request.tokens:
             return schema.Detokenized(prompt="")
         given = {"input_ids": request.tokens}
@@ -186,16 +193,6 @@ class Lookups:
         if not scored or not ids:
             return Echo(text)
         return Echo(text, (await self._engine.tokenize(input_ids=ids[:1], **given)).text)
-
-    def check_model(self, name: str | None) -> None:
-        """Raises ``ApiError`` 404; None is whichever model there is."""
-        if name not in (None, self._options.model_name):
-            raise ApiError(
-                404,
-                f"the model {shown(name)} does not exist",
-                code="model_not_found",
-                param="model",
-            )
 
     async def _tokens(
         self, http: Request, given: Mapping[str, Any], fields: Container[str]

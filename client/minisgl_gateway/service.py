@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl_gateway import answer_schema as schema
+from minisgl_gateway.adapters import Adapters
 from minisgl_gateway.admission import Admission
 from minisgl_gateway.answers import Counts, Echo
 from minisgl_gateway.body import received
@@ -113,9 +114,11 @@ class Service:
         options: GatewayOptions,
         engine: AsyncClient,
         lookups: Lookups,
+        adapters: Adapters,
         telemetry: Telemetry,
     ) -> None:
         self._options = options
+        self._adapters = adapters
         self._engine = engine
         self._lookups = lookups
         self._telemetry = telemetry
@@ -176,7 +179,7 @@ class Service:
     async def received(self, kind: type[_Request], http: Request) -> _Request:
         """The request that a caller sends; raises ``ApiError``, also for another ``model``."""
         request = await received(kind, http)
-        self._lookups.check_model(request.model)
+        http.scope["state"]["adapter"] = await self._adapters.of_model(request.model)
         return request
 
     async def answer(self, http: Request, chat: Chat, renderer: Renderer) -> Response:
@@ -240,6 +243,7 @@ class Service:
             self._options.default_max_tokens,
             self._options.shorten_max_tokens,
             state["caller"].salt,
+            state["adapter"],
         )
 
     async def _echoes(

@@ -16,9 +16,15 @@ import click
 
 from minisgl_backend.cli.options import Refused, engine_options, refusing, tritonserver_option
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import EngineFailure
+from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
-from minisgl_backend.precheck import check_meeting_point, check_options, checked_spec, device_type
+from minisgl_backend.precheck import (
+    adapter_paths,
+    check_meeting_point,
+    check_options,
+    checked_spec,
+    device_type,
+)
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.launch import ServerOptions, numeric, raise_descriptor_limit
@@ -36,6 +42,13 @@ _PORT = click.IntRange(0, 65535)
 
 @click.command()
 @engine_options
+@click.option(
+    "--lora-module",
+    "lora_modules_more",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="one more adapter beside those of --lora-modules; may be given again",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
 @click.option("--http-port", default=8000, type=_PORT, show_default=True, help="0 picks a free one")
 @click.option("--grpc-port", default=8001, type=_PORT, show_default=True, help="0 picks a free one")
@@ -60,6 +73,7 @@ _PORT = click.IntRange(0, 65535)
 )
 def serve(
     options: EngineOptions,
+    lora_modules_more: tuple[str, ...],
     host: str,
     http_port: int,
     grpc_port: int,
@@ -97,7 +111,7 @@ def serve(
         )
     with refusing():
         installation = find_installation(tritonserver)
-        options = checked(options)
+        options = checked(with_modules(options, lora_modules_more))
         raise_descriptor_limit()
 
     def start(server_options: ServerOptions) -> TritonServer:
@@ -129,6 +143,16 @@ def serve(
         health.close()
 
 
+def with_modules(options: EngineOptions, modules: Sequence[str]) -> EngineOptions:
+    """The options with more adapters, each as NAME=PATH. Raises ``ConfigError``."""
+    for module in modules:
+        name, _, path = module.partition("=")
+        if not (name.strip() and path.strip()) or "," in module:
+            raise ConfigError(f"--lora-module must be NAME=PATH without commas, got {module!r}")
+    before = [] if options.lora_modules is None else [options.lora_modules]
+    return replace(options, lora_modules=",".join([*before, *modules]) or None)
+
+
 def checked(options: EngineOptions) -> EngineOptions:
     """The options, ``located``; ``ConfigError`` if the engine could not start with them."""
     device = device_type(options)
@@ -141,14 +165,21 @@ def checked(options: EngineOptions) -> EngineOptions:
 
 
 def located(options: EngineOptions) -> EngineOptions:
-    """The options with absolute folders; models given by id are downloaded.
+    """The options with absolute paths; models given by id are downloaded.
 
     The server runs in another folder, and a download here shows its progress to the operator.
     """
     source = options.model_source
     model = str(resolve_model(options.model, source).resolve())
     tokenizer = options.tokenizer and str(resolve_tokenizer(options.tokenizer, source).resolve())
-    return replace(options, model=model, tokenizer=tokenizer)
+    modules = adapter_paths(replace(options, multi_lora=None))
+    return replace(
+        options,
+        model=model,
+        tokenizer=tokenizer,
+        lora_modules=",".join(f"{n}={Path(path).resolve()}" for n, path in modules.items()) or None,
+        multi_lora=options.multi_lora and str(Path(options.multi_lora).resolve()),
+    )
 
 
 def options_as_text(options: EngineOptions) -> dict[str, str]:

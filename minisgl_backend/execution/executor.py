@@ -24,6 +24,7 @@ from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
 from minisgl_backend.config import Limits
 from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
+from minisgl_backend.execution.adapters import AdapterStore, RowAdapters
 from minisgl_backend.execution.chunk_graphs import ChunkGraphs
 from minisgl_backend.execution.decode_graphs import DecodeGraphs
 from minisgl_backend.execution.embeddings import Embeddings, PromptEmbedder
@@ -37,6 +38,7 @@ from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
+from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import NO_SNAPSHOT, Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
@@ -85,14 +87,28 @@ class ModelExecutor:
         attention: PagedAttention,
         device: Device,
         limits: ExecutorLimits,
+        adapter_slots: AdapterSlots | None = None,
+        adapter_store: AdapterStore | None = None,
         watch_logits: WatchLogits | None = None,
         progress: Progress = unseen,
     ):
-        """``states``, if the model has recurrent layers. Raises ``ConfigError`` if the remaining
-        memory cannot hold both the graphs and a step of ``max_prefill_tokens``."""
+        """``states``, if the model has recurrent layers; ``adapter_slots``, if it takes adapters;
+        ``adapter_store`` is rank 0's.
+
+        Raises ``ConfigError`` if the remaining memory cannot hold both the graphs and a step of
+        ``max_prefill_tokens``."""
         self.device = device
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
+        self._adapters: RowAdapters | None = None
+        if adapter_slots is not None:
+            self._adapters = RowAdapters(
+                adapter_slots,
+                device,
+                model.group,
+                num_rows=limits.max_rows + 1,
+                store=adapter_store,
+            )
         self._model = model
         self._storage = storage
         self._states = states
@@ -115,11 +131,12 @@ class ModelExecutor:
         if self._unmasked is not None and self._unmasked.waits:
             raise InvariantError("a step is launched while the one before it waits for masks")
         self._unmasked = None
+        loaded = [] if self._adapters is None else self._adapters.held(plan)
         if len(plan.masked_rows):
-            step = MaskedStep(lambda: self._begin(plan), self._sampler, self._submit)
+            step = MaskedStep(lambda: self._begin(plan, loaded), self._sampler, self._submit)
             self._unmasked = step
             return step
-        return LaunchedStep(self._submit(lambda: self._begin(plan)()))
+        return LaunchedStep(self._submit(lambda: self._begin(plan, loaded)()))
 
     def renew(self) -> None:
         """Run steps again after one that broke; ``ranks`` calls it, on all ranks together."""
@@ -151,7 +168,9 @@ class ModelExecutor:
             dummy_page=storage.dummy_page,
             vocab_size=model.spec.vocab_size,
         )
-        self._forward = ForwardPass(model, self.rows, self._attention, device, self._states)
+        self._forward = ForwardPass(
+            model, self.rows, self._attention, device, self._states, self._adapters
+        )
         self._sampler = Sampler(self.rows.table, device, model.group)
         self._scorer = PromptScorer(
             model,
@@ -185,13 +204,16 @@ class ModelExecutor:
 
         return self.device.submit(run)
 
-    def _begin(self, plan: StepPlan) -> Callable[[], HostOutput]:
+    def _begin(self, plan: StepPlan, loaded: list[Tensor]) -> Callable[[], HostOutput]:
         """Queue a step up to its logits; what is returned queues the rest, before any other step.
 
-        If no row waits for a mask, all of a captured step is queued by the second part.
+        ``loaded`` are the adapters that it loads, on rank 0. If no row waits for a mask, all of a
+        captured step is queued by the second part.
         """
         if len(plan.broken_pages):
             self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
+        if self._adapters is not None:
+            self._adapters.take(plan, loaded)
         if len(plan.copy_sources):
             self._storage.copy(*self.device.upload(_copied_slots(plan, self._storage.page_size)))
         if plan.admissions:
@@ -202,11 +224,12 @@ class ModelExecutor:
         grants = plan.grant_rows, plan.grant_indices, plan.grant_pages
         num_decodes, num_grants = len(plan.decode_rows), len(plan.grant_rows)
         is_decode = num_decodes > 0 and not len(plan.prefill_rows)
-        if is_decode and self.graphs and self.graphs.fits(num_decodes, num_grants):
+        graphs = None if self._are_adapted(plan.decode_rows) else self.graphs
+        if is_decode and graphs and graphs.fits(num_decodes, num_grants):
             inputs = (plan.decode_rows, plan.decode_positions, np.stack(grants))
             if len(plan.masked_rows):
-                return partial(self._finish, plan, self.graphs.begin(*inputs))
-            return partial(self._finish, plan, partial(self.graphs.replay, *inputs))
+                return partial(self._finish, plan, graphs.begin(*inputs))
+            return partial(self._finish, plan, partial(graphs.replay, *inputs))
         self.rows.grant(*grants)
         batch = FlatBatch.of(plan)
         hidden = self._layers(batch, plan.prefill_tokens)
@@ -237,6 +260,10 @@ class ModelExecutor:
             None if embedded is None else embedded.download(self.device),
         )
 
+    def _are_adapted(self, rows: IntArray | HostArray) -> bool:
+        """Whether any of these rows has an adapter. Such steps are not captured."""
+        return self._adapters is not None and self._adapters.have_any(rows)
+
     def _decode_forward(self, inputs: StepInputs, batch_size: int) -> StepLogits:
         """A decode step of the first ``batch_size`` rows of ``inputs``, to be captured."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
@@ -247,8 +274,9 @@ class ModelExecutor:
     def _layers(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
         """The residual stream after the layers, [num_tokens, hidden_size]; rows of padding may
         follow."""
-        if self.chunk_graphs is not None and self.chunk_graphs.fits(batch):
-            return self.chunk_graphs.replay(batch, prefill_tokens)
+        graphs = None if self._are_adapted(batch.rows) else self.chunk_graphs
+        if graphs is not None and graphs.fits(batch):
+            return graphs.replay(batch, prefill_tokens)
         return self._forward.over_batch(batch, prefill_tokens)
 
     def _logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minisgl_backend.attention.base import Chunks, DecodeRows, PagedAttention
 from minisgl_backend.device.base import Device
+from minisgl_backend.execution.adapters import RowAdapters
 from minisgl_backend.execution.chunk_graphs import LAST_TOKEN, ChunkInputs
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
@@ -34,9 +35,11 @@ class ForwardPass:
         attention: PagedAttention,
         device: Device,
         states: StateStorage | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
         """``states``, if the model has recurrent layers."""
         self._model = model
+        self._adapters = adapters
         self._rows = rows
         self._attention = attention
         self._device = device
@@ -78,7 +81,8 @@ class ForwardPass:
         recurrent = None
         if self._states is not None:
             recurrent = self._states.of_batch(batch, token_rows[:num_decodes])
-        hidden: Tensor = self._model(tokens, positions, slots, attend, recurrent)
+        adapted = None if self._adapters is None else self._adapters.of_tokens(batch.rows)
+        hidden: Tensor = self._model(tokens, positions, slots, attend, recurrent, adapted)
         return hidden
 
     def over_chunks(self, inputs: ChunkInputs) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.moe import (
     Choices,
     ExpertWeights,
@@ -160,20 +161,27 @@ class ExpertsMLP(nn.Module):
         self._is_invariant = True
 
     def forward(
-        self, residual: Tensor, x: Normed, norm: RMSNorm, *, pdl: bool
+        self,
+        residual: Tensor,
+        x: Normed,
+        norm: RMSNorm,
+        *,
+        pdl: bool,
+        adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
-        part = self.part(x.normalized(pdl=pdl), pdl=pdl)
+        part = self.part(x.normalized(pdl=pdl), pdl=pdl, adapted=adapted)
         return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
 
-    def part(self, x: Tensor, *, pdl: bool) -> Tensor:
-        """This rank's part of the sum over the ranks, [num_tokens, hidden_size]."""
+    def part(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+        """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Of adapters, only
+        the MLP that all tokens take has any."""
         choices = self._held(self.router(x))
         if self.fused:
             part = fused_experts(x, self.weights, choices, invariant=self._is_invariant)
         else:
             part = fused_experts_reference(x, self.weights, choices)
         if self.shared is not None:
-            of_shared = self.shared.part(Normed(x), pdl=pdl)
+            of_shared = self.shared.part(Normed(x), pdl=pdl, adapted=adapted)
             if self.shared_gate is not None:
                 of_shared = of_shared * F.linear(x, self.shared_gate).sigmoid()
             part = part + of_shared

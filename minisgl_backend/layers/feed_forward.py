@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from minisgl_backend.kernels.activation import gelu_mul
+from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -21,10 +22,17 @@ class FeedForward(Protocol):
     """One kind of this part."""
 
     def __call__(
-        self, residual: Tensor, x: Normed, norm: RMSNorm, *, pdl: bool
+        self,
+        residual: Tensor,
+        x: Normed,
+        norm: RMSNorm,
+        *,
+        pdl: bool,
+        adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
         """The residual stream [num_tokens, hidden_size] after this part of the layer, and under
         ``norm``. ``x`` is its input under the layer's second norm; ``residual`` may be overwritten.
+        ``adapted``: the tokens by adapter, if any has one.
         """
 
 
@@ -66,20 +74,29 @@ class GatedMLP(nn.Module):
         self.down_proj.use_tensor_cores(kernels)
 
     def forward(
-        self, residual: Tensor, x: Normed, norm: RMSNorm, *, pdl: bool
+        self,
+        residual: Tensor,
+        x: Normed,
+        norm: RMSNorm,
+        *,
+        pdl: bool,
+        adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
-        return self.down_proj.add_to(residual, self._inner(x, pdl), norm, pdl=pdl)
+        return self.down_proj.add_to(
+            residual, self._inner(x, pdl, adapted), norm, pdl=pdl, adapted=adapted
+        )
 
-    def output(self, x: Normed, *, pdl: bool) -> Tensor:
+    def output(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it before."""
-        output: Tensor = self.down_proj(self._inner(x, pdl), pdl=pdl)
+        inner = self._inner(x, pdl, adapted)
+        output: Tensor = self.down_proj(inner, pdl=pdl, adapted=adapted)
         return output
 
-    def part(self, x: Normed, *, pdl: bool) -> Tensor:
+    def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """This rank's part of ``output``, to be summed over the ranks by the caller."""
-        return self.down_proj.part(self._inner(x, pdl), pdl=pdl)
+        return self.down_proj.part(self._inner(x, pdl, adapted), pdl=pdl, adapted=adapted)
 
-    def _inner(self, x: Normed, pdl: bool) -> Tensor:
+    def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Tensor:
         """[num_tokens, this rank's part of intermediate_size]"""
-        inner: Tensor = self.gate_up_proj(x, pdl=pdl)
+        inner: Tensor = self.gate_up_proj(x, pdl=pdl, adapted=adapted)
         return gelu_mul(inner, pdl=pdl) if self.gelu else inner

@@ -8,13 +8,16 @@ which knows how its weight is stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from minisgl_backend.kernels.activation import silu_mul
+from minisgl_backend.kernels.adapters import AdaptedTokens, add_adapter_delta
 from minisgl_backend.layers.matrix import DenseMatrix
-from minisgl_backend.layers.norm import Normed, RMSNorm
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, WeightPlace, even_share
 from minisgl_backend.parallel.group import Group
@@ -23,12 +26,30 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.cuda.linear import TensorCores
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterMemory:
+    """This rank's part of the adapters of one matrix, in slots: ``a`` and ``b`` as
+    ``kernels.adapters`` has them, the ``widths`` in the order of the matrix's parts."""
+
+    a: Tensor
+    b: Tensor
+    widths: tuple[int, ...]
+
+    def add_to(self, out: Tensor, x: Tensor, adapted: AdaptedTokens) -> None:
+        """Add to ``out`` [num_tokens, sum of widths] what the adapters make of ``x`` [num_tokens,
+        this rank's inputs]."""
+        add_adapter_delta(out, x, self.a, self.b, adapted, widths=self.widths)
+
+
 class MergedColumnLinear(nn.Module):
     """Several projections of the same input as one GEMM, each of them split over the ranks.
 
     ``parts`` maps the checkpoint's name of each projection to this rank's share of its outputs. Two
-    parts may be ``gated``: then the result is silu(first) * second.
+    parts may be ``gated``: then the result is silu(first) * second. ``adapters`` is there if
+    requests may have LoRA adapters.
     """
+
+    adapters: AdapterMemory | None = None
 
     def __init__(
         self,
@@ -53,10 +74,16 @@ class MergedColumnLinear(nn.Module):
         assert isinstance(self.matrix, DenseMatrix)
         self.matrix.use_tensor_cores(kernels, gated=self.gated)
 
-    def forward(self, x: Normed, *, pdl: bool) -> Tensor:
+    def forward(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts;
-        if ``gated``, [num_tokens, share]."""
-        return self.matrix.gemm(x, bias=self.bias, gated=self.gated, pdl=pdl)
+        if ``gated``, [num_tokens, share]. ``adapted``: the tokens by adapter, if any has one."""
+        if adapted is None:
+            return self.matrix.gemm(x, bias=self.bias, gated=self.gated, pdl=pdl)
+        assert self.adapters is not None
+        rows = x.normalized(pdl=pdl)
+        y = self.matrix.plain_gemm(rows, bias=self.bias)
+        self.adapters.add_to(y, rows, adapted)
+        return silu_mul(y, pdl=pdl) if self.gated else y
 
     def places(self) -> Iterator[tuple[str, Place]]:
         for part, share in self.matrix.parts.items():
@@ -69,6 +96,8 @@ class MergedColumnLinear(nn.Module):
 
 class RowLinear(nn.Module):
     """A projection onto the residual stream, whose inputs are split over the ranks."""
+
+    adapters: AdapterMemory | None = None
 
     def __init__(
         self,
@@ -93,23 +122,38 @@ class RowLinear(nn.Module):
         self.matrix.use_tensor_cores(kernels, adds=self.group.size == 1)
 
     def add_to(
-        self, residual: Tensor, x: Tensor, norm: RMSNorm, *, pdl: bool
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: RMSNorm,
+        *,
+        pdl: bool,
+        adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
         """The residual stream [num_tokens, out_features] with the projection of ``x`` added, and
         under ``norm``.
 
-        ``x`` [num_tokens, this rank's share]; ``residual`` may be overwritten.
+        ``x`` [num_tokens, this rank's share]; ``residual`` may be overwritten. ``adapted``: the
+        tokens by adapter, if any has one.
         """
+        if adapted is not None:
+            part = self.part(x, pdl=pdl, adapted=adapted)
+            return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
         return self.matrix.add_gemm(residual, x, norm, bias=self.bias, group=self.group, pdl=pdl)
 
-    def forward(self, x: Tensor, *, pdl: bool) -> Tensor:
+    def forward(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """The projection itself, summed over the ranks, [num_tokens, out_features]."""
-        return self.group.all_reduce(self.part(x, pdl=pdl))
+        return self.group.all_reduce(self.part(x, pdl=pdl, adapted=adapted))
 
-    def part(self, x: Tensor, *, pdl: bool) -> Tensor:
+    def part(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """This rank's part of that sum."""
-        bias = self.bias if self.group.rank == 0 else None
-        return self.matrix.gemm(Normed(x), bias=bias, pdl=pdl)
+        bias = self.bias if self.group.rank == 0 else None  # in the sum over the ranks once
+        if adapted is None:
+            return self.matrix.gemm(Normed(x), bias=bias, pdl=pdl)
+        assert self.adapters is not None
+        part = self.matrix.plain_gemm(x, bias=bias)
+        self.adapters.add_to(part, x, adapted)
+        return part
 
     def places(self) -> Iterator[tuple[str, Place]]:
         (name,) = self.matrix.parts

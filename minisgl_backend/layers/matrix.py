@@ -71,6 +71,11 @@ class Matrix(nn.Module, ABC):
         ``out``, of the result's shape, takes it if that saves memory; not with a bias or a gate.
         """
 
+    def plain_gemm(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
+        """x W^T + bias with nothing fused, [num_tokens, out_features], for layers that add to it;
+        ``x`` [num_tokens, in_features] is normalized."""
+        return self.gemm(Normed(x), bias=bias)
+
     @abstractmethod
     def place(self, part: str) -> Place:
         """Where the checkpoint's weight of one of the ``parts`` goes."""
@@ -211,6 +216,11 @@ class DenseMatrix(Matrix):
         else:
             y = packed_linear(rows, self._packed, bias)
         return silu_mul(y, pdl=pdl) if gated else y
+
+    def plain_gemm(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
+        if self._packed is None:
+            return F.linear(x, self.weight, bias)
+        return packed_linear(x, self._packed, bias)
 
     def add_gemm(
         self,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.dispatch import can_start_early
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
 from minisgl_backend.kernels.rope_store import TokenPlaces
@@ -89,7 +90,7 @@ class DecoderLayer(nn.Module):
         feed_forward: FeedForward = self.mlp
         assert next_norm is not None  # all layers of a model are of one kind
         residual, x = self.mixer(residual, x, self.post_attention_layernorm, step)
-        return feed_forward(residual, x, next_norm, pdl=step.pdl)
+        return feed_forward(residual, x, next_norm, pdl=step.pdl, adapted=step.adapted)
 
 
 class PostNormLayer(nn.Module):
@@ -128,7 +129,8 @@ class PostNormLayer(nn.Module):
     ) -> tuple[Tensor, Normed]:
         part, after = self.self_attn.output(x, step), self.post_attention_layernorm
         x = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
-        part, after = self.mlp.output(x, pdl=step.pdl), self.post_feedforward_layernorm
+        part = self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
+        after = self.post_feedforward_layernorm
         return residual, add_normed(residual, part, after, next_norm, pdl=step.pdl)
 
 
@@ -283,11 +285,13 @@ class Decoder(nn.Module):
         slots: Tensor,
         attend: Attend,
         recurrent: RecurrentRows | None = None,
+        adapted: AdaptedTokens | None = None,
     ) -> Tensor:
         """The residual stream after the last layer, [num_tokens, hidden_size], not normalized.
 
         ``tokens``, ``positions`` and ``slots`` are int32 or int64 [num_tokens]. ``recurrent`` is
-        needed if a layer has recurrent states.
+        needed if a layer has recurrent states. ``adapted``: the tokens by adapter, if any has one;
+        then there must be memory for adapters.
         """
         spec = self.spec
         residual: Tensor = self.model.embed_tokens(tokens)  # [num_tokens, hidden_size]
@@ -296,7 +300,7 @@ class Decoder(nn.Module):
         layer_inputs: Tensor | None = None
         if self.model.layer_inputs is not None:
             layer_inputs = self.model.layer_inputs(tokens, residual)
-        layers, pdl = self.layers, self._starts_early(len(tokens))
+        layers, pdl = self.layers, adapted is None and self._starts_early(len(tokens))
         query_scale: Tensor | None = None
         if self._query_scales is not None:
             query_scale = self._query_scales[positions, None, None].to(residual.dtype)
@@ -307,6 +311,7 @@ class Decoder(nn.Module):
                 pdl,
                 query_scale,
                 recurrent,
+                adapted,
                 layer_inputs,
             )
             for table in self._rotary_tables

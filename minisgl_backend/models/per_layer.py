@@ -75,7 +75,8 @@ class Gemma4Layer(nn.Module):
         """``x`` is ``residual`` under this layer's norm; so is the result under the next one's."""
         part, after = self.self_attn.output(x, step), self.post_attention_layernorm
         x = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
-        part, after = self.mlp.output(x, pdl=step.pdl), self.post_feedforward_layernorm
+        part = self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
+        after = self.post_feedforward_layernorm
         add_normed(residual, part, after, None, pdl=step.pdl)
         if self.has_inputs:
             assert step.layer_inputs is not None

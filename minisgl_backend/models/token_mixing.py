@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
+from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store, rotated_queries
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import DenseMatrix
@@ -73,8 +74,8 @@ class StepContext:
     ``places``: positions of the tokens, and slots of their keys and values. ``pdl``: kernels may
     start before their predecessors have ended (``kernels``). ``query_scale`` [num_tokens, 1, 1]
     multiplies the rotated queries, in their type, if it is given. ``recurrent`` is None if no layer
-    has recurrent states. ``layer_inputs`` [num_tokens, num_layers, size] are what layers read
-    beside the residual stream, if they do.
+    has recurrent states. ``adapted``: the tokens by adapter, if any has one. ``layer_inputs``
+    [num_tokens, num_layers, size] are what layers read beside the residual stream, if they do.
 
     Layers that rotate in different ways have one each.
     """
@@ -84,6 +85,7 @@ class StepContext:
     pdl: bool
     query_scale: Tensor | None = None
     recurrent: RecurrentRows | None = None
+    adapted: AdaptedTokens | None = None
     layer_inputs: Tensor | None = None
 
 
@@ -165,11 +167,12 @@ class SelfAttention(nn.Module):
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Normed]:
-        return self.o_proj.add_to(residual, self._attended(x, step), norm, pdl=step.pdl)
+        attended = self._attended(x, step)
+        return self.o_proj.add_to(residual, attended, norm, pdl=step.pdl, adapted=step.adapted)
 
     def output(self, x: Normed, step: StepContext) -> Tensor:
         """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it before."""
-        output: Tensor = self.o_proj(self._attended(x, step), pdl=step.pdl)
+        output: Tensor = self.o_proj(self._attended(x, step), pdl=step.pdl, adapted=step.adapted)
         return output
 
     def _attended(self, x: Normed, step: StepContext) -> Tensor:
@@ -195,7 +198,7 @@ class SelfAttention(nn.Module):
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
         head_norm = norm if isinstance(norm, HeadNorm) else None
         places = step.places
-        if kernel is not None and len(x.x) <= kernel.most_tokens:
+        if kernel is not None and step.adapted is None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
             assert isinstance(self.qkv_proj.matrix, DenseMatrix)
             rows, squares = x.unscaled(pdl=step.pdl)
@@ -217,7 +220,7 @@ class SelfAttention(nn.Module):
                 pdl=step.pdl,
             )
             return q, None
-        qkv, gate = self.qkv_proj(x, pdl=step.pdl), None
+        qkv, gate = self.qkv_proj(x, pdl=step.pdl, adapted=step.adapted), None
         if not self.has_own_kv:
             weights = None if head_norm is None else head_norm.weight
             return rotated_queries(qkv, places, self.num_heads, weights, self.eps), None

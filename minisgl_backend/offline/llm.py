@@ -115,6 +115,19 @@ class LLM:
         """
         return self._outputs(self._call(prompts, params, stream=True))
 
+    def adapters(self) -> list[str]:
+        """The names of the LoRA adapters that ``lora_name`` may be."""
+        return list(self._engine.adapters.known()) if self._engine.takes_adapters else []
+
+    def load_adapter(self, name: str, path: Path | str) -> None:
+        """Let requests name the adapter in the folder ``path``. Raises ``InvalidRequest`` with the
+        tensor or field that does not fit, and ``Unsupported`` without the option enable_lora."""
+        self._engine.adapters.load(name, str(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it go on. Errors are those of ``load_adapter``."""
+        self._engine.adapters.unload(name)
+
     def embed(
         self, prompts: Prompt | Sequence[Prompt], params: Params | None = None
     ) -> list[FloatArray]:
@@ -211,6 +224,7 @@ class LLM:
             priority=generation.priority,
             deadline_s=None if timeout_ms is None else arrived_s + timeout_ms / 1000,
             cache_salt=generation.cache_salt,
+            adapter=self._engine.adapter(generation.lora_name, generation.lora_task_id),
         )
         self._engine.check(request, generation.best_of)
         if not generation.exclude_input_in_output:

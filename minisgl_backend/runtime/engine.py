@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded
+from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.request import (
+    Adapter,
     Failed,
     Finished,
     FinishReason,
@@ -30,6 +31,7 @@ from minisgl_backend.request import (
     SamplingParams,
     Sink,
 )
+from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.capacity import Capacity
 from minisgl_backend.runtime.loop import Abort, Fail, Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
@@ -90,9 +92,11 @@ class Engine:
         *,
         overlap: bool,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """``grammars`` is None if requests may bring none."""
+        """``grammars`` is None if requests may bring none, ``adapters`` if they may name none."""
         self.info = info
+        self._adapters = adapters
         self._capacity = Capacity(
             max_sequence_length=info.max_sequence_length,
             num_pages=info.num_pages,
@@ -114,6 +118,7 @@ class Engine:
             on_ended=self._forget,
             max_queue_time_s=info.max_queue_time_s,
             grammars=grammars,
+            adapters=adapters,
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -189,6 +194,26 @@ class Engine:
         """Count a request that was refused before it came to ``submit``."""
         self._recorder.request_rejected(reason)
 
+    @property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters that requests may name. Raises ``Unsupported`` if they may not."""
+        if self._adapters is None:
+            raise Unsupported("LoRA feature is not enabled.")
+        return self._adapters
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether requests may name adapters."""
+        return self._adapters is not None
+
+    def adapter(self, name: str | None, task_id: int | None) -> Adapter | None:
+        """The adapter that a request names, by its name or by its number in ``lora_task_ids``.
+
+        Raises ``Unsupported`` and ``InvalidRequest``."""
+        if name is not None:
+            return self.adapters.find(name)
+        return None if task_id is None else self.adapters.of_task(task_id)
+
     def count_cancelled(self) -> None:
         """Count a request that its caller cancelled before it came to ``submit``."""
         self._recorder.request_cancelled()
@@ -212,7 +237,16 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts at this moment, in constant time."""
-        return self._recorder.snapshot(self._loop.scheduler_stats, self._num_open)
+        scheduler = self._loop.scheduler_stats
+        stats = self._recorder.snapshot(scheduler, self._num_open)
+        if self._adapters is None:
+            return stats
+        asked_for, running = self._adapters.asked_for(), scheduler.running_adapters
+        return dataclasses.replace(
+            stats,
+            running_adapters=tuple(asked_for[one] for one in running if one in asked_for),
+            waiting_adapters=tuple(n for one, n in asked_for.items() if one not in running),
+        )
 
     def take_samples(self) -> Samples:
         """The observations for histograms since the last call."""

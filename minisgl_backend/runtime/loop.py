@@ -39,6 +39,7 @@ from minisgl_backend.errors import EngineFailure, InvariantError, MiniSGLError
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import Event, Failed, Finished, FinishReason, Request, RequestId
+from minisgl_backend.runtime.adapters import Adapters, Fetched
 from minisgl_backend.runtime.constraints import Compiled, Constraints, StepMasks
 from minisgl_backend.runtime.open_requests import OpenRequest, OpenRequests
 from minisgl_backend.runtime.ports import Executor, Scheduler
@@ -74,7 +75,7 @@ class Fail:
     error: EngineFailure
 
 
-Message: TypeAlias = OpenRequest | Compiled | Abort | Stop | Fail
+Message: TypeAlias = OpenRequest | Fetched | Compiled | Abort | Stop | Fail
 """What other threads put into the inbox: requests, and orders."""
 
 
@@ -116,6 +117,7 @@ class Loop:
         on_ended: Callable[[Request, bool], None],
         max_queue_time_s: float | None = None,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """``on_ended`` gets each request that has ended, and whether it had been admitted."""
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -132,6 +134,8 @@ class Loop:
             max_queue_time_s=max_queue_time_s,
         )
         self._constraints = Constraints(grammars)
+        self._adapters = adapters
+        self._fetching: set[RequestId] = set()
         self._stop: Stop | None = None
         self._flights: deque[_Flight] = deque()
         self._returning = Returning()
@@ -156,6 +160,8 @@ class Loop:
     def close(self) -> None:
         """Close the executor and free all that it holds on the device. Comes after ``run``."""
         self._constraints.close()
+        if self._adapters is not None:
+            self._adapters.close()
         self._executor.close()
         self._flights.clear()
         del self._executor
@@ -205,9 +211,10 @@ class Loop:
     # --- inbox -------------------------------------------------------------------------------
 
     def _drain_inbox(self, *, block: bool) -> bool:
-        """Take all messages; with ``block``, wait for the first, or for a while if a request whose
-        grammar is compiled may get late. False if one of them is a stop."""
-        patience_s = _PATIENCE_S if self._constraints.are_compiling else None
+        """Take all messages; with ``block``, wait for the first, or for a while if a request may
+        get late whose adapter is read or whose grammar is compiled. False if one is a stop."""
+        are_late = self._constraints.are_compiling or self._fetching
+        patience_s = _PATIENCE_S if are_late else None
         self.pulse.tick_s = time.monotonic()
         self.pulse.is_waiting = block
         try:
@@ -228,6 +235,8 @@ class Loop:
         elif isinstance(message, Abort):
             if message.request_id in self._open:
                 self._abort(message.request_id, message.event)
+        elif isinstance(message, Fetched):
+            self._take_fetched(message)
         elif isinstance(message, Compiled):
             self._take_compiled(message)
         else:
@@ -235,10 +244,32 @@ class Loop:
 
     def _add(self, entry: OpenRequest) -> None:
         self._open.add(entry)
-        if entry.request.sampling.grammar is None:
-            self._enter(entry.request.id)
+        request, adapters = entry.request, self._adapters
+        if (
+            adapters is None
+            or request.adapter is None
+            or adapters.hold(request.id, request.adapter, self.inbox.put)
+        ):
+            self._prepare(request)
         else:
-            self._constraints.compile(entry.request, self.inbox.put)
+            self._fetching.add(request.id)
+
+    def _take_fetched(self, message: Fetched) -> None:
+        request_id = message.request_id
+        if request_id not in self._open:
+            return
+        self._fetching.discard(request_id)
+        if message.error is None:
+            self._prepare(self._open[request_id].request)
+        else:
+            self._end(request_id, Failed(message.error))
+
+    def _prepare(self, request: Request) -> None:
+        """Go on with a request that has its adapter, if it needs one."""
+        if request.sampling.grammar is None:
+            self._enter(request.id)
+        else:
+            self._constraints.compile(request, self.inbox.put)
 
     def _take_compiled(self, message: Compiled) -> None:
         if message.request_id not in self._open:
@@ -267,6 +298,10 @@ class Loop:
 
     def _end(self, request_id: RequestId, event: Event) -> None:
         self._constraints.forget(request_id)
+        self._fetching.discard(request_id)
+        request = self._open[request_id].request
+        if self._adapters is not None and request.adapter is not None:
+            self._adapters.let_go(request_id, request.adapter)
         self._open.end(request_id, event)
 
     def _end_overdue(self) -> None:
@@ -367,7 +402,7 @@ class Loop:
         self._returning.come_back(
             request_id
             for request_id in self._open.ids()
-            if not self._constraints.is_compiling(request_id)
+            if not self._constraints.is_compiling(request_id) and request_id not in self._fetching
         )
 
     def _take_back(self) -> None:

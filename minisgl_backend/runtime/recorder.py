@@ -40,6 +40,9 @@ class EngineStats:
     failed: Mapping[str, int]
     """Accepted requests that ended with an error, by its code."""
     num_steps: int
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
+    """The names of the LoRA adapters of open requests: those that rows have, and the others."""
 
 
 @dataclass(slots=True)

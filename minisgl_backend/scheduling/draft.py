@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from minisgl_backend.plan import NO_GROUPS, Admission, Groups, StepPlan
-from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.request import EMPTY, Adapter, IntArray
 from minisgl_backend.scheduling.running import Mask
 
 
@@ -28,6 +28,8 @@ class Draft:
         self._saved: list[tuple[int, int, int]] = []
         self._scores: list[tuple[int, int, int]] = []
         self._score_tokens: list[IntArray] = []
+        self._loads: list[tuple[int, int, int, int]] = []
+        self._adapted: list[tuple[int, int]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -37,6 +39,14 @@ class Draft:
     def admit(self, admission: Admission) -> None:
         """Add a request that takes a row."""
         self._admissions.append(admission)
+
+    def load(self, slot: int, adapter: Adapter) -> None:
+        """Let a slot take an adapter."""
+        self._loads.append((slot, adapter.id, adapter.rank, adapter.targets))
+
+    def adapt(self, row: int, slot: int) -> None:
+        """Let a row have the adapter in a slot, 0 for none."""
+        self._adapted.append((row, slot))
 
     def grant(self, rows: IntArray, indices: IntArray, pages: IntArray) -> None:
         """Add grants: page_table[rows[i], indices[i]] = pages[i]."""
@@ -88,6 +98,8 @@ class Draft:
         copies = np.array(self._copies, dtype=np.int32).reshape(-1, 3).T
         saved = np.array(self._saved, dtype=np.int32).reshape(-1, 3).T
         scores = np.array(self._scores, dtype=np.int32).reshape(-1, 3).T
+        loads = np.array(self._loads, dtype=np.int32).reshape(-1, 4).T
+        adapted = np.array(self._adapted, dtype=np.int32).reshape(-1, 2).T
         grant_rows, grant_indices, grant_pages = (
             (_join(column) for column in zip(*self._grants, strict=True))
             if self._grants
@@ -125,6 +137,12 @@ class Draft:
             score_starts=scores[1],
             score_lengths=scores[2],
             score_tokens=_join(self._score_tokens) if self._score_tokens else EMPTY,
+            load_slots=loads[0],
+            load_adapters=loads[1],
+            load_ranks=loads[2],
+            load_targets=loads[3],
+            adapter_rows=adapted[0],
+            adapter_slots=adapted[1],
         )
 
 

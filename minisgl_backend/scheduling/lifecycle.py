@@ -13,12 +13,14 @@ Invariants, verified by ``check``:
 - A live sequence is in the queue, behind its leader or in a row, and in one of these only. A
   retiring sequence that does not return to the queue is in a row, but no longer live.
 - A leader with sequences behind it is live.
-- A row and its lease are given back together, and only when no step in flight can write to them.
+- A row, its lease and its use of an adapter slot are given back together, and only when no step in
+  flight can write to them.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +30,7 @@ from minisgl_backend.cache.pages import num_pages_for
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
+from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
@@ -48,6 +51,7 @@ class Lifecycle:
         cache: KVCache,
         num_rows: int,
         queue: WaitingQueue,
+        places: AdapterPlaces,
         *,
         group_cost_tokens: int | None,
         has_states: bool,
@@ -58,6 +62,7 @@ class Lifecycle:
         self.cache = cache
         self.rows = RunningRows(num_rows)
         self.queue = queue
+        self.places = places
         self._group_cost_tokens = group_cost_tokens
         self._has_states = has_states
         self.live: dict[RequestId, Sequence] = {}
@@ -106,7 +111,7 @@ class Lifecycle:
         """
         cache, size = self.cache, self.cache.page_size
         available = self.num_available_pages
-        lease = cache.acquire(sequence.reusable, sequence.request.cache_salt)
+        lease = cache.acquire(sequence.reusable, sequence.request.cache_key)
         # [0, num_shared)           cached: pinned from now on; those that no other lease pinned
         #                           before were available until now
         # [num_shared, known)       granted now, for the known tokens that are not cached
@@ -123,6 +128,7 @@ class Lifecycle:
         self.changes += 1
         sequence.enter(Phase.PREFILLING)
         sequence.lease, sequence.remapped_at = lease, -1
+        sequence.adapter_slot, sequence.loads_adapter = self.places.take(sequence.request.adapter)
         sequence.begins_from = lease.snapshot
         sequence.saves = self._worth_saving(sequence)
         sequence.row = self.rows.take(
@@ -216,6 +222,7 @@ class Lifecycle:
             self.publish(sequence, known)
             self.cache.release(sequence.held())
         self.rows.give_back(row)
+        self.places.give_back(sequence.request.adapter)
         self._are_groups_current = False  # the row may decode for another before it is asked again
         self.changes += 1
         self.released_rows.append(row)
@@ -297,6 +304,8 @@ class Lifecycle:
             capacity = len(sequence.held().pages) * self.cache.page_size
             if capacity != self.rows.capacity[sequence.row]:
                 raise InvariantError(f"row {sequence.row} has another capacity than its lease")
+        adapters = Counter(s.request.adapter.id for s in held if s.request.adapter is not None)
+        self.places.check(adapters)
         live = [s for s in held if s.phase is not Phase.RETIRING or s.returns]
         if len(live) + self.num_waiting != len(self.live):
             raise InvariantError("a live request is neither waiting nor in a row")
@@ -338,8 +347,7 @@ class Lifecycle:
         others have begun with, and the last one that it would find itself if it came again."""
         if not self._has_states:
             return ()
-        salt = sequence.request.cache_salt
-        parted = self.cache.cached_length(sequence.tokens, salt)
+        parted = self.cache.cached_length(sequence.tokens, sequence.request.cache_key)
         last = (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
         begun = sequence.held().num_shared * self.cache.page_size
         return tuple(sorted({position for position in (parted, last) if position > begun}))

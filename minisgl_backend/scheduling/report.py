@@ -51,6 +51,8 @@ class SchedulerStats:
     """Number of tokens that were looked up in the prefix cache at admissions."""
     prefix_hits: int
     """Number of these that were found."""
+    running_adapters: tuple[int, ...] = ()
+    """The ids of the LoRA adapters that rows have."""
 
     @property
     def used_pages(self) -> int:

@@ -47,6 +47,7 @@ from minisgl_backend.request import (
     RequestId,
     TokenLogprobs,
 )
+from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
@@ -76,6 +77,7 @@ class SchedulerConfig:
     group_cost_tokens: int = 64
     reserve_tokens: int = 256
     has_states: bool = False
+    num_adapter_slots: int = 0
 
 
 @dataclass(slots=True)
@@ -103,6 +105,7 @@ class Scheduler:
         self._cache = cache
         self._config = config
         self._counters = counters or _Counters()
+        places = AdapterPlaces(config.num_adapter_slots)
         self._life = Lifecycle(
             cache,
             config.max_running_requests,
@@ -111,7 +114,9 @@ class Scheduler:
                 config.policy,
                 config.max_overtaken,
                 worthwhile_tokens=config.worthwhile_tokens,
+                places=places,
             ),
+            places,
             group_cost_tokens=config.group_cost_tokens if config.names_groups else None,
             has_states=config.has_states,
             released_rows=list(taken_rows),
@@ -187,6 +192,7 @@ class Scheduler:
             num_retractions=self._counters.num_retractions,
             prefix_queries=self._counters.prefix_queries,
             prefix_hits=self._counters.prefix_hits,
+            running_adapters=tuple(adapter_id for adapter_id, _ in self._life.places.in_use()),
         )
 
     def renewed(self) -> Scheduler:
@@ -295,6 +301,11 @@ class Scheduler:
                 history=sequence.tokens if request.sampling.has_penalties else EMPTY,
             )
         )
+        if self._config.num_adapter_slots:
+            adapter = request.adapter
+            if adapter is not None and sequence.loads_adapter:
+                draft.load(sequence.adapter_slot, adapter)
+            draft.adapt(sequence.row, sequence.adapter_slot)
         pages = np.array(lease.pages, dtype=np.int32)
         draft.grant_row(sequence.row, range(len(pages)), pages)
 

@@ -58,9 +58,9 @@ class Sequence:
     RETIRING. ``returns`` says that RETIRING leads back to WAITING, ``failed`` that logits were not
     finite, so the keys and values must not be shared. ``remapped_at`` is the number of positions
     that were planned when the lease last took pages of others in place of its own; only steps that
-    compute later positions read those. ``overtaken`` counts the sequences that passed this one at
-    the head of the queue. ``num_scored`` counts the prompt's tokens whose log-probabilities
-    committed steps have made known.
+    compute later positions read those. ``adapter_slot`` has the adapter while there is a row; the
+    plan that announces the row ``loads_adapter``, if it is not there yet. ``num_scored`` counts the
+    prompt's tokens whose log-probabilities committed steps have made known.
 
     Only with recurrent states: ``begins_from`` is the snapshot with which the next chunk begins, if
     it is the first behind a cached prefix; ``saves`` are the positions, ascending, behind which
@@ -76,7 +76,8 @@ class Sequence:
     returns: bool = False
     failed: bool = False
     remapped_at: int = -1
-    overtaken: int = 0
+    adapter_slot: int = 0
+    loads_adapter: bool = False
     num_scored: int = 0
     begins_from: int = NO_SNAPSHOT
     saves: tuple[int, ...] = ()

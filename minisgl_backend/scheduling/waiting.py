@@ -13,14 +13,17 @@ no sequence is passed by more than ``max_overtaken`` that come after it:
   first among the first ``WINDOW``, instead.
 
 No sequence is passed because it is large: once chosen, it waits until it fits, and all others wait
-behind it. Must not know whether there is room for a sequence: that is decided by ``admission``.
+behind it. One whose adapter finds no slot is passed, since rows and pages would not help it; but
+after ``MOST_PAST_SLOTS`` times only by sequences without an adapter, so that slots come free. Must
+not know whether there is room for a sequence: that is decided by ``admission``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from itertools import takewhile
+from collections.abc import Iterator
+from itertools import chain, islice, takewhile
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -28,10 +31,12 @@ import numpy as np
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import Request
+from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.sequence import Precedence, Sequence
 
 HEAD_START: Final = 1024
 WINDOW: Final = 32
+MOST_PAST_SLOTS: Final = 64
 _MOST_LEADERS: Final = 64
 
 _Place: TypeAlias = tuple[str, bytes, Precedence, Sequence]
@@ -52,13 +57,20 @@ class WaitingQueue:
     """The waiting sequences, in order of precedence; ``policy`` is fcfs or lpm.
 
     With a ``max_overtaken`` of 0 that is the order of service. Fewer than ``worthwhile_tokens`` in
-    common change nothing.
+    common change nothing. ``places`` are the slots of adapters.
     """
 
     def __init__(
-        self, cache: KVCache, policy: str, max_overtaken: int, *, worthwhile_tokens: int
+        self,
+        cache: KVCache,
+        policy: str,
+        max_overtaken: int,
+        *,
+        worthwhile_tokens: int,
+        places: AdapterPlaces,
     ) -> None:
         self._cache = cache
+        self._places = places
         self._longest_prefix_first = policy == "lpm"
         self._max_overtaken = max_overtaken
         self._worthwhile_tokens = worthwhile_tokens
@@ -67,6 +79,7 @@ class WaitingQueue:
         self._leaders: deque[_Place] = deque(maxlen=_MOST_LEADERS)  # served, with companions left
         self._chosen: Sequence | None = None  # as a companion of one of these
         self._ahead: list[Precedence] = []  # of the served that come after the head, ascending
+        self._keeps_slots = False  # for a sequence that was passed often, while another is chosen
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -91,23 +104,40 @@ class WaitingQueue:
 
     def choose(self) -> Sequence | None:
         """The sequence to be served next, which stays in the queue; None if there is none, or if
-        those that may be next wait for a prefix."""
-        if not self._sequences:
-            return None
-        head = self._sequences[0]
-        if len(self._ahead) - bisect_right(self._ahead, head.precedence) >= self._max_overtaken:
+        those that may be next wait for a prefix or find no slots for their adapters."""
+        self._keeps_slots = False
+        able = self._able()
+        head = next(able, None)
+        if head is None or self._num_passed_by(head) >= self._max_overtaken:
             return head
         self._chosen = self._companion(head) if self._brings_together else None
         if self._chosen is not None:
             return self._chosen
         level = head.request.priority
         window = takewhile(
-            lambda sequence: sequence.request.priority == level, self._sequences[:WINDOW]
+            lambda sequence: sequence.request.priority == level,
+            islice(chain([head], able), WINDOW),
         )
         due = filter(self._is_due, window)
         if self._longest_prefix_first:
             return max(due, key=self._num_cached_tokens, default=None)  # the first of equals
         return next(due, None)
+
+    def _able(self) -> Iterator[Sequence]:
+        """The waiting sequences that find a slot for their adapters, or that need none."""
+        for sequence in self._sequences:
+            if self._finds_slot(sequence):
+                yield sequence
+            elif self._num_passed_by(sequence) >= MOST_PAST_SLOTS:
+                self._keeps_slots = True
+
+    def _finds_slot(self, sequence: Sequence) -> bool:
+        adapter = sequence.request.adapter
+        return adapter is None or (not self._keeps_slots and self._places.has_place(adapter))
+
+    def _num_passed_by(self, sequence: Sequence) -> int:
+        """How many later sequences were served before this one."""
+        return len(self._ahead) - bisect_right(self._ahead, sequence.precedence)
 
     def admit(self, sequence: Sequence) -> None:
         """Take out the chosen sequence, and remember whom it passes and whom it leads."""
@@ -128,7 +158,7 @@ class WaitingQueue:
             nearest = self._nearest(leader, head)
             if nearest is None:
                 self._leaders.remove(leader)
-            elif self._is_due(nearest):
+            elif self._finds_slot(nearest) and self._is_due(nearest):
                 return nearest
         return None
 
@@ -144,19 +174,18 @@ class WaitingQueue:
 
     def _is_due(self, sequence: Sequence) -> bool:
         """Whether there is no use in waiting for what running sequences are about to compute."""
-        tokens, salt = sequence.reusable, sequence.request.cache_salt
-        coming = self._cache.promised_length(tokens, salt)
+        coming = self._cache.promised_length(sequence.reusable, sequence.request.cache_key)
         if coming < self._worthwhile_tokens:
             return True
         return coming < self._num_cached_tokens(sequence) + self._worthwhile_tokens
 
     def _num_cached_tokens(self, sequence: Sequence) -> int:
-        return self._cache.match_length(sequence.reusable, sequence.request.cache_salt)
+        return self._cache.match_length(sequence.reusable, sequence.request.cache_key)
 
 
 def _place(sequence: Sequence) -> _Place:
-    salt = sequence.request.cache_salt
-    return (salt, sequence.tokens.tobytes(), sequence.precedence, sequence)
+    key = sequence.request.cache_key
+    return (key, sequence.tokens.tobytes(), sequence.precedence, sequence)
 
 
 def _without_sequence(place: _Place) -> tuple[str, bytes, Precedence]:
@@ -165,7 +194,7 @@ def _without_sequence(place: _Place) -> tuple[str, bytes, Precedence]:
 
 def _num_common_tokens(one: Sequence, other: Sequence) -> int:
     """The length of the prefix that both have, if they may share it."""
-    if one.request.cache_salt != other.request.cache_salt:
+    if one.request.cache_key != other.request.cache_key:
         return 0
     length = min(len(one.tokens), len(other.tokens))
     differ = one.tokens[:length] != other.tokens[:length]

@@ -17,6 +17,7 @@ and Triton's own HTTP frontend for its load reports.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -38,6 +39,9 @@ _LATENCY_BUCKETS: Final = (
 )  # fmt: skip
 _TOKEN_BUCKETS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 _BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_MOST_ADAPTER_SETS: Final = 256
+"""Sets of adapters that are told apart."""
+_MANY: Final = "(many)"
 _MAX_OBSERVATIONS: Final = 500
 """Observations of one histogram reported at a time; the newest if there are more."""
 
@@ -98,6 +102,18 @@ class ReportedEngine:
         self._gauges = self._make_gauges()
         self._requests, self._pages = self._make_load_gauges()
         self._cache_info = self._make_cache_info(options)
+        self._max_loras = options.max_loras
+        self._adapter_family = (
+            self._family(
+                "vllm:lora_requests_info",
+                "LoRA adapters of running and of waiting requests, in its labels",
+                pb_utils.MetricFamily.GAUGE,
+            )
+            if options.enable_lora
+            else None
+        )
+        self._adapter_sets: dict[tuple[str, str], Any] = {}
+        self._adapters_reported: tuple[str, str] | None = None
         self._rejected = self._by_label(self._kept(refusals_family()), "reason", REFUSALS)
         self._failed = self._by_label(
             self._family(
@@ -136,6 +152,7 @@ class ReportedEngine:
         for code, value in stats.failed.items():
             self._failed[code].raise_to(value)
         self._report_levels(stats)
+        self._report_adapters(stats)
         self._observe_samples()
         for counts, children in self._counted:
             for name, total in counts.totals().items():
@@ -148,6 +165,8 @@ class ReportedEngine:
         self._requests.clear()
         self._pages.clear()
         self._cache_info.clear()
+        self._adapter_sets.clear()
+        self._adapter_family = None
         self._rejected.clear()
         self._failed.clear()
         self._histograms.clear()
@@ -191,6 +210,32 @@ class ReportedEngine:
         for metrics, values in levels:
             for name, value in values.items():
                 metrics[name].set(value)
+
+    def _report_adapters(self, stats: EngineStats) -> None:
+        """Which adapters run and wait, as labels of a gauge whose value is the time, as in vLLM:
+        the newest one counts.
+
+        Triton keeps every set of labels for good, so their number is bounded: beyond that, names
+        give way to ``(many)``.
+        """
+        if self._adapter_family is None:
+            return
+        names = (",".join(sorted(stats.running_adapters)), ",".join(sorted(stats.waiting_adapters)))
+        if names == self._adapters_reported:
+            return
+        self._adapters_reported = names
+        if names not in self._adapter_sets and len(self._adapter_sets) >= _MOST_ADAPTER_SETS:
+            names = (_MANY, _MANY)
+        if names not in self._adapter_sets:
+            labels = {
+                "max_lora": str(self._max_loras),
+                "running_lora_adapters": names[0],
+                "waiting_lora_adapters": names[1],
+            }
+            self._adapter_sets[names] = self._adapter_family.Metric(
+                labels={**self._labels, **labels}
+            )
+        self._adapter_sets[names].set(time.time())
 
     def _observe_samples(self) -> None:
         samples = self._engine.take_samples()

@@ -15,7 +15,14 @@ from typing import Any, Final, Protocol
 
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams, samples_of
+from minisgl_backend.request import (
+    Adapter,
+    IntArray,
+    Request,
+    RequestId,
+    SamplingParams,
+    samples_of,
+)
 from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.response_stream import ResponseStream
@@ -35,22 +42,35 @@ from minisgl_backend.wire.answer import (
     most_likely,
     prompt_logprobs_json,
 )
-from minisgl_backend.wire.generation import Generation, Stopped, StopRequest, TokenPrompt
+from minisgl_backend.wire.generation import (
+    AdapterOrder,
+    Generation,
+    Stopped,
+    StopRequest,
+    TokenPrompt,
+)
 from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, encode_packet
-from minisgl_backend.wire.parameters import CHUNK, INPUT_IDS, REQUEST
-from minisgl_backend.wire.parse import parse_token_generation
+from minisgl_backend.wire.parameters import CHUNK, INPUT_IDS, LORA_ORDER, REQUEST
+from minisgl_backend.wire.parse import parse_adapter_order, parse_token_generation
 from minisgl_backend.wire.record import decode_record
 
 _STOP_STRINGS_EVERY_S: Final = 0.1
 """How often a request that is answered at its end shows its tokens to the stop strings."""
 
 
-def read_request(request: Any, limits: Limits) -> tuple[Generation | StopRequest | Stopped, bool]:
+def read_request(
+    request: Any, limits: Limits
+) -> tuple[Generation | StopRequest | Stopped | AdapterOrder, bool]:
     """A request of Triton's, and whether it is direct; raises ``RequestError``."""
     arrival_time_ns = time.time_ns()
     inputs = read_inputs(request)
     parameters = read_parameters(request)
     checked_size(request, inputs, limits)
+    if LORA_ORDER.name in inputs:
+        order = inputs[LORA_ORDER.name].item(0).decode(errors="replace")  # then it is no JSON
+        return parse_adapter_order(order), True
+    if LORA_ORDER.name in parameters:
+        return parse_adapter_order(str(parameters[LORA_ORDER.name])), True
     if REQUEST.name not in inputs:
         parsed = parse_token_generation(
             inputs,
@@ -74,6 +94,9 @@ class Engine(Protocol):
 
     def new_id(self) -> RequestId:
         """An id for a request."""
+
+    def adapter(self, name: str | None, task_id: int | None) -> Adapter | None:
+        """The adapter that a request names."""
 
     def fitted(self, sampling: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
         """The same with at most as many tokens as there is room for."""
@@ -123,6 +146,7 @@ class EngineRequests:
             priority=generation.priority,
             deadline_s=_deadline_s(generation),
             cache_salt=generation.cache_salt,
+            adapter=self._engine.adapter(generation.lora_name, generation.lora_task_id),
             label=stream.responder.label,
         )
         return samples_of(request, stream.sample_ids)

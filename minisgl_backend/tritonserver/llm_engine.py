@@ -13,16 +13,18 @@ but Triton errors leaves this module towards Triton.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
-from minisgl_backend.errors import InvalidRequest, Overloaded
+from minisgl_backend.errors import InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.request import Event, Failed, Finished, FinishReason
 from minisgl_backend.runtime.engine import Engine, shutting_down
 from minisgl_backend.runtime_files import QueueMarker, State
@@ -40,13 +42,15 @@ from minisgl_backend.tritonserver.setup import (
     own_options,
     ready_url,
     runtime_directory,
+    with_adapters_beside,
 )
 from minisgl_backend.tritonserver.status import Status, StatusServer
-from minisgl_backend.tritonserver.tensors import make_response
+from minisgl_backend.tritonserver.tensors import make_response, text_array
 from minisgl_backend.tritonserver.unload_watcher import UnloadWatcher
 from minisgl_backend.wire.answer import Answer, SampleAnswer, answer_arrays
-from minisgl_backend.wire.generation import Generation, Stopped, StopRequest, Wanted
+from minisgl_backend.wire.generation import AdapterOrder, Generation, Stopped, StopRequest, Wanted
 from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart
+from minisgl_backend.wire.parameters import LORA_ADAPTERS
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +75,7 @@ class TritonPythonModel:
     @loading
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the model; a failure fails Triton's load with its cause."""
-        options = own_options(args)
+        options = with_adapters_beside(own_options(args), args)
         directory = runtime_directory()
         self._options = options
         self._limits = Limits()
@@ -97,6 +101,7 @@ class TritonPythonModel:
             drain=self._drain,
         )
         self._broken_since_s: float | None = None
+        self._orders = ThreadPoolExecutor(1, thread_name_prefix="adapter orders")
         self._status = StatusServer(
             directory, args["model_name"], stats=self.stats, status=self._get_status
         )
@@ -117,6 +122,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """End what is in flight, then all threads; nothing of this model is left."""
         self._watcher.close()
+        self._orders.shutdown()
         self._drain()
         self._engine.close(drain_s=0)
         self._dispatcher.close()
@@ -132,7 +138,9 @@ class TritonPythonModel:
             if reason := refusal_of(error):
                 self._engine.count_refused(reason)
             raise
-        if isinstance(parsed, StopRequest):
+        if isinstance(parsed, AdapterOrder):
+            self._orders.submit(self._carry_out, parsed, responder)
+        elif isinstance(parsed, StopRequest):
             self._stop(responder)
             self._answer_cancelled(
                 replace(parsed.wanted, finish_reason=True), responder, direct=direct
@@ -164,6 +172,24 @@ class TritonPythonModel:
             raise
         if stream.is_muted:  # given up before the engine knew its request
             self._dispatcher.abort(stream)
+
+    def _carry_out(self, order: AdapterOrder, responder: Responder) -> None:
+        """Load or unload an adapter, and answer with the list of all."""
+        try:
+            if order != AdapterOrder() and not self._options.lora_updates:
+                raise Unsupported("adapters stay as they are without the option lora_updates")
+            if order.load is not None:
+                self._engine.adapters.load(*order.load)
+            if order.unload is not None:
+                self._engine.adapters.unload(order.unload)
+            has_any = self._engine.takes_adapters
+            known = self._engine.adapters.known().values() if has_any else ()
+            listed = json.dumps([{"name": each.name, "path": each.path} for each in known])
+            response = make_response({LORA_ADAPTERS.name: text_array(listed)})
+        except Exception as error:
+            responder.fail(error)
+        else:
+            responder.send(response, final=True)
 
     def _stop(self, responder: Responder) -> None:
         """Cancel the requests that bear the same id."""

@@ -105,6 +105,8 @@ class Generation:
     priority: int = 0
     timeout_ms: int | None = None
     cache_salt: str = ""
+    lora_name: str | None = None
+    lora_task_id: int | None = None
     min_chunk_interval_ms: int | None = None
     wanted: Wanted = NOTHING
     prompt_text: str | None = None
@@ -117,6 +119,14 @@ class StopRequest:
     """Cancel all live requests that have the same id as the request that asks for it."""
 
     wanted: Wanted = NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOrder:
+    """Load an adapter, a name and a path, or unload one by its name, or neither; then list all."""
+
+    load: tuple[str, str] | None = None
+    unload: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -195,6 +195,14 @@ INPUTS: Final[tuple[Input, ...]] = (
         "prefix reuse only among requests with the same salt: at most 64 of A-Z, a-z, 0-9, _ and -",
         default="",
     ),
+    _text("lora_name", "the LoRA adapter to answer with, by its name"),
+    Input(
+        name="lora_task_id",
+        kind=Kind.SEED,
+        meaning="the same by its number in the option lora_task_ids, for tensorrtllm clients",
+        minimum=0,
+        maximum=2**64 - 1,
+    ),
     _integer("min_chunk_interval_ms", "the least time in ms between two responses", minimum=0),
     _flag("stop_request", "cancel all live requests that have this request id"),
     _integer("beam_width", "1; declared for tensorrtllm clients", default=1),
@@ -331,6 +339,11 @@ MAX_SEQUENCE_LENGTH: Final = Tensor(name="max_sequence_length", kind=Kind.INTEGE
 CHAT_FORMAT: Final = Tensor(name="chat_format", kind=Kind.TEXT)
 """The same: a JSON object of what the chat template shows of the answer, null without a chat."""
 LOOKUPS: Final = (TOKEN_STRS, TEXT, MAX_SEQUENCE_LENGTH, CHAT_FORMAT)
+LORA_ORDER: Final = Tensor(name="lora_order", kind=Kind.TEXT)
+"""Of ``llm_engine``, in place of a prompt: a JSON object {"load": {"name": ..., "path": ...}},
+{"unload": name} or {}. The answer is ``LORA_ADAPTERS``."""
+LORA_ADAPTERS: Final = Tensor(name="lora_adapters", kind=Kind.TEXT)
+"""The same: a JSON list of the adapters that requests may name, each {"name": ..., "path": ...}."""
 OUTPUT_IDS: Final = Tensor(name="output_ids", kind=Kind.INTEGERS)
 CHUNK: Final = Tensor(name="chunk", kind=Kind.BYTES)
 """llm_engine -> detokenizer: token ids and what belongs to them (``packets``)."""
@@ -354,7 +367,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "guided_decoding_backend": ("auto", "guidance"),
         "guided_whitespace_pattern": (),
         "logits_processors": (),
-        "lora_name": (),
         "response_format": ({"type": "text"},),
         "tool_choice": ("auto", "none"),
         "truncate_prompt_tokens": (),

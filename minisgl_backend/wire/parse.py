@@ -22,6 +22,7 @@ from minisgl_backend.wire import values
 from minisgl_backend.wire.entries import Input, Kind
 from minisgl_backend.wire.gather import gather, gather_values
 from minisgl_backend.wire.generation import (
+    AdapterOrder,
     Generation,
     MessagesPrompt,
     Prompt,
@@ -99,6 +100,27 @@ def parse_token_generation(
     return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 
 
+def parse_adapter_order(text: str) -> AdapterOrder:
+    """An order about adapters to ``llm_engine``. Raises ``InvalidRequest``."""
+    order = values.parse_json("lora_order", text)
+    if isinstance(order, dict) and len(order) <= 1:
+        load, unload = order.get("load"), order.get("unload")
+        if not order:
+            return AdapterOrder()
+        if isinstance(unload, str):
+            return AdapterOrder(unload=unload)
+        if (
+            isinstance(load, dict)
+            and load.keys() == {"name", "path"}
+            and all(isinstance(value, str) for value in load.values())
+        ):
+            return AdapterOrder(load=(load["name"], load["path"]))
+    raise InvalidRequest(
+        'lora_order must be {"load": {"name": ..., "path": ...}}, {"unload": ...} or {}, '
+        f"got {values.quoted(text)}"
+    )
+
+
 def _gathered(
     inputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any], limits: Limits
 ) -> dict[str, Any]:
@@ -145,6 +167,8 @@ def build(
         raise Unsupported("exclude_input_in_output must be true with stream")
     if prompts == ["messages"] and not given["exclude_input_in_output"]:
         raise Unsupported("exclude_input_in_output must be true with messages")
+    if given["lora_name"] is not None and given["lora_task_id"] is not None:
+        raise InvalidRequest("give one of lora_name and lora_task_id")
     n = given["n"]
     best_of = n if given["best_of"] is None else given["best_of"]
     if best_of < n:
@@ -164,6 +188,8 @@ def build(
         priority=given["priority_level"],
         timeout_ms=_earliest(given["timeout_ms"], timeout_us),
         cache_salt=given["cache_salt"],
+        lora_name=given["lora_name"],
+        lora_task_id=given["lora_task_id"],
         min_chunk_interval_ms=given["min_chunk_interval_ms"],
         wanted=wanted,
         n=n,

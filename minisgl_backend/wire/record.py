@@ -120,6 +120,8 @@ def _given(request: Generation | StopRequest | Stopped) -> dict[str, Any]:
         "priority_level": request.priority,
         "timeout_ms": request.timeout_ms,
         "cache_salt": request.cache_salt,
+        "lora_name": request.lora_name,
+        "lora_task_id": request.lora_task_id,
         "min_chunk_interval_ms": request.min_chunk_interval_ms,
         "n": request.n,
         "best_of": request.best_of if request.best_of != request.n else None,

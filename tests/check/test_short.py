@@ -25,6 +25,7 @@ CASES = {
     "pages for 2.5 requests": 8,
     "slow readers beside normal ones": 1,
     "one request in five is bad": 40,
+    "adapters come and go": 60,
     "cancel, one at a time": 10,
     "canary": 6,
     "memory": 10,

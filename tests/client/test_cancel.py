@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from minisgl_client import AsyncClient, Cancelled, Client, Closed
-from minisgl_client.answer import Delta, Tokens
+from minisgl_client.answer import Delta, LoraAdapter, Tokens
 from minisgl_client.attempts import Attempts
 from minisgl_client.errors import Unavailable
 from minisgl_client.request import Request, build
@@ -173,6 +173,9 @@ class Waiting:
 
     def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
         raise AssertionError("a stream looks nothing up")
+
+    def order(self, request: Request, timeout_ms: int | None) -> tuple[LoraAdapter, ...]:
+        raise AssertionError("a stream orders nothing")
 
     def is_ready(self, model: str) -> bool:
         return True

@@ -17,16 +17,19 @@ from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.device.base import Device
 from minisgl_backend.device.cpu import CpuDevice
+from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rope_store import FP8_MAX
+from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import (
+    Adapter,
     Failed,
     FloatArray,
     IntArray,
@@ -96,6 +99,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         scales: Sequence[KVScale] | None = None,
         scored_at_once: int = 1024,
         reserve_tokens: int = 256,
+        adapter_slots: AdapterSlots | None = None,
+        adapter_store: AdapterStore | None = None,
     ):
         device = device or CpuDevice()
         shape, dtype = model.spec.attention_shape(), model.dtype
@@ -154,11 +159,14 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 chunk_graph_sizes=chunk_graph_sizes,
                 scored_at_once=scored_at_once,
             ),
+            adapter_slots=adapter_slots,
+            adapter_store=adapter_store,
         )
         config = SchedulerConfig(
             max_running_requests=MAX_ROWS,
             max_prefill_tokens=chunk,
             reserve_tokens=reserve_tokens,
+            num_adapter_slots=0 if adapter_slots is None else adapter_slots.num_slots,
             has_states=states is not None,
         )
         cache: KVCache = NaiveCache(num_pages, page_size)
@@ -182,11 +190,21 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         """Of all runs."""
         return self._scheduler.stats().num_retractions
 
-    def run(self, prompts: Sequence[IntArray], sampling: Sequence[SamplingParams]) -> Outcome:
+    def run(
+        self,
+        prompts: Sequence[IntArray],
+        sampling: Sequence[SamplingParams],
+        adapters: Sequence[Adapter | None] | None = None,
+    ) -> Outcome:
         """Serve all at once."""
+        adapters = [None] * len(prompts) if adapters is None else adapters
         outcome = Outcome([[] for _ in prompts], [[] for _ in prompts], [[] for _ in prompts])
-        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            self._scheduler.add(Request(id=RequestId(index), prompt=prompt, sampling=params))
+        given = zip(prompts, sampling, adapters, strict=True)
+        for index, (prompt, params, adapter) in enumerate(given):
+            request_id = RequestId(index)
+            self._scheduler.add(
+                Request(id=request_id, prompt=prompt, sampling=params, adapter=adapter)
+            )
         flight: tuple[StepPlan, Pending] | None = None
         while flight is not None or self._scheduler.has_work():
             plan = self._scheduler.plan()

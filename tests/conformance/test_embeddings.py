@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.execution.adapters import AdapterStore
+from minisgl_backend.models.adapter_slots import AdapterSlots
+from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.request import IntArray, SamplingParams
+from minisgl_backend.request import Adapter, IntArray, SamplingParams
+from minisgl_kit.adapters import write_adapter
+from tests.conformance.adapter_folders import merged
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
 
@@ -33,6 +39,26 @@ def reference(model: Any, prompt: IntArray) -> Tensor:
     with torch.inference_mode():
         states = model.model(torch.from_numpy(prompt).long()[None]).last_hidden_state
     return F.normalize(states[0, -1], dim=-1)
+
+
+def test_embeddings_with_an_adapter(tmp_path: Path) -> None:
+    theirs = write_checkpoint("qwen3", tmp_path)
+    spec = load_spec(tmp_path)
+    path = write_adapter(tmp_path / "adapter", spec, rank=8, seed=1)
+    ours = load_model(tmp_path, context=CONTEXT)
+    slots = AdapterSlots(ours, 1, 8, torch.device("cpu"))
+    store = AdapterStore(slots, pinned=False)
+    adapter = Adapter(1, "adapter", str(path), *store.read(1, path))
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=60, seed=3)
+    picks = [adapter if index % 2 else None for index in range(len(prompts))]
+    with TinyEngine(
+        ours, page_size=4, context=CONTEXT, adapter_slots=slots, adapter_store=store
+    ) as engine:
+        outcome = engine.run(prompts, [EMBEDDED] * len(prompts), picks)
+    for index, (prompt, pick) in enumerate(zip(prompts, picks, strict=True)):
+        expected = reference(theirs if pick is None else merged(theirs, path), prompt)
+        found = torch.from_numpy(outcome.embeddings[index])
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{"overlap": True, "chunk": 7}, {"radix": False}])

@@ -17,6 +17,8 @@ from minisgl_backend.wire.parameters import (
     CHUNK,
     INPUT_IDS,
     LOOKUPS,
+    LORA_ADAPTERS,
+    LORA_ORDER,
     NEUTRAL,
     OUTPUT_IDS,
     OUTPUTS,
@@ -53,7 +55,11 @@ def table(tensors: Iterable[Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
     ("model", "inputs", "outputs"),
     [
         ("tokenizer", TEXT_INPUTS, (INPUT_IDS, REQUEST, *LOOKUPS)),
-        ("llm_engine", (REQUEST, *TOKEN_INPUTS), (OUTPUT_IDS, CHUNK, *TOKEN_OUTPUTS)),
+        (
+            "llm_engine",
+            (REQUEST, LORA_ORDER, *TOKEN_INPUTS),
+            (OUTPUT_IDS, CHUNK, LORA_ADAPTERS, *TOKEN_OUTPUTS),
+        ),
         ("detokenizer", (CHUNK,), TEXT_OUTPUTS),
         ("minisgl", TEXT_INPUTS, TEXT_OUTPUTS),
         ("minisgl_batched", TEXT_INPUTS, TEXT_OUTPUTS),

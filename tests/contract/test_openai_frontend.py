@@ -155,7 +155,7 @@ def test_vllm_echo(behind_frontend: TritonServer) -> None:
 
 
 def test_vllm_what_is_not_offered(behind_frontend: TritonServer) -> None:
-    with pytest.raises(Refused, match="lora_name"):
+    with pytest.raises(Refused, match="LoRA feature is not enabled"):
         vllm(behind_frontend, rendered(FRANCE), {**SCHEMA, "lora_name": "mine"})
 
 

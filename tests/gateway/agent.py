@@ -27,6 +27,7 @@ from minisgl_backend.parts import Parts
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, Grammar, GrammarKind, IntArray, Request, RequestId
 from minisgl_backend.runtime import ports
+from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.text.tokenizer import PromptEncoder
@@ -126,10 +127,13 @@ class TritonPythonModel(llm_engine.TritonPythonModel):
             *,
             overlap: bool,
             grammars: Grammars | None = None,
+            adapters: Adapters | None = None,
         ) -> Engine:
             info = replace(info, folder=options.model, eos_token_ids=tuple(ids(_END).tolist()))
             grammars = build_grammars(options, info)
-            return Engine(info, scheduler, executor, overlap=overlap, grammars=grammars)
+            return Engine(
+                info, scheduler, executor, overlap=overlap, grammars=grammars, adapters=adapters
+            )
 
         parts = Parts(
             engine=engine,

@@ -12,6 +12,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.parts import Parts
 from minisgl_backend.runtime import ports
+from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver import llm_engine
@@ -40,8 +41,11 @@ class TritonPythonModel(llm_engine.TritonPythonModel):
             *,
             overlap: bool,
             grammars: Grammars | None = None,
+            adapters: Adapters | None = None,
         ) -> Engine:
             info = replace(info, eos_token_ids=tuple(end.tolist()))
-            return Engine(info, scheduler, executor, overlap=overlap, grammars=grammars)
+            return Engine(
+                info, scheduler, executor, overlap=overlap, grammars=grammars, adapters=adapters
+            )
 
         return paced_engine(options, step_s=0.002, text=_SAID, parts=Parts(engine=engine))

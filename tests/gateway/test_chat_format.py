@@ -11,6 +11,7 @@ import pytest
 from minisgl_client.answer import ChatFormat, Tokens
 from minisgl_client.errors import InvalidArgument, MinisglError, Unavailable
 from minisgl_gateway import lookups
+from minisgl_gateway.adapters import Adapters
 from minisgl_gateway.chat import Chat, Template
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.gateway_options import GatewayOptions
@@ -43,9 +44,14 @@ class Engine:
         return Tokens((1,), ("a",), "a", 10, shown)
 
 
+def lookups_of(engine: Any) -> Lookups:
+    options = GatewayOptions()
+    return Lookups(options, engine, Adapters(options, engine))
+
+
 def templates(engine: Any, *chats: Chat, left_s: float = 10.0) -> list[Template | BaseException]:
     """What is found for chats that come at once."""
-    found = Lookups(GatewayOptions(), engine)
+    found = lookups_of(engine)
     return asyncio.run(_all(found, chats, left_s))
 
 
@@ -89,7 +95,7 @@ def test_an_engine_that_is_away_is_asked_again() -> None:
     engine = Engine(lambda _: Unavailable("not yet"))
 
     async def twice() -> list[Template | BaseException]:
-        found = Lookups(GatewayOptions(), engine)  # type: ignore[arg-type]
+        found = lookups_of(engine)
         first = await _all(found, (chat(), chat()), 10.0)
         engine.answer = lambda _: SHOWN
         return first + await _all(found, (chat(),), 10.0)
@@ -111,7 +117,7 @@ def test_what_was_asked_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -
     names = ["a", "b", "c", "c", "b", "a"]
 
     async def in_turn() -> None:
-        found = Lookups(GatewayOptions(), engine)  # type: ignore[arg-type]
+        found = lookups_of(engine)
         for name in names:
             await _all(found, (chat(variables={name: 1}),), 10.0)
 

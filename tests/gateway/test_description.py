@@ -32,6 +32,8 @@ OPERATIONS = (
     "GET /version",
     "GET /metrics",
 )
+FOR_OPERATORS = ("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter")
+"""They need a key of their own, which this gateway does not have."""
 SHORT: dict[str, dict[str, Any]] = {
     "POST /v1/responses": {"max_output_tokens": 4},
     "POST /v1/messages": {"max_tokens": 4},
@@ -63,7 +65,7 @@ def operations(gateway: Gateway) -> dict[str, Any]:
 
 
 def test_the_description_is_whole(operations: dict[str, Any]) -> None:
-    assert set(operations) == set(OPERATIONS)
+    assert set(operations) == {*OPERATIONS, *FOR_OPERATORS}
 
 
 @pytest.mark.parametrize("label", OPERATIONS)

@@ -16,6 +16,7 @@ from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.parts import Parts
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime import ports
+from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from minisgl_bench.engines import submitted
@@ -45,9 +46,12 @@ def test_each_part_is_made_as_it_is_told() -> None:
         *,
         overlap: bool,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> Engine:
         made.append("engine")
-        return Engine(info, scheduler, executor, overlap=overlap, grammars=grammars)
+        return Engine(
+            info, scheduler, executor, overlap=overlap, grammars=grammars, adapters=adapters
+        )
 
     def scheduler(cache: KVCache, config: SchedulerConfig) -> ports.Scheduler:
         made.append("scheduler")

@@ -67,6 +67,7 @@ def test_the_device_is_known_where_it_is_named() -> None:
                 ({"quantization": "fp8"}, "quantization=fp8"),
                 ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
                 ({"attention_backend": "triton"}, "attention_backend=triton"),
+                ({"enable_lora": True}, "enable_lora=True"),
                 (
                     {"moe_backend": "torch", "cuda_graph_max_batch_size": 0},
                     "moe_backend=torch",

@@ -10,6 +10,7 @@ import pytest
 from minisgl_backend.cache.kv import RadixCache, Verified
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId
+from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.sequence import Sequence
 from minisgl_backend.scheduling.waiting import (
     HEAD_START,
@@ -49,8 +50,20 @@ def cache_with(tokens: IntArray) -> RadixCache:
     return cache
 
 
+def plain_queue() -> WaitingQueue:
+    """One that serves by precedence."""
+    cache = RadixCache(1, 1)
+    return WaitingQueue(cache, "fcfs", 0, worthwhile_tokens=1, places=AdapterPlaces(0))
+
+
+def prefix_queue(policy: str) -> WaitingQueue:
+    """One beside a cache that has the tokens 1, 2, 3."""
+    cache = cache_with(ints(1, 2, 3))
+    return WaitingQueue(cache, policy, MAX_OVERTAKEN, worthwhile_tokens=9, places=AdapterPlaces(0))
+
+
 def test_first_come_first_served_within_a_level() -> None:
-    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0, worthwhile_tokens=1)
+    queue = plain_queue()
     for number, priority in enumerate([0, 1, 0, -1, 1, 0]):
         queue.push(arrived(number, priority=priority))
     assert len(queue) == 6
@@ -58,14 +71,14 @@ def test_first_come_first_served_within_a_level() -> None:
 
 
 def test_a_returning_sequence_gets_its_old_place() -> None:
-    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0, worthwhile_tokens=1)
+    queue = plain_queue()
     for number in (3, 4, 1):
         queue.push(arrived(number))
     assert order(queue) == [1, 3, 4]
 
 
 def test_a_low_level_is_overtaken_only_so_often() -> None:
-    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0, worthwhile_tokens=1)
+    queue = plain_queue()
     queue.push(arrived(0, priority=0))
     for number in range(1, HEAD_START + 100):
         queue.push(arrived(number, priority=1))
@@ -75,21 +88,21 @@ def test_a_low_level_is_overtaken_only_so_often() -> None:
 def test_the_longest_cached_prefix_goes_first_where_asked_for() -> None:
     prompts = [ints(9, 9, 9, 9), ints(1, 2, 9, 9), ints(1, 2, 3, 9), ints(1, 2, 3, 8)]
     for policy, expected in (("lpm", [2, 3, 1, 0]), ("fcfs", [0, 1, 2, 3])):
-        queue = WaitingQueue(cache_with(ints(1, 2, 3)), policy, MAX_OVERTAKEN, worthwhile_tokens=9)
+        queue = prefix_queue(policy)
         for number, prompt in enumerate(prompts):
             queue.push(arrived(number, prompt=prompt))
         assert order(queue) == expected
 
 
 def test_a_cached_prefix_does_not_lift_a_request_over_its_level() -> None:
-    queue = WaitingQueue(cache_with(ints(1, 2, 3)), "lpm", MAX_OVERTAKEN, worthwhile_tokens=9)
+    queue = prefix_queue("lpm")
     queue.push(arrived(0, prompt=ints(1, 2, 3, 4)))
     queue.push(arrived(1, priority=1))
     assert order(queue) == [1, 0]
 
 
 def test_a_request_without_a_cached_prefix_is_not_overtaken_for_ever() -> None:
-    queue = WaitingQueue(cache_with(ints(1, 2, 3)), "lpm", MAX_OVERTAKEN, worthwhile_tokens=9)
+    queue = prefix_queue("lpm")
     queue.push(arrived(0, prompt=ints(9)))
     for number in range(1, 2 * MAX_OVERTAKEN):
         queue.push(arrived(number, prompt=ints(1, 2, 3, 4)))
@@ -97,7 +110,7 @@ def test_a_request_without_a_cached_prefix_is_not_overtaken_for_ever() -> None:
 
 
 def test_only_what_waits_can_be_removed() -> None:
-    queue = WaitingQueue(RadixCache(1, 1), "fcfs", 0, worthwhile_tokens=1)
+    queue = plain_queue()
     first, second = arrived(0), arrived(1)
     queue.push(first)
     with pytest.raises(InvariantError, match="request 1 is not in the queue"):
@@ -112,7 +125,11 @@ def by_prefix(
 ) -> WaitingQueue:
     """A queue that keeps prefixes together; a request for each prompt, a token a character."""
     queue = WaitingQueue(
-        cache or RadixCache(64, 1), "fcfs", max_overtaken, worthwhile_tokens=worthwhile_tokens
+        cache or RadixCache(64, 1),
+        "fcfs",
+        max_overtaken,
+        worthwhile_tokens=worthwhile_tokens,
+        places=AdapterPlaces(0),
     )
     for number, prompt in enumerate(prompts):
         queue.push(arrived(number, prompt=ints(*map(ord, prompt))))

@@ -24,9 +24,10 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from minisgl_backend.cli.serve import located, options_as_text
+from minisgl_backend.cli.serve import located, options_as_text, with_modules
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.precheck import adapter_paths
 from minisgl_backend.runtime_files import QUEUE_OPEN, Heartbeat, State
 from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
@@ -507,6 +508,23 @@ def test_folders_become_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (options.model, options.tokenizer) == (str(folder / "model"), str(folder / "words"))
     with pytest.raises(ConfigError, match="neither a folder nor a model id"):
         located(EngineOptions(model="/nowhere/at/all"))
+
+
+def test_adapters_may_be_given_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside those of a list; their folders become absolute, too."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").touch()
+    monkeypatch.chdir(folder)
+    given = EngineOptions(model="model", enable_lora=True, lora_modules="sql=/loras/sql")
+    options = located(with_modules(given, ["chat=loras/chat", "chess=/chess"]))
+    assert adapter_paths(options) == {
+        "sql": "/loras/sql",
+        "chat": str(folder / "loras/chat"),
+        "chess": "/chess",
+    }
+    for wrong in ("chat", "=a", "a=", "a=b,c=d"):
+        with pytest.raises(ConfigError, match="--lora-module must be NAME=PATH"):
+            with_modules(given, [wrong])
 
 
 # --- log ---------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ bench = LazyGroup(
         "server-share": "minisgl_bench.server_share:server_share",
         "scaling": "minisgl_bench.scaling:scaling",
         "decode": "minisgl_bench.decode:decode",
+        "adapters": "minisgl_bench.adapters:adapters",
         "prefill": "minisgl_bench.prefill:prefill",
         "kernels": "minisgl_bench.kernels:kernels",
         "fp8-pages": "minisgl_bench.fp8_pages:fp8_pages",

@@ -22,6 +22,7 @@ from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.request import (
+    Adapter,
     Admitted,
     Event,
     Failed,
@@ -103,10 +104,13 @@ class Collector:
             raise self.error
 
 
-def submitted(engine: Engine, prompt: IntArray, sampling: SamplingParams) -> Collector:
+def submitted(
+    engine: Engine, prompt: IntArray, sampling: SamplingParams, adapter: Adapter | None = None
+) -> Collector:
     """Submit a request; returns its sink."""
     sink = Collector()
-    engine.submit(Request(id=engine.new_id(), prompt=prompt, sampling=sampling), sink)
+    request = Request(id=engine.new_id(), prompt=prompt, sampling=sampling, adapter=adapter)
+    engine.submit(request, sink)
     return sink
 
 

@@ -28,8 +28,8 @@ PROMPT_TOKENS: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The duration of a load, and the numbers of requests that are cut, share prefixes, or bring
-    hostile grammars.
+    """The duration of a load, the numbers of requests that are cut, share prefixes, or bring
+    hostile grammars, and the number of adapters that are loaded.
 
     ``is_timed``: promised times are judged, not only shown; not for busy machines. ``is_long``: all
     loads at once are tried, too.
@@ -39,6 +39,7 @@ class Extent:
     num_cut: int
     num_churned: int
     num_hostile: int = 0
+    num_loads: int = 0
     is_timed: bool = False
     is_long: bool = False
 

@@ -28,6 +28,7 @@ class Expected(Enum):
     ANSWER = "an answer"
     INVALID = "INVALID_ARG"
     UNSUPPORTED = "UNSUPPORTED"
+    REFUSED = "INVALID_ARG or UNSUPPORTED"
     TRITON = "an error of Triton's"
     SURVIVED = "an answer or an error"
     CLOSED = "an error, or a closed connection"
@@ -275,11 +276,12 @@ def _not_offered() -> Iterator[Bad]:
         "guided_whitespace_pattern": " ",
         "guided_decoding_backend": "outlines",
         "chat_template": "{{ 7 * 7 }}",
-        "lora_name": "../x",
         "response_format": "json_object",
         "truncate_prompt_tokens": 3,
     }.items():
         yield Bad(f"not offered: {name}", {**_TEXT, name: value}, Expected.UNSUPPORTED)
+    # no such adapter, or no adapters at all
+    yield Bad("not offered: lora_name", {**_TEXT, "lora_name": "../x"}, Expected.REFUSED)
     best = {**_TEXT, "stream": True, "best_of": 2}
     yield Bad("not offered: the best of a stream", best, Expected.UNSUPPORTED)
     both = {**_TEXT, "stream": True, "exclude_input_in_output": False}

@@ -33,12 +33,27 @@ from minisgl_check.run import run_cases
 from minisgl_check.target import Target
 from minisgl_kit.report import json_option
 
-SHORT: Final = Extent(load_s=3.0, num_cut=30, num_churned=40, num_hostile=60)
+SHORT: Final = Extent(load_s=3.0, num_cut=30, num_churned=40, num_hostile=60, num_loads=60)
 FIGURES: Final = Extent(
-    load_s=15.0, num_cut=1000, num_churned=300, num_hostile=1000, is_timed=True, is_long=True
+    load_s=15.0,
+    num_cut=1000,
+    num_churned=300,
+    num_hostile=1000,
+    num_loads=1000,
+    is_timed=True,
+    is_long=True,
 )
-FULL: Final = Extent(load_s=40.0, num_cut=1000, num_churned=1000, num_hostile=10_000, is_long=True)
-SOAK: Final = Extent(load_s=10.0, num_cut=200, num_churned=200, num_hostile=300, is_long=True)
+FULL: Final = Extent(
+    load_s=40.0,
+    num_cut=1000,
+    num_churned=1000,
+    num_hostile=10_000,
+    num_loads=10_000,
+    is_long=True,
+)
+SOAK: Final = Extent(
+    load_s=10.0, num_cut=200, num_churned=200, num_hostile=300, num_loads=300, is_long=True
+)
 """One round of a soak: so short that there are many rounds, each in an order of its own."""
 _NUM_RESTARTS: Final = 10
 """How many restarts a whole check of a server of our own has."""

@@ -23,6 +23,7 @@ from minisgl_backend.parts import Parts
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId, Sink
 from minisgl_backend.runtime import ports
+from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.engine import Engine, EngineInfo
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from minisgl_check.defect import MARK, STEP_S, Defect, Switch
@@ -54,8 +55,17 @@ class Frailty:
             *,
             overlap: bool,
             grammars: Grammars | None = None,
+            adapters: Adapters | None = None,
         ) -> Engine:
-            return FrailEngine(self, info, scheduler, executor, overlap=overlap, grammars=grammars)
+            return FrailEngine(
+                self,
+                info,
+                scheduler,
+                executor,
+                overlap=overlap,
+                grammars=grammars,
+                adapters=adapters,
+            )
 
         def scheduler(cache: KVCache, config: SchedulerConfig) -> ports.Scheduler:
             cache = FrailCache(self, cache)
@@ -107,9 +117,12 @@ class FrailEngine(Engine):
         *,
         overlap: bool,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._frailty = frailty
-        super().__init__(info, scheduler, executor, overlap=overlap, grammars=grammars)
+        super().__init__(
+            info, scheduler, executor, overlap=overlap, grammars=grammars, adapters=adapters
+        )
 
     def submit_samples(self, samples: Sequence[Request], sinks: Sequence[Sink]) -> None:
         self._frailty.pause()

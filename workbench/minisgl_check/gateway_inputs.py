@@ -52,6 +52,7 @@ _EXPECTED: Final = {
     Expected.ANSWER: _OK,
     Expected.INVALID: _REFUSED,
     Expected.UNSUPPORTED: _REFUSED,
+    Expected.REFUSED: _REFUSED,
     Expected.TRITON: _REFUSED,
     Expected.SURVIVED: _OK | _REFUSED,
 }

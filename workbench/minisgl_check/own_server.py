@@ -2,8 +2,8 @@
 
 Knows how ``minisgl serve`` puts a server together. Must not know cases.
 
-Its pool of pages is small and its queue short, so that eviction, retraction and refusals happen
-with a few requests.
+Its pool of pages is small, its queue short and its adapter slots are two, so that eviction,
+retraction and refusals happen with a few requests.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
         "max_queued_requests": "12",
         "max_prefill_tokens": "128",
         "drain_timeout_s": "1",
+        "enable_lora": "true",
+        "lora_updates": "true",
+        "max_loras": "2",
     }
 )
 PATIENCE_S: Final = 300.0

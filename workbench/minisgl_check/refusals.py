@@ -59,9 +59,9 @@ def faults_of(ending: Ending, expected: Expected) -> list[str]:
         found.append(f"was refused: {error[:200]}")
     if expected is not Expected.CLOSED and error.startswith("no answer: "):
         found.append(error[:200])
-    if expected in (Expected.INVALID, Expected.UNSUPPORTED):
+    if expected in (Expected.INVALID, Expected.UNSUPPORTED, Expected.REFUSED):
         coded = _CODED.match(error)
-        if coded is None or coded[1] != expected.value:
+        if coded is None or coded[1] not in expected.value.split(" or "):
             found.append(f"is not {expected.value}: {error[:200]}")
     return found + _faults_of_text(error)
 

@@ -17,6 +17,7 @@ from minisgl_client.errors import MinisglError
 
 from minisgl_backend.errors import MiniSGLError
 from minisgl_check import records
+from minisgl_check.adapters import AdapterTraffic
 from minisgl_check.asking import Extent
 from minisgl_check.canary import Canary
 from minisgl_check.case import Case
@@ -86,6 +87,9 @@ def run_cases(
             "slow readers": lambda: [leavers.slow_readers(rates)],
             "poisoned": lambda: [mixes.poisoned(rates.capacity)],
         }
+        if isinstance(target, OwnServer):
+            traffic = AdapterTraffic(target, extent, rng)
+            loads["adapters"] = lambda: [traffic.come_and_go()]
         if extent.is_long:
             loads["all at once"] = lambda: [_all_at_once(rates, leavers)]
         if with_gateway:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from minisgl_client.answer import Delta, Tokens
+from minisgl_client.answer import Delta, LoraAdapter, Tokens
 from minisgl_client.errors import Closed
 from minisgl_client.request import Request
 
@@ -42,6 +42,9 @@ class Transport(Protocol):
 
     def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
         """What the tokenizer answers to a request."""
+
+    def order(self, request: Request, timeout_ms: int | None) -> tuple[LoraAdapter, ...]:
+        """What the engine answers to an order about adapters: all that there are then."""
 
     def is_ready(self, model: str) -> bool:
         """Whether the server is there and has the model loaded."""
@@ -70,6 +73,9 @@ class AsyncTransport(Protocol):
 
     async def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
         """What the tokenizer answers to a request."""
+
+    async def order(self, request: Request, timeout_ms: int | None) -> tuple[LoraAdapter, ...]:
+        """What the engine answers to an order about adapters: all that there are then."""
 
     async def is_ready(self, model: str) -> bool:
         """Whether the server is there and has the model loaded."""

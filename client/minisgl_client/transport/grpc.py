@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2
 
-from minisgl_client.answer import Delta, Tokens
+from minisgl_client.answer import Delta, LoraAdapter, Tokens
 from minisgl_client.attempts import GRACE_S
 from minisgl_client.errors import (
     Cancelled,
@@ -29,7 +29,7 @@ from minisgl_client.errors import (
     Timeout,
 )
 from minisgl_client.request import Request
-from minisgl_client.response import deltas_of_message, tokens_of_message
+from minisgl_client.response import adapters_of_message, deltas_of_message, tokens_of_message
 
 _SERVICE: Final = "/inference.GRPCInferenceService"
 _OPTIONS: Final = (
@@ -67,6 +67,13 @@ class GrpcTransport:
         )
 
     def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
+        return tokens_of_message(self._only(request, timeout_ms))
+
+    def order(self, request: Request, timeout_ms: int | None) -> tuple[LoraAdapter, ...]:
+        return adapters_of_message(self._only(request, timeout_ms))
+
+    def _only(self, request: Request, timeout_ms: int | None) -> Any:
+        """The only message of an answer."""
         call = self._infer(
             request.to_grpc(timeout_ms), timeout=_timeout_s(timeout_ms), metadata=self._metadata
         )
@@ -74,7 +81,7 @@ class GrpcTransport:
             messages = list(call)  # to the end, which must not be met by a cancel
         except grpc.RpcError as error:
             raise _error_of(error) from None
-        return _only(messages)
+        return _first(messages)
 
     def is_ready(self, model: str) -> bool:
         request = service_pb2.ModelReadyRequest(name=model)
@@ -131,6 +138,13 @@ class AsyncGrpcTransport:
         )
 
     async def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
+        return tokens_of_message(await self._only(request, timeout_ms))
+
+    async def order(self, request: Request, timeout_ms: int | None) -> tuple[LoraAdapter, ...]:
+        return adapters_of_message(await self._only(request, timeout_ms))
+
+    async def _only(self, request: Request, timeout_ms: int | None) -> Any:
+        """The only message of an answer."""
         self._connect()
         call = self._infer(
             request.to_grpc(timeout_ms), timeout=_timeout_s(timeout_ms), metadata=self._metadata
@@ -139,7 +153,7 @@ class AsyncGrpcTransport:
             messages = [message async for message in call]
         except grpc.RpcError as error:
             raise _error_of(error) from None
-        return _only(messages)
+        return _first(messages)
 
     async def is_ready(self, model: str) -> bool:
         self._connect()
@@ -191,10 +205,10 @@ _READY: Final = {
 }
 
 
-def _only(messages: Sequence[Any]) -> Tokens:
+def _first(messages: Sequence[Any]) -> Any:
     if not messages:
         raise ConnectionLost("the answer ended before it was whole")
-    return tokens_of_message(messages[0])
+    return messages[0]
 
 
 def _metadata(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import httpx
 
-from minisgl_client.answer import Delta, Tokens
+from minisgl_client.answer import Delta, LoraAdapter, Tokens
 from minisgl_client.attempts import GRACE_S
 from minisgl_client.errors import (
     ConnectionFailed,
@@ -29,7 +29,13 @@ from minisgl_client.errors import (
     error_from,
 )
 from minisgl_client.request import Request
-from minisgl_client.response import EventReader, deltas_of_event, json_object, tokens_of_json
+from minisgl_client.response import (
+    EventReader,
+    adapters_of_json,
+    deltas_of_event,
+    json_object,
+    tokens_of_json,
+)
 
 _CONNECT_S: Final = 20.0
 _READY_S: Final = 5.0
@@ -74,7 +80,11 @@ class HttpTransport:
 
     def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
         with _as_client_errors():
-            return _tokens(self._http.request(**_post(request, timeout_ms, "generate")))
+            return tokens_of_json(_object(self._http.request(**_ask(request, timeout_ms))))
+
+    def order(self, request: Request, timeout_ms: int | None) -> tuple[LoraAdapter, ...]:
+        with _as_client_errors():
+            return adapters_of_json(_object(self._http.request(**_ask(request, timeout_ms))))
 
     def is_ready(self, model: str) -> bool:
         try:
@@ -123,7 +133,11 @@ class AsyncHttpTransport:
 
     async def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
         with _as_client_errors():
-            return _tokens(await self._http.request(**_post(request, timeout_ms, "generate")))
+            return tokens_of_json(_object(await self._http.request(**_ask(request, timeout_ms))))
+
+    async def order(self, request: Request, timeout_ms: int | None) -> tuple[LoraAdapter, ...]:
+        with _as_client_errors():
+            return adapters_of_json(_object(await self._http.request(**_ask(request, timeout_ms))))
 
     async def is_ready(self, model: str) -> bool:
         try:
@@ -167,10 +181,15 @@ def _settings(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _tokens(response: httpx.Response) -> Tokens:
+def _object(response: httpx.Response) -> dict[str, Any]:
+    """The JSON object of an answer that is no error."""
     if response.status_code != httpx.codes.OK:
         raise _refusal(response)
-    return tokens_of_json(json_object(response.content))
+    return json_object(response.content)
+
+
+def _ask(request: Request, timeout_ms: int | None) -> dict[str, Any]:
+    return _post(request, timeout_ms, "generate")
 
 
 def _post(

@@ -1,0 +1,114 @@
+"""LoRA adapters: to callers, models of their own; to the operator, what is loaded and unloaded.
+
+Knows the engine through ``AsyncClient`` only. The list of adapters is asked for again after some
+seconds, and when a caller names a model that is not in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from fastapi import Request
+from minisgl_client.answer import LoraAdapter
+from minisgl_client.client import AsyncClient
+from minisgl_client.errors import MinisglError
+from pydantic import Field
+from starlette.responses import PlainTextResponse, Response
+
+from minisgl_gateway.body import received
+from minisgl_gateway.errors import ApiError, api_error, shown
+from minisgl_gateway.gateway_options import GatewayOptions
+from minisgl_gateway.keys import Keys
+from minisgl_gateway.strict_schema import Body
+
+_ANSWER_S: Final = 2.0
+"""How long the engine may take to list its adapters."""
+_KNOWN_S: Final = 10.0
+_UNKNOWN_S: Final = 1.0
+"""A list is as old as this at least before a name that is not in it makes the next one."""
+
+
+class LoadAdapterRequest(Body):
+    """An adapter to be loaded, in vLLM's form."""
+
+    lora_name: str = Field(min_length=1, description="the model that callers may then ask for")
+    lora_path: str = Field(min_length=1, description="its folder on the engine's machine")
+
+
+class UnloadAdapterRequest(Body):
+    """An adapter to be unloaded, in vLLM's form."""
+
+    lora_name: str = Field(min_length=1)
+
+
+class Adapters:
+    """The adapters behind one gateway."""
+
+    def __init__(self, options: GatewayOptions, engine: AsyncClient) -> None:
+        self._base = options.model_name
+        self._engine = engine
+        self._operators = Keys(options.admin_keys) if options.admin_keys else None
+        self._asking = asyncio.Lock()
+        self._paths: dict[str, str] = {}
+        self._asked_s = -_KNOWN_S
+
+    async def known(self, *, for_s: float = _KNOWN_S) -> Mapping[str, str]:
+        """The paths of all adapters by name, as they were less than ``for_s`` ago; as they were
+        last if the engine does not answer."""
+        async with self._asking:
+            if time.monotonic() - self._asked_s >= for_s:
+                try:
+                    self._keep(await asyncio.wait_for(self._engine.adapters(), _ANSWER_S))
+                except (MinisglError, asyncio.TimeoutError):
+                    self._asked_s = time.monotonic()
+            return self._paths
+
+    async def of_model(self, name: str | None) -> str | None:
+        """The adapter that a model stands for; None is the base model, under its name or none.
+
+        Raises ``ApiError`` 404."""
+        if name in (None, self._base):
+            return None
+        if name in await self.known() or name in await self.known(for_s=_UNKNOWN_S):
+            return name
+        raise ApiError(
+            404, f"the model {shown(name)} does not exist", code="model_not_found", param="model"
+        )
+
+    async def load(self, http: Request) -> Response:
+        """POST /v1/load_lora_adapter; raises ``ApiError``."""
+        self._check_operator(http)
+        request = await received(LoadAdapterRequest, http)
+        try:
+            self._keep(await self._engine.load_adapter(request.lora_name, request.lora_path))
+        except MinisglError as error:
+            raise api_error(error, LoadAdapterRequest.model_fields) from error
+        return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+    async def unload(self, http: Request) -> Response:
+        """POST /v1/unload_lora_adapter; raises ``ApiError``."""
+        self._check_operator(http)
+        request = await received(UnloadAdapterRequest, http)
+        try:
+            self._keep(await self._engine.unload_adapter(request.lora_name))
+        except MinisglError as error:
+            raise api_error(error, UnloadAdapterRequest.model_fields) from error
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{request.lora_name}' removed successfully."
+        )
+
+    def _check_operator(self, http: Request) -> None:
+        if self._operators is None:
+            raise ApiError(
+                403,
+                "adapters are loaded and unloaded with an admin key, and this gateway has none",
+                code="admin_key_needed",
+            )
+        self._operators.caller(http.scope["headers"])
+
+    def _keep(self, adapters: Sequence[LoraAdapter]) -> None:
+        self._paths = {adapter.name: adapter.path for adapter in adapters}
+        self._asked_s = time.monotonic()

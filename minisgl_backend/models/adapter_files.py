@@ -1,0 +1,295 @@
+"""LoRA adapters in PEFT's format (arXiv 2106.09685): ``adapter_config.json`` and
+``adapter_model.safetensors``.
+
+An adapter adds (x A^T) B^T * scaling to the outputs of projections; A [r, in_features] and
+B [out_features, r] are small. Knows the format, and which of its variants change anything but
+that: these are refused by the field's or the tensor's name. Must not know slots, ranks of a group
+or devices. Reads headers, and tensors through ``weights``; nothing pickled is ever opened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.weight_place import FLOATS
+from minisgl_backend.models.checkpoint import TensorHeader, read_header
+from minisgl_backend.models.config_json import read_json
+from minisgl_backend.models.weights import open_tensors
+
+_CONFIG: Final = "adapter_config.json"
+_WEIGHTS: Final = "adapter_model.safetensors"
+_PREFIX: Final = "base_model.model."
+_TENSOR: Final = re.compile(r"(.+)\.lora_([AB])\.weight")
+_LAYER: Final = re.compile(r".*?\.[^.]*\.(\d+)\.")
+"""Where PEFT finds a module's layer, unless the config names other patterns."""
+_ALL_LINEAR: Final = "all-linear"
+_MOST_RANK: Final = 4096
+
+_READ: Final = frozenset(
+    {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules"}
+    | {"rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "bias"}
+    | {"init_lora_weights"}
+)
+_NO_MATTER: Final = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"}
+    | {"eva_config", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config"}
+    | {"megatron_core", "peft_version", "qalora_group_size", "revision", "task_type"}
+)
+"""Fields that do not change what a loaded adapter computes. Any other field must be off."""
+_HARMLESS_STARTS: Final = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Of ``init_lora_weights``: the others also change the weights of the base model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear map of the model that adapters may add to: its whole size, over all ranks."""
+
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Where one projection's factors are in the file: tensor names, rank and scaling."""
+
+    a: str
+    b: str
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """A checked adapter: the ``factors`` of each projection that it adds to, by the projection's
+    name in the checkpoint, and the largest of their ranks."""
+
+    path: Path
+    factors: Mapping[str, Factors]
+    rank: int
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Of each projection A [rank, in_features] and B [out_features, rank] times the scaling,
+        both float32; ``rank`` is its own.
+
+        Raises ``ConfigError`` if the file cannot be read, or for numbers that are not finite.
+        """
+        with open_tensors(self.path) as file:
+            for name, factors in self.factors.items():
+                a, b = (file.get_tensor(key).float() for key in (factors.a, factors.b))
+                for key, values in ((factors.a, a), (factors.b, b)):
+                    if not torch.isfinite(values).all():
+                        raise ConfigError(f"{key} of the adapter has numbers that are not finite")
+                yield name, a, b * factors.scaling
+
+
+def open_adapter(
+    folder: Path, projections: Mapping[str, Projection], *, max_rank: int
+) -> AdapterFile:
+    """The adapter in ``folder``, if it fits a model with these projections, by their names.
+
+    Reads the config and the header of the weights. Raises ``ConfigError`` with the name of the
+    field or tensor that does not fit.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"the adapter's folder {folder} does not exist")
+    config = _Config(read_json(folder / _CONFIG))
+    path = folder / _WEIGHTS
+    if not path.exists() and (folder / "adapter_model.bin").exists():
+        raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
+    headers = read_header(path)
+    pairs = _pairs(headers, projections)
+    factors = {}
+    for name, (a, b) in pairs.items():
+        if not config.targets(name):
+            raise ConfigError(f"{a} of the adapter is of no module that {_CONFIG} targets")
+        rank, projection = config.rank_of(name), projections[name]
+        if rank > max_rank:
+            raise ConfigError(
+                f"{a} of the adapter has the rank {rank}, and max_lora_rank={max_rank}"
+            )
+        _check_header(a, headers[a], (rank, projection.in_features))
+        _check_header(b, headers[b], (projection.out_features, rank))
+        factors[name] = Factors(a, b, rank, config.scaling_of(name))
+    missing = [name for name in projections if name not in factors and config.targets(name)]
+    if missing:
+        raise ConfigError(f"the adapter lacks {_PREFIX}{missing[0]}.lora_A.weight")
+    if not factors:
+        raise ConfigError(f"{path} adds to no projection of the model")
+    return AdapterFile(path, MappingProxyType(factors), max(f.rank for f in factors.values()))
+
+
+def _pairs(
+    headers: Mapping[str, TensorHeader], projections: Mapping[str, Projection]
+) -> dict[str, tuple[str, str]]:
+    """The names of both factors of each projection that has any."""
+    found: dict[str, dict[str, str]] = {}
+    for name in headers:
+        match = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
+        if match is None or not name.startswith(_PREFIX):
+            raise ConfigError(f"{name} of the adapter is not supported{_why_not(name)}")
+        module, factor = match.groups()
+        if module not in projections:
+            raise ConfigError(
+                f"{name} of the adapter is not supported: the model takes adapters only for "
+                f"{', '.join(_kinds(projections))} of its layers"
+            )
+        found.setdefault(module, {})[factor] = name
+    pairs = {}
+    for module, names in found.items():
+        for factor in "AB":
+            if factor not in names:
+                raise ConfigError(f"the adapter lacks {_PREFIX}{module}.lora_{factor}.weight")
+        pairs[module] = names["A"], names["B"]
+    return pairs
+
+
+def _why_not(name: str) -> str:
+    if "lora_magnitude_vector" in name:
+        return ": it belongs to DoRA"
+    if "lora_embedding" in name:
+        return ": embeddings take no adapters"
+    return ""
+
+
+def _kinds(projections: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in projections))
+
+
+def _check_header(name: str, header: TensorHeader, shape: tuple[int, int]) -> None:
+    if header.shape != shape:
+        raise ConfigError(f"{name} of the adapter has the shape {header.shape}, not {shape}")
+    if header.dtype not in FLOATS:
+        raise ConfigError(
+            f"{name} of the adapter has the type {header.dtype}, not {' or '.join(FLOATS)}"
+        )
+
+
+class _Config:
+    """``adapter_config.json``: which modules are targeted, and each one's rank and scaling.
+
+    Names and patterns match as PEFT matches them.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]):
+        if fields.get("peft_type") != "LORA":
+            raise ConfigError(f"{_CONFIG}: peft_type must be LORA, got {fields.get('peft_type')!r}")
+        for name, value in fields.items():
+            if name not in _READ | _NO_MATTER and value not in (None, False, {}, [], ""):
+                raise ConfigError(f"{_CONFIG}: {name} is not supported, got {_short(value)}")
+        if fields.get("bias", "none") != "none":
+            raise ConfigError(f"{_CONFIG}: bias must be none, got {_short(fields['bias'])}")
+        start = fields.get("init_lora_weights", True)
+        if start not in _HARMLESS_STARTS:
+            raise ConfigError(
+                f"{_CONFIG}: init_lora_weights={_short(start)} changes the base model's weights; "
+                "convert the adapter to one for the unchanged model"
+            )
+        self._rank = _number(fields, "r", 8)
+        self._alpha = _number(fields, "lora_alpha", 8)
+        self._rslora = bool(fields.get("use_rslora"))
+        self._targets = _modules(fields, "target_modules")
+        self._excluded = _modules(fields, "exclude_modules")
+        self._ranks = _pattern(fields, "rank_pattern")
+        self._alphas = _pattern(fields, "alpha_pattern")
+        self._layers = _integers(fields, "layers_to_transform")
+        patterns = fields.get("layers_pattern") or []
+        self._layer_patterns = [
+            _compiled("layers_pattern", rf"(?:^|.*?\.){pattern}\.(\d+)\.")
+            for pattern in ([patterns] if isinstance(patterns, str) else patterns)
+        ] or [_LAYER]
+        if self._targets is None:
+            raise ConfigError(f"{_CONFIG}: target_modules is missing")
+
+    def targets(self, module: str) -> bool:
+        """Whether the module of this name is adapted."""
+        if self._excluded is not None and _matches(self._excluded, module):
+            return False
+        if self._targets == _ALL_LINEAR:
+            is_pattern = False
+        else:
+            assert self._targets is not None
+            if not _matches(self._targets, module):
+                return False
+            is_pattern = isinstance(self._targets, str)
+        if not self._layers or is_pattern:
+            return True
+        found = (pattern.match(module) for pattern in self._layer_patterns)
+        return any(match is not None and int(match[1]) in self._layers for match in found)
+
+    def rank_of(self, module: str) -> int:
+        return int(_by_pattern(self._ranks, module, self._rank))
+
+    def scaling_of(self, module: str) -> float:
+        rank = self.rank_of(module)
+        alpha = _by_pattern(self._alphas, module, self._alpha)
+        return float(alpha / (rank**0.5 if self._rslora else rank))
+
+
+def _matches(modules: str | list[str], module: str) -> bool:
+    if isinstance(modules, str):
+        return _compiled("target_modules", modules).fullmatch(module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in modules)
+
+
+def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    for pattern, value in patterns.items():
+        if _compiled("rank_pattern", rf"(.*\.)?({pattern})$").match(module):
+            return value
+    return default
+
+
+def _compiled(name: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{_CONFIG}: {name} holds no regular expression: {error}") from None
+
+
+def _number(fields: Mapping[str, Any], name: str, default: float) -> float:
+    value = fields.get(name, default)
+    is_number = type(value) is int or (type(value) is float and name == "lora_alpha")
+    if not is_number or not 0 < value <= _MOST_RANK:
+        raise ConfigError(f"{_CONFIG}: {name} must be 1..{_MOST_RANK}, got {_short(value)}")
+    return float(value)
+
+
+def _modules(fields: Mapping[str, Any], name: str) -> str | list[str] | None:
+    value = fields.get(name)
+    if value is None or isinstance(value, str):
+        return value or None
+    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+        return value or None
+    raise ConfigError(f"{_CONFIG}: {name} must be names or a pattern, got {_short(value)}")
+
+
+def _pattern(fields: Mapping[str, Any], name: str) -> dict[str, float]:
+    value = fields.get(name) or {}
+    numbers = (int,) if name == "rank_pattern" else (int, float)
+    if not isinstance(value, dict) or not all(
+        type(entry) in numbers and 0 < entry <= _MOST_RANK for entry in value.values()
+    ):
+        raise ConfigError(f"{_CONFIG}: {name} must map names to numbers, got {_short(value)}")
+    return value
+
+
+def _integers(fields: Mapping[str, Any], name: str) -> list[int] | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    entries = value if isinstance(value, list) else [value]
+    if not all(type(entry) is int for entry in entries):
+        raise ConfigError(f"{_CONFIG}: {name} must be layer numbers, got {_short(value)}")
+    return entries
+
+
+def _short(value: object) -> str:
+    return repr(value)[:80]

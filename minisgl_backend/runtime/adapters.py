@@ -1,0 +1,262 @@
+"""The LoRA adapters that requests may name: which are known, and which main memory holds.
+
+An adapter is *known* under a name from when it is loaded until it is unloaded. Main memory holds
+some of the known ones (the *pool*). A request whose adapter is not in the pool waits until a thread
+has read it, like one whose grammar is compiled; from then on until it ends the request *holds* the
+adapter, which stays in the pool as long. Adapters that nothing holds leave the pool when others
+need the place, the one used least recently first.
+
+Unloading takes the name away at once, and the adapter when its last request has ended. An adapter
+that is loaded under the same name later is another one, with another id.
+
+Knows names, paths and counts; a ``Reader`` knows files and tensors. Must not know slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+from minisgl_backend.errors import (
+    ConfigError,
+    EngineFailure,
+    InvalidRequest,
+    MiniSGLError,
+)
+from minisgl_backend.request import Adapter, RequestId
+
+logger = logging.getLogger(__name__)
+
+_NAME_CHARACTERS: Final = 128
+
+
+class Reader(Protocol):
+    """Main memory, as far as adapters are concerned. For any thread."""
+
+    def check(self, folder: Path) -> tuple[int, int]:
+        """Read an adapter, and keep nothing; its rank and targets. Raises ``ConfigError``."""
+
+    def read(self, adapter_id: int, folder: Path) -> tuple[int, int]:
+        """Read an adapter into memory; its rank and targets. Raises ``ConfigError``."""
+
+    def drop(self, adapter_id: int) -> None:
+        """Forget an adapter; ignored if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What became of the wait of a request for its adapter: what is wrong, if anything."""
+
+    request_id: RequestId
+    error: MiniSGLError | None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An adapter in the pool or on its way: the requests that hold it, and those that wait."""
+
+    adapter: Adapter
+    holders: set[RequestId] = field(default_factory=set)
+    waiting: dict[RequestId, Callable[[Fetched], None]] = field(default_factory=dict)
+    is_there: bool = False
+
+
+class Adapters:
+    """All adapters of an engine; for any thread."""
+
+    def __init__(
+        self, reader: Reader, *, most_in_memory: int, tasks: Mapping[int, str] | None = None
+    ) -> None:
+        """``tasks`` are the names by ``lora_task_id``."""
+        self._tasks = tasks or {}
+        self._reader = reader
+        self._most = most_in_memory
+        self._lock = threading.Lock()
+        self._known: dict[str, Adapter] = {}
+        self._loading: set[str] = set()
+        self._pool: dict[int, _Entry] = {}  # the one used least recently first
+        self._wanted: dict[int, _Entry] = {}  # that wait for a place in the pool, oldest first
+        self._num_ids = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._is_closed = False
+
+    # --- names -------------------------------------------------------------------------------
+
+    def known(self) -> Mapping[str, Adapter]:
+        """All known adapters by name, in the order in which they were loaded."""
+        with self._lock:
+            return dict(self._known)
+
+    def find(self, name: str) -> Adapter:
+        """The adapter of this name; raises ``InvalidRequest`` if there is none."""
+        with self._lock:
+            adapter = self._known.get(name)
+            if adapter is None:
+                names = list(self._known)
+                raise InvalidRequest(f"LoRA {name} is not supported, we currently support {names}")
+            return adapter
+
+    def of_task(self, task_id: int) -> Adapter:
+        """The adapter of this ``lora_task_id``; raises ``InvalidRequest`` if there is none."""
+        if task_id not in self._tasks:
+            raise InvalidRequest(f"lora_task_id {task_id} is none of lora_task_ids")
+        return self.find(self._tasks[task_id])
+
+    def load(self, name: str, path: str) -> Adapter:
+        """Make an adapter known. It is read, and stays in memory if the pool has room.
+
+        Raises ``InvalidRequest`` with the name of the tensor or field that does not fit; then
+        nothing is left of it.
+        """
+        if not (0 < len(name) <= _NAME_CHARACTERS and name.isprintable()):
+            raise InvalidRequest(
+                f"the name of an adapter must have 1..{_NAME_CHARACTERS} printable characters"
+            )
+        with self._lock:
+            if name in self._known or name in self._loading:
+                raise InvalidRequest(f"the adapter {name!r} is loaded already; unload it first")
+            self._loading.add(name)
+            self._num_ids += 1
+            adapter_id = self._num_ids
+            is_read = self._make_room(num_more=len(self._loading))
+        adapter = None
+        try:
+            folder = Path(path)
+            size = self._reader.read(adapter_id, folder) if is_read else self._reader.check(folder)
+            rank, targets = size
+            adapter = Adapter(adapter_id, name, path, rank, targets)
+        except ConfigError as error:
+            raise InvalidRequest(f"adapter {name!r}: {error}") from None
+        finally:
+            with self._lock:
+                self._loading.discard(name)
+                if adapter is not None:
+                    self._known[name] = adapter
+                if adapter is not None and is_read and self._make_room():
+                    self._pool[adapter_id] = _Entry(adapter, is_there=True)
+                elif is_read:
+                    self._reader.drop(adapter_id)
+        logger.info("loaded adapter %r of rank %d from %s", name, rank, path)
+        return adapter
+
+    def unload(self, name: str) -> Adapter:
+        """Forget a name; requests that have the adapter go on. Raises ``InvalidRequest``."""
+        with self._lock:
+            adapter = self._known.pop(name, None)
+            if adapter is None:
+                raise InvalidRequest(f"there is no adapter {name!r}")
+            self._drop_unknown(adapter.id)
+            self._read_next()
+        logger.info("unloaded adapter %r", name)
+        return adapter
+
+    def asked_for(self) -> Mapping[int, str]:
+        """The names of the adapters of open requests by id."""
+        with self._lock:
+            entries = [*self._pool.values(), *self._wanted.values()]
+            return {
+                entry.adapter.id: entry.adapter.name
+                for entry in entries
+                if entry.holders or entry.waiting
+            }
+
+    # --- requests, on the loop's thread -------------------------------------------------------
+
+    def hold(
+        self, request_id: RequestId, adapter: Adapter, report: Callable[[Fetched], None]
+    ) -> bool:
+        """Let a request hold its adapter: True if it does at once; else ``report`` is called, on
+        another thread, when it does or cannot."""
+        with self._lock:
+            entry = self._pool.get(adapter.id)
+            if entry is not None and entry.is_there:
+                entry.holders.add(request_id)
+                self._pool[adapter.id] = self._pool.pop(adapter.id)
+                return True
+            if entry is None:
+                entry = self._wanted.setdefault(adapter.id, _Entry(adapter))
+            entry.waiting[request_id] = report
+            self._read_next()
+            return False
+
+    def let_go(self, request_id: RequestId, adapter: Adapter) -> None:
+        """The request has ended, whether it held its adapter or still waited for it."""
+        with self._lock:
+            for entries in (self._pool, self._wanted):
+                entry = entries.get(adapter.id)
+                if entry is not None:
+                    entry.holders.discard(request_id)
+                    entry.waiting.pop(request_id, None)
+                    if entries is self._wanted and not entry.waiting:
+                        del self._wanted[adapter.id]
+            self._drop_unknown(adapter.id)
+            self._read_next()
+
+    def close(self) -> None:
+        """End the thread; nothing is reported any more."""
+        with self._lock:
+            self._is_closed = True
+            self._wanted.clear()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    # --- with the lock held --------------------------------------------------------------------
+
+    def _make_room(self, num_more: int = 1) -> bool:
+        """Whether ``num_more`` adapters may be in the pool, after idle ones have left."""
+        surplus = len(self._pool) + num_more - self._most
+        if surplus > 0:
+            idle = [entry for entry in self._pool.values() if entry.is_there and not entry.holders]
+            for entry in idle[:surplus]:
+                del self._pool[entry.adapter.id]
+                self._reader.drop(entry.adapter.id)
+        return len(self._pool) + num_more <= self._most
+
+    def _read_next(self) -> None:
+        """Begin to read the adapters that wait, as far as there is room."""
+        while self._wanted and not self._is_closed and self._make_room():
+            adapter_id = next(iter(self._wanted))
+            entry = self._pool[adapter_id] = self._wanted.pop(adapter_id)
+            self._thread.submit(self._read, entry)
+
+    def _drop_unknown(self, adapter_id: int) -> None:
+        """Let an adapter leave the pool if it is not known, and nothing holds or awaits it."""
+        entry = self._pool.get(adapter_id)
+        if entry is None or not entry.is_there or entry.holders:
+            return
+        if self._known.get(entry.adapter.name) is not entry.adapter:
+            del self._pool[adapter_id]
+            self._reader.drop(adapter_id)
+
+    # --- on the thread -------------------------------------------------------------------------
+
+    def _read(self, entry: _Entry) -> None:
+        adapter = entry.adapter
+        error: MiniSGLError | None = None
+        try:
+            size = self._reader.read(adapter.id, Path(adapter.path))
+            if size != (adapter.rank, adapter.targets):
+                raise ConfigError("its files have changed since it was loaded")
+        except ConfigError as wrong:
+            error = InvalidRequest(f"adapter {adapter.name!r}: {wrong}")
+        except Exception as failure:
+            logger.exception("adapter %r could not be read", adapter.name)
+            error = EngineFailure(f"adapter {adapter.name!r} could not be read: {failure}")
+        with self._lock:
+            waiting, entry.waiting = entry.waiting, {}
+            if error is None:
+                entry.is_there = True
+                entry.holders.update(waiting)
+                self._drop_unknown(adapter.id)
+            else:
+                del self._pool[adapter.id]
+                self._reader.drop(adapter.id)
+            self._read_next()
+            if self._is_closed:
+                return
+        for request_id, report in waiting.items():
+            report(Fetched(request_id, error))

@@ -1,0 +1,88 @@
+"""Which adapter is in which slot of the device, and which slots are in use.
+
+A slot is in use while a sequence with its adapter has a row. Slots that are not in use keep their
+adapters until another one needs the place; the one that was used least recently goes first. Must
+not know how an adapter gets to the device: a plan says that it does, before its first row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.request import Adapter
+
+
+@dataclass(slots=True)
+class _Place:
+    """An adapter in a slot, and how many rows have it."""
+
+    slot: int
+    num_rows: int = 0
+
+
+class AdapterPlaces:
+    """Slots 1 .. ``num_slots``; 0 stands for none."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots, 0, -1))
+        self._places: dict[int, _Place] = {}  # by adapter, the one used least recently first
+        self._num_idle = 0
+
+    def has_place(self, adapter: Adapter | None) -> bool:
+        """Whether a row may have the adapter now."""
+        return (
+            adapter is None or adapter.id in self._places or bool(self._free) or self._num_idle > 0
+        )
+
+    def take(self, adapter: Adapter | None) -> tuple[int, bool]:
+        """Let one more row have the adapter, for which there is a place: its slot, and whether it
+        has to be loaded there."""
+        if adapter is None:
+            return 0, False
+        place = self._places.pop(adapter.id, None)
+        is_new = place is None
+        if place is None:
+            place = _Place(self._free.pop() if self._free else self._evict())
+        elif not place.num_rows:
+            self._num_idle -= 1
+        self._places[adapter.id] = place
+        place.num_rows += 1
+        return place.slot, is_new
+
+    def give_back(self, adapter: Adapter | None) -> None:
+        """Let one row less have the adapter."""
+        if adapter is None:
+            return
+        place = self._places[adapter.id]
+        if not place.num_rows:
+            raise InvariantError(f"no row has adapter {adapter.name!r}")
+        place.num_rows -= 1
+        self._num_idle += not place.num_rows
+
+    def in_use(self) -> Iterator[tuple[int, int]]:
+        """The ids of the adapters in use, and how many rows have each."""
+        for adapter_id, place in self._places.items():
+            if place.num_rows:
+                yield adapter_id, place.num_rows
+
+    def check(self, rows: dict[int, int]) -> None:
+        """Raise ``InvariantError`` unless exactly these numbers of rows have adapters, by id."""
+        if dict(self.in_use()) != rows:
+            raise InvariantError("the adapters of rows are not those that slots are in use for")
+        slots = sorted([*self._free, *(place.slot for place in self._places.values())])
+        if slots != list(range(1, self.num_slots + 1)):
+            raise InvariantError("an adapter slot is missing, or taken twice")
+        if self._num_idle != sum(not place.num_rows for place in self._places.values()):
+            raise InvariantError("the number of idle adapter slots is wrong")
+
+    def _evict(self) -> int:
+        """The slot of the adapter that was used least recently, which leaves."""
+        for adapter_id, place in self._places.items():
+            if not place.num_rows:
+                del self._places[adapter_id]
+                self._num_idle -= 1
+                return place.slot
+        raise InvariantError("all adapter slots are in use")

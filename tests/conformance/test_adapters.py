@@ -1,0 +1,182 @@
+"""Greedy tokens of batches with LoRA adapters equal those of transformers with merged weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+from minisgl_backend.execution.adapters import AdapterStore
+from minisgl_backend.models.adapter_slots import AdapterSlots
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.request import Adapter, IntArray
+from minisgl_kit.adapters import ATTENTION, write_adapter
+from tests.conformance.adapter_folders import merged
+from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
+from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
+from tests.conformance.quantized_checkpoints import write_quantized
+from tests.conformance.test_tokens_equal_transformers import GREEDY, generate
+
+ADAPTERS: list[dict[str, Any]] = [
+    {"rank": 4},
+    {"rank": 8, "targets": ("q_proj", "v_proj")},
+    {"rank": 16, "use_rslora": True, "lora_alpha": 8},
+    {"rank": 64},
+    {"rank": 5, "targets": ("gate_proj", "down_proj")},
+    {"rank": 32, "targets": ("o_proj", "up_proj"), "lora_alpha": 16.5},
+    {"rank": 6, "targets": ATTENTION},
+    {"rank": 24, "lora_alpha": 12},
+]
+MOST_RANK = 64
+SEED = 100  # with which no two tokens of any answer nearly tie
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model, adapters for it, and what transformers answers to 16 prompts, each with one of the
+    adapters or with none."""
+
+    model: Decoder
+    folder: Path
+    paths: list[Path]
+    prompts: list[IntArray]
+    picks: list[int]
+    tokens: list[list[int]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen3",
+        "llama-biases",
+        "qwen2",
+        "mistral-window",
+        "qwen3-moe",
+        "qwen2-moe",
+        "olmo2",
+        "gemma3",
+        "gemma4-per-layer",
+        "granite",
+        "qwen3.5",
+    ],
+)
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Reference:
+    case: str = request.param
+    folder = tmp_path_factory.mktemp(case)
+    return answered(write_checkpoint(case, folder), folder, all_targets=case != "qwen3-moe")
+
+
+def answered(theirs: Any, folder: Path, *, all_targets: bool = True) -> Reference:
+    """The reference of a checkpoint in ``folder``; experts take no adapters."""
+    spec = load_spec(folder)
+    paths, models = [], [theirs]
+    for index, fields in enumerate(ADAPTERS):
+        chosen = fields if all_targets else {**fields, "targets": ATTENTION}
+        path = write_adapter(folder / f"adapter-{index}", spec, seed=SEED + index, **chosen)
+        paths.append(path)
+        models.append(merged(theirs, path))
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
+    picks = [index % len(models) for index in range(len(prompts))]
+    tokens = [generate(models[pick], prompt) for pick, prompt in zip(picks, prompts, strict=True)]
+    return Reference(load_model(folder, context=CONTEXT), folder, paths, prompts, picks, tokens)
+
+
+def loaded(
+    reference: Reference, num_slots: int
+) -> tuple[AdapterSlots, AdapterStore, list[Adapter | None]]:
+    """Slots in the model, and the adapters in main memory; the first is none."""
+    slots = AdapterSlots(reference.model, num_slots, MOST_RANK, torch.device("cpu"))
+    store = AdapterStore(slots, pinned=False)
+    adapters: list[Adapter | None] = [None]
+    for index, path in enumerate(reference.paths, start=1):
+        adapters.append(Adapter(index, path.name, str(path), *store.read(index, path)))
+    return slots, store, adapters
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "options"),
+    [
+        (8, {"page_size": 16}),
+        (2, {"page_size": 1, "overlap": False}),
+        (3, {"page_size": 16, "radix": False, "chunk": 7}),
+        (8, {"page_size": 1, "num_positions": 300, "reserve_tokens": 0}),
+    ],
+    ids=["all-slots", "few-slots", "chunked", "retracted"],
+)
+def test_tokens_of_mixed_batches_are_equal(
+    reference: Reference, num_slots: int, options: dict[str, Any]
+) -> None:
+    slots, store, adapters = loaded(reference, num_slots)
+    chosen = [adapters[pick] for pick in reference.picks]
+    with TinyEngine(
+        reference.model, context=CONTEXT, adapter_slots=slots, adapter_store=store, **options
+    ) as engine:
+        sampling = [GREEDY] * len(chosen)
+        outcome = engine.run(reference.prompts, sampling, chosen)
+        assert outcome.tokens == reference.tokens
+        if "num_positions" in options:
+            assert engine.num_retractions > 0
+        elif options.get("radix", True):
+            # prefixes that requests with other adapters have left are of no use; their own are,
+            # the latest first, since few snapshots of recurrent states are kept
+            again = engine.run(reference.prompts[::-1], sampling, chosen[::-1])
+            assert again.tokens == reference.tokens[::-1]
+            assert again.num_cached_tokens > outcome.num_cached_tokens
+
+
+@pytest.mark.parametrize(
+    "case", ["fp8-blocks", "ct-fp8-tensor-static", "awq-128", "ct-w4a16-group"]
+)
+def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
+    """Dequantized while they load, and kept as they are."""
+    reference = answered(write_quantized(case, tmp_path), tmp_path)
+    for keep_quantized in (False, True):
+        model = load_model(tmp_path, context=CONTEXT, keep_quantized=keep_quantized)
+        slots, store, adapters = loaded(replace(reference, model=model), len(ADAPTERS))
+        chosen = [adapters[pick] for pick in reference.picks]
+        with TinyEngine(
+            model, page_size=16, context=CONTEXT, adapter_slots=slots, adapter_store=store
+        ) as engine:
+            outcome = engine.run(reference.prompts, [GREEDY] * len(chosen), chosen)
+        assert outcome.tokens == reference.tokens
+
+
+def test_an_adapter_of_zeros_changes_nothing(reference: Reference) -> None:
+    path = write_adapter(
+        reference.folder / "zeros",
+        load_spec(reference.folder),
+        rank=8,
+        targets=ATTENTION,
+        strength=0,
+    )
+    slots = AdapterSlots(reference.model, 1, 8, torch.device("cpu"))
+    store = AdapterStore(slots, pinned=False)
+    zeros = Adapter(1, "zeros", str(path), *store.read(1, path))
+    with TinyEngine(
+        reference.model, context=CONTEXT, page_size=16, adapter_slots=slots, adapter_store=store
+    ) as engine:
+        sampling = [GREEDY] * len(reference.prompts)
+        base = engine.run(reference.prompts, sampling)
+        same = engine.run(reference.prompts, sampling, [zeros] * len(reference.prompts))
+    assert same.tokens == base.tokens
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_computes_what_merged_weights_do(tmp_path: Path) -> None:
+    """The reference of this file, against PEFT itself."""
+    theirs = write_checkpoint("qwen3", tmp_path / "model")
+    spec = load_spec(tmp_path / "model")
+    ids = torch.arange(1, 40)[None]
+    for index, fields in enumerate(ADAPTERS):
+        path = write_adapter(tmp_path / f"{index}", spec, seed=index, **fields)
+        expected = merged(theirs, path)(ids).logits
+        adapted: Any = PeftModel.from_pretrained(theirs, path)
+        torch.testing.assert_close(adapted(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        adapted.unload()

@@ -1,0 +1,206 @@
+"""Adapters in PEFT's format: what is read of them, and what is refused by which name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.adapter_files import Projection, open_adapter
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.precheck import adapter_paths, adapter_tasks, check_options
+from minisgl_kit.adapters import write_adapter
+
+SPEC = load_spec(Path(DEMO_MODEL))
+LAYER = "base_model.model.model.layers.0.self_attn"
+HIDDEN, QUERIES = SPEC.hidden_size, SPEC.num_heads * SPEC.head_dim
+KEYS = SPEC.num_kv_heads * SPEC.head_dim
+
+
+def projections() -> dict[str, Projection]:
+    found = {}
+    for layer in range(SPEC.num_layers):
+        name = f"model.layers.{layer}"
+        found[f"{name}.self_attn.q_proj"] = Projection(HIDDEN, QUERIES)
+        found[f"{name}.self_attn.v_proj"] = Projection(HIDDEN, KEYS)
+        found[f"{name}.mlp.down_proj"] = Projection(SPEC.intermediate_size, HIDDEN)
+    return found
+
+
+def written(folder: Path, **fields: Any) -> Path:
+    given = {"targets": ("q_proj", "v_proj"), **fields}
+    return write_adapter(folder, SPEC, rank=4, **given)
+
+
+def refusal(folder: Path, *, max_rank: int = 16) -> str:
+    with pytest.raises(ConfigError) as error:
+        open_adapter(folder, projections(), max_rank=max_rank)
+    return str(error.value)
+
+
+def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
+    """The file with tensors replaced or added, or left out if they are None."""
+    path = folder / "adapter_model.safetensors"
+    held = load_file(path)
+    for name, tensor in tensors.items():
+        held.pop(name, None)
+        if tensor is not None:
+            held[name] = tensor
+    save_file(held, path)
+    return folder
+
+
+def test_factors_come_with_the_scaling(tmp_path: Path) -> None:
+    file = open_adapter(written(tmp_path, lora_alpha=6), projections(), max_rank=4)
+    held = load_file(tmp_path / "adapter_model.safetensors")
+    assert file.rank == 4
+    for name, a, b in file.tensors():
+        assert torch.equal(a, held[f"base_model.model.{name}.lora_A.weight"])
+        assert torch.equal(b, held[f"base_model.model.{name}.lora_B.weight"] * 1.5)
+    assert len(file.factors) == 2 * SPEC.num_layers
+
+
+def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
+    folder = written(
+        tmp_path,
+        rank_pattern={"v_proj": 2},
+        alpha_pattern={r"layers\.0\.self_attn\.q_proj": 40},
+        use_rslora=True,
+    )
+    held = load_file(folder / "adapter_model.safetensors")
+    for name in [name for name in held if ".v_proj." in name]:
+        held[name] = held[name][:2] if "lora_A" in name else held[name][:, :2].contiguous()
+    save_file(held, folder / "adapter_model.safetensors")
+    factors = open_adapter(folder, projections(), max_rank=4).factors
+    assert factors["model.layers.0.self_attn.q_proj"].scaling == 40 / 4**0.5
+    assert factors["model.layers.1.self_attn.q_proj"].scaling == 8 / 4**0.5
+    assert factors["model.layers.0.self_attn.v_proj"].rank == 2
+
+
+@pytest.mark.parametrize(
+    "target_modules",
+    [r".*\.(q|v)_proj", ["self_attn.q_proj", "v_proj"], "all-linear"],
+)
+def test_targets_by_pattern_name_or_all(target_modules: Any, tmp_path: Path) -> None:
+    known = {name: value for name, value in projections().items() if "down" not in name}
+    folder = written(tmp_path, target_modules=target_modules)
+    assert open_adapter(folder, known, max_rank=4).factors.keys() == known.keys()
+
+
+def test_some_layers_only(tmp_path: Path) -> None:
+    folder = written(tmp_path, layers_to_transform=[1])
+    path = folder / "adapter_model.safetensors"
+    first = f"{LAYER}.q_proj.lora_A.weight"
+    assert refusal(folder).startswith(f"{first} of the adapter is of no module")
+    held = {name: tensor for name, tensor in load_file(path).items() if ".layers.1." in name}
+    save_file(held, path)
+    assert len(open_adapter(folder, projections(), max_rank=4).factors) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ({"r": 0}, "r must"),
+        ({"lora_alpha": "high"}, "lora_alpha"),
+        ({"target_modules": None}, "target_modules"),
+        ({"target_modules": "["}, "target_modules"),
+        ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern"),
+        ({"layers_to_transform": ["first"]}, "layers_to_transform"),
+        ({"an_option_of_tomorrow": 1}, "an_option_of_tomorrow"),
+    ],
+)
+def test_fields_that_change_more_are_refused_by_name(
+    fields: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    assert f"adapter_config.json: {name}" in refusal(written(tmp_path, **fields))
+
+
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    a, b = f"{LAYER}.q_proj.lora_A.weight", f"{LAYER}.q_proj.lora_B.weight"
+    cases: list[tuple[dict[str, torch.Tensor | None], str]] = [
+        ({a: None}, f"lacks {a}"),
+        ({b: None}, f"lacks {b}"),
+        ({a: None, b: None}, f"lacks {a}"),
+        ({a: torch.zeros(4, HIDDEN + 1)}, f"{a} of the adapter has the shape"),
+        ({b: torch.zeros(QUERIES, 5)}, f"{b} of the adapter has the shape"),
+        ({a: torch.zeros(4, HIDDEN, dtype=torch.int32)}, f"{a} of the adapter has the type I32"),
+        (
+            {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, HIDDEN)},
+            "base_model.model.lm_head.lora_A.weight",
+        ),
+        (
+            {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 9)},
+            "lora_embedding_A of the adapter is not supported: embeddings",
+        ),
+        (
+            {f"{LAYER}.q_proj.lora_magnitude_vector": torch.zeros(QUERIES)},
+            "lora_magnitude_vector of the adapter is not supported: it belongs to DoRA",
+        ),
+    ]
+    for index, (tensors, words) in enumerate(cases):
+        folder = changed(written(tmp_path / str(index)), **tensors)
+        assert words in refusal(folder)
+    assert "has the rank 4" in refusal(written(tmp_path / "high"), max_rank=3)
+
+
+def test_numbers_that_are_not_finite_are_refused_when_read(tmp_path: Path) -> None:
+    name = f"{LAYER}.v_proj.lora_B.weight"
+    folder = changed(written(tmp_path), **{name: torch.full((KEYS, 4), float("nan"))})
+    file = open_adapter(folder, projections(), max_rank=4)
+    with pytest.raises(ConfigError, match=f"{name} of the adapter has numbers"):
+        list(file.tensors())
+
+
+def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    folder = written(tmp_path / "pickled")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    assert "pickled" in refusal(folder)
+    (folder / "adapter_config.json").unlink()
+    assert "adapter_config.json does not exist" in refusal(folder)
+
+
+def test_lists_of_adapters(tmp_path: Path) -> None:
+    listed = tmp_path / "multi_lora.json"
+    listed.write_text(json.dumps({"doll": "vicuna/doll", "sheep": "/loras/sheep"}))
+    options = EngineOptions(
+        enable_lora=True,
+        multi_lora=str(listed),
+        lora_modules="sheep=/other/sheep, cow=cow",
+        lora_task_ids="1=doll,7=cow",
+    )
+    check_options(options, "cpu")
+    assert adapter_paths(options) == {
+        "doll": str(tmp_path / "vicuna/doll"),
+        "sheep": "/other/sheep",
+        "cow": "cow",
+    }
+    assert adapter_tasks(options) == {1: "doll", 7: "cow"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lora_modules": "a=b"}, "lora_modules needs enable_lora"),
+        ({"lora_updates": True}, "lora_updates needs enable_lora"),
+        ({"enable_lora": True, "lora_modules": "a"}, "lora_modules must be"),
+        ({"enable_lora": True, "lora_task_ids": "a=b"}, "lora_task_ids must be"),
+        ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras 2 must be"),
+        ({"enable_lora": True, "multi_lora": "/nowhere.json"}, "/nowhere.json does not exist"),
+    ],
+)
+def test_options_that_contradict_each_other(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_options(EngineOptions(**given), "cpu")

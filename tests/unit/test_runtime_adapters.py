@@ -1,0 +1,174 @@
+"""Adapters in main memory: the pool, waiting for it, and names that come and go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from minisgl_backend.errors import ConfigError, EngineFailure, InvalidRequest
+from minisgl_backend.request import Adapter, RequestId
+from minisgl_backend.runtime.adapters import Adapters, Fetched
+
+PATIENCE_S = 10
+
+
+class Memory:
+    """A ``Reader`` that remembers what it holds; paths that begin with "bad" cannot be read."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.most = 0
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self.fails: Exception | None = None
+
+    def check(self, folder: Path) -> tuple[int, int]:
+        if folder.name.startswith("bad"):
+            raise ConfigError("layers.3.lora_A.weight does not fit")
+        return 8, 3
+
+    def read(self, adapter_id: int, folder: Path) -> tuple[int, int]:
+        size = self.check(folder)
+        assert self.may_read.wait(PATIENCE_S)
+        if self.fails is not None:
+            raise self.fails
+        assert adapter_id not in self.held
+        self.held.add(adapter_id)
+        self.most = max(self.most, len(self.held))
+        return size
+
+    def drop(self, adapter_id: int) -> None:
+        self.held.discard(adapter_id)
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+@pytest.fixture
+def adapters(memory: Memory) -> Iterator[Adapters]:
+    made = Adapters(memory, most_in_memory=2, tasks={7: "a"})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def told() -> SimpleQueue[Fetched]:
+    return SimpleQueue()
+
+
+def ids(*numbers: int) -> list[RequestId]:
+    return [RequestId(number) for number in numbers]
+
+
+def names(adapters: Adapters) -> list[str]:
+    return list(adapters.known())
+
+
+def test_names_are_found_and_others_refused_in_the_words_of_vllm_backend(
+    adapters: Adapters,
+) -> None:
+    loaded = adapters.load("a", "folder")
+    assert adapters.find("a") is loaded and adapters.of_task(7) is loaded
+    adapters.load("b", "folder")
+    wanted = r"^LoRA c is not supported, we currently support \['a', 'b'\]$"
+    with pytest.raises(InvalidRequest, match=wanted):
+        adapters.find("c")
+    with pytest.raises(InvalidRequest, match="lora_task_id 8 is none of lora_task_ids"):
+        adapters.of_task(8)
+    with pytest.raises(InvalidRequest, match="'a' is loaded already"):
+        adapters.load("a", "elsewhere")
+    with pytest.raises(InvalidRequest, match="printable"):
+        adapters.load("a\n", "folder")
+
+
+def test_a_bad_adapter_leaves_nothing_behind(adapters: Adapters, memory: Memory) -> None:
+    with pytest.raises(InvalidRequest, match=r"'x': layers.3.lora_A.weight does not fit"):
+        adapters.load("x", "bad")
+    assert not names(adapters) and not memory.held
+    adapters.load("x", "good")
+    assert names(adapters) == ["x"]
+
+
+def test_more_adapters_than_memory_holds(
+    adapters: Adapters, memory: Memory, told: SimpleQueue[Fetched]
+) -> None:
+    a, b, c = (adapters.load(name, "folder") for name in "abc")
+    first, second, third, fourth = ids(1, 2, 3, 4)
+    assert adapters.hold(first, c, told.put)
+    assert not adapters.hold(second, a, told.put)
+    assert told.get(timeout=PATIENCE_S) == Fetched(second, None)
+    # both places are held: the next ones wait, and a request for what is there does not
+    assert not adapters.hold(third, b, told.put)
+    assert adapters.hold(fourth, a, told.put)
+    adapters.let_go(second, a)
+    assert told.empty()
+    adapters.let_go(fourth, a)
+    assert told.get(timeout=PATIENCE_S) == Fetched(third, None)
+    assert memory.held == {b.id, c.id} and memory.most == 2
+
+
+def test_a_request_that_ends_while_it_waits_is_forgotten(
+    adapters: Adapters, memory: Memory, told: SimpleQueue[Fetched]
+) -> None:
+    a, b, c = (adapters.load(name, "folder") for name in "abc")
+    first, second, third, fourth = ids(1, 2, 3, 4)
+    assert adapters.hold(first, b, told.put) and adapters.hold(second, c, told.put)
+    assert not adapters.hold(third, a, told.put)
+    adapters.let_go(third, a)
+    adapters.let_go(first, b)
+    adapters.let_go(second, c)
+    memory.may_read.clear()
+    assert not adapters.hold(fourth, a, told.put)
+    adapters.let_go(fourth, a)  # while its adapter is read
+    memory.may_read.set()
+    adapters.close()
+    assert told.empty()
+
+
+def test_unloading_waits_for_the_requests_that_hold_an_adapter(
+    adapters: Adapters, memory: Memory, told: SimpleQueue[Fetched]
+) -> None:
+    old = adapters.load("a", "folder")
+    (first,) = ids(1)
+    assert adapters.hold(first, old, told.put)
+    adapters.unload("a")
+    assert not names(adapters) and memory.held == {old.id}
+    new = adapters.load("a", "folder")
+    assert new.id != old.id
+    adapters.let_go(first, old)
+    assert memory.held == {new.id}
+    with pytest.raises(InvalidRequest, match="there is no adapter 'b'"):
+        adapters.unload("b")
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "words"),
+    [
+        (ConfigError("q_proj is gone"), InvalidRequest, "adapter 'a': q_proj is gone"),
+        (OSError("the disk is gone"), EngineFailure, "could not be read: the disk is gone"),
+    ],
+)
+def test_files_that_have_gone_bad_fail_the_requests_that_wait(
+    failure: Exception,
+    kind: type[Exception],
+    words: str,
+    adapters: Adapters,
+    memory: Memory,
+    told: SimpleQueue[Fetched],
+) -> None:
+    a: Adapter = adapters.load("a", "folder")
+    for name in "bc":
+        adapters.load(name, "folder")  # a leaves the pool
+    memory.fails = failure
+    assert not adapters.hold(RequestId(1), a, told.put)
+    error = told.get(timeout=PATIENCE_S).error
+    assert isinstance(error, kind) and words in str(error)
+    memory.fails = None
+    assert not adapters.hold(RequestId(2), a, told.put)
+    assert told.get(timeout=PATIENCE_S) == Fetched(RequestId(2), None)

@@ -1,0 +1,146 @@
+"""Adapters in the planner: slots are granted before rows need them, and never while in use."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import StepPlan
+from minisgl_backend.request import Adapter, Request, RequestId, SamplingParams
+from minisgl_backend.scheduling.adapter_places import AdapterPlaces
+from minisgl_backend.scheduling.scheduler import Scheduler
+from minisgl_backend.scheduling.waiting import MOST_PAST_SLOTS
+from tests.fakes.harness import Harness, Setup, random_setup, run_randomly
+
+ADAPTERS = [Adapter(number, f"adapter-{number}", "", 8, 1) for number in range(1, 7)]
+
+
+class AdaptedHarness(Harness):
+    """A planner with slots. Each row of each step must have its request's adapter."""
+
+    def __init__(self, setup: Setup, num_slots: int, drawn: random.Random | None = None) -> None:
+        super().__init__(setup)
+        self.drawn = drawn
+        config = replace(self.scheduler._config, num_adapter_slots=num_slots)
+        self.scheduler = Scheduler(setup.make_cache(), config)
+        self.in_slots: dict[int, int] = {0: 0}
+        self.of_rows: dict[int, int] = {}
+        self.requests: dict[int, Request] = {}
+        self.num_loads = 0
+        make_plan = self.scheduler.plan
+
+        def watched() -> StepPlan | None:
+            plan = make_plan()
+            if plan is not None:
+                self.follow(plan)
+            return plan
+
+        self.scheduler.plan = watched  # type: ignore[method-assign]
+
+    def add(self, request: Request) -> None:
+        """Queue a request, with an adapter or without if that is drawn."""
+        if self.drawn is not None:
+            request = replace(request, adapter=self.drawn.choice([None, *ADAPTERS]))
+        super().add(request)
+
+    def follow(self, plan: StepPlan) -> None:
+        """Do with slots and rows what the plan says, and check them."""
+        for slot, adapter_id in zip(plan.load_slots, plan.load_adapters, strict=True):
+            self.in_slots[int(slot)] = int(adapter_id)
+            self.num_loads += 1
+        for row, slot in zip(plan.adapter_rows, plan.adapter_slots, strict=True):
+            self.of_rows[int(row)] = int(slot)
+        for admission in plan.admissions:
+            self.requests[admission.row] = self.records[admission.request_id].request
+        for row in np.concatenate([plan.prefill_rows, plan.decode_rows]).tolist():
+            adapter = self.requests[row].adapter
+            expected = 0 if adapter is None else adapter.id
+            assert self.in_slots[self.of_rows[row]] == expected
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5])
+def test_rows_have_their_adapters_in_random_runs(num_slots: int) -> None:
+    loads = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        harness = AdaptedHarness(random_setup(rng), num_slots, drawn=rng)
+        run_randomly(harness, rng, check=True)
+        loads += harness.num_loads
+    assert loads > 20
+
+
+def request(number: int, adapter: Adapter | None, max_tokens: int = 4) -> Request:
+    prompt = np.array([number % 50 + 1, 2, 3], np.int32)
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return Request(id=RequestId(number), prompt=prompt, sampling=sampling, adapter=adapter)
+
+
+def rows_of_plan(harness: AdaptedHarness) -> list[int]:
+    """The requests that run now."""
+    sequences = harness.scheduler._rows.sequences
+    return sorted(int(s.request.id) for s in sequences if s is not None)
+
+
+def setup(num_rows: int = 4) -> Setup:
+    return replace(random_setup(random.Random(1)), num_rows=num_rows, num_pages=64, page_size=16)
+
+
+def test_a_request_without_a_slot_holds_nobody_up() -> None:
+    harness = AdaptedHarness(setup(), num_slots=1)
+    first, second = ADAPTERS[:2]
+    for number, adapter in enumerate([first, second, None, first]):
+        harness.add(request(number, adapter, max_tokens=6))
+    harness.launch()
+    assert rows_of_plan(harness) == [0, 2, 3]
+    harness.drain()
+    harness.verify()
+    assert harness.records[RequestId(1)].ending is not None
+
+
+def test_a_request_without_a_slot_is_not_passed_for_ever() -> None:
+    """Others with the resident adapter come all the time: at last they wait for it, too."""
+    harness = AdaptedHarness(setup(num_rows=2), num_slots=1)
+    harness.add(request(0, ADAPTERS[0]))
+    harness.step()
+    harness.add(request(1, ADAPTERS[1]))
+    number = 2
+    while harness.records[RequestId(1)].ending is None:
+        while sum(record.ending is None for record in harness.records.values()) < 4:
+            harness.add(request(number, ADAPTERS[0], max_tokens=4 + number % 5))
+            number += 1
+        harness.step()
+        assert number < 10 * MOST_PAST_SLOTS
+    assert number > MOST_PAST_SLOTS / 2
+    harness.drain()
+    harness.verify()
+
+
+def test_prefixes_are_shared_by_requests_with_the_same_adapter_only() -> None:
+    keys = {replace(request(0, None), cache_salt=salt).cache_key for salt in ("", "7")}
+    keys |= {replace(request(0, ADAPTERS[0]), cache_salt=salt).cache_key for salt in ("", "7")}
+    assert len(keys) == 4
+    again = Adapter(9, ADAPTERS[0].name, "", 8, 1)  # loaded anew under the same name
+    assert request(0, again).cache_key not in keys
+
+
+def test_the_slot_used_least_recently_goes_first() -> None:
+    places = AdapterPlaces(2)
+    one, two, three = ADAPTERS[:3]
+    assert places.take(one) == (1, True)
+    assert places.take(two) == (2, True)
+    assert not places.has_place(three)
+    places.give_back(one)
+    assert places.take(one) == (1, False)
+    places.give_back(two)
+    places.give_back(one)
+    assert places.take(three) == (2, True)
+    assert places.take(one) == (1, False)
+    with pytest.raises(InvariantError):
+        places.take(two)
+    places.check({3: 1, 1: 1})
+    with pytest.raises(InvariantError):
+        places.check({3: 1})

@@ -1,0 +1,171 @@
+"""`minisgl bench adapters`: what LoRA adapters cost, by step, in throughput and when they come.
+
+The adapters are random ones for the model, all from the same files, each under a name of its own.
+Three tables: requests that decode together, without adapters, all with one, and with as many as
+there are slots; how soon the first token comes if the adapter is in a slot, in main memory or only
+on disk; and the longest gap between two tokens of streams while other requests go through more
+adapters than there are slots.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Final
+
+import click
+import numpy as np
+import torch
+
+from minisgl_backend.cli.options import POSITIVE_INT, engine_options
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.request import Adapter, SamplingParams
+from minisgl_backend.runtime.engine import Engine
+from minisgl_bench.engines import Collector, engine_facts, running_engine, submitted
+from minisgl_kit.adapters import write_adapter
+from minisgl_kit.report import Report, json_option
+
+_SETTLING: Final = 8
+"""Steps after the last prefill that are not counted."""
+_TRIES: Final = 8
+
+
+@click.command()
+@engine_options
+@click.option("--batch-size", "sizes", multiple=True, type=POSITIVE_INT, help="[default: 1 64 256]")
+@click.option("--rank", default=16, type=POSITIVE_INT, show_default=True, help="of the adapters")
+@click.option(
+    "--context",
+    default=256,
+    type=POSITIVE_INT,
+    show_default=True,
+    help="prompt tokens of a request",
+)
+@click.option(
+    "--steps", default=200, type=POSITIVE_INT, show_default=True, help="tokens of an answer"
+)
+@click.option(
+    "--names", default=200, type=POSITIVE_INT, show_default=True, help="adapters that come and go"
+)
+@json_option
+def adapters(
+    options: EngineOptions,
+    sizes: tuple[int, ...],
+    rank: int,
+    context: int,
+    steps: int,
+    names: int,
+    json_path: Path | None,
+) -> None:
+    """LoRA adapters: time of a step, throughput, first token, and gaps in other streams."""
+    sizes = sizes or (1, 64, 256)
+    spec = load_spec(resolve_model(options.model, options.model_source))
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_adapter(Path(folder), spec, rank=rank, strength=0.1, dtype=torch.bfloat16)
+        options = replace(
+            options,
+            enable_lora=True,
+            max_lora_rank=max(rank, options.max_lora_rank),
+            max_cpu_loras=options.max_cpu_loras or names,
+        )
+        with running_engine(options) as (engine, _):
+            known = [engine.adapters.load(f"adapter-{i}", str(path)) for i in range(names)]
+            report = Report("LoRA adapters", info=engine_facts(engine.info, options))
+            for size in sizes:
+                _add_mixes(report, engine, known[: options.max_loras], size, context, steps)
+            report.emit(json_path)
+            arrivals = Report("first token of a request with an adapter")
+            _add_arrivals(arrivals, engine, known, context)
+            arrivals.emit(None)
+            gaps = Report("streams beside requests that go through all adapters")
+            _add_gaps(gaps, engine, known, context, steps)
+            gaps.emit(None)
+
+
+def _add_mixes(
+    report: Report, engine: Engine, slots: Sequence[Adapter], size: int, context: int, steps: int
+) -> None:
+    """Decode ``size`` requests without adapters, with one, and with those of all ``slots``."""
+    mixes: dict[str, list[Adapter | None]] = {"none": [None], "one": [slots[0]], "all": [*slots]}
+    if size == 1:
+        del mixes["all"]
+    base_ms = base_rate = 0.0
+    for name, mix in mixes.items():
+        asked = list(islice(cycle(mix), size))
+        _decoded(engine, asked, context, 4)
+        step_ms, rate = _decoded(engine, asked, context, steps)
+        base_ms, base_rate = base_ms or step_ms, base_rate or rate
+        report.add(
+            batch=size,
+            adapters=name,
+            step_ms=round(step_ms, 3),
+            of_base=round(step_ms / base_ms, 3),
+            tokens_per_s=round(rate),
+            of_base_rate=round(rate / base_rate, 3),
+        )
+
+
+def _decoded(
+    engine: Engine, asked: Sequence[Adapter | None], context: int, steps: int
+) -> tuple[float, float]:
+    """Milliseconds of a step in which all requests decode, and tokens a second of the whole run."""
+    started = time.perf_counter()
+    margin = -(-len(asked) * context // 8192) + 2 * _SETTLING
+    sinks = [_submitted(engine, adapter, context, steps + margin) for adapter in asked]
+    for sink in sinks:
+        sink.wait()
+    seconds = time.perf_counter() - started
+    times_ms = np.array(sinks[-1].times_s[_SETTLING : _SETTLING + steps + 1]) * 1e3
+    return float(np.median(np.diff(times_ms))), len(asked) * (steps + margin) / seconds
+
+
+def _add_arrivals(report: Report, engine: Engine, known: Sequence[Adapter], context: int) -> None:
+    """First tokens of lone requests whose adapters are in a slot, and in main memory only."""
+    in_slot, in_memory = [], []
+    for adapter in islice(cycle(known), len(known) // 2, len(known) // 2 + _TRIES):
+        in_memory.append(_first_token_ms(engine, adapter, context))
+        in_slot.append(_first_token_ms(engine, adapter, context))
+    report.add(
+        in_slot_ms=round(statistics.median(in_slot), 2),
+        in_memory_ms=round(statistics.median(in_memory), 2),
+        longest_ms=round(max(in_memory), 2),
+    )
+
+
+def _first_token_ms(engine: Engine, adapter: Adapter, context: int) -> float:
+    sink = _submitted(engine, adapter, context, 1)
+    sink.wait()
+    return (sink.times_s[0] - sink.sent_s) * 1e3
+
+
+def _add_gaps(
+    report: Report, engine: Engine, known: Sequence[Adapter], context: int, steps: int
+) -> None:
+    """The gaps between tokens of eight streams, alone and beside a request for each adapter."""
+    for others in ([], known):
+        streams = [_submitted(engine, None, context, 4 * steps) for _ in range(8)]
+        sinks = [_submitted(engine, adapter, context, 16) for adapter in others]
+        for sink in [*streams, *sinks]:
+            sink.wait()
+        gaps_ms = np.concatenate([np.diff(stream.times_s) for stream in streams]) * 1e3
+        report.add(
+            adapters=len(others),
+            median_gap_ms=round(float(np.median(gaps_ms)), 2),
+            p99_gap_ms=round(float(np.percentile(gaps_ms, 99)), 2),
+            longest_gap_ms=round(float(gaps_ms.max()), 2),
+        )
+
+
+def _submitted(engine: Engine, adapter: Adapter | None, context: int, num_tokens: int) -> Collector:
+    """Submit a request of random tokens."""
+    rng = np.random.default_rng()
+    prompt = rng.integers(0, engine.info.vocab_size, context).astype(np.int32)
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.6, ignore_eos=True)
+    return submitted(engine, prompt, sampling, adapter)

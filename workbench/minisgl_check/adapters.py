@@ -1,0 +1,152 @@
+"""LoRA adapters that come and go beside requests that name them, some of them broken.
+
+Knows the demo model, for which it writes adapters, and what callers get: each request is answered
+as by its adapter alone, or refused because that has left. Must not know how the engine keeps
+adapters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import torch
+from minisgl_client.client import AsyncClient
+from minisgl_client.errors import InvalidArgument
+from safetensors.torch import load_file, save_file
+
+from minisgl_backend.config import DEMO_MODEL
+from minisgl_backend.models.catalog import load_spec
+from minisgl_check.asking import NUM_TOKENS, Asker
+from minisgl_check.case import Case
+from minisgl_kit.adapters import write_adapter
+
+_CONFIG: Final = "adapter_config.json"
+_WEIGHTS: Final = "adapter_model.safetensors"
+_RANKS: Final = (2, 4, 8)
+_NUM_LOADERS: Final = 2
+_NAMES_OF_A_LOADER: Final = 3
+_BROKEN_EVERY: Final = 5
+_MOST_GROWN_MB: Final = 50.0
+
+
+class AdapterTraffic(Asker):
+    """The load for one server of the demo model that takes orders about adapters."""
+
+    def come_and_go(self) -> Case:
+        """Load and unload all the time, while requests name what is there."""
+        case = Case("adapters come and go")
+        with tempfile.TemporaryDirectory() as folder:
+            asyncio.run(self._come_and_go(case, _good(Path(folder)), _broken(Path(folder))))
+        told = ", ".join(f"{count} {how}" for how, count in sorted(case.ended.items()))
+        case.what = f"{case.count} loads; {told}"
+        return case
+
+    async def _come_and_go(self, case: Case, good: list[Path], broken: list[Path]) -> None:
+        num_loads, prompt = self._extent.num_loads, self._prompt()
+        names = [f"check-{number}" for number in range(_NUM_LOADERS * _NAMES_OF_A_LOADER)]
+        paths = {name: good[number % len(good)] for number, name in enumerate(names)}
+        loaded: dict[str, int] = {}  # the names that requests may take now, and which load it was
+        texts: dict[str | None, str] = {}  # of the adapters alone
+        begin_mb = 0.0
+
+        async def answer(name: str | None) -> str:
+            told = await client.generate(
+                input_ids=prompt,
+                max_tokens=NUM_TOKENS,
+                temperature=0.0,
+                ignore_eos=True,
+                lora_name=name,
+            )
+            case.expect(told.num_output_tokens == NUM_TOKENS, "an answer is short")
+            return told.text
+
+        async def unload(name: str) -> None:
+            del loaded[name]
+            await client.unload_adapter(name)
+
+        async def load(own: list[str]) -> None:
+            nonlocal begin_mb
+            while case.count < num_loads:
+                case.count += 1
+                number, name = case.count, self._rng.choice(own)
+                if number == num_loads // 3:  # what is kept for good is there by now
+                    begin_mb = self._target.stats().resident_mb
+                if name in loaded:
+                    await unload(name)
+                if number % _BROKEN_EVERY:
+                    await client.load_adapter(name, str(paths[name]))
+                    loaded[name] = number
+                    continue
+                path = self._rng.choice(broken)
+                try:
+                    await client.load_adapter(name, str(path))
+                except InvalidArgument:
+                    case.ended["refused"] += 1
+                else:
+                    case.expect(False, f"{path.name} was taken")
+                    await client.unload_adapter(name)
+            for name in own:
+                if name in loaded:
+                    await unload(name)
+
+        async def ask() -> None:
+            while not loading.done():
+                name = self._rng.choice([None, *loaded])
+                number = None if name is None else loaded[name]
+                try:
+                    text = await answer(name)
+                except InvalidArgument:
+                    is_there = name is None or loaded.get(name) == number
+                    case.expect(not is_there, f"{name} was refused while it was loaded")
+                    case.ended["refused"] += 1
+                else:
+                    case.expect(text == texts[name], f"an answer of {name} is another's")
+                    case.ended["answered"] += 1
+
+        async with AsyncClient(self._target.grpc_address, retries=0) as client:
+            before = await client.adapters()
+            texts[None] = await answer(None)
+            for name, path in paths.items():
+                await client.load_adapter(name, str(path))
+                texts[name] = await answer(name)
+                await client.unload_adapter(name)
+            case.expect(len(set(texts.values())) == 1 + len(good), "adapters change nothing")
+            loading = asyncio.gather(*(load(names[i::_NUM_LOADERS]) for i in range(_NUM_LOADERS)))
+            await asyncio.gather(loading, *(ask() for _ in range(self._num_clients)))
+            case.expect(await client.adapters() == before, "an adapter is left")
+        grown_mb = self._target.stats().resident_mb - begin_mb
+        case.expect(grown_mb < _MOST_GROWN_MB, f"memory grew by {grown_mb:.0f} MB")
+        case.figures["adapters, MB grown"] = round(grown_mb, 1)
+
+
+def _good(folder: Path) -> list[Path]:
+    spec = load_spec(Path(DEMO_MODEL))
+    return [write_adapter(folder / f"rank-{rank}", spec, rank=rank, seed=rank) for rank in _RANKS]
+
+
+def _broken(folder: Path) -> list[Path]:
+    """Adapters of which the reader finds out early, late, and in between."""
+    whole = write_adapter(folder / "whole", load_spec(Path(DEMO_MODEL)), rank=4)
+    names = ("without-a-config", "without-a-tensor", "of-another-rank", "cut", "not-finite", "dora")
+    paths = {name: folder / name for name in names}
+    for path in paths.values():
+        shutil.copytree(whole, path)
+    (paths["without-a-config"] / _CONFIG).unlink()
+    tensors = load_file(whole / _WEIGHTS)
+    *_, last = tensors
+    save_file({k: v for k, v in tensors.items() if k != last}, paths["without-a-tensor"] / _WEIGHTS)
+    save_file(
+        {**tensors, last: torch.full_like(tensors[last], float("nan"))},
+        paths["not-finite"] / _WEIGHTS,
+    )
+    stored = (whole / _WEIGHTS).read_bytes()
+    (paths["cut"] / _WEIGHTS).write_bytes(stored[: len(stored) // 2])
+    config = json.loads((whole / _CONFIG).read_text())
+    for name, changed in (("of-another-rank", {"r": 8}), ("dora", {"use_dora": True})):
+        (paths[name] / _CONFIG).write_text(json.dumps({**config, **changed}))
+    return list(paths.values())
